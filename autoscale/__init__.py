@@ -1,1 +1,1 @@
-"""How many replicas: from what is observed alone (ConServe, section 4.2), as pure functions."""
+"""Decides how many replicas there are, from observations alone (ConServe, section 4.2). Pure."""

@@ -1,38 +1,201 @@
-"""Both roles' numbers of replicas, from what the conversation table observes."""
+"""Decides both roles' numbers of replicas, from what the conversation table observes. Pure.
+
+Observations become needed replicas: first prompts by the profiled curve, and decoders' occupancy or
+ConServe's inequality (2). `scale` turns those into wanted replicas. Scaling up is immediate, and
+scaling down waits until the need has stayed low, and until some time after the last change.
+"""
 
 import math
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoscale.capacity.profile import PrefillCurve, Profile, load_profile
-from autoscale.scaling import Limits, Scaling, scale
-from autoscale.signals import ConversationFlow, Need, Pool, PrefillLoad
 from conserve.placement import Decoder, Prefiller
 from conserve.settings import RoleSettings, Settings
 from conserve.wire import Role
 
+# Number of ended conversations whose lifetimes and footprints are averaged.
+_REMEMBERED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Replicas that would just suffice at full use, and the signal that says so."""
+
+    replicas: float
+    signal: str
+
+
+class Rate:
+    """A rate per second over the last ``window_s``. A window not yet full counts as full."""
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        self._seen: deque[tuple[float, float]] = deque()
+        self._sum = 0.0
+
+    def add(self, value: float, now_s: float) -> None:
+        self._seen.append((now_s, value))
+        self._sum += value
+
+    def per_s(self, now_s: float) -> float:
+        while self._seen and self._seen[0][0] <= now_s - self.window_s:
+            self._sum -= self._seen.popleft()[1]
+        if not self._seen:
+            # Remove the rounding errors of adding and subtracting.
+            self._sum = 0.0
+        return self._sum / self.window_s
+
+
+class PrefillLoad:
+    """The prefillers' load by the profiled curve (ConServe, sections 3.1 and 4.2).
+
+    Prefilling seconds that arrive per second are the prefillers that would always be busy. The
+    queue
+    has to be done within ``window_s`` besides.
+    """
+
+    def __init__(self, curve: PrefillCurve, window_s: float, slowdown: float = 1.0) -> None:
+        self._curve = curve
+        self._slowdown = slowdown
+        self._tokens = Rate(window_s)
+        self._seconds = Rate(window_s)
+        self._window_s = window_s
+
+    def arrived(self, input_tokens: int, now_s: float) -> None:
+        self._tokens.add(input_tokens, now_s)
+        self._seconds.add(self._slowdown * self._curve.seconds(input_tokens), now_s)
+
+    def need(self, queued_tokens: float, now_s: float) -> Need:
+        """Return the prefillers needed.
+
+        Queued tokens count at the rate of the prompts that came, or without any as one prompt.
+        """
+        tokens_per_s, busy = self._tokens.per_s(now_s), self._seconds.per_s(now_s)
+        if tokens_per_s:
+            queued_s = queued_tokens * busy / tokens_per_s
+        else:
+            queued_s = self._slowdown * self._curve.seconds(queued_tokens) if queued_tokens else 0.0
+        return Need(busy + queued_s / self._window_s, "input_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All decoders together; ``capacity_tokens`` is the mean of one's KV space."""
+
+    capacity_tokens: float
+    held_tokens: float  # KV held or promised for live conversations.
+    waiting_tokens: float = 0.0  # Prompts of conversations for which no decoder has room.
+
+
+class ConversationFlow:
+    """The decoders' load by ConServe's inequality (2), ``N B >= R W``.
+
+    Lifetimes and final footprints are means of the conversations that ended last.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._arrivals = Rate(window_s)
+        self._lifetimes_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._footprints: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def arrived(self, now_s: float) -> None:
+        self._arrivals.add(1, now_s)
+
+    def ended(self, lifetime_s: float, held_tokens: float) -> None:
+        self._lifetimes_s.append(lifetime_s)
+        self._footprints.append(held_tokens)
+
+    def need(self, pool: Pool, now_s: float) -> Need:
+        """Return the decoders needed for what is held, or by inequality (2) if that is more."""
+        held = (pool.held_tokens + pool.waiting_tokens) / pool.capacity_tokens
+        coming = self._arrivals.per_s(now_s) * self._tokens_seconds() / pool.capacity_tokens
+        return Need(held, "occupancy") if held >= coming else Need(coming, "arrivals")
+
+    def _tokens_seconds(self) -> float:
+        """Return W times the footprint: R W / B is this times R, over the capacity."""
+        ended = len(self._lifetimes_s)
+        if not ended:
+            return 0.0
+        return sum(self._lifetimes_s) / ended * (sum(self._footprints) / ended)
+
+
+# --- from needed to wanted replicas --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings by which a role scales."""
+
+    least: int
+    most: int
+    target: float = 0.7  # The highest utilisation after a change.
+    up_at: float = 0.85  # Above this utilisation there are too few replicas.
+    down_at: float = 0.5  # Below it there are too many.
+    down_delay_s: float = 60.0  # How long there have to be too many before any is removed.
+    cool_down_s: float = 60.0  # How long after a change none is removed.
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"replicas from {self.least} to {self.most}: give 1 <= least <= most")
+        if not 0 < self.down_at < self.target < self.up_at <= 1:
+            raise ValueError(
+                f"down_at {self.down_at:g}, target {self.target:g}, up_at {self.up_at:g}: "
+                "give 0 < down_at < target < up_at <= 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A decision: when the number last changed, and since when fewer would do."""
+
+    replicas: int
+    changed_s: float | None = None
+    low_since_s: float | None = None
+    why: str = "start"
+
+
+def scale(limits: Limits, before: Scaling, needed: float | None, now_s: float) -> Scaling:
+    """Decide how many replicas to run.
+
+    ``needed`` replicas would just suffice at full use; None changes nothing. As long as it is
+    constant,
+    the number changes at most once.
+    """
+    current = min(max(before.replicas, limits.least), limits.most)
+    held = replace(before, replicas=current, low_since_s=None)
+    if needed is None or not math.isfinite(needed):
+        return replace(held, why="nothing observed")
+    wanted = min(max(math.ceil(needed / limits.target), limits.least), limits.most)
+    if needed > limits.up_at * current:
+        if wanted > current:
+            return Scaling(wanted, now_s, None, f"{needed:.2f} needed of {current}")
+        return replace(held, why=f"{needed:.2f} needed, and {limits.most} is the most")
+    if not (needed < limits.down_at * current and wanted < current):
+        return replace(held, why=f"{needed:.2f} needed of {current}")
+    low_since_s = now_s if before.low_since_s is None else before.low_since_s
+    low_for_s = now_s - low_since_s
+    cool = before.changed_s is None or now_s - before.changed_s >= limits.cool_down_s
+    if low_for_s >= limits.down_delay_s and cool:
+        return Scaling(wanted, now_s, None, f"{needed:.2f} needed of {current}")
+    return replace(held, low_since_s=low_since_s, why=f"{needed:.2f} needed of {current}, waiting")
+
 
 @dataclass(slots=True)
 class Wanted:
-    """Tells what was decided last for one role, and the signal that decided; for `/metrics`."""
+    """The last decision for a role, and the signal behind it; for `/metrics`."""
 
     scaling: Scaling
     need: Need | None = None
 
 
 class Autoscaler:
-    """Told what happens, it says how many replicas there are to be.
+    """Decides how many replicas of each role to run; roles without ``limits`` stay as they are.
 
-    Args:
-        limits: settings of the roles that are scaled; other roles stay as they are.
-        start: replicas at the start, by role.
-        curve: the prefillers' profiled curve; needed where they are scaled.
-        window_s: the time over which rates are averaged.
-        prefill_slowdown: factor by which prefills take longer than the curve says, under a power
-            cap.
-
-    Raises:
-        ValueError: prefillers are to be scaled without a curve.
+    Rates are averaged over ``window_s``. To scale prefillers it needs their ``curve``, whose times
+    a
+    power cap multiplies by ``prefill_slowdown``.
     """
 
     def __init__(
@@ -51,26 +214,24 @@ class Autoscaler:
         self.wanted = {role: Wanted(Scaling(replicas)) for role, replicas in start.items()}
 
     def prompt_sent(self, input_tokens: int, now_s: float) -> None:
-        """A first turn went to a prefiller."""
+        """Count a first turn that went to a prefiller."""
         if self._load is not None:
             self._load.arrived(input_tokens, now_s)
 
     def conversation_bound(self, now_s: float) -> None:
-        """A new conversation was bound to a decoder."""
+        """Count a new conversation that was bound to a decoder."""
         self._flow.arrived(now_s)
 
     def conversation_ended(self, lifetime_s: float, held_tokens: int) -> None:
-        """A conversation ended, which held so many tokens of KV at last."""
         self._flow.ended(lifetime_s, held_tokens)
 
     def adopt(self, role: Role, replicas: int, now_s: float) -> None:
-        """Go on from what a predecessor wanted, as if that had been decided now."""
+        """Take over a predecessor's number of replicas, as if decided now."""
         limits, before = self._limits.get(role), self.wanted[role].scaling
         if limits is not None and before.replicas < replicas <= limits.most:
             self.wanted[role].scaling = Scaling(replicas, now_s, None, "as before")
 
     def replicas(self, role: Role) -> int:
-        """How many there are to be."""
         return self.wanted[role].scaling.replicas
 
     def decide(
@@ -80,15 +241,10 @@ class Autoscaler:
         waiting_tokens: float,
         now_s: float,
     ) -> list[Role]:
-        """Look again.
+        """Update the numbers of replicas, and return the roles whose number has changed.
 
-        Args:
-            decoders, prefillers: those alive, also where they are leaving: what they have counts.
-                A prefiller that hosts conversations is among both, and has its part of the need.
-            waiting_tokens: prompts of the conversations for which no decoder had room.
-
-        Returns:
-            The roles whose number has changed.
+        Leaving engines count, too, and a prefiller that hosts conversations is in both lists.
+        ``waiting_tokens`` are prompts of conversations for which no decoder has room.
         """
         prefillers = list(prefillers)
         needs: dict[Role, Need | None] = {
@@ -125,8 +281,7 @@ class Autoscaler:
             need = Need(need.replicas * own / len(decoders), need.signal)
         limits = self._limits.get("decoder")
         if waiting_tokens and limits is not None:
-            # Free room adds up, but a conversation fits on one decoder or not: whatever the
-            # pool's occupancy, those that there are do not suffice.
+            # Waiting conversations fit on no single decoder, whatever the pool's occupancy.
             least = math.nextafter(limits.up_at * (own or len(decoders)), math.inf)
             if need.replicas < least:
                 return Need(least, "no room")
@@ -142,11 +297,7 @@ class Autoscaler:
 
 
 def make_autoscaler(settings: Settings) -> Autoscaler:
-    """The autoscaler that these settings describe; a role without `max_replicas` stays as it is.
-
-    Raises:
-        ProfileError: the profile cannot be read.
-    """
+    """Build the autoscaler of these settings; raises `ProfileError`."""
     chosen = settings.autoscaling
     limits: dict[Role, Limits] = {}
     start: dict[Role, int] = {"decoder": settings.decoders.replicas}
@@ -157,13 +308,13 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
     for role, own in roles:
         if own.max_replicas is not None:
             limits[role] = Limits(
-                own.replicas,
-                own.max_replicas,
-                chosen.target,
-                chosen.up_at,
-                chosen.down_at,
-                chosen.down_delay_s,
-                chosen.cool_down_s,
+                least=own.replicas,
+                most=own.max_replicas,
+                target=chosen.target,
+                up_at=chosen.up_at,
+                down_at=chosen.down_at,
+                down_delay_s=chosen.down_delay_s,
+                cool_down_s=chosen.cool_down_s,
             )
     if not settings.profile:
         return Autoscaler(limits, start, None, chosen.window_s)
@@ -174,7 +325,7 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
 
 
 def _prefill_slowdown(settings: Settings, profile: Profile) -> float:
-    """Factor by which prefills take longer, under the prefillers' power cap, than profiled."""
+    """Return the factor by which the prefillers' power cap slows prefills."""
     tier = settings.tiers.get(settings.prefillers.tier or "")
     if tier is None or not profile.power:
         return 1.0

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
 
 from benchmarks.client import Endpoint, EndpointError
 from benchmarks.compare import Comparison, labels, show_comparisons, write_comparisons
@@ -34,7 +32,7 @@ from benchmarks.report import (
 )
 from benchmarks.selection import DEFAULT_VOCABULARY, Selection
 from benchmarks.workloads import WorkloadError
-from conserve.console import new_console
+from conserve_cli.output import can_draw, console, make_folder, progress_bar, refuse
 from conserve_cli.workload_options import (
     ArrivalPattern,
     MaxContextTokens,
@@ -44,6 +42,7 @@ from conserve_cli.workload_options import (
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SloMultiple,
 )
 
 cli = typer.Typer(
@@ -52,8 +51,6 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = new_console()
-
 _NAME = re.compile(r"[\w.+-]+")
 _STOPPED = 130
 
@@ -144,9 +141,7 @@ def run(
     reference: Annotated[
         Path | None, typer.Option(help="Take the unloaded latencies from this report instead.")
     ] = None,
-    slo_multiple: Annotated[
-        float, typer.Option(help="SLOs are this many times the unloaded latencies.")
-    ] = 5.0,
+    slo_multiple: SloMultiple = 5.0,
     kv_bytes_per_token: Annotated[
         float | None,
         typer.Option(
@@ -167,7 +162,7 @@ def run(
         concurrency=concurrency, kv_bytes_per_token=kv_bytes_per_token,
     )  # fmt: skip
     if unloaded < 0:
-        _refuse(f"--unloaded is {unloaded}; give a number from 0")
+        refuse(f"--unloaded is {unloaded}; give a number from 0")
     try:
         selection = Selection(
             kind=workload,  # type: ignore[arg-type] # checked there
@@ -207,10 +202,10 @@ def run(
         )
         settings.check()
     except (WorkloadError, ReportError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     _prepare(core)
     folder = out or Path("bench-results") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    _make(folder)
+    make_folder(folder)
     measured = _measure(settings, folder)
     _hand_out(measured, folder, parquet, plots)
     if measured.interrupted:
@@ -235,14 +230,14 @@ def compare(
     try:
         loaded = [read_report(path) for path in reports]
     except ReportError as error:
-        _refuse(str(error))
+        refuse(str(error))
     if len(loaded) < 2:
-        _refuse("one report alone cannot be compared; give at least two")
+        refuse("one report alone cannot be compared; give at least two")
     show_side_by_side(loaded, console, labels(loaded))
     comparisons = ratios_to_first(loaded)
     show_comparisons(comparisons, console)
     if out is not None:
-        _make(out)
+        make_folder(out)
         write_comparisons(comparisons, out / "comparison.json")
         _draw(loaded, comparisons, out)
 
@@ -250,15 +245,10 @@ def compare(
 # --- Options --------------------------------------------------------------------------------------
 
 
-def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False)
-    raise typer.Exit(2)
-
-
 def _positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
-            _refuse(f"--{name.replace('_', '-')} is {value:g}; give a number above 0")
+            refuse(f"--{name.replace('_', '-')} is {value:g}; give a number above 0")
 
 
 def _endpoints(
@@ -273,17 +263,17 @@ def _endpoints(
     for text in headers or ():
         name, colon, value = text.partition(":")
         if not colon or not name.strip():
-            _refuse(f"--header {text!r} is no header; write NAME:VALUE")
+            refuse(f"--header {text!r} is no header; write NAME:VALUE")
         sent[name.strip()] = value.strip()
     found = []
     for text in texts:
         named = re.fullmatch(r"([^=/]+)=(.*)", text)
         url = named[2] if named else text
         if not re.match(r"https?://[^/]", url):
-            _refuse(f"{text!r} is no endpoint; write http://HOST:PORT, or NAME=http://HOST:PORT")
+            refuse(f"{text!r} is no endpoint; write http://HOST:PORT, or NAME=http://HOST:PORT")
         name = named[1] if named else re.sub(r"[^\w.+-]", "-", url.partition("://")[2].strip("/"))
         if not _NAME.fullmatch(name):
-            _refuse(f"{name!r} is no name for an endpoint; use letters, digits, and . _ + -")
+            refuse(f"{name!r} is no name for an endpoint; use letters, digits, and . _ + -")
         ids = tuple(conversation_headers or ("X-Conversation-Id",))
         url = url.rstrip("/").removesuffix("/v1")
         found.append(
@@ -292,15 +282,8 @@ def _endpoints(
     names = [endpoint.system for endpoint in found]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled:
-        _refuse(f"two endpoints are called {doubled}; name them: a=URL b=URL")
+        refuse(f"two endpoints are called {doubled}; name them: a=URL b=URL")
     return found
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _refuse(f"--out {folder} cannot be made: {error.strerror}")
 
 
 def _prepare(core: int | None) -> None:
@@ -309,8 +292,8 @@ def _prepare(core: int | None) -> None:
             os.sched_setaffinity(0, {core})
         except OSError:
             usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
-            _refuse(f"--core {core}: this program may use the cores {usable}")
-    # Every open conversation may need a connection.
+            refuse(f"--core {core}: this program may use the cores {usable}")
+    # Each open conversation may need a connection.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -323,13 +306,11 @@ def _measure(settings: MeasurementSettings, folder: Path) -> Measurement:
         try:
             return asyncio.run(_stoppable(settings, writer, show))
         except (EndpointError, ValueError) as error:
-            problem, status = str(error), 1
+            refuse(str(error), 1)
         except Stopped:
-            problem, status = "Stopped before there was anything to report.", _STOPPED
+            refuse("Stopped before there was anything to report.", _STOPPED)
         except KeyboardInterrupt:
-            problem, status = f"Ended at once; records so far are in {folder}.", _STOPPED
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False)
-    raise typer.Exit(status)
+            refuse(f"Ended at once; records so far are in {folder}.", _STOPPED)
 
 
 async def _stoppable(
@@ -340,7 +321,7 @@ async def _stoppable(
 
     def ask_to_stop(number: signal.Signals) -> None:
         stop.set()
-        # The next such signal has its usual effect: it ends the program at once.
+        # The next such signal ends the program at once.
         loop.remove_signal_handler(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -350,17 +331,8 @@ async def _stoppable(
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Show a bar of conversations that ended; yields the `OnProgress` that moves it."""
-    bar = ProgressBar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}"),
-        console=console,
-        transient=True,
-    )
-    with bar:
+    """Show a bar of ended conversations; yield the `OnProgress` that updates it."""
+    with progress_bar("state") as bar:
         task = bar.add_task("starting", total=None, state="")
 
         def show(what: str, conversations: int, progress: Progress) -> None:
@@ -399,13 +371,8 @@ def _hand_out(measured: Measurement, folder: Path, parquet: bool, plots: bool) -
 
 
 def _draw(reports: list[Report], comparisons: list[Comparison], folder: Path) -> None:
-    try:
-        # matplotlib is an extra of the distribution, and slow to import.
+    if can_draw():
         from benchmarks.plots import draw_all, draw_ratios
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
-        return
-    draw_all(reports, labels(reports), folder)
-    draw_ratios(comparisons, folder)
+
+        draw_all(reports, labels(reports), folder)
+        draw_ratios(comparisons, folder)

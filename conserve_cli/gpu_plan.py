@@ -1,29 +1,25 @@
-"""Shows people what the application is going to be: `conserve serve` and its `--plan`."""
+"""Shows the layout of engines for `conserve serve` and its `--plan`."""
 
 import os
-from typing import NoReturn
 
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.console import new_console
 from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError
+from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
-from hetero.gpu_plan import GpuNode, GpuPlan, gib
-
-console = new_console()
+from hetero.gpu_layout import gib
+from hetero.gpu_plan import GpuNode, GpuPlan
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
-    """Return what the settings come to on GPUs, this machine's or the cluster's; None without.
+    """Return the settings and plan on this machine's GPUs, or the cluster's; None without GPUs.
 
-    Raises:
-        typer.Exit: the engines have no place there, which is said; the exit status is 2.
+    Ends the command with status 2 if the engines do not fit.
     """
     if settings.device == "cpu":
         return None
-    # What follows takes a second to load.
+    # This import takes a second.
     from deployments.gpu_plans import here, plan_on
 
     nodes = [here()] if _is_alone() else _of_cluster()
@@ -32,14 +28,13 @@ def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
     try:
         return plan_on(settings, nodes, model_is_here=_is_alone())
     except SettingsError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
-    """Return what the settings come to on this machine's CPUs; of a cluster's nothing is known.
+    """Return the settings and plan on this machine's CPUs; the plan of a cluster is not known.
 
-    Raises:
-        typer.Exit: engines cannot start there, which is said; the exit status is 2.
+    Ends the command with status 2 if engines cannot start.
     """
     from deployments.engine_arguments import require_one_split
     from deployments.gpu_plans import planned_on_cpus
@@ -48,15 +43,11 @@ def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
         require_one_split(settings)
         return planned_on_cpus(settings) if _is_alone() else (settings, None)
     except SettingsError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def require_arguments(settings: Settings, gpu: bool) -> None:
-    """Have vLLM look at the engine arguments, and at the model.
-
-    Raises:
-        typer.Exit: it would refuse one, which is said; the exit status is 2.
-    """
+    """Have vLLM check the engine arguments and the model; end with status 2 if it refuses them."""
     given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
     if settings.model == EMBEDDED_MODEL and not any(given):
         return
@@ -69,11 +60,10 @@ def require_arguments(settings: Settings, gpu: bool) -> None:
         console.print(f"[yellow]vLLM cannot be asked about this: {escape(str(error))}[/yellow]")
         return
     if refused:
-        _refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
+        refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
 
 
 def show(settings: Settings, plan: GpuPlan) -> None:
-    """Print the plan."""
     names = [card.name for card in plan.cards]
     kinds = [
         f"{names.count(card.name)} x {card.name} ({gib(card.memory_bytes)} GiB)"
@@ -114,7 +104,6 @@ def show(settings: Settings, plan: GpuPlan) -> None:
 
 
 def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
-    """Print what there is to say where engines run on CPUs."""
     said = (
         f"No GPU: {settings.prefiller_replicas} prefillers and {settings.decoders.replicas} "
         "decoders run on the CPU"
@@ -135,11 +124,6 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
 
 def _is_alone() -> bool:
     return not os.environ.get("RAY_ADDRESS")
-
-
-def _refuse(said: str) -> NoReturn:
-    console.print(f"[red]{escape(said)}[/red]", highlight=False)
-    raise typer.Exit(2)
 
 
 def _of_cluster() -> list[GpuNode]:

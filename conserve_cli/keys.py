@@ -11,6 +11,7 @@ from rich.table import Table
 
 from conserve.console import new_console
 from conserve.tenants import KeyFile, KeyFileError, Limits, Tenant, keyfile
+from conserve_cli.output import console, refuse
 
 cli = typer.Typer(
     help="API keys, their tenants, and tenants' limits. An application with `keys_file` follows a "
@@ -18,12 +19,11 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-console = new_console()
-# What is no result: so that KEY=$(conserve keys add NAME) has the key alone.
+# For everything but results, so that KEY=$(conserve keys add NAME) has only the key.
 aside = new_console(stderr=True)
 
 File = Annotated[
-    Path, typer.Option("--file", envvar="CONSERVE_KEYS_FILE", help="The file that holds them.")
+    Path, typer.Option("--file", envvar="CONSERVE_KEYS_FILE", help="The file of all keys.")
 ]
 _FILE = Path("keys.json")
 _NONE = "none"
@@ -31,14 +31,14 @@ _NONE = "none"
 
 @cli.command()
 def add(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; made if it is new.")],
+    tenant: Annotated[str, typer.Argument(help="The key's tenant, which is created if it is new.")],
     admin: Annotated[
         bool,
         typer.Option("--admin", help="It may see and end all tenants' conversations."),
     ] = False,
     file: File = _FILE,
 ) -> None:
-    """Make a key, and print it, this once; the file is made if there is none."""
+    """Create a key, and print it, only now; the file is created if it is missing."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         with keyfile.locked(file) as path:
@@ -46,11 +46,10 @@ def add(
             content, key = content.with_key(tenant, today, admin=admin)
             keyfile.write(path, content)
     except KeyFileError as error:
-        _fail(error)
+        refuse(str(error), 1, aside)
     console.out(key, highlight=False)
     aside.print(
-        f"That is the key, of tenant {tenant!r}; it is kept nowhere, only its digest in "
-        f"{escape(str(path))}.",
+        f"That is a key of tenant {tenant!r}. Keep it: {escape(str(path))} has only its digest.",
         highlight=False,
     )
 
@@ -70,17 +69,17 @@ def list_(file: File = _FILE) -> None:
 
 @cli.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(help="As `conserve keys list` has it.")],
+    key_id: Annotated[str, typer.Argument(help="The id in `conserve keys list`.")],
     file: File = _FILE,
 ) -> None:
-    """Have a key not be good any more. Its tenant stays, with its limits."""
+    """Revoke a key. Its tenant stays, with its limits."""
     _change(file, lambda content: content.without_key(key_id))
     console.print("Revoked.")
 
 
 @cli.command()
 def limits(
-    tenant: Annotated[str, typer.Argument(help="Whose limits.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant.")],
     turns: Annotated[
         str | None, typer.Option(help="Turns at a time, waiting ones included; or none.")
     ] = None,
@@ -119,9 +118,8 @@ def limits(
     nothing = not changed and shares_cache is None
     content = _read(file) if nothing else _change(file, change)
     if tenant not in content.tenants:
-        _fail(
-            KeyFileError(f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one")
-        )
+        missing = f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one"
+        refuse(missing, 1, aside)
     console.print(_tenants(content, tenant))
 
 
@@ -144,7 +142,7 @@ def _number(name: str, text: str) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 12):
         option = "--" + name.replace("_", "-")
-        _fail(KeyFileError(f"{option} takes a number, or {_NONE}, not {text[:40]!r}"), 2)
+        refuse(f"{option} takes a number, or {_NONE}, not {text[:40]!r}", to=aside)
     return int(text)
 
 
@@ -152,7 +150,7 @@ def _read(file: Path) -> KeyFile:
     try:
         return keyfile.read(file)
     except KeyFileError as error:
-        return _fail(error)  # type: ignore[no-any-return]
+        refuse(str(error), 1, aside)
 
 
 def _change(file: Path, change: Any) -> KeyFile:
@@ -161,10 +159,5 @@ def _change(file: Path, change: Any) -> KeyFile:
             content: KeyFile = change(keyfile.read(path))
             keyfile.write(path, content)
     except KeyFileError as error:
-        _fail(error)
+        refuse(str(error), 1, aside)
     return content
-
-
-def _fail(error: KeyFileError, code: int = 1) -> Any:
-    aside.print(f"[red]{escape(str(error))}[/red]", highlight=False)
-    raise typer.Exit(code) from None

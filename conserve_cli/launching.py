@@ -1,52 +1,61 @@
-"""Starting the application for a command, and stopping it with the command."""
+"""Starts the application with a command's settings, and stops it with the command."""
 
 import contextlib
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from conserve.console import new_console
 from conserve.launch import Launch, LaunchError, require_free
-from conserve.settings import RoleSettings, Settings
+from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve_cli.gpu_plan import looked_at, on_cpus, show
-
-console = new_console()
+from conserve_cli.output import console, ended_by_signals, refuse
 
 LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
+SettingArguments = Annotated[
+    list[str] | None,
+    typer.Argument(help="Settings, as for `serve run conserve.app`: decoders=3 model=..."),
+]
+
+
+def settings_from(arguments: list[str] | None) -> Settings:
+    """Return the settings that these arguments give, or end the command with status 2."""
+    pairs = [argument.partition("=") for argument in arguments or []]
+    bad = [name for name, equals, _ in pairs if not equals]
+    if bad:
+        refuse(f"{bad[0]!r} is not a setting; write name=value.")
+    try:
+        return load({name: value for name, _, value in pairs})
+    except SettingsError as error:
+        refuse(str(error))
 
 
 @contextlib.contextmanager
 def launched(
     settings: Settings, arguments: list[str], log: Path | None
 ) -> Iterator[tuple[Launch, str]]:
-    """Have the application serve for the time of a ``with`` block; yields it and its URL.
+    """Run the application during a ``with`` block; yield it and its URL.
+
+    Ends the command with status 1 if it does not come up, 2 if it does not fit on these GPUs, and
+    130
+    if it is interrupted.
 
     Args:
-        settings: what the arguments come to.
-        arguments: what ``serve run conserve.app`` is given.
-        log: where the application's log goes; None: a file among the temporary ones.
-
-    Raises:
-        typer.Exit: it did not come up (status 1), was interrupted (status 130), or has no place on
-            these GPUs (status 2); each is said.
+        settings: those that the arguments give.
+        arguments: for ``serve run conserve.app``.
+        log: the application's log; None: a temporary file.
     """
     settings = _laid_out(settings)
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
     url = f"http://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
-    # A plain `kill`, or a closed terminal, ends it as Ctrl-C does, with all that it started.
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, _interrupt) for number in signals}
     try:
         require_free(url)
-        with Launch(arguments, path) as application:
+        with ended_by_signals(), Launch(arguments, path) as application:
             try:
                 phases = _wait_until_serving(application, settings, url)
                 parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in phases.items())
@@ -59,17 +68,13 @@ def launched(
                 console.print("Stopping.")
                 raise typer.Exit(130) from None
     except LaunchError as error:
-        console.print(f"[red]{escape(str(error))}[/red]", highlight=False)
-        raise typer.Exit(1) from None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        refuse(str(error), 1)
 
 
 def _laid_out(settings: Settings) -> Settings:
     if os.environ.get("RAY_ADDRESS"):
-        # Nodes may join that cluster, so the application alone can say. If it chooses how many
-        # decoders there are, one is enough to serve.
+        # Nodes may join that cluster, so only the application can tell. If it chooses the number of
+        # decoders, one is enough to serve.
         if "decoders" in settings.model_fields_set or settings.device == "cpu":
             return settings
         return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})
@@ -98,10 +103,6 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> di
             timeout_s=1800,
             on_progress=on_progress,
         )
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _reachable(host: str) -> str:

@@ -1,4 +1,4 @@
-"""The ``conserve`` command: which commands there are. Each is loaded when it is called."""
+"""The ``conserve`` command, which loads a subcommand when it is called."""
 
 from importlib import import_module
 from typing import Any
@@ -7,15 +7,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-# By name, in the order in which `conserve --help` has them: the module whose `cli` the command is,
-# and the line that the help says of it. The lines stand here so that the help loads no command.
+# Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
 COMMANDS = {
     "serve": (
         "conserve_cli.serve",
         "Start the application, say when it is ready, and stay until Ctrl-C.",
     ),
     "demo": (
-        "conserve_cli.demo.command",
+        "conserve_cli.demo",
         "Have a few agents work, and show where every prompt's KV came from.",
     ),
     "bench": (
@@ -44,9 +43,9 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """A group that knows its commands' names and lines, and imports the one that is called.
+    """A group that knows its commands' names and help lines, and imports only the one called.
 
-    So those who only serve do not wait for what measures and draws.
+    So `conserve serve` need not wait for what measures and draws.
     """
 
     def __init__(self, **attributes: Any) -> None:
@@ -54,9 +53,9 @@ class LazyGroup(TyperGroup):
         for name, (_, line) in COMMANDS.items():
             self.add_command(TyperCommand(name, help=line))
 
-    # Typer has Click's types within itself, and does not export them.
+    # Typer does not export Click's types.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called, in the place of the one that stands in for it in the help."""
+        """Return the called command instead of its stand-in for the help."""
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest
@@ -72,14 +71,13 @@ cli = typer.Typer(
 )
 
 
-# Typer makes no group of an application that has neither commands of its own nor this.
+# Typer makes a group only of an application with commands or a callback.
 @cli.callback()
 def conserve() -> None:
     """ConServe: serve multi-turn agents, scheduled by the conversation."""
 
 
 def main() -> None:
-    """Entry point of the ``conserve`` command."""
     cli()
 
 

@@ -1,13 +1,12 @@
-"""``conserve plan``: from a profile and a workload to prefillers, decoders and slots."""
+"""``conserve plan``: plans prefillers, decoders and slots from a profile and a workload."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NoReturn, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
@@ -16,12 +15,13 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.plan import Arrivals
-from conserve.console import new_console
+from conserve_cli.output import console, progress_bar, refuse
 from conserve_cli.workload_options import (
     KnownWorkload,
     MaxGap,
     MaxTurns,
     Preset,
+    ProfileSource,
     RecordedData,
     ScaleGaps,
     ScaleTokens,
@@ -33,17 +33,17 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = new_console()
+_Read = TypeVar("_Read", Spread, Latency)
 
-# The workloads whose lengths are known before they run.
+# Workloads whose lengths are known before they run.
 _KINDS = ("synthetic", "recorded")
-# A plan for one rate also shows what so many times that rate would need.
+# A plan for one rate also shows these multiples of it.
 _MULTIPLES = (2.0, 5.0, 10.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Impossible:
-    """Stands in a plan's place where no number of replicas would do."""
+    """Replaces a plan if no number of replicas would do."""
 
     rate_per_s: float
     reason: str
@@ -51,9 +51,7 @@ class Impossible:
 
 @cli.command()
 def plan(
-    profile: Annotated[
-        str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
-    ],
+    profile: ProfileSource,
     rate: Annotated[
         list[float] | None,
         typer.Option(
@@ -120,24 +118,27 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """From a profile and a workload to a number of replicas."""
+    """Plan numbers of replicas from a profile and a workload."""
     if workload not in _KINDS:
-        _refuse(
+        refuse(
             f"--workload {workload}: its lengths are not known before it runs; "
             f"give {' or '.join(_KINDS)}"
         )
     if provision not in get_args(Provision):
-        _refuse(f"--provision {provision}: give {' or '.join(get_args(Provision))}")
+        refuse(f"--provision {provision}: give {' or '.join(get_args(Provision))}")
     rates = rate or [1.0]
     try:
         own = load_profile(profile)
         others = [_other(own, name) for name in decoder_profile or ()]
-        spreads = {
-            "turns": _spread("--turns", turns),
-            "first_prompt_tokens": _spread("--first-tokens", first_tokens),
-            "append_tokens": _spread("--append-tokens", append_tokens),
-            "output_tokens": _spread("--output-tokens", output_tokens),
-            "tool_latency": _latency("--tool-latency", tool_latency),
+        spread = "LOW:MEAN:HIGH, or one number"
+        changed = {
+            "turns": _parsed("--turns", turns, _spread, spread),
+            "first_prompt_tokens": _parsed("--first-tokens", first_tokens, _spread, spread),
+            "append_tokens": _parsed("--append-tokens", append_tokens, _spread, spread),
+            "output_tokens": _parsed("--output-tokens", output_tokens, _spread, spread),
+            "tool_latency": _parsed(
+                "--tool-latency", tool_latency, _latency, "P50:P95, in seconds"
+            ),
         }
         selection = Selection(
             kind=workload,  # type: ignore[arg-type] # checked above
@@ -151,13 +152,13 @@ def plan(
             max_context_tokens=max_context_tokens,
             max_turns=max_turns,
         )
-        made = _workload(selection, {name: one for name, one in spreads.items() if one})
+        made = _workload(selection, {name: one for name, one in changed.items() if one})
         demand = measure_demand(_watched(made))
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
         shares["provision"] = provision
         profiles = RoleProfiles(own, own)
         each = _conversations_each(made)
-        # An impossible rate is refused if it was asked for, and said of those shown besides.
+        # A requested rate that is impossible is refused; additional ones are only reported.
         plans: list[Plan | Impossible] = [
             make_plan(demand, profiles, one * each, **shares) for one in rates
         ]
@@ -169,13 +170,8 @@ def plan(
         alternatives = [(profiles, first)]
         alternatives += [(one, _attempt(demand, one, rates[0] * each, shares)) for one in choices]
     except (DemandError, PlanError, ProfileError, WorkloadError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     _show(demand, made, plans, alternatives)
-
-
-def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
 
 
 def _other(own: Profile, source: str) -> Profile:
@@ -184,7 +180,7 @@ def _other(own: Profile, source: str) -> Profile:
     if found.model != own.model:
         raise ProfileError(
             f"--decoder-profile {source} is of the model {found.model} and {own.name} of "
-            f"{own.model}: KV of one is nothing to the other; give a profile of {own.model}"
+            f"{own.model}: they cannot exchange KV; give a profile of {own.model}"
         )
     return found
 
@@ -201,31 +197,25 @@ def _attempt(
 # --- The workload ---------------------------------------------------------------------------------
 
 
-def _spread(option: str, text: str | None) -> Spread | None:
-    if text is None:
-        return None
-    parts = text.split(":")
+def _parsed(option: str, text: str | None, read: Callable[[str], _Read], form: str) -> _Read | None:
     try:
-        if len(parts) == 1:
-            return Spread(int(text), int(text), int(text))
-        low, mean, high = parts
-        return Spread(int(low), float(mean), int(high))
+        return None if text is None else read(text)
     except WorkloadError as error:
         raise WorkloadError(f"{option} {text}: {error}") from None
     except ValueError:
-        raise WorkloadError(f"{option} {text}: write LOW:MEAN:HIGH, or one number") from None
+        raise WorkloadError(f"{option} {text}: write {form}") from None
 
 
-def _latency(option: str, text: str | None) -> Latency | None:
-    if text is None:
-        return None
+def _spread(text: str) -> Spread:
+    if ":" not in text:
+        return Spread(int(text), int(text), int(text))
+    low, mean, high = text.split(":")
+    return Spread(int(low), float(mean), int(high))
+
+
+def _latency(text: str) -> Latency:
     p50_s, _, p95_s = text.partition(":")
-    try:
-        return Latency(float(p50_s), float(p95_s or p50_s))
-    except WorkloadError as error:
-        raise WorkloadError(f"{option} {text}: {error}") from None
-    except ValueError:
-        raise WorkloadError(f"{option} {text}: write P50:P95, in seconds") from None
+    return Latency(float(p50_s), float(p95_s or p50_s))
 
 
 def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
@@ -240,7 +230,7 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
         dataclasses.replace(PRESETS[selection.preset or "conserve"], **changed),
         conversations=selection.conversations,
         arrivals=Arrivals(),
-        # A plan counts tokens and does not look at them, so two different ones will do.
+        # A plan only counts tokens, so two different ones will do.
         vocabulary=range(2),
         seed=selection.seed,
         scale_tokens=selection.scale_tokens or 1.0,
@@ -250,19 +240,16 @@ def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
 
 
 def _conversations_each(workload: Workload) -> float:
-    """How many conversations an arrival brings: a recorded session's sub-agents are such, too."""
+    """Return the conversations of an arrival, with a recorded session's sub-agents."""
     sessions = workload.counts.get("sessions")
     return workload.counts["conversations"] / sessions if sessions else 1.0
 
 
 def planned_turns(workload: Workload) -> Iterator[list[PlannedTurn]]:
-    """Every conversation's turns, as `conserve bench` would send them.
+    """Yield every conversation's turns, as `conserve bench` would send them.
 
-    What the model answers is no part of later prompts there: they have stand-in tokens in its
-    place, which count as new.
-
-    Raises:
-        DemandError: a length is not known in advance.
+    There stand-in tokens, which count as new, replace the model's answers in later prompts. Raises
+    `DemandError` if a length is not known in advance.
     """
     for _, script in workload:
         turns = []
@@ -279,16 +266,8 @@ def planned_turns(workload: Workload) -> Iterator[list[PlannedTurn]]:
 
 
 def _watched(workload: Workload) -> Iterator[list[PlannedTurn]]:
-    bar = Progress(
-        TextColumn("reading conversations"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=workload.counts.get("conversations"))
+    with progress_bar() as bar:
+        task = bar.add_task("reading conversations", total=workload.counts.get("conversations"))
         for turns in planned_turns(workload):
             yield turns
             bar.advance(task)

@@ -1,7 +1,6 @@
-"""``conserve power``: see, set and put back power limits by hand."""
+"""``conserve power``: shows, sets and restores power limits by hand."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.console import new_console
+from conserve_cli.output import console, ended_by_signals, refuse
 from hetero.nvml import Nvml, NvmlError
 from hetero.power import (
     Cap,
@@ -29,15 +28,14 @@ from hetero.power import (
 cli = typer.Typer(
     help="Power limits of this machine's GPUs.", no_args_is_help=True, add_completion=False
 )
-console = new_console()
 
 _LOOK_S = 5.0
-# An application that does not answer for so long has ended, or may as well have.
+# An application that does not answer for this long counts as ended.
 _SILENT_S = 60.0
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--records", help="Where records of caps lie, if not in the usual place."),
+    typer.Option("--records", help="Folder with the records of caps, if not the default."),
 ]
 Url = Annotated[str, typer.Option(help="The ConServe application whose GPUs may be capped.")]
 
@@ -91,12 +89,12 @@ def apply(
     try:
         cap = Cap(watts, fraction)
     except ValueError as error:
-        _fail(str(error), 2)
-    with _ends_by_signal(), _nvml() as nvml:
+        refuse(str(error))
+    with ended_by_signals(), _nvml() as nvml:
         uuids = [_uuid(nvml, gpu) for gpu in gpus]
         used = _or_exit(_used, url)
         with PowerCaps(nvml, "conserve power apply", records_in) as caps:
-            # All GPUs are checked before the first one is changed.
+            # Check all GPUs before changing the first one.
             for uuid in uuids:
                 _or_exit(caps.check, uuid, cap, used)
             try:
@@ -110,7 +108,7 @@ def apply(
 
 
 def _hold(caps: PowerCaps, url: str) -> None:
-    """Keep the caps until the application uses none of the GPUs any more."""
+    """Keep the caps until the application no longer uses the GPUs."""
     answered_s = time.monotonic()
     while caps.held:
         time.sleep(_LOOK_S)
@@ -127,7 +125,7 @@ def _hold(caps: PowerCaps, url: str) -> None:
 
 @cli.command()
 def restore(records_in: Folder = None) -> None:
-    """Put back the limits whose owners died without doing so."""
+    """Restore limits that dead processes have not put back."""
     with _nvml() as nvml:
         done = recover(nvml, records_in)
     if not done:
@@ -145,11 +143,11 @@ def _report(done: list[Restored]) -> None:
 
 
 class _NoApplication(RuntimeError):
-    """No application answers, so nobody says which GPUs are its own."""
+    """No application answers, so its GPUs are not known."""
 
 
 def _used(url: str) -> set[str]:
-    """The UUIDs of GPUs that engines of this application run on, on any node."""
+    """Return the UUIDs of GPUs that engines of this application use, on any node."""
     try:
         answer = httpx.get(url.rstrip("/") + "/v1/engines", timeout=10).raise_for_status()
         engines = answer.json()["data"]
@@ -171,7 +169,7 @@ def _nvml() -> Iterator[Nvml]:
     try:
         nvml = Nvml()
     except NvmlError as error:
-        _fail(str(error))
+        refuse(str(error), 1)
     with nvml:
         yield nvml
 
@@ -180,25 +178,4 @@ def _or_exit(function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except (CapRefused, NvmlError, OSError, _NoApplication) as error:
-        _fail(str(error))
-
-
-def _fail(message: str, code: int = 1) -> Any:
-    console.print(f"[red]{escape(message)}[/red]", highlight=False)
-    raise typer.Exit(code) from None
-
-
-@contextlib.contextmanager
-def _ends_by_signal() -> Iterator[None]:
-    """Have a plain ``kill`` or a closed terminal end it as Ctrl-C does: limits are put back."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        refuse(str(error), 1)

@@ -1,18 +1,16 @@
-"""``conserve serve``: start the application, and stay until it ends or is interrupted."""
+"""``conserve serve``: runs the application until it ends or is interrupted."""
 
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from conserve.console import new_console
 from conserve.settings import Settings
 from conserve_cli.gpu_plan import looked_at, on_cpus, require_arguments, show, show_on_cpus
-from conserve_cli.launching import LogFile, launched
-from conserve_cli.setting_arguments import SettingArguments, settings_from
+from conserve_cli.launching import LogFile, SettingArguments, launched, settings_from
+from conserve_cli.output import console, refuse
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = new_console()
 
 
 @cli.command()
@@ -50,13 +48,12 @@ def serve(
         console.print("Ctrl-C ends it.")
         status = application.wait()
     if status:
-        console.print(f"[red]The application ended with status {status}.[/red]")
-        raise typer.Exit(1)
+        refuse(f"The application ended with status {status}.", 1)
 
 
 def _say_parsers(settings: Settings) -> None:
-    """Print what reads the model's tool calls and reasoning, and what is wrong with that."""
-    # It takes a second to load.
+    """Print which parsers read the model's tool calls and reasoning, and any problem with them."""
+    # This import takes a second.
     from deployments.prompting import parsers_of
 
     chosen = parsers_of(settings)

@@ -1,8 +1,4 @@
-"""Options that describe a workload, and that several commands share.
-
-What they mean is in `benchmarks.selection.Selection`, which is made of them. Defaults are the
-commands' own. An option that one command alone has, or words in its own way, stands there.
-"""
+"""Options that several commands share, most of them for `benchmarks.selection.Selection`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +7,13 @@ import typer
 
 from benchmarks.workloads import PRESETS
 
-# For commands that have to know lengths before anything runs.
+ProfileSource = Annotated[
+    str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
+]
+SloMultiple = Annotated[
+    float, typer.Option(help="SLOs are this many times the unloaded latencies.")
+]
+# For commands that need lengths before anything runs.
 KnownWorkload = Annotated[str, typer.Option(help="Kind of conversations: synthetic or recorded.")]
 RecordedData = Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")]
 Preset = Annotated[

@@ -28,9 +28,8 @@ from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
-from hetero.gpu_room import most_on_node, require_shares
+from hetero.gpu_room import most_on_node, require_shares, require_slots
 from hetero.host_memory import chunk_tokens
-from hetero.sm_room import require_slots
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
@@ -44,57 +43,54 @@ _LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
 _LANE_WORKER = "deployments.engine.lane.worker.LaneWorker"
 _CPU_LANE_WORKER = "deployments.engine.lane.cpu_worker.LaneWorker"
 _SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
-# By its name, so that the process which builds the application does not load vLLM: five seconds.
+# A name, so that building the application does not load vLLM, which takes five seconds.
 _ENGINE_SERVER = "deployments.engine.replica.EngineServer"
-# Turns of one replica at a time, over all conversations; vLLM queues and batches them itself.
+# Turns of one replica at a time; vLLM queues and batches them itself.
 _MAX_ONGOING = 1_000_000
-# What containers have at /dev/shm by default is less, and the least that Ray's store may have.
+# Containers have less at /dev/shm by default; the least size of Ray's object store.
 _SMALL_SHM_BYTES = 2**30
 _LEAST_STORE_BYTES = 80 * 2**20
-# For a replica to end, once it is empty.
+# Time for an empty replica to end.
 _LEAVING_S = 10.0
 
 
 def app(arguments: dict[str, Any] | None = None) -> Application:
-    """The application, from ``serve run`` arguments or a config file's ``args``.
+    """Build the application from ``serve run`` arguments, or a config file's ``args``.
 
-    Started by ``serve run`` with no cluster about, it starts Ray and Serve itself, Serve
-    without its HTTP proxies: the router listens for itself.
+    Without a cluster it starts Ray, and Serve without HTTP proxies, as the router listens itself.
     """
     settings = load(arguments)
     alone = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     if alone:
-        # In a cluster the file is the head's, which this need not be; there the router says so.
+        # In a cluster the keys' file is on the head; there the router checks it.
         require_keys(settings)
     if not ray.is_initialized():
         start_ray(settings)
-    # No node will join one that has just been started here.
+    # No node joins a cluster that was just started here.
     return build(settings, 0.0 if alone else settings.tier_timeout_s)
 
 
 def start_ray(settings: Settings) -> None:
-    """Start Ray, or join the cluster at ``RAY_ADDRESS``, and Serve without HTTP proxies."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's default of 15 has the engines yield to whatever else the machine does.
+    # With Ray's default of 15, engines yield to every other process of the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Serve looks for something to do, and hands its own metrics on, ten times a second by default:
-    # a tenth of what this application takes while nobody asks anything.
+    # By default Serve's control loop and metrics run ten times a second, which is a tenth of an
+    # idle application's CPU time.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "1000")
     options: dict[str, Any] = {}
     if not os.environ.get("RAY_ADDRESS"):
         if settings.device != "cpu":
             settings = with_counts(settings, len(cards_here()))
-        # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
+        # Ray only counts reservations of CPUs; a small machine must not refuse to start.
         reserved = most_replicas(settings.decoders) * settings.decoders.num_cpus
         if settings.prefiller_replicas:
             reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
         if _shm_bytes() < _SMALL_SHM_BYTES:
-            # By default Ray's store takes 30 % of the machine's memory there. Where there is less,
-            # it lies in files, and Ray does not start if it is over 10 GB. Nothing large is put
-            # into it here.
+            # Ray's store takes 30 % of the machine's memory by default. If /dev/shm is smaller, it
+            # lies in files, where over 10 GB is refused. ConServe keeps nothing large in it.
             options["object_store_memory"] = _LEAST_STORE_BYTES
         if settings.nodes != "several":
             start_on_loopback()
@@ -110,14 +106,11 @@ def _shm_bytes() -> int:
 
 
 def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
-    """The application for these settings, on the cluster that Ray is connected to.
+    """Build the application for these settings on the connected cluster.
 
-    Args:
-        tier_timeout_s: longest wait for a node of each role's tier, and for enough GPUs.
-
-    Raises:
-        SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
-            fit on them; says what the cluster has.
+    ``tier_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
+    if
+    they are missing, or the engines do not fit.
     """
     settings = _with_parsers(with_profile(settings))
     require_one_split(settings)
@@ -131,7 +124,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         require_slots(settings)
     wait_for_nodes(settings, gpu, tier_timeout_s)
     alive = sum(node["Alive"] for node in ray.nodes())
-    # The model may lie on other nodes, and not on this one.
+    # On several nodes, the model need not be on this one.
     alone = alive == 1
     settings = settings.on_nodes(alive)
     if gpu:
@@ -171,29 +164,23 @@ def _on_gpu(settings: Settings) -> bool:
 
 
 def _say_no_sms(settings: Settings) -> None:
-    """Engines on CPUs have no SMs: as of power caps, nothing comes of tiers' slots."""
     for name, own in roles(settings):
         if role_tier(settings, own, gpu=True).sm_slots is not None:
             logger.warning("%s: tiers.%s.sm_slots does nothing on CPUs", name, own.tier)
 
 
 def _gpus_here() -> bool:
-    """Whether engines may run on this node: a head without GPUs may have another PyTorch."""
+    """Return whether this node has GPUs: a head without may have another build of PyTorch."""
     own = ray.get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and node["Resources"].get("GPU") for node in ray.nodes())
 
 
 def _require_cuda_build() -> None:
-    """Refuse engines on GPUs by a PyTorch that has no CUDA.
-
-    Raises:
-        SettingsError: says how to install the other.
-    """
     import torch
 
     if torch.version.cuda is None:
         raise SettingsError(
-            f"device: engines are to run on GPUs, and PyTorch {torch.__version__} here is a build "
+            f"device: engines should run on GPUs, but PyTorch {torch.__version__} here is a build "
             "without CUDA: run make install-gpu and use .venv-gpu; or, in a fresh environment, pip "
             "install '.[cuda]' (and leave PyTorch's CPU index out); or set device=cpu"
         )
@@ -222,7 +209,7 @@ def _engines(
         options["num_replicas"] = own.replicas
     else:
         options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
-        # It goes by itself once it has served its last turn; then Serve kills it.
+        # The replica ends once it has served its last turn; after this time Serve kills it.
         drain_s = settings.autoscaling.drain_timeout_s + settings.turn_timeout_s
         options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
     if tier.labels:
@@ -234,17 +221,15 @@ def _engines(
 
 
 def placement_options(config: Mapping[str, Any], gpu: bool) -> dict[str, Any]:
-    """Return where Serve is to place an engine's replica, and in which environment.
+    """Return where Serve places an engine's replica, and its environment.
 
-    As ``LLMServer.get_deployment_options`` has it, which would load vLLM.
-
-    Args:
-        config: what `llm_arguments` returned.
+    It equals ``LLMServer.get_deployment_options``, which would load vLLM. ``config`` is from
+    `llm_arguments`.
     """
     placement = config["placement_group_config"]
     environment = {**ray.get_runtime_context().runtime_env, **config["runtime_env"]}
     if gpu:
-        # vLLM's workers inherit it; it sets up their logs.
+        # Sets up the logs of vLLM's workers, which inherit it.
         environment["worker_process_setup_hook"] = _SETUP_HOOK
     actor = {**config["deployment_config"]["ray_actor_options"], "runtime_env": environment}
     return {
@@ -259,19 +244,18 @@ def llm_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of Ray Serve LLM's ``LLMConfig`` for one role's engines.
 
-    Args:
-        waiting: how many of engines' processes may wait for each other on a node with GPUs.
+    ``waiting`` is how many processes of engines may wait for each other on a node with GPUs.
     """
     engine = engine_arguments(settings.model, gpu)
     if gpu:
         engine["worker_extension_cls"] = EXTENSION
-    # To vLLM an empty list is no limit. This is no domain, and clients see it in the refusal.
+    # For vLLM an empty list is no limit. This is no domain; clients see it in the refusal.
     engine["allowed_media_domains"] = settings.allowed_media_domains or [_NO_DOMAIN]
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     connector, module = _CONNECTOR, _CONNECTOR_MODULE
     if settings.schedules_conversations and settings.hosts(role):
-        # The policy by which vLLM's own scheduler looks at priorities, which ours sets.
+        # With this policy vLLM's scheduler uses priorities, which our scheduler sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
         if settings.prefill_lane:
             connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
@@ -284,9 +268,9 @@ def llm_arguments(
         "kv_connector": connector,
         "kv_connector_module_path": module,
         "kv_role": _kv_role(role, settings),
-        # vLLM's default is to fail the request.
+        # By default vLLM fails the request.
         "kv_load_failure_policy": "recompute",
-        # The server's address is for each engine to add: that of its own node.
+        # Each engine adds the address of its own node's server.
         "kv_connector_extra_config": {
             "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
             "lmcache.mp.heartbeat_interval": 1,
@@ -299,10 +283,10 @@ def llm_arguments(
     workers *= int(engine.get("pipeline_parallel_size", 1))
     environment = engine_environment(settings.model, gpu)
     if not gpu and not engine["enforce_eager"]:
-        # An operator who wants the model compiled has a compiler.
+        # Operators who enable compilation have a compiler.
         del environment["TORCH_COMPILE_DISABLE"]
     if not gpu and engine.get("kv_cache_memory_bytes") is not None:
-        # On CPUs vLLM takes this variable over the argument.
+        # On CPUs this variable would override the argument.
         del environment["VLLM_CPU_KVCACHE_SPACE"]
     return {
         "model_loading_config": {
@@ -310,7 +294,7 @@ def llm_arguments(
             "model_source": model_source(settings.model),
         },
         "engine_kwargs": engine,
-        # On one node: its LMCache server, and its actor, are the engine's.
+        # All on one node, with its actor and LMCache server.
         "placement_group_config": {
             "strategy": "STRICT_PACK",
             "bundles": [dict(bundle) for _ in range(workers)],
@@ -320,7 +304,7 @@ def llm_arguments(
         "runtime_env": {
             "env_vars": {
                 **environment,
-                # A domain that is allowed must not lead to one that is not.
+                # An allowed domain must not redirect to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
                 **(worker_share(own.num_gpus) if gpu else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
@@ -334,22 +318,21 @@ def llm_arguments(
 
 
 def worker_share(num_gpus: float) -> dict[str, str]:
-    """Return what share of a GPU an engine's core is to ask Ray for, for each of its workers.
+    """Return the variable with the part of a GPU that an engine's core asks Ray for per worker.
 
-    A whole one by default, which no bundle with less has to give.
-    Ray Serve LLM derives this variable from the bundles too, but for the tasks that it starts
-    itself: the core is the replica's child, and inherits the replica's environment.
+    Its default is a whole GPU. Ray Serve LLM sets it only for tasks that it starts itself, but the
+    core is the replica's child and inherits the replica's environment.
     """
     return {"VLLM_RAY_PER_WORKER_GPUS": str(num_gpus)} if num_gpus < 1 else {}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:
-    """A producer stores the prompts that it prefills; a consumer only takes. So KV moves once.
+    """Return vLLM's ``kv_role``: producers store the prompts they prefill, consumers only load.
 
-    Where it is both, it stores what it is told to: prefills for others, and what is parked.
+    An engine that prefills for others, or parks, does both.
     """
     if role == "prefiller":
         return "kv_both" if settings.prefillers_host else "kv_producer"
-    # There a prefiller reads what decoders have computed of the history; or they park it.
+    # Prefillers of later turns read what decoders have computed; decoders also store to park.
     stores = settings.prefills_later_turns or settings.parks
     return "kv_both" if stores else "kv_consumer"

@@ -17,10 +17,7 @@ Answer = TypeVar("Answer")
 
 
 def actor_name(application: str, part: str, settings: Settings) -> str:
-    """Return Ray's name for the actor of an application's part.
-
-    Other settings, another actor: one that lives on would keep those it has.
-    """
+    """Return Ray's name for an actor; with other settings it is another actor."""
     digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:8]
     return f"conserve:{application}:{part}:{digest}"
 

@@ -12,9 +12,8 @@ from hetero.container import host_memory
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
-from hetero.gpu_room import require_shares, short_of_gpus
+from hetero.gpu_room import require_shares, require_slots, short_of_gpus
 from hetero.model_shape import ModelShape, ModelUnknown
-from hetero.sm_room import require_slots
 from hetero.tiers import NodeOffer, missing
 
 

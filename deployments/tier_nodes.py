@@ -1,4 +1,4 @@
-"""Whether the cluster has a place for each role, before anything waits for one in vain."""
+"""Waits until the cluster has nodes for each role."""
 
 import logging
 import time
@@ -18,10 +18,9 @@ _LOOK_S = 1.0
 
 
 def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
-    """Return when nodes that are alive, busy or not, offer each role's tier, and enough GPUs.
+    """Return when live nodes, busy or not, offer each role's tier and enough GPUs.
 
-    Raises:
-        SettingsError: they do not, after so long; says what the cluster has.
+    Raises `SettingsError` with what the cluster has, after ``timeout_s``.
     """
     deadline_s = time.monotonic() + timeout_s
     asked = False
@@ -47,13 +46,12 @@ def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
                     "waiting %g s for nodes to join\n  %s\nThe cluster has:\n  %s",
                     timeout_s, problems, there,
                 )  # fmt: skip
-                # An autoscaler starts nodes for what is asked of it, and nothing is, yet.
+                # An autoscaler starts nodes only on request, and engines request none yet.
                 _ask_autoscaler(settings, gpu)
             time.sleep(min(_LOOK_S, left_s))
     finally:
         if asked:
-            # It would stand until it is withdrawn. From now on the engines' own reservations
-            # speak; or nobody wants these nodes any more.
+            # The request holds until withdrawn. Engines' reservations replace it, if they start.
             request_resources(bundles=[])
 
 
@@ -62,7 +60,7 @@ def _ask_autoscaler(settings: Settings, gpu: bool) -> None:
     for _, own in roles(settings):
         place = role_tier(settings, own, gpu)
         gpus = {"GPU": own.num_gpus} if gpu else {}
-        # Without GPUs to count, one node of each tier is enough to place all its engines.
+        # Without GPUs, one node of each tier has room for all its engines.
         for _ in range(own.replicas * workers(settings, own) if gpu else 1):
             bundles.append({"CPU": 1, **gpus, **place.resources})
             labels.append(dict(place.labels))

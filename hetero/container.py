@@ -1,8 +1,7 @@
-"""Reads what this process may have of its machine's memory and CPUs, with its container's limits.
+"""Reads what memory and CPUs this process may use, with its container's limits.
 
-Linux keeps the limits in control groups (cgroups), of which a process is in a nested one; each
-level's limit holds, so the least counts. psutil says what the machine has, and Ray and vLLM read
-the topmost level alone.
+Linux keeps the limits in nested control groups (cgroups), where the lowest limit counts. psutil
+reports the machine's own figures, and Ray and vLLM read only the topmost group.
 """
 
 import contextlib
@@ -19,31 +18,20 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory that processes here may have.
-
-    Attributes:
-        total_bytes: the machine's, or the container's limit if that is less.
-        available_bytes: what is free of it, or can be freed by dropping files from the page cache.
-        limited: whether a limit is less than what the machine has.
-    """
+    """Memory that this process may have; ``limited`` if less than the machine's."""
 
     total_bytes: int
-    available_bytes: int
+    available_bytes: int  # With what dropping the page cache would free.
     limited: bool = False
 
     def said(self) -> str:
-        """Return it for people."""
         total, available = self.total_bytes / 2**30, self.available_bytes / 2**30
         whose = "the container's limit of " if self.limited else ""
         return f"{available:.1f} of {whose}{total:.1f} GiB are available"
 
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
-    """Return what memory there is for this process, and those that it starts.
-
-    Args:
-        root: where ``/proc`` and ``/sys`` are.
-    """
+    """Return the memory that this process may have; ``root`` holds ``/proc`` and ``/sys``."""
     machine = psutil.virtual_memory()
     total, available = int(machine.total), int(machine.available)
     for folder in _levels("memory", root):
@@ -60,11 +48,7 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
 
 
 def usable_cpus(root: Path = _ROOT) -> float:
-    """Return how many CPUs this process may use at a time: by its affinity, and by its quota.
-
-    Args:
-        root: where ``/proc`` and ``/sys`` are.
-    """
+    """Return how many CPUs this process may use, by its affinity and its cgroup quota."""
     cpus = float(len(os.sched_getaffinity(0)))
     for folder in _levels("cpu", root):
         quota = _quota(folder)
@@ -74,7 +58,7 @@ def usable_cpus(root: Path = _ROOT) -> float:
 
 
 def _quota(folder: Path) -> float | None:
-    """CPUs that a control group may use at a time; None: as many as there are."""
+    """Return the CPUs that a control group may use; None: no limit."""
     with contextlib.suppress(OSError, ValueError):
         # "200000 100000", or "max 100000": microseconds of CPU time, in microseconds.
         quota, period = (folder / "cpu.max").read_text().split()
@@ -85,9 +69,9 @@ def _quota(folder: Path) -> float | None:
 
 
 def _levels(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folder of this process's control group, and those above it, as far as they show.
+    """Yield the folders of this process's control group and its parents, for cgroups v1 and v2.
 
-    Of either version: with both, a controller is in one of them, and the other has no files of it.
+    If both versions are mounted, only one has the files of a given controller.
     """
     mounts = list(_mounts(root))
     for line in _lines(root / "proc/self/cgroup"):
@@ -100,8 +84,7 @@ def _levels(controller: str, root: Path) -> Iterator[Path]:
             if not controllers and kind != "cgroup2":
                 continue
             folder = top = root / mounted.lstrip("/")
-            # A container may be shown its own group as the topmost, by the path that the host has
-            # for it or by another.
+            # A container may see its own group as the topmost, under the host's path or another.
             if path == above or path.startswith(above.rstrip("/") + "/"):
                 inner = folder / path[len(above.rstrip("/")) :].lstrip("/")
                 folder = inner if ".." not in inner.parts and inner.is_dir() else top
@@ -112,7 +95,6 @@ def _levels(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
-    """Yield each mount of control groups: its kind, options, topmost group and place."""
     for line in _lines(root / "proc/self/mountinfo"):
         fields, _, rest = line.partition(" - ")
         kind, *others = rest.split()
@@ -133,7 +115,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is none, or ``max``."""
+    """Return the number in a file; None if there is no file or it says ``max``."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -141,9 +123,8 @@ def _number(path: Path) -> int | None:
 
 
 def _page_cache(folder: Path) -> int:
-    """Bytes of files that are in memory, and dropped where it is needed, with groups below."""
     counted = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat") if " " in line)
     names = ("active_file", "inactive_file")
-    # The older version counts groups below apart.
+    # Version 1 reports the totals with the groups below separately.
     prefix = "total_" if "total_active_file" in counted else ""
     return sum(int(counted.get(prefix + name, 0)) for name in names)

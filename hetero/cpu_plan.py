@@ -1,4 +1,4 @@
-"""Works out what engines on CPUs take of a machine's memory, and whether they fit. Pure."""
+"""Plans the host memory of engines on CPUs, and checks that they fit. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,32 +15,22 @@ _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Tells what an application on CPUs is going to take of its machine.
-
-    Attributes:
-        kv_gb: KV space of each worker of a role's engines, in GiB, by the role's setting.
-        weights_bytes: of all engines together; None: not known.
-        size_gb: host memory of LMCache's server.
-        memory: of the machine.
-    """
+    """Memory of an application on CPUs; ``kv_gb`` is each worker's, by role."""
 
     kv_gb: Mapping[str, float]
-    weights_bytes: int | None
-    size_gb: float
+    weights_bytes: int | None  # Of all engines together.
+    size_gb: float  # Of LMCache's server.
     memory: HostMemory
 
 
 def plan(
     settings: Settings, shape: ModelShape | None, memory: HostMemory
 ) -> tuple[Settings, CpuPlan]:
-    """Return the settings with LMCache's memory chosen, and what engines take of this machine.
+    """Return the settings with LMCache's memory chosen, and the memory that engines take.
 
-    Args:
-        shape: of the model; None: not known.
-        memory: of the machine that all engines run on.
-
-    Raises:
-        SettingsError: vLLM would not start the engines, or they are larger than the machine.
+    ``memory`` is that of the machine that runs all engines. Raises `SettingsError` if vLLM would
+    not
+    start the engines, or they need more memory than there is.
     """
     lmcache = settings.lmcache
     if "size_gb" in lmcache.model_fields_set:
@@ -58,7 +48,6 @@ def plan(
 
 
 def _kv_bytes(settings: Settings, name: str) -> int:
-    """KV space of each worker of a role's engines, as vLLM is told it."""
     own = dict(roles(settings))[name]
     told = (settings.engine | own.engine).get("kv_cache_memory_bytes")
     if told is not None and _KV_SPACE not in own.env:
@@ -78,7 +67,7 @@ def _require_fit(
     taken = int(settings.lmcache.size_gb * GIB)
     for name, own in roles(settings):
         arguments = engine_arguments(settings.model, gpu=False) | settings.engine | own.engine
-        # Of the weights and KV alone: on a CPU nothing is set apart for steps.
+        # On a CPU vLLM reserves nothing for a step: only weights and KV count.
         counted = {"max_num_batched_tokens": 0} | arguments
         each = replace(needs(shape, counted, card_bytes=0), reserve_bytes=0)
         if spaces[name] and not each.at_most and "num_gpu_blocks_override" not in arguments:

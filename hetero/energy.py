@@ -1,8 +1,8 @@
-"""Energy: how much a GPU uses, whose it is, and how much a conversation took of it.
+"""Meters GPU energy, and shares it among engines, roles and conversations. Pure.
 
-Pure: readings and times come in as arguments. A GPU's joules go to the engines on it, hence to
-their role and phase: a prefiller's are cold prefills, a decoder's are the tail (the paper, §4.3).
-Idle power counts as well: a GPU that waits for work is kept for its role.
+A GPU's joules go to its engines, hence to their role and phase: a prefiller's to cold prefills, a
+decoder's to the tail (ConServe, section 4.3). Idle power counts, since a waiting GPU is kept for
+its role.
 """
 
 from collections import defaultdict
@@ -15,15 +15,15 @@ from conserve.history import TurnKey
 Key = TypeVar("Key", bound=Hashable)
 
 PHASES = {"prefiller": "cold_prefill", "decoder": "tail"}
-# An engine that has not reported its energy for so long is not expected to report again.
+# An engine that has not reported its energy for this long is not expected to report again.
 _STALE_S = 60.0
 
 
 class EnergyMeter:
     """One GPU's energy since the first reading, in joules.
 
-    It is read from the GPU's own counter; where there is none, it is integrated from power samples
-    by the trapezoid rule (``integrated`` says so), which is as good as the samples are close.
+    Without an energy counter, it integrates power samples by the trapezoid rule and sets
+    ``integrated``.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class EnergyMeter:
         self._sample: tuple[float, float] | None = None
 
     def read(self, now_s: float, counter_j: float | None, draw_w: float | None) -> float:
-        """Take a reading; returns what was used since the last one, in joules.
+        """Take a reading, and return the joules used since the last one.
 
         Args:
-            counter_j: the GPU's counter; None if it has none, or does not answer.
-            draw_w: the power that the GPU draws now; None if that is not known. Then nothing is
-                assumed for the time up to the next sample.
+            counter_j: the GPU's own counter; None if it does not answer.
+            draw_w: the power drawn now; None: not known, and no energy counts until the next
+                sample.
         """
         used_j = 0.0
         if counter_j is not None:
             if self._counter_j is not None:
-                # A counter that fell was started anew, with the driver.
+                # A lower counter means that the driver was reloaded and counts from zero.
                 fell = counter_j < self._counter_j
                 used_j = counter_j if fell else counter_j - self._counter_j
             self._counter_j = counter_j
@@ -57,11 +57,10 @@ class EnergyMeter:
 
 
 class BusyShare(Generic[Key]):
-    """Divides what an engine used among what ran on it: an estimate.
+    """Estimates each key's part of an engine's energy.
 
-    Of the joules between two charges, the share of time in which anything ran is divided among what
-    ran, by how long each did; the rest was used while idle. How hard each worked the GPU is not
-    known.
+    The joules of the time in which anything ran are divided by how long each key ran. The rest was
+    used while idle.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -72,13 +71,11 @@ class BusyShare(Generic[Key]):
         self._busy_since_s = now_s
 
     def start(self, key: Key, now_s: float) -> None:
-        """Note that what this key stands for runs from now on; one that runs already goes on."""
         if not self._running:
             self._busy_since_s = now_s
         self._running.setdefault(key, now_s)
 
     def stop(self, key: Key, now_s: float) -> None:
-        """Note that what this key stands for has ended, if it was running."""
         since_s = self._running.pop(key, None)
         if since_s is None:
             return
@@ -87,9 +84,7 @@ class BusyShare(Generic[Key]):
             self._busy_s += now_s - self._busy_since_s
 
     def charge(self, joules: float, now_s: float) -> dict[Key, float]:
-        """Return what each key took of the joules since the last charge; less than all, if it was
-        idle.
-        """
+        """Return each key's part of the joules since the last charge; less than all if idle."""
         for key, since_s in self._running.items():
             self._spent_s[key] += now_s - since_s
             self._running[key] = now_s
@@ -109,12 +104,10 @@ class BusyShare(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """Tells what one GPU does now; None where it does not say.
+    """One GPU's state; None where the driver does not say.
 
-    Attributes:
-        cap_w: the cap that ConServe holds on it; None: it holds none.
-        refusal: why a cap that was wanted does not hold, as one word; empty where it does, or none
-            was wanted.
+    ``cap_w`` is the cap that ConServe holds, ``refusal`` one word on why a wanted cap does not
+    hold.
     """
 
     uuid: str
@@ -129,13 +122,9 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class EngineEnergy:
-    """Tells what an engine's GPUs have used, as its node says.
+    """Joules of an engine's GPUs since ``epoch`` began: a life of its node's actor.
 
-    Attributes:
-        joules: the engine's share since ``epoch`` began.
-        epoch: names a life of the node's actor; the next one counts from nothing again.
-        integrated: some of it was integrated from power samples, for want of an energy counter.
-        gpus: the GPUs that it runs on, as they were read last.
+    ``integrated`` if some were integrated from power samples, for want of an energy counter.
     """
 
     joules: float
@@ -146,8 +135,6 @@ class EngineEnergy:
 
 @dataclass(slots=True)
 class MeteredEngine:
-    """An engine that reports its GPUs' energy, and what it has reported last."""
-
     role: str
     tier: str
     latest: EngineEnergy
@@ -156,27 +143,22 @@ class MeteredEngine:
 
 @dataclass(slots=True)
 class TierUse:
-    """Tells what a tier has used, and computed meanwhile."""
-
     joules: float = 0.0
     tokens: int = 0
 
     @property
     def tokens_per_j(self) -> float | None:
-        """Tokens computed for each joule; None before anything was used."""
+        """Tokens computed per joule; None before any energy was used."""
         return self.tokens / self.joules if self.joules else None
 
 
 class EnergyBook:
-    """The application's energy: by role and tier, and each conversation's estimated share.
-
-    Engines that report none cost nothing here, and count nowhere.
+    """The application's energy, and each conversation's estimated share.
 
     Attributes:
-        engines: the engines that report, by id.
-        joules: energy used, by role and tier; that of engines that have gone is included.
-        tiers: energy used, and tokens computed (prefilled rather than found in a cache, or decoded)
-            by engines that report; by tier.
+        engines: the engines that report, by id. Others do not count.
+        joules: by role and tier; includes engines that have left.
+        tiers: energy, and tokens prefilled (not found in a cache) or decoded, by tier.
     """
 
     def __init__(self) -> None:
@@ -188,21 +170,16 @@ class EnergyBook:
 
     @property
     def overall(self) -> TierUse:
-        """All tiers together."""
         tiers = self.tiers.values()
         return TierUse(sum(tier.joules for tier in tiers), sum(tier.tokens for tier in tiers))
 
     def report(
         self, engine_id: str, role: str, tier: str, energy: EngineEnergy, now_s: float
     ) -> dict[tuple[str, int], float]:
-        """An engine says what its GPUs have used.
-
-        Returns:
-            What conversations took of it since its last report, in joules, by id and incarnation.
-        """
+        """Return conversations' joules since the engine's last report, by id and incarnation."""
         engine = self.engines.get(engine_id)
         if engine is None:
-            # What it used before that belongs to no turn that is known here.
+            # Energy used before the first report belongs to no known turn.
             self.engines[engine_id] = MeteredEngine(role, tier, energy, BusyShare(now_s))
             return {}
         same = energy.epoch == engine.latest.epoch
@@ -216,32 +193,30 @@ class EnergyBook:
         return dict(taken)
 
     def computed(self, engine_id: str, tokens: int) -> None:
-        """An engine has prefilled or decoded so many tokens."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             self.tiers[engine.tier].tokens += tokens
 
     def run(self, turn: TurnKey, engine_id: str, now_s: float) -> None:
-        """A turn runs on an engine from now on, and nowhere else."""
+        """Note that a turn now runs on this engine, and nowhere else."""
         self.end(turn, now_s)
         engine = self.engines.get(engine_id)
         if engine is None:
             return
         if now_s - engine.shares.charged_s > _STALE_S:
-            # It reports no more: nobody would ever ask for what piles up here.
+            # The engine no longer reports, so no charge would ever clear its running times.
             self.remove_engine(engine_id)
             return
         self._turns[turn] = engine_id
         engine.shares.start(turn, now_s)
 
     def end(self, turn: TurnKey, now_s: float) -> None:
-        """A turn has ended, if it was running."""
         engine_id = self._turns.pop(turn, None)
         if engine_id is not None and engine_id in self.engines:
             self.engines[engine_id].shares.stop(turn, now_s)
 
     def remove_engine(self, engine_id: str) -> None:
-        """An engine is lost, or has left; what it used stays counted."""
+        """Forget a lost or leaving engine; the energy it used stays counted."""
         if self.engines.pop(engine_id, None) is None:
             return
         for turn in [turn for turn, where in self._turns.items() if where == engine_id]:
@@ -249,10 +224,7 @@ class EnergyBook:
 
 
 def divide(joules: float, engines: Sequence[str]) -> dict[str, float]:
-    """Return what each of a GPU's engines is charged with: equal parts, whose sum is the whole.
-
-    Most GPUs have one engine. Of several, the driver does not say which used how much.
-    """
+    """Divide a GPU's joules equally among its engines; the driver does not tell them apart."""
     parts = dict.fromkeys(engines, joules / len(engines)) if engines else {}
     if parts:
         parts[engines[-1]] = joules - sum(list(parts.values())[:-1])

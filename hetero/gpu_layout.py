@@ -1,13 +1,12 @@
-"""Which engines share which GPUs, and what of a GPU's memory each gets.
+"""Decides which engines share which GPUs, and how much of a GPU's memory each gets. Pure.
 
-Pure: what there is comes in as numbers. Two steps, since waiting for GPUs lies between them:
-`with_counts` says how many engines there are and what part of a GPU each asks Ray for,
-`with_memory` what each does with its part.
+`with_counts` sets the number of engines and the part of a GPU that each asks Ray for. Once the
+GPUs are there, `with_memory` sets what each engine does with its part.
 
-vLLM takes what is free while it starts for its own, so engines that start beside each other on a
-GPU would count each other's memory. Engines that share one therefore get ``kv_cache_memory_bytes``,
-which leaves vLLM nothing to measure, and a ``gpu_memory_utilization`` of their part alone, since
-vLLM refuses to start where less than that is free. An engine with GPUs of its own measures.
+vLLM counts all memory taken while it starts as its own, so engines that start together on a GPU
+would count each other's. Engines that share a GPU therefore get ``kv_cache_memory_bytes``, which
+leaves nothing to measure. Their ``gpu_memory_utilization`` is that of their part, since vLLM does
+not start if less than that is free.
 """
 
 import math
@@ -22,70 +21,54 @@ from hetero.model_shape import ModelShape
 from hetero.tiers import role_tier
 
 GIB = 2**30
-# vLLM's default of `gpu_memory_utilization`. What is left is for CUDA's contexts of others: that of
-# LMCache's server is on every GPU whose KV it copies.
+# vLLM's default of `gpu_memory_utilization`. The rest holds CUDA contexts of other processes, such
+# as LMCache's server, which has one on each GPU whose KV it copies.
 UTILISATION = 0.92
-# Of each engine: CUDA's context and libraries, NCCL, workspaces of attention.
+# CUDA's context and libraries, NCCL, and attention workspaces of each engine.
 _CONTEXT_BYTES = 1 * GIB
-# Captured graphs, of which there are none with `enforce_eager`.
+# Captured CUDA graphs; none with `enforce_eager`.
 _GRAPHS_BYTES = 1 * GIB
-# The same again for each place of the border between an engine's steps and its lane, in all.
+# Graphs captured for every position of the border between decoding and the prefill lane, together.
 GRAPH_SETS_BYTES = 1 * GIB
-# A sampler has logits, probabilities and their sorted copy, 32 bits each.
+# The sampler keeps logits, probabilities and their sorted copy, 32 bits each.
 _SAMPLING_BYTES = 3 * 4
-# vLLM's `max_num_seqs` for a large GPU, and for others.
+# vLLM's default `max_num_seqs` on a GPU of at least 70 GiB, and on others.
 _LARGE_BYTES, _LARGE_SEQS, _SEQS = 70 * GIB, 1024, 256
-# KV of an engine that conversations are bound to, against that of a prefiller, which holds a prompt
-# while it computes it, and the beginnings that prompts have in common.
+# KV of a decoder relative to a prefiller's, which holds only running prompts and shared prefixes.
 _HOST_WEIGHT = 3
 # Ray counts GPUs in ten-thousandths.
 _PARTS = 10_000
-# Of the estimated reserve, what vLLM is sure to find when it measures.
+# Share of the estimated reserve that vLLM is sure to find taken when it measures.
 _SURE_RESERVE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Tells what each worker of an engine takes of its GPU, and what for.
-
-    Attributes:
-        reserve_bytes: contexts, graphs, and what a step of the longest batch takes; an estimate.
-        kv_token_bytes: a token's KV.
-        least_tokens: the longest sequence, which vLLM wants room for.
-        kv_copies: how many workers keep the same KV, of which one stores it for others.
-        at_most: whether that sequence may take less than its tokens are counted for.
-    """
+    """GPU memory that each worker of an engine needs."""
 
     weights_bytes: int
-    reserve_bytes: int
+    reserve_bytes: int  # Contexts, graphs and a step of the largest batch; an estimate.
     kv_token_bytes: float
-    least_tokens: int
-    kv_copies: int = 1
-    at_most: bool = False
+    least_tokens: int  # The longest sequence, for which vLLM wants room.
+    kv_copies: int = 1  # Workers that keep the same KV; one of them stores it for others.
+    at_most: bool = False  # Whether that sequence may take less KV than its tokens count for.
 
     @property
     def fixed_bytes(self) -> int:
-        """All but KV."""
         return self.weights_bytes + self.reserve_bytes
 
     @property
     def least_kv_bytes(self) -> int:
-        """KV of the longest sequence."""
         return math.ceil(self.least_tokens * self.kv_token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines of one role, each alike.
+    """The engines of one role, all alike; None: not known.
 
-    Attributes:
-        workers: of each engine.
-        num_gpus: of each worker.
-        budget_bytes: what each worker may take of its GPU; None: not known.
-        needs: None: not known.
-        kv_bytes: each worker's; an estimate of what vLLM measures at start, unless `fixed`.
-        fixed: whether it is told to the engine.
-        sm_slots: tenths of a GPU's SMs that each leases; None: it runs on all.
+    ``num_gpus``, ``budget_bytes`` and ``kv_bytes`` are each worker's. Unless ``fixed``, the KV is
+    an
+    estimate of what vLLM measures at start.
     """
 
     role: Role
@@ -96,29 +79,22 @@ class EnginePlan:
     needs: Needs | None = None
     kv_bytes: int | None = None
     fixed: bool = False
-    sm_slots: int | None = None
+    sm_slots: int | None = None  # Tenths of a GPU's SMs; None: all of them.
 
     @property
     def kv_tokens(self) -> int | None:
-        """Return what each engine holds."""
         if self.kv_bytes is None or self.needs is None:
             return None
         return int(self.kv_bytes / self.needs.kv_token_bytes)
 
 
 def with_counts(settings: Settings, gpus: int) -> Settings:
-    """These settings, with as many engines as are meant, and what part of a GPU each asks for.
+    """Return the settings with the number of engines, and the part of a GPU that each asks for.
 
-    Where the settings say nothing of engines' numbers, all GPUs are used: one has a prefiller and a
-    decoder; of several, one has a prefiller and each other a decoder. `Settings.gpus` has engines
-    share GPUs where there are more engines. Nothing is laid out where tiers or ``num_gpus`` say
-    where engines go.
-
-    Args:
-        gpus: how many the cluster has.
-
-    Raises:
-        SettingsError: engines of several workers cannot share GPUs.
+    By default one GPU has a prefiller and a decoder; of several, one has a prefiller and each other
+    a
+    decoder. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus`` disable
+    this layout. Raises `SettingsError` if engines with several workers would share GPUs.
     """
     if laid_out_by_hand(settings):
         return settings
@@ -135,7 +111,7 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
         return chosen
     unsaid = not (_given(settings, "decoders") or _given(settings, "prefillers"))
     if settings.gpus is None and not (unsaid and cards == 1):
-        # They are not asked to share. That there are too few, `hetero.gpu_room` says.
+        # They are not asked to share; `hetero.gpu_room` reports that there are too few GPUs.
         return chosen
     if any(workers(chosen, own) > 1 for _, own in roles(chosen)):
         raise SettingsError(
@@ -152,21 +128,19 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
 def with_memory(
     settings: Settings, shape: ModelShape | None, card_bytes: Mapping[str, int | None]
 ) -> tuple[Settings, list[EnginePlan]]:
-    """These settings, with what engines that share a GPU are told of memory; and what each gets.
+    """Return the settings with the memory that engines sharing a GPU are told, and each role's
+    plan.
 
-    On one GPU that several engines share by `Settings.gpus`, parts are made for what each role
-    does: all have their weights and reserve, and of the rest an engine that holds conversations
-    gets three times as much as a prefiller, which has room for the longest sequence at least.
+    If all engines share one GPU, each gets its weights and reserve. Of the rest, a decoder gets
+    three
+    times as much as a prefiller, which holds at least the longest sequence.
 
     Args:
-        settings: as `with_counts` left them.
-        shape: of the model; None: not known.
-        card_bytes: memory of the smallest GPU that a role (``decoders``, ``prefillers``) may get;
-            None: not known.
+        settings: from `with_counts`.
+        card_bytes: memory of the smallest GPU that a role (``decoders``, ``prefillers``) may get.
 
     Raises:
-        SettingsError: the engines do not fit, with the sums; or it cannot be said without knowing
-            the model and the GPU.
+        SettingsError: the engines do not fit, or the model or the GPU would have to be known.
     """
     plans: dict[str, EnginePlan] = {}
     for name, own in roles(settings):
@@ -195,7 +169,6 @@ def with_memory(
 
 
 def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> Needs:
-    """Return what a worker takes, with these engine arguments, on a GPU of this size."""
     tensor = int(arguments.get("tensor_parallel_size", 1))
     pipeline = int(arguments.get("pipeline_parallel_size", 1))
     seqs = int(
@@ -209,7 +182,7 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
     if not isinstance(longest, int) or longest < 0:
         longest = 0  # vLLM's "auto": as long as there is room for.
     kept_as = str(arguments.get("kv_cache_dtype", "auto"))
-    # On each worker's host.
+    # The part of the weights that vLLM keeps in host memory.
     offloaded = int(float(arguments.get("cpu_offload_gb") or 0) * GIB)
     return Needs(
         weights_bytes=max(0, shape.weights_bytes // (tensor * pipeline) - offloaded),
@@ -222,44 +195,35 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
 
 
 def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
-    """Refuse a KV space that does not hold the longest sequence, as vLLM does.
-
-    Args:
-        what: it, for the message.
-
-    Raises:
-        SettingsError: it is too small; says the sums, and what would do.
-    """
+    """Raise `SettingsError` if KV space does not hold the longest sequence, as vLLM does."""
     if kv_bytes >= needs.least_kv_bytes:
         return
     tokens = int(kv_bytes / needs.kv_token_bytes) // 16 * 16
     raise SettingsError(
-        f"{what}: {_gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
+        f"{what}: {gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
         f"than the longest sequence's {needs.least_tokens:,}, which take "
-        f"{_gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
+        f"{gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
     )
 
 
 def roles(settings: Settings) -> list[tuple[str, RoleSettings]]:
-    """The roles that have engines, by their settings' names."""
+    """Return the roles that have engines, by their settings' names."""
     found = [("prefillers", settings.prefillers)] if settings.prefiller_replicas else []
     return [*found, ("decoders", settings.decoders)]
 
 
 def laid_out_by_hand(settings: Settings) -> bool:
-    """Whether tiers or ``num_gpus`` say where engines go."""
+    """Return whether tiers or ``num_gpus`` say where engines go."""
     return bool(settings.tiers) or any(
         own.tier is not None or "num_gpus" in own.model_fields_set for _, own in roles(settings)
     )
 
 
 def most_replicas(role: RoleSettings) -> int:
-    """Engines of a role at most."""
     return role.max_replicas or role.replicas
 
 
 def workers(settings: Settings, own: RoleSettings) -> int:
-    """Workers of each engine of a role."""
     arguments = settings.engine | own.engine
     return int(arguments.get("tensor_parallel_size", 1)) * int(
         arguments.get("pipeline_parallel_size", 1)
@@ -267,7 +231,6 @@ def workers(settings: Settings, own: RoleSettings) -> int:
 
 
 def arguments_of(settings: Settings, own: RoleSettings) -> dict[str, Any]:
-    """The engine arguments of a role on GPUs, as far as memory goes."""
     return engine_arguments(settings.model, gpu=True) | settings.engine | own.engine
 
 
@@ -288,7 +251,6 @@ def _floor(share: float) -> float:
 
 
 def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> int:
-    """Return one engine's part of what engines may take of a GPU."""
     share = float(arguments.get("gpu_memory_utilization", UTILISATION))
     return int(card_bytes * share * min(1.0, num_gpus))
 
@@ -302,7 +264,7 @@ def _parts_of_one(
     card = card_bytes["decoders"]
     assert card is not None
     usable = _usable(arguments_of(settings, settings.decoders), card, 1.0)
-    # What is lost by rounding is at most a ten-thousandth.
+    # Rounding loses at most a ten-thousandth.
     rounding = usable // _PARTS + 1
     least = {name: one.needs.least_kv_bytes + rounding
              for name, one in plans.items() if one.needs is not None}  # fmt: skip
@@ -343,8 +305,8 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
     shares = plan.num_gpus < 1
     least = max(1, plan.needs.least_kv_bytes)
     if not shares:
-        # It measures, and may find that less is taken than is estimated here; but not that its
-        # weights take less than they are, nor that all of the reserve is free.
+        # vLLM measures, and may find less taken than estimated. Weights never take less, and at
+        # least half of the reserve is taken.
         exact = not (plan.needs.at_most or arguments.get("num_gpu_blocks_override"))
         least = (least if exact else 0) - int((1 - _SURE_RESERVE) * plan.needs.reserve_bytes)
     if kv < least:
@@ -365,8 +327,8 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
 
 def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
     lines = [
-        f"gpus: the engines do not fit on one GPU of {_gib(card)} GiB, of which they may take "
-        f"{_gib(usable)}"
+        f"gpus: the engines do not fit on one GPU of {gib(card)} GiB, of which they may take "
+        f"{gib(usable)}"
     ]
     asked = 0
     for plan in plans:
@@ -374,7 +336,7 @@ def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
         each = plan.needs.fixed_bytes + plan.needs.least_kv_bytes
         asked += plan.replicas * each
         lines.append(f"{plan.replicas} x {plan.role}: {_sum(plan.needs)}")
-    lines.append(f"together {_gib(asked)} GiB")
+    lines.append(f"together {gib(asked)} GiB")
     lines.append(_advice(plans, usable))
     return "\n  ".join(lines)
 
@@ -385,16 +347,16 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
     part = f"{plan.num_gpus:g} of a GPU" if plan.num_gpus < 1 else "a GPU"
     return (
         f"{name}: the model does not fit on {part}, of which an engine may take "
-        f"{_gib(plan.budget_bytes)} GiB\n  {_sum(plan.needs)}\n  "
+        f"{gib(plan.budget_bytes)} GiB\n  {_sum(plan.needs)}\n  "
         + _advice([replace(plan, replicas=1)], plan.budget_bytes)
     )
 
 
 def _sum(needs: Needs) -> str:
     return (
-        f"{_gib(needs.weights_bytes)} weights + {_gib(needs.reserve_bytes)} reserve + "
-        f"{_gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
-        f" = {_gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
+        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve + "
+        f"{gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
+        f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
     )
 
 
@@ -410,5 +372,5 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
     )
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
     return f"{count / GIB:.1f}"

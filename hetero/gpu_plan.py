@@ -1,8 +1,4 @@
-"""The whole plan of an application on GPUs: engines, their memory, and what the host keeps. Pure.
-
-What there is comes in as `GpuNode`, whoever looked: `conserve serve --plan` on its own machine, or
-the application on its cluster.
-"""
+"""Plans an application on GPUs: engines, their memory, and host memory for KV. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,58 +7,41 @@ from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, EnginePlan, roles, with_memory
+from hetero.gpu_layout import GIB, EnginePlan, gib, roles, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
-# Tokens of a block where layers keep a state: vLLM makes blocks at least as large as one, 544 or
-# 784 tokens for instance, which is known when an engine has loaded. It keeps to larger ones that it
-# is told, and LMCache's chunks, which are set before that, follow those.
+# Block size in tokens for models whose layers keep a state. vLLM makes blocks at least as large as
+# a state (544 or 784 tokens, say), which is known only once an engine has loaded. It accepts larger
+# ones, and LMCache's chunks, set earlier, follow this size.
 _STATE_BLOCK_TOKENS = 1024
-# Of a GPU that engines share, what others may have without being in their way.
+# Share of a GPU that other processes may use before engines that share it are warned.
 _OTHERS_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class GpuNode:
-    """A node and its GPUs.
-
-    Attributes:
-        cards: none where they cannot be looked at, though Ray has some.
-        available_bytes: host memory that is free.
-        memory: all that is known of it; None: nothing else.
-    """
+    """A node and its GPUs; ``cards`` is empty where Ray has some that cannot be looked at."""
 
     offer: NodeOffer
     cards: tuple[Card, ...]
-    available_bytes: int
+    available_bytes: int  # Free host memory.
     memory: HostMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """Tells what an application on GPUs is going to be.
-
-    Attributes:
-        gpus: how many there are.
-        cards: them, as far as they can be looked at.
-        engines: by role.
-        size_gb: host memory of each node's LMCache server, and the tokens that it keeps, at least
-            (None: not known).
-        memory: of the node that has the least; None: not known.
-        notes: what an operator should know, a line each.
-    """
+    """The plan of an application on GPUs."""
 
     gpus: int
-    cards: tuple[Card, ...]
+    cards: tuple[Card, ...]  # The GPUs that could be looked at.
     engines: tuple[EnginePlan, ...]
-    size_gb: float
-    kept_tokens: int | None
-    notes: tuple[str, ...]
-    memory: HostMemory | None = None
+    size_gb: float  # Host memory of each node's LMCache server, in GiB.
+    kept_tokens: int | None  # Tokens that it always keeps.
+    notes: tuple[str, ...]  # For operators, one line each.
+    memory: HostMemory | None = None  # That of the node with the least.
 
     def lines(self) -> list[str]:
-        """The plan for a log."""
         said = []
         for one in self.engines:
             parts = [f"{one.replicas} x {one.role}, {one.num_gpus:g} GPU a worker"]
@@ -89,15 +68,15 @@ def plan(
     shape: ModelShape | None,
     why_unknown: str = "",
 ) -> tuple[Settings, GpuPlan]:
-    """Settings with nothing left to choose of GPUs' and hosts' memory, and what they come to.
+    """Return the settings with all GPU and host memory chosen, and the plan.
 
     Args:
-        settings: as `gpu_layout.with_counts` left them.
-        nodes: those of the cluster that have GPUs.
-        shape: of the model; None: not known, and ``why_unknown`` says why.
+        settings: from `gpu_layout.with_counts`.
+        nodes: the cluster's nodes with GPUs.
+        shape: None: not known, and ``why_unknown`` says why.
 
     Raises:
-        SettingsError: the engines do not fit; says the sums.
+        SettingsError: the engines do not fit.
     """
     try:
         chosen, engines = with_memory(settings, shape, _card_bytes(settings, nodes))
@@ -123,15 +102,8 @@ def plan(
     return chosen, GpuPlan(gpus, cards, tuple(engines), size_gb, kept, tuple(notes), memory)
 
 
-def gib(count: float) -> str:
-    """Bytes as GiB, for people."""
-    return f"{count / GIB:.1f}"
-
-
 def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int | None]:
-    """Return the memory of the smallest GPU that a role may get; None where one cannot be looked
-    at.
-    """
+    """Return the memory of the smallest GPU that each role may get; None: not known."""
     found: dict[str, int | None] = {}
     for name, own in roles(settings):
         tier = role_tier(settings, own, gpu=True)
@@ -145,7 +117,7 @@ def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int |
 def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
     return [
         f"{card.name}, node {node.offer.name}: {gib(card.used_bytes)} of "
-        f"{gib(card.memory_bytes)} GiB are taken by others; an engine that finds too little does "
+        f"{gib(card.memory_bytes)} GiB are in use; an engine that finds too little does "
         "not start"
         for node in nodes
         for card in node.cards
@@ -154,7 +126,6 @@ def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
 
 
 def _short(engines: Sequence[EnginePlan]) -> list[str]:
-    """Return the engines that measure, and may find too little for the longest sequence."""
     return [
         f"{one.role}: room for some {one.kv_tokens:,} tokens, and vLLM does not start with less "
         f"than the longest sequence's {one.needs.least_tokens:,}; set engine.max_model_len"

@@ -1,4 +1,4 @@
-"""Whether a cluster has as many GPUs as its engines ask for. Pure, as `hetero.tiers` is."""
+"""Checks whether a cluster has the GPUs, and each GPU the SM slots, that engines ask for. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -6,36 +6,34 @@ from dataclasses import dataclass
 
 from conserve.settings import RoleSettings, Settings, SettingsError
 from hetero.gpu_layout import laid_out_by_hand, most_replicas, roles, workers
+from hetero.sm_units import SM_SLOTS
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
 # Ray counts GPUs in ten-thousandths.
-_LEAST = 1e-4
+_PARTS = 10_000
+_LEAST = 1 / _PARTS
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """The most engines that may be on a node at a time, and their workers, together."""
+    """The most engines, and workers of all of them, that may run on a node at a time."""
 
     engines: int
     workers: int
 
     @property
     def waiting(self) -> int:
-        """Processes that wait for each other by looking again and again: cores, and workers."""
+        """Processes that spin while they wait for each other: engine cores and workers."""
         return self.engines + self.workers
 
     @property
     def processes(self) -> int:
-        """Count those, and the server of each engine: as many cores as vLLM advises at least."""
+        """All processes, with each engine's server: the least number of cores that vLLM advises."""
         return self.waiting + self.engines
 
 
 def most_on_node(settings: Settings, gpus: float) -> Crowd:
-    """Return the most engines and workers that may be on a node with so many GPUs.
-
-    Args:
-        settings: with all numbers chosen (`hetero.gpu_layout.with_counts`).
-    """
+    """Return the most engines and workers that a node with these GPUs may run."""
     engines = sum(most_replicas(own) for _, own in roles(settings))
     all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in roles(settings))
     least = min(own.num_gpus for _, own in roles(settings))
@@ -45,7 +43,7 @@ def most_on_node(settings: Settings, gpus: float) -> Crowd:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine to be placed: all its workers on one of these nodes."""
+    """An engine to be placed; all its workers go on one of ``nodes``."""
 
     name: str
     workers: int
@@ -54,11 +52,7 @@ class _Engine:
 
 
 def require_shares(settings: Settings) -> None:
-    """Refuse parts of GPUs that Ray or vLLM cannot give.
-
-    Raises:
-        SettingsError: names the setting.
-    """
+    """Raise `SettingsError` for parts of GPUs that Ray or vLLM cannot give."""
     for name, own in roles(settings):
         asked = own.num_gpus
         if not _LEAST <= asked <= 1:
@@ -74,10 +68,10 @@ def require_shares(settings: Settings) -> None:
 
 
 def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
-    """A sentence with the sum, if not every engine can have the GPUs that it asks for; else none.
+    """Return a sentence with the sum if some engine cannot get the GPUs that it asks for.
 
-    GPUs that others use count as there: they may be given back. Of a role that scales, the fewest
-    engines count. A role whose tier no node offers is left out: `tiers.missing` names it.
+    Busy GPUs count, and of roles that scale, the fewest engines. `tiers.missing` names roles whose
+    tier no node offers.
     """
     engines: list[_Engine] = []
     asked: dict[str, RoleSettings] = {}
@@ -111,7 +105,7 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
 
 
 def _all_placed(engines: Sequence[_Engine], nodes: Sequence[NodeOffer]) -> bool:
-    """Whether they fit when those with least choice, and the largest, are placed first."""
+    # The engines with the least choice go first, then the largest.
     free = [[1.0] * int(node.resources.get("GPU", 0)) for node in nodes]
     for engine in sorted(engines, key=lambda one: (len(one.nodes), -one.workers * one.num_gpus)):
         places = sorted(engine.nodes, key=lambda index: sum(free[index]))
@@ -133,3 +127,93 @@ def _take(cards: list[float], engine: _Engine) -> bool:
     for one in whole[: engine.workers]:
         cards[one] = 0.0
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Engines of a role that may share a GPU; ``parts`` are ten-thousandths of it."""
+
+    name: str
+    slots: int
+    parts: int
+    most: int
+
+    def fitting(self, parts: int) -> int:
+        return min(self.most, parts // self.parts)
+
+
+def require_slots(settings: Settings) -> None:
+    """Raise `SettingsError` for SM slots that no GPU has, or that an engine could not keep to.
+
+    Ray chooses the engines that share a GPU by ``num_gpus``, so every choice has to fit. An engine
+    without slots runs on all SMs, and does not count.
+    """
+    found = []
+    for name, own in roles(settings):
+        slots = role_tier(settings, own, gpu=True).sm_slots
+        if slots is None:
+            continue
+        _require_one_worker(settings, name, own)
+        parts = max(1, round(min(1.0, own.num_gpus) * _PARTS))
+        found.append(_Sharing(name, slots, parts, most_replicas(own)))
+    apart = len(found) == 2 and _are_apart(settings)
+    for group in [[one] for one in found] if apart else [found]:
+        _require_ten(settings, group)
+
+
+def _require_one_worker(settings: Settings, name: str, own: RoleSettings) -> None:
+    if workers(settings, own) > 1:
+        raise SettingsError(
+            f"{name}.tier: {own.tier!r} has sm_slots, which are for engines of one worker; leave "
+            "tensor_parallel_size and pipeline_parallel_size at 1, or sm_slots out"
+        )
+    given = settings.engine | own.engine
+    for argument in ("worker_cls", "distributed_executor_backend"):
+        if argument in given:
+            raise SettingsError(
+                f"{name}.engine.{argument} cannot be set: an engine with sm_slots (tier "
+                f"{own.tier!r}) has a worker of its own, which Ray runs"
+            )
+
+
+def _are_apart(settings: Settings) -> bool:
+    one, other = (role_tier(settings, own, gpu=True) for _, own in roles(settings))
+    kinds = [
+        {mark for mark in tier.resources if mark.startswith("accelerator_type:")}
+        for tier in (one, other)
+    ]
+    # No node belongs to both tiers: Ray knows one kind of GPU and one value of each label per node.
+    if all(kinds) and kinds[0] != kinds[1]:
+        return True
+    return any(other.labels.get(key, value) != value for key, value in one.labels.items())
+
+
+def _require_ten(settings: Settings, group: list[_Sharing]) -> None:
+    """Refuse the engines that together ask the most of one GPU, if it is more than it has."""
+    worst: tuple[int, list[tuple[int, _Sharing]]] = (0, [])
+    first, rest = (group[0], group[1:]) if group else (None, [])
+    if first is None:
+        return
+    for count in range(first.fitting(_PARTS) + 1):
+        left = _PARTS - count * first.parts
+        chosen = [(count, first)] + [(one.fitting(left), one) for one in rest]
+        asked = sum(number * one.slots for number, one in chosen)
+        worst = max(worst, (asked, chosen), key=lambda found: found[0])
+    asked, chosen = worst
+    if asked <= SM_SLOTS:
+        return
+    terms = " + ".join(
+        f"{number} {one.name if number > 1 else one.name[:-1]} x {one.slots}"
+        for number, one in chosen
+        if number
+    )
+    raise SettingsError(
+        f"tiers.{_tier_of(settings, group)}.sm_slots: {terms} = {asked} slots may be asked of one "
+        f"GPU, which has {SM_SLOTS}; give fewer slots, or larger parts by num_gpus"
+    )
+
+
+def _tier_of(settings: Settings, group: list[_Sharing]) -> str:
+    own: RoleSettings = getattr(settings, group[-1].name)
+    assert own.tier is not None
+    return own.tier

@@ -1,7 +1,6 @@
-"""Is the node's actor's part for GPUs: power caps, energy, and the ledger of SM slots.
+"""Keeps a node's GPUs for its actor: power caps, energy and the ledger of SM slots.
 
-Engines say which GPUs they run on; nothing else is looked at, and nothing at all where no engine
-has one. Everything here blocks and is for one thread: the node's actor gives it one.
+Only GPUs that engines report are looked at. All calls block and belong to one thread.
 """
 
 import logging
@@ -23,24 +22,22 @@ from hetero.sm_units import SmSlots, sm_granularity
 
 logger = logging.getLogger("conserve.node")
 
-# How often caps are asked for again, refused or not, and a driver that did not open.
+# Seconds between attempts to set caps, refused or not, and to open the driver.
 RETRY_S = 10.0
 
-# The reason where two engines share a GPU, and want different caps for it, or one of them none.
+# The reason if engines that share a GPU want different caps.
 DISAGREED = "Disagreed"
 
 
 class UnknownGpu(Exception):
-    """NVML does not show SMs of that GPU on this node."""
+    """NVML does not show this GPU's SMs on this node."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """Which GPUs of its node an engine runs on, and under which power cap they are to be.
+    """The GPUs that an engine runs on (none while it loads), and the power cap it wants for them.
 
-    Attributes:
-        gpus: none while it loads.
-        leases: its SMs, in case the keeper knows nothing of them.
+    ``leases`` are its SMs, in case the keeper has forgotten them.
     """
 
     engine_id: str
@@ -50,14 +47,7 @@ class EngineUse:
 
 
 class GpuKeeper:
-    """Looks after the GPUs of this node, as far as our engines use them.
-
-    Args:
-        directory: where records of power caps lie.
-
-    Attributes:
-        sm_ledger: who has leased which SMs of these GPUs.
-    """
+    """Looks after the GPUs of this node that engines use."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or default_directory()
@@ -80,7 +70,7 @@ class GpuKeeper:
         self.sm_ledger = SmSlotLedger({})
 
     def beat(self, use: EngineUse, now_s: float) -> EngineEnergy | None:
-        """An engine lives, on these GPUs; returns what they have used for it, if that is known."""
+        """Note that an engine lives; return the energy its GPUs have used for it, if known."""
         self._uses[use.engine_id] = use
         self._heard_s[use.engine_id] = now_s
         if self._nvml is None:
@@ -96,10 +86,10 @@ class GpuKeeper:
         return EngineEnergy(self._joules[use.engine_id], self._epoch, integrated, tuple(gpus))
 
     def lease(self, gpu: str, engine_id: str, slots: int, now_s: float) -> SmLease:
-        """Lease an engine so many slots of a GPU, for as long as it is heard of.
+        """Lease an engine slots of a GPU, for as long as it beats.
 
         Raises:
-            NoFreeSms: they are not free; those of an engine that died are within `SILENCE_S`.
+            NoFreeSms: they are not free; a dead engine's are freed within `SILENCE_S`.
             UnknownGpu: the driver does not show that GPU's SMs here.
         """
         if self._nvml is None:
@@ -108,13 +98,13 @@ class GpuKeeper:
             lease = self.sm_ledger.lease_slots(gpu, engine_id, slots)
         except KeyError:
             raise UnknownGpu(f"NVML does not show SMs of {gpu} on this node") from None
-        # It is about to load, and beats from now on.
+        # The engine is about to load, and beats from now on.
         self._heard_s[engine_id] = now_s
         logger.info("%s: %d SMs are %s's", gpu, lease.sms, engine_id)
         return lease
 
     def tick(self, now_s: float) -> None:
-        """Forget silent engines, see to caps, read every GPU in use; to be called once a second."""
+        """Forget silent engines, update caps and read every GPU in use. Call it once a second."""
         for engine_id, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > SILENCE_S:
                 self.leave(engine_id)
@@ -128,20 +118,20 @@ class GpuKeeper:
         self._see_to_caps(engines, now_s)
         for uuid, here in engines.items():
             self._read(self._nvml, uuid, here, now_s)
-        # What a GPU does for others meanwhile is not ours to count.
+        # A GPU without our engines is not metered.
         self._readings = {uuid: self._readings[uuid] for uuid in engines}
         for uuid in self._meters.keys() - engines.keys():
             del self._meters[uuid]
 
     def leave(self, engine_id: str) -> None:
-        """An engine has gone: its SMs are free, and at the next tick its GPUs are not ours."""
+        """Forget an engine: its SMs are free now, its GPUs at the next tick."""
         self._uses.pop(engine_id, None)
         self._heard_s.pop(engine_id, None)
         self._joules.pop(engine_id, None)
         self._say_free(self.sm_ledger.release_owner(engine_id))
 
     def close(self) -> None:
-        """Put back every limit, and let go of the driver."""
+        """Put back every limit, and close the driver."""
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -150,7 +140,7 @@ class GpuKeeper:
             self._nvml = None
 
     def state(self) -> dict[str, Any]:
-        """Return what is known of GPUs and caps now, for people to read."""
+        """Return GPUs and caps in use, for people."""
         return {
             "engines": {use.engine_id: list(use.gpus) for use in self._uses.values()},
             "caps_w": dict(self._outcome.applied_w),
@@ -183,11 +173,11 @@ class GpuKeeper:
                     slots[part.uuid] = SmSlots(part.sm_count, allowed)
             if gpu.sm_count and not gpu.mig_devices:
                 slots[gpu.uuid] = SmSlots(gpu.sm_count, allowed)
-        # By the clock: ids that an earlier actor gave are lower.
+        # The clock makes these ids higher than those of an earlier actor.
         self.sm_ledger = SmSlotLedger(slots, first_id=time.time_ns())
 
     def _restore(self, lease: SmLease) -> None:
-        """Take in what an engine has from an earlier keeper, or from before it fell silent."""
+        """Take in a lease from an earlier keeper, or from before the engine fell silent."""
         about = f"lease {lease.id}"
         try:
             self.sm_ledger.restore(lease)
@@ -205,7 +195,6 @@ class GpuKeeper:
             logger.info("%s: %d SMs of %s are free again", lease.gpu, lease.sms, lease.owner)
 
     def _of(self, use: EngineUse) -> list[str]:
-        """The whole GPUs that an engine runs on, each once."""
         return list(dict.fromkeys(self._whole.get(uuid, uuid) for uuid in use.gpus))
 
     # --- caps --------------------------------------------------------------------------------
@@ -226,7 +215,7 @@ class GpuKeeper:
                 )
         due = wanted != self._wanted or now_s - self._asked_s >= RETRY_S
         if due and (wanted or self._guard is not None):
-            # Now and then in any case: a guard that died is noticed, and its like started.
+            # Asking every RETRY_S also notices a dead guard, and starts another.
             self._asked_s = now_s
             self._answer = self._ask(wanted, set(engines))
             self._wanted = wanted
@@ -262,7 +251,7 @@ class GpuKeeper:
                 self._guard = Guard("conserve's node actor", self._directory)
             return self._guard.want(wanted, used)
         except (GuardLost, OSError) as error:
-            # The next one undoes what this one left, and takes over.
+            # The next guard undoes what this one left, and takes over.
             self._guard = None
             reasons = dict.fromkeys(wanted, type(error).__name__)
             return CapsOutcome({}, dict.fromkeys(wanted, str(error)), reasons)
@@ -288,7 +277,7 @@ class GpuKeeper:
         )
 
     def _value(self, read: Callable[[str], float], uuid: str) -> float | None:
-        # A GPU that is lost answers nothing: that is said once, not of each thing asked.
+        # A lost GPU answers nothing; log that once, not for each reading.
         lost, what = f"{uuid}: lost", f"{uuid}: {read.__name__}"
         try:
             value = read(uuid)
@@ -306,7 +295,7 @@ class GpuKeeper:
         return value
 
     def _say(self, about: str, text: str, level: int = logging.WARNING) -> None:
-        """A line for operators, once for as long as it stays the same."""
+        """Log a line for operators, unless it is the same as the last one about this subject."""
         if self._said.get(about) != text:
             self._said[about] = text
             logger.log(level, "%s", text)

@@ -1,15 +1,11 @@
-"""Streams whose kernels stay on SMs that a lease names: CUDA's green contexts, by cuda-bindings.
+"""Runs kernels on the SMs of a lease, by CUDA's green contexts (cuda-bindings).
 
-`hetero.sm_units` says how every process splits a GPU; here the driver is asked to, and what it
-answers has to be that. A context is made of the units of a lease, all of one split, so contexts of
-different units share no SM, in whichever process they are.
+The driver splits the GPU as `hetero.sm_units` says, so contexts of different units share no SM
+across processes. Contexts share the primary context's memory. They are made once and live as long
+as their process, since making one takes milliseconds and memory.
 
-Contexts are made once and live as long as their process: making one takes milliseconds and memory,
-using another takes neither. They share the primary context's memory, modules and handles.
-
-Needs driver 570 or newer. ``python -m hetero.green_contexts`` tells whether there is one; it is a
-process of its own, since what says no to green contexts may say yes to an MPS percentage, which has
-to be set before a process looks at its GPU.
+Needs driver 570. ``python -m hetero.green_contexts`` tests for it in a process of its own, since an
+MPS percentage, the alternative, has to be set before a process looks at its GPU.
 """
 
 import importlib
@@ -19,26 +15,19 @@ from typing import Any
 
 from hetero.sm_units import SmSlots
 
-# CUDA 12.8, which came with driver 570.
+# CUDA 12.8, which drivers from 570 support.
 _LEAST_CUDA = 12_080
 _PROBE_TIMEOUT_S = 60.0
 
 
 class SmsUnavailable(Exception):
-    """SMs of this GPU cannot be leased here; says why."""
+    """SMs of this GPU cannot be leased here; the message says why."""
 
 
 class GreenContexts:
-    """One device's green contexts.
+    """One device's green contexts; ``ordinal`` is its index for CUDA in this process.
 
-    Args:
-        slots: of the device, as NVML or CUDA count its SMs.
-        ordinal: which device that is to CUDA in this process.
-        driver: ``cuda.bindings.driver``; unset, it is imported.
-
-    Raises:
-        SmsUnavailable: the driver splits the device otherwise than the ledger believes, or not at
-            all; no lease means anything then.
+    Raises `SmsUnavailable` if the driver splits the device differently from the ledger.
     """
 
     name = "green contexts"
@@ -48,27 +37,22 @@ class GreenContexts:
         self._split = slots.split
         self._device = self._call("cuDeviceGet", ordinal)
         self._units, self._rest = self._split_device()
-        # Contexts and streams, by units. They are referred to for ever: so must they be here.
+        # Contexts and streams by units. They must never be collected, since kernels use them.
         self._made: dict[range, tuple[Any, Any]] = {}
 
     def stream(self, units: range) -> int:
-        """The handle of a stream whose kernels run on these units; always the same one.
+        """Return the handle of the stream whose kernels run on these units; always the same one.
 
-        Raises:
-            SmsUnavailable: the driver makes no such context; says its error.
-            ValueError: there are no such units, or none was named.
+        Raises `SmsUnavailable` if the driver makes no such context.
         """
         if not units or not 0 <= units.start < units.stop <= self._split.units:
-            raise ValueError(f"units {units.start} to {units.stop - 1} are none of this GPU's")
+            raise ValueError(f"units {units.start} to {units.stop - 1} are not this GPU's")
         if units not in self._made:
             self._made[units] = self._make(units)
         return int(self._made[units][1])
 
     def sms(self, units: range) -> int:
-        """How many SMs a context of these units has.
-
-        Fewer than the lease where the driver does not let the rest go with the last unit.
-        """
+        """Return the SMs of a context; fewer than leased if the driver does not join the rest."""
         return sum(int(resource.sm.smCount) for resource in self._resources(units))
 
     def _split_device(self) -> tuple[list[Any], Any]:
@@ -87,7 +71,7 @@ class GreenContexts:
         units, count, rest = found
         units = list(units)[: int(count)]
         sizes = [int(unit.sm.smCount) for unit in units]
-        # What is left over may be nothing, which has no type.
+        # An empty rest has no type.
         rest_sms = int(rest.sm.smCount) if rest.type == kind else 0
         if sizes != [split.unit_sms] * split.units or rest_sms != split.rest_sms:
             counted = ", ".join(f"{sizes.count(one)} of {one}" for one in sorted(set(sizes)))
@@ -100,7 +84,7 @@ class GreenContexts:
 
     def _resources(self, units: range) -> list[Any]:
         found = [self._units[unit] for unit in units]
-        # The driver puts together what is aligned alike, and nothing else.
+        # The driver joins only resources with the same alignment.
         rest = self._rest
         if rest is not None and units and units.stop == self._split.units:
             alike = rest.sm.smCoscheduledAlignment == found[-1].sm.smCoscheduledAlignment
@@ -121,17 +105,13 @@ class GreenContexts:
 
 
 def load_driver() -> Any:
-    """``cuda.bindings.driver``, with a driver behind it.
-
-    Raises:
-        SmsUnavailable: either is missing, or the driver is too old.
-    """
+    """Return ``cuda.bindings.driver``; raises `SmsUnavailable` if it is missing or too old."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
         version = int(_call(driver, "cuDriverGetVersion"))
     except SmsUnavailable:
         raise
-    # Without a libcuda it raises what only newer versions of it have a name for.
+    # The exception raised without a libcuda has a name only in newer versions of cuda-bindings.
     except Exception as error:
         raise SmsUnavailable(f"no CUDA driver by cuda-bindings: {error}") from None
     if version < _LEAST_CUDA:
@@ -143,7 +123,7 @@ def load_driver() -> Any:
 
 
 def why_not() -> str:
-    """Why there are no green contexts here, as another process finds; nothing where there are."""
+    """Return why another process finds no green contexts here; empty if it finds them."""
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(
@@ -157,11 +137,7 @@ def why_not() -> str:
 
 
 def probe(driver: Any = None) -> None:
-    """Split the first device that this process may see, without a context.
-
-    Raises:
-        SmsUnavailable: it cannot be split; says why.
-    """
+    """Split the first visible device, without a context; raises `SmsUnavailable` if that fails."""
     driver = load_driver() if driver is None else driver
     _call(driver, "cuInit", 0)
     device = _call(driver, "cuDeviceGet", 0)
@@ -171,7 +147,7 @@ def probe(driver: Any = None) -> None:
 
 
 def _call(driver: Any, name: str, *arguments: Any) -> Any:
-    """Call the driver: it answers with an error, and then with what was asked for."""
+    """Call the driver, which returns an error code before its results."""
     function = getattr(driver, name, None)
     if function is None:
         raise SmsUnavailable(f"this cuda-bindings has no {name}")
@@ -182,7 +158,6 @@ def _call(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 def main() -> int:
-    """0 where there are green contexts; else 1, with the reason."""
     try:
         probe()
     except SmsUnavailable as error:

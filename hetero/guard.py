@@ -1,12 +1,10 @@
-"""A process that holds power caps for another, and puts them back when that one ends.
+"""Runs a process that holds power caps for another, and puts the limits back when that one ends.
 
-Ray ends an actor without asking it, and takes a node's processes down with it: nothing that runs
-inside an actor can be relied on to run last. So the node actor's caps are held by a process of
-their own, outside of Ray's reach, at the other end of a pipe: when the pipe closes, for whatever
-reason, the limits are put back.
+Ray kills an actor, and a node's processes, without asking. The holder is therefore outside Ray's
+reach and watches a pipe: when it closes, for whatever reason, it puts the limits back.
 
-The holder reads one line of JSON for each change: all caps wanted, and the GPUs that replicas
-use. It answers each with a line: the limits that hold, and what was refused, and why.
+Each request is a line of JSON with all wanted caps and the GPUs that replicas use; each answer is a
+`CapsOutcome`.
 """
 
 import argparse
@@ -22,24 +20,16 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from hetero.nvml import Nvml, NvmlError
-from hetero.power import Cap, CapRefused, PowerCaps, Restored, recover
-
-logger = logging.getLogger("conserve.power")
+from hetero.power import Cap, CapRefused, PowerCaps, recover
 
 
 class GuardLost(RuntimeError):
-    """The holder has ended; what it had changed is on record, for the next one to undo."""
+    """The holder has ended; its changes are on record, for the next one to undo."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapsOutcome:
-    """Tells what became of the caps that were wanted.
-
-    Attributes:
-        applied_w: the limits that hold, by GPU.
-        refused: why a cap does not hold, in a sentence, by GPU.
-        reasons: the same as one word: ``NoPermission``, ``CapRefused``, ``HasOwner``, ...
-    """
+    """Limits that hold, and for other GPUs why not, as a sentence and a word (``HasOwner``)."""
 
     applied_w: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -47,7 +37,7 @@ class CapsOutcome:
 
 
 class Guard:
-    """The other end of the pipe: starts a holder, and tells it what is wanted. Calls block briefly.
+    """Starts a holder and tells it the wanted caps. Calls block briefly.
 
     The limits are put back when this is closed, or its process ends.
     """
@@ -59,19 +49,15 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # The package, wherever this process found it.
+            # The child must find this package where its parent did.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        # What was started has started the holder, and is gone.
+        # The child forks the holder, then exits.
         self._process.wait()
         self.pid = int(self._answer()["pid"])
 
     def want(self, caps: Mapping[str, Cap], used: Collection[str]) -> CapsOutcome:
-        """Have these caps and no others, on GPUs that replicas use.
-
-        Raises:
-            GuardLost: the holder is gone.
-        """
+        """Hold these caps and no others, on GPUs that replicas use; raises `GuardLost`."""
         assert self._process.stdin is not None
         wanted = {uuid: asdict(cap) for uuid, cap in caps.items()}
         try:
@@ -82,7 +68,7 @@ class Guard:
         return CapsOutcome(**self._answer())
 
     def close(self) -> None:
-        """Have every limit put back; returns when that is done."""
+        """Have every limit put back, and return when that is done."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -105,7 +91,6 @@ class Guard:
 
 
 def hold(caps: PowerCaps, requests: TextIO, answers: TextIO) -> None:
-    """Do as each line asks, until there are no more."""
     for line in requests:
         request = json.loads(line)
         wanted = {uuid: Cap(**cap) for uuid, cap in request["caps"].items()}
@@ -117,7 +102,7 @@ def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> 
     outcome = CapsOutcome()
     for uuid in caps.held:
         if uuid not in wanted or uuid not in used:
-            _log(caps.restore(uuid))
+            caps.restore(uuid).log()
     for uuid, cap in wanted.items():
         try:
             outcome.applied_w[uuid] = caps.apply(uuid, cap, used)
@@ -127,26 +112,21 @@ def _bring_about(caps: PowerCaps, wanted: Mapping[str, Cap], used: set[str]) -> 
     return outcome
 
 
-def _log(done: Restored) -> None:
-    level = logging.INFO if done.outcome == "restored" else logging.WARNING
-    logger.log(level, "%s: %s: %s", done.uuid, done.outcome, done.detail)
-
-
 def _end(number: int, frame: Any) -> None:
-    # Once: what this starts must not be broken off.
+    # Ignore further signals, so that putting the limits back is not interrupted.
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(0)
 
 
 def main() -> None:
-    """Leave the parent's family, undo what was left behind, and hold until the input ends."""
+    """Leave the parent's process group, undo leftover caps, and hold caps until the input ends."""
     parser = argparse.ArgumentParser(description="Hold power caps until the input ends.")
     parser.add_argument("--owner", required=True)
     parser.add_argument("--directory", type=Path, required=True)
     options = parser.parse_args()
     if os.fork():
-        # Ray kills an actor's own children when it ends the actor.
+        # Ray kills an actor's children with it, but not its grandchildren.
         os._exit(0)
     os.setsid()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -154,7 +134,7 @@ def main() -> None:
         signal.signal(number, _end)
     with Nvml() as nvml:
         for done in recover(nvml, options.directory):
-            _log(done)
+            done.log()
         with PowerCaps(nvml, options.owner, options.directory) as caps:
             print(json.dumps({"pid": os.getpid()}), flush=True)  # noqa: T201
             hold(caps, sys.stdin, sys.stdout)

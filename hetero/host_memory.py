@@ -1,4 +1,4 @@
-"""How much host memory LMCache's server gets where engines run on GPUs. Pure."""
+"""Chooses the host memory of LMCache's servers where engines run on GPUs. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -10,28 +10,24 @@ from hetero.model_shape import ModelShape
 
 # The median first prompt of a coding agent.
 PROMPT_TOKENS = 24_500
-# So many handoffs may be under way or unread at a time; with fewer than the least, one that comes
-# drops another before its decoder has read it.
+# Handoffs that may be under way or unread at a time. With fewer than the least, a new one drops
+# another before its decoder has read it.
 _PROMPTS, _LEAST_PROMPTS = 16, 4
 # LMCache's server drops a fifth of what it holds when it is full to four fifths.
 KEPT_SHARE = 0.64
-# Of a decoder's KV, for parked conversations beside it (docs/scheduling.md).
+# Host memory for parked conversations, relative to a decoder's KV (docs/scheduling.md).
 _PARKED = 1.5
-# LMCache's own page. Where servers share memory, NIXL describes it page by page, to every server: a
-# bounded number of pages, so that pages grow with the memory. A chunk takes whole pages.
+# LMCache's own page size, and the least one where servers share memory. There NIXL describes every
+# page to every server, so the number of pages is bounded. A chunk takes whole pages.
 _PAGE_BYTES, _SHARED_PAGE_BYTES, _MOST_PAGES = 4096, 64 * 1024, 2**17
-# Engines load weights through the host's memory, and page caches want some.
+# The rest is for loading weights and for the page cache.
 _HOST_SHARE = 0.5
 
 
 def chunk_tokens(settings: Settings, gpu: bool) -> int:
-    """Tokens in a chunk of LMCache's, a whole number of blocks.
-
-    Raises:
-        SettingsError: a chunk that is set is not.
-    """
-    # vLLM's CPU backend has blocks of 128 tokens. On a GPU it has small ones unless it is told
-    # otherwise, or a model has Mamba layers: see `deployments.engine.kv_layers`.
+    """Return the tokens in an LMCache chunk; raises `SettingsError` unless it has whole blocks."""
+    # vLLM's blocks have 128 tokens on CPUs. On GPUs they are small, except with Mamba layers
+    # (`deployments.engine.kv_layers`).
     block = 1
     for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
         block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
@@ -45,11 +41,7 @@ def chunk_tokens(settings: Settings, gpu: bool) -> int:
 
 
 def page_bytes(size_gb: float, shared: bool) -> int:
-    """The unit in which a server hands out its memory: a power of two.
-
-    Args:
-        shared: with servers of other nodes.
-    """
+    """Return the size of a server's page, a power of two; ``shared`` with other nodes' servers."""
     if not shared:
         return _PAGE_BYTES
     page = _SHARED_PAGE_BYTES
@@ -59,23 +51,15 @@ def page_bytes(size_gb: float, shared: bool) -> int:
 
 
 def stored_bytes(kept: float, writers: int, chunk: int, page: int) -> float:
-    """Host memory that a token takes, of a server that hands out whole pages.
+    """Return the host memory of one token, where a chunk takes whole pages.
 
-    Args:
-        kept: bytes of a token that each worker keeps.
-        writers: workers that store theirs, each a chunk of its own.
-        chunk: tokens in a chunk.
-        page: see `page_bytes`.
+    ``kept`` is what each worker keeps of it, ``writers`` the workers that each store their own
+    chunk.
     """
     return writers * math.ceil(kept * chunk / page) * page / chunk
 
 
 def token_bytes(settings: Settings, shape: ModelShape, plan: EnginePlan, size_gb: float) -> float:
-    """Host memory that a token's KV takes, of a server of this size.
-
-    Args:
-        settings: with what `nodes` is on this cluster.
-    """
     page = page_bytes(size_gb, settings.nodes == "several")
     kept = shape.kv_token_bytes() if plan.needs is None else plan.needs.kv_token_bytes
     writers = 1 if plan.needs is None else plan.workers // plan.needs.kv_copies
@@ -83,7 +67,6 @@ def token_bytes(settings: Settings, shape: ModelShape, plan: EnginePlan, size_gb
 
 
 def kept_tokens(size_gb: float, token: float) -> int:
-    """Tokens that a server of this size always keeps."""
     return int(KEPT_SHARE * size_gb * GIB / token)
 
 
@@ -94,17 +77,15 @@ def chosen_gb(
     nodes: int,
     available_bytes: int,
 ) -> float:
-    """GiB for the server of each node: for handoffs, and for what decoders park.
+    """Return the GiB of each node's server, for handoffs and for conversations that decoders park.
 
-    Args:
-        plans: the engines, the decoders' last.
-        nodes: with GPUs; decoders are on all of them alike.
-        available_bytes: host memory that is free on the node that has least.
+    The decoders are the last of ``plans``, spread evenly over ``nodes``. ``available_bytes`` is the
+    free host memory of the node with the least.
     """
     decoders = plans[-1]
     here = -(-decoders.replicas // max(1, nodes))
     size = 0.0
-    # Pages grow with the memory, and what a token takes of it with the pages.
+    # Pages grow with the memory, and a token's size grows with the pages.
     while True:
         token = token_bytes(settings, shape, decoders, size / GIB)
         wanted = _PROMPTS * PROMPT_TOKENS * token / KEPT_SHARE
@@ -119,23 +100,19 @@ def chosen_gb(
 
 
 def capped_gb(size_gb: float, available_bytes: int) -> float:
-    """GiB for a server whose size nobody has set: at most half of the memory that is free."""
+    """Return the default size, or half of the free memory if that is less."""
     most = _HOST_SHARE * available_bytes / GIB
     return size_gb if size_gb <= most else max(0.5, int(2 * most) / 2)
 
 
 def require_room(size_gb: float, memory: HostMemory) -> None:
-    """Refuse a server that is larger than its node's memory.
-
-    Raises:
-        SettingsError: says how much there is.
-    """
+    """Raise `SettingsError` if a server is larger than its node's memory."""
     if size_gb * GIB > memory.total_bytes:
         raise SettingsError(f"lmcache.size_gb: {size_gb:g} GiB, and {memory.said()}; set less")
 
 
 def too_small(size_gb: float, token: float) -> str | None:
-    """A line for the log, if handoffs would drop each other."""
+    """Return a warning if handoffs would drop each other."""
     kept = kept_tokens(size_gb, token)
     if kept >= _LEAST_PROMPTS * PROMPT_TOKENS:
         return None

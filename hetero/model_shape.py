@@ -1,10 +1,9 @@
-"""Works out a model's GPU memory by its ``config.json``: weights, KV a token, a step's rest.
+"""Works out a model's memory from its ``config.json``: weights, KV per token and a step's rest.
+Pure.
 
-Pure: the configuration comes in as a mapping, as Hugging Face writes it, best with what its class
-says by default (`deployments.model_files`). Figures are of a transformer with attention of one of
-the usual kinds (multi-head, grouped, latent) and dense or mixture-of-experts layers. What differs
-among layers is counted as vLLM keeps it at most: a layer with a sliding window as if it kept every
-token, one with a recurrent state, or with no attention, as none.
+The configuration is best given with its class's defaults (`deployments.model_files`). Layers are
+counted as vLLM keeps them at most: one with a sliding window as if it kept every token, one with a
+recurrent state, or without attention, as keeping none.
 """
 
 from collections import Counter
@@ -16,9 +15,9 @@ _DTYPE_BYTES = {
     "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-# vLLM's `kv_cache_dtype`; those that are not here are kept as the model computes.
+# Bytes of a value by vLLM's `kv_cache_dtype`; others keep KV as the model computes it.
 _KV_BYTES = {"float32": 4.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "nvfp4": 0.5}
-# The same by several names.
+# Names that configurations use for the same value.
 _KV_HEADS = (
     "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",
     "num_attention_groups",
@@ -28,14 +27,14 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
             "max_sequence_length")  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
-# Every so many layers have experts, the others are dense.
+# Every n-th layer has experts; the others are dense.
 _EXPERT_PERIODS = ("expert_layer_period", "decoder_sparse_step", "interleave_moe_layer_step")
-# Latent vectors that vLLM does not keep as such.
+# Models with latent attention for which vLLM keeps full K and V.
 _NOT_LATENT = ("minicpm3",)
-# Weights of a layer with a state in the place of attention, in squares of the hidden size: those
-# of Mamba 1 and 2, and of gated delta nets, come to 6 to 8.
+# Weights of a layer with a state instead of attention, in squares of the hidden size. Mamba 1 and 2
+# and gated delta nets have 6 to 8.
 _STATE_WEIGHTS = 6.5
-# What `shape_of` reads of a configuration whatever its class calls it.
+# Values that `shape_of` reads, by all their names.
 READ = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size",
     "num_experts_per_tok", "tie_word_embeddings", "layers_block_type", "layer_types",
@@ -44,17 +43,12 @@ READ = (
 
 
 class ModelUnknown(ValueError):
-    """The configuration does not say what is asked of it; the message names what is missing."""
+    """The configuration lacks a value; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """Layers that keep as much of each token.
-
-    Attributes:
-        heads: heads of K, and as many of V; 1 with latent attention.
-        head_values: values of a head and token, K and V together.
-    """
+    """Layers that keep equally much KV: heads of K, and values of K and V together."""
 
     layers: int
     heads: int
@@ -63,49 +57,27 @@ class KvLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Tells what of a model decides how much memory it takes.
-
-    Attributes:
-        weights_bytes: all parameters, as they are loaded.
-        estimated: whether that was computed from the configuration, and not seen in files.
-        kv: layers that keep something of each token.
-        latent: whether attention is latent (MLA): what it keeps is not divided among workers.
-        value_bytes: bytes of a computed value (2: 16 bits).
-        hidden, step_width, vocabulary: values of a token between layers; at most within one; and
-            at the end.
-        max_model_len: tokens of the longest sequence; None if it is not said.
-        recurrent: whether layers keep a state (Mamba, linear attention) in the place of tokens.
-        windowed: whether layers look back no further than a window, so that a long sequence takes
-            less KV than is counted.
-    """
+    """The properties of a model that decide its memory."""
 
     weights_bytes: int
-    estimated: bool
+    estimated: bool  # Whether the weights were computed from the configuration.
     kv: tuple[KvLayers, ...]
-    latent: bool
+    latent: bool  # Whether attention is latent (MLA), so that workers do not divide its KV.
     value_bytes: int
     hidden: int
-    step_width: int
+    step_width: int  # The most values of a token within a layer at a time.
     vocabulary: int
     max_model_len: int | None
-    recurrent: bool = False
-    windowed: bool = False
-
-    @property
-    def kv_layers(self) -> int:
-        """Layers that keep something of each token."""
-        return sum(one.layers for one in self.kv)
+    recurrent: bool = False  # Whether layers keep a state (Mamba, linear attention).
+    windowed: bool = False  # Whether a long sequence may take less KV than is counted.
 
     @property
     def shares_kv(self) -> bool:
-        """Whether all workers of a stage keep the same, and LMCache's server has it once.
-
-        That is so with latent attention, unless there are states beside it, which differ.
-        """
+        """Whether all workers of a stage keep the same KV, so that LMCache has it once."""
+        # States beside latent attention differ by worker.
         return self.latent and not self.recurrent
 
     def kv_token_bytes(self, tensor_parallel: int = 1, kv_cache_dtype: str = "auto") -> float:
-        """Bytes of KV that a token takes on each of so many workers."""
         each = float(self.value_bytes)
         for name, size in _KV_BYTES.items():
             if kv_cache_dtype.startswith(name):
@@ -114,19 +86,18 @@ class ModelShape:
 
 
 def kv_token_values(kv: Sequence[KvLayers], tensor_parallel: int = 1) -> float:
-    """Values that a token takes on each of so many workers, where heads are divided."""
-    # With more workers than heads, several keep the same.
+    """Return the values that a token takes on each worker; workers divide the heads."""
+    # With more workers than heads, several keep the same head.
     return sum(one.layers * max(1.0, one.heads / tensor_parallel) * one.head_values for one in kv)
 
 
 def shape_of(
     config: Mapping[str, Any], weights_bytes: int | None = None, dtype: str = "auto"
 ) -> ModelShape:
-    """A model's shape.
+    """Return a model's shape from its ``config.json``.
 
     Args:
-        config: its ``config.json``.
-        weights_bytes: size of its weights' files; None: computed from the configuration.
+        weights_bytes: size of its weight files; None: computed from the configuration.
         dtype: vLLM's engine argument.
 
     Raises:
@@ -144,7 +115,7 @@ def shape_of(
         head_values = _head_values(own, hidden, heads)
     stored = str(own.get("dtype") or own.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     stored_bytes = _DTYPE_BYTES.get(stored, 2)
-    # vLLM computes in 16 bits what was stored in 32, unless it is told otherwise.
+    # By default vLLM computes 32-bit models in 16 bits.
     value_bytes = _DTYPE_BYTES.get(dtype, min(stored_bytes, 2) if dtype == "auto" else 2)
     estimated = weights_bytes is None
     if weights_bytes is None:
@@ -168,14 +139,10 @@ def shape_of(
 
 
 def kv_of(config: Mapping[str, Any]) -> tuple[KvLayers, ...]:
-    """Return what a model's layers keep of each token, those that keep as much together.
-
-    Raises:
-        ModelUnknown: a value is missing.
-    """
+    """Return what a model's layers keep for each token; raises `ModelUnknown`."""
     own = _of_text(config)
     attends = _attends(own)
-    # The last so many layers read what an earlier one has kept.
+    # The last `num_kv_shared_layers` layers read the KV of earlier ones.
     shared = int(own.get("num_kv_shared_layers") or 0)
     kept = [number for number, does in enumerate(attends[: len(attends) - shared]) if does]
     if not kept:
@@ -192,7 +159,7 @@ def kv_of(config: Mapping[str, Any]) -> tuple[KvLayers, ...]:
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's values, which a multimodal model has one level below."""
+    """Return the language model's values, which a multimodal model nests in ``text_config``."""
     return {**config, **(config.get("text_config") or {})}
 
 
@@ -225,7 +192,7 @@ def _head_values(config: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _layer(config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """The configuration of one layer, where they differ in heads (Gemma 4, Nemotron's puzzles)."""
+    """Return one layer's configuration, where heads differ (Gemma 4, Nemotron's puzzles)."""
     differing = config.get("per_layer_config")
     if isinstance(differing, Mapping):
         found = [one for name, one in differing.items() if int(name) == number]
@@ -245,7 +212,7 @@ def _layer(config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str] | None:
-    """Return what each layer is, where they are of different kinds; None: all have attention."""
+    """Return each layer's kind; None: all have attention."""
     layers = range(_number(config, "num_hidden_layers"))
     kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds:
@@ -265,7 +232,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str] | None:
     elif config.get("full_attention_interval"):
         attends = [(layer + 1) % config["full_attention_interval"] == 0 for layer in layers]
     elif (config.get("linear_attn_config") or {}).get("full_attn_layers"):
-        # Counted from one.
+        # These layers are numbered from 1.
         full = config["linear_attn_config"]["full_attn_layers"]
         attends = [layer + 1 in full for layer in layers]
     elif config.get("block_configs"):
@@ -277,7 +244,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _attends(config: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer keeps something of every token; one with a state beside attention does."""
+    """Return whether each layer keeps something for every token; a hybrid layer does."""
     kinds = _kinds(config)
     if kinds is None:
         return [True] * _number(config, "num_hidden_layers")
@@ -312,7 +279,6 @@ def _expert_width(config: Mapping[str, Any]) -> int:
 
 
 def _width(config: Mapping[str, Any], otherwise: int) -> int:
-    """Values within a dense layer's feed-forward part; of the widest, where they differ."""
     said = config.get("intermediate_size") or otherwise
     return max(said) if isinstance(said, list | tuple) else int(said)
 
@@ -320,11 +286,11 @@ def _width(config: Mapping[str, Any], otherwise: int) -> int:
 def _step_width(
     config: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, head_values: int
 ) -> int:
-    """Values of a token that are there at a time within a layer, at most.
+    """Return the most values of a token that exist at a time within a layer.
 
-    Around a feed-forward part: its input and output, the residual, both gates and their product;
-    with experts those of each that a token goes to. Around attention: queries, keys, values and
-    output.
+    Around a feed-forward part: input, output, residual, both gates and their product, for each
+    expert
+    that a token goes to. Around attention: queries, keys, values and output.
     """
     attention = (2 * heads + 2 * kv_heads) * head_values + 2 * hidden
     if _experts(config):
@@ -338,7 +304,7 @@ def _parameters(
 ) -> int:
     kinds = _kinds(config) or ["attention"] * layers
     attend = sum(_attends(config))
-    # Where attention, states and feed-forward parts take turns, a layer is one of them.
+    # If attention, states and feed-forward parts alternate, each layer is only one of them.
     apart = any(kind in ("mlp", "moe") for kind in kinds)
     inner_layers = sum(kind in ("mlp", "moe") for kind in kinds) if apart else layers
     states = len(kinds) - attend - (inner_layers if apart else 0)
@@ -369,5 +335,5 @@ def _parameter_bytes(config: Mapping[str, Any], value_bytes: int) -> float:
         bits = 8 if "fp8" in method or "int8" in method else 4 if "4" in method else None
     if bits is None:
         raise ModelUnknown(f"how many bits its quantisation {method!r} takes is not said")
-    # Scales and what stays unquantised, embeddings above all.
+    # Scales and unquantised weights, mainly embeddings, add some 15 %.
     return 1.15 * bits / 8

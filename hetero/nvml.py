@@ -1,14 +1,11 @@
-"""NVIDIA's management library, behind one door: everything ConServe asks a GPU goes through here.
+"""Wraps NVIDIA's management library, ``nvidia-ml-py``, for all that ConServe asks a GPU.
 
-Over ``nvidia-ml-py`` (NVML API reference, https://docs.nvidia.com/deploy/nvml-api/). Units are
-ConServe's (watts, joules, bytes), not NVML's. Every failure is one of a few errors whose message
-an operator can act on; what a GPU merely does not offer is None where it describes the GPU, and
-`NotSupported` where it is asked for by itself.
+Units are watts, joules and bytes. Error messages say what an operator can do. A property that a
+GPU does not offer is None in its description, and raises `NotSupported` if it is asked for alone.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import pynvml
@@ -17,15 +14,15 @@ _T = TypeVar("_T")
 
 
 class NvmlError(RuntimeError):
-    """NVML failed; the message says what to do. Raised as such where no subclass fits."""
+    """NVML failed; the message says what to do."""
 
 
 class NoDriver(NvmlError):
-    """No NVIDIA driver is to be found, or not one that fits its library."""
+    """There is no NVIDIA driver, or it does not match its library."""
 
 
 class NoPermission(NvmlError):
-    """The driver does not let this process change that, or not even read it."""
+    """The driver does not let this process change or read that."""
 
 
 class NotSupported(NvmlError):
@@ -33,7 +30,7 @@ class NotSupported(NvmlError):
 
 
 class GpuLost(NvmlError):
-    """The GPU does not answer any more."""
+    """The GPU no longer answers."""
 
 
 class UnknownGpu(NvmlError):
@@ -42,13 +39,9 @@ class UnknownGpu(NvmlError):
 
 @dataclass(frozen=True, slots=True)
 class MigDevice:
-    """A MIG device: a part of a GPU with SMs and memory of its own.
-
-    Power, energy and temperature are those of the whole GPU: ask for its ``parent_uuid``.
-    """
+    """A part of a GPU with its own SMs and memory. Power and temperature are its parent's."""
 
     uuid: str
-    parent_uuid: str
     name: str
     sm_count: int | None
     memory_bytes: int
@@ -56,15 +49,7 @@ class MigDevice:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Tells what a GPU is.
-
-    Attributes:
-        index: the GPU's number for NVML, in PCI bus order; CUDA's may differ
-            (``CUDA_DEVICE_ORDER=PCI_BUS_ID``).
-        sm_count: streaming multiprocessors; None where the driver or this module cannot tell.
-        compute_capability: its major and its minor number.
-        mig_enabled: whether it is in MIG mode; None where it has no such mode.
-    """
+    """A GPU; ``index`` is in PCI bus order, and CUDA's may differ."""
 
     index: int
     uuid: str
@@ -72,13 +57,13 @@ class Gpu:
     memory_bytes: int
     sm_count: int | None
     compute_capability: tuple[int, int]
-    mig_enabled: bool | None
+    mig_enabled: bool | None  # None: it has no such mode.
     mig_devices: tuple[MigDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PowerReading:
-    """A GPU's power limit and its bounds; ``draw_w`` is what the whole board draws now."""
+    """A GPU's power limit and its bounds; ``draw_w`` is the whole board's draw now."""
 
     draw_w: float
     limit_w: float
@@ -89,20 +74,16 @@ class PowerReading:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process with a CUDA context on a GPU; memory is None where the driver does not say."""
+    """A process with a CUDA context on a GPU; its memory is None if the driver does not say."""
 
     pid: int
     memory_bytes: int | None
 
 
 class Nvml:
-    """An open session with the driver; a context manager.
+    """A session with the driver, for one thread at a time; raises `NvmlError`.
 
-    A session is for one thread at a time. Handles are looked up anew after a GPU was lost, so
-    that one that is back (after a reset, say) is found again.
-
-    Raises:
-        NoDriver, NoPermission, NvmlError: it cannot be opened.
+    Handles are looked up again after a GPU was lost, so that it is found after a reset.
     """
 
     def __init__(self) -> None:
@@ -112,32 +93,24 @@ class Nvml:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the session."""
         self._handles.clear()
         _call(pynvml.nvmlShutdown, "closing NVML")
 
     def driver_version(self) -> str:
-        """The driver's version, as ``nvidia-smi`` shows it."""
         return str(_call(pynvml.nvmlSystemGetDriverVersion, "reading the driver's version"))
 
     def cuda_version(self) -> tuple[int, int]:
-        """The newest CUDA that the driver can run, as major and minor number."""
         number = int(_call(pynvml.nvmlSystemGetCudaDriverVersion_v2, "reading CUDA's version"))
         return number // 1000, number % 1000 // 10
 
     # --- what there is -----------------------------------------------------------------------
 
     def inventory(self) -> list[Gpu]:
-        """Every GPU that answers; one that fell off the bus is left out (`lost` counts those)."""
+        """Return every GPU that answers; `lost` returns the others."""
         found = []
         for index in range(self._count()):
             try:
@@ -147,7 +120,6 @@ class Nvml:
         return found
 
     def lost(self) -> list[int]:
-        """Indices of the GPUs that the driver lists but that do not answer."""
         gone = []
         for index in range(self._count()):
             try:
@@ -158,18 +130,9 @@ class Nvml:
                 gone.append(index)
         return gone
 
-    def parent_uuid(self, uuid: str) -> str:
-        """The whole GPU that a MIG device is a part of; of a whole GPU, itself."""
-        if not uuid.startswith("MIG-"):
-            return uuid
-        handle = self._handle(uuid)
-        parent = self._ask(uuid, pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
-        return str(self._ask(uuid, pynvml.nvmlDeviceGetUUID, parent))
-
     # --- what it does now --------------------------------------------------------------------
 
     def power(self, uuid: str) -> PowerReading:
-        """Draw, limit, default limit and the bounds of the limit."""
         handle = self._handle(uuid)
         low, high = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimitConstraints, handle)
         limit = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
@@ -177,55 +140,42 @@ class Nvml:
         return PowerReading(self.draw_w(uuid), limit / 1e3, default / 1e3, low / 1e3, high / 1e3)
 
     def draw_w(self, uuid: str) -> float:
-        """The whole board's power; on Ampere and later the mean of the last second."""
+        """Return the whole board's power; from Ampere on, the mean of the last second."""
         milliwatts = self._ask(uuid, pynvml.nvmlDeviceGetPowerUsage, self._handle(uuid))
         return float(milliwatts) / 1e3
 
     def limit_w(self, uuid: str) -> float:
-        """The power limit that is set."""
         milliwatts = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimit, self._handle(uuid))
         return float(milliwatts) / 1e3
 
     def set_limit_w(self, uuid: str, limit_w: float) -> None:
-        """Change the power limit. `hetero.power` alone calls this, which records the old one.
-
-        Raises:
-            NoPermission: this process may not.
-        """
+        """Set the power limit. Only `hetero.power` calls this, which records the old one."""
         milliwatts = round(limit_w * 1e3)
         handle = self._handle(uuid)
         self._ask(uuid, pynvml.nvmlDeviceSetPowerManagementLimit, handle, milliwatts)
 
     def energy_j(self, uuid: str) -> float:
-        """Return what the GPU has used since the driver was loaded.
-
-        Raises:
-            NotSupported: it does not count (those before Volta); integrate `draw_w` instead.
-        """
+        """Return the energy since the driver was loaded; GPUs before Volta raise `NotSupported`."""
         handle = self._handle(uuid)
         return float(self._ask(uuid, pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)) / 1e3
 
     def utilisation(self, uuid: str) -> float:
-        """The share of the last sample period in which a kernel ran, from 0 to 1."""
+        """Return the share (0 to 1) of the last sample period in which a kernel ran."""
         rates = self._ask(uuid, pynvml.nvmlDeviceGetUtilizationRates, self._handle(uuid))
         return float(rates.gpu) / 100
 
     def temperature_c(self, uuid: str) -> int:
-        """The chip's temperature, in degrees Celsius."""
         handle = self._handle(uuid)
         sensor = pynvml.NVML_TEMPERATURE_GPU
         return int(self._ask(uuid, pynvml.nvmlDeviceGetTemperature, handle, sensor))
 
     def memory_used_bytes(self, uuid: str) -> int:
-        """Memory that is taken, by whichever process."""
         return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).used)
 
     def memory_free_bytes(self, uuid: str) -> int:
-        """Memory that nobody has."""
         return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).free)
 
     def processes(self, uuid: str) -> list[GpuProcess]:
-        """Processes with a CUDA context on it, by their ids outside of containers."""
         handle = self._handle(uuid)
         running = self._ask(uuid, pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
         return [
@@ -258,7 +208,7 @@ class Nvml:
         )
 
     def _sm_count(self, uuid: str, handle: Any, capability: tuple[int, int]) -> int | None:
-        """NVML counts the SMs of MIG devices alone; of a whole GPU it counts cores."""
+        """NVML counts SMs only of MIG devices; for a whole GPU it counts cores."""
         cores = self._if_supported(uuid, pynvml.nvmlDeviceGetNumGpuCores, handle)
         each = _CORES_PER_SM.get(capability)
         return None if cores is None or each is None or cores % each else cores // each
@@ -269,13 +219,12 @@ class Nvml:
             try:
                 part = self._ask(uuid, pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
             except UnknownGpu:
-                continue  # Places that no instance has been made in.
+                continue  # No instance was made at this index.
             attributes = self._if_supported(uuid, pynvml.nvmlDeviceGetAttributes_v2, part)
             memory = self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, part)
             found.append(
                 MigDevice(
                     uuid=str(self._ask(uuid, pynvml.nvmlDeviceGetUUID, part)),
-                    parent_uuid=uuid,
                     name=str(self._ask(uuid, pynvml.nvmlDeviceGetName, part)),
                     sm_count=None if attributes is None else int(attributes.multiprocessorCount),
                     memory_bytes=int(memory.total),
@@ -304,8 +253,7 @@ class Nvml:
             return None
 
 
-# FP32 cores of an SM by compute capability: "Arithmetic Instructions" in the CUDA C++ Programming
-# Guide.
+# FP32 cores per SM by compute capability ("Arithmetic Instructions", CUDA C++ Programming Guide).
 _CORES_PER_SM = {
     (6, 0): 64, (6, 1): 128, (6, 2): 128, (7, 0): 64, (7, 2): 64, (7, 5): 64,
     (8, 0): 64, (8, 6): 128, (8, 7): 128, (8, 9): 128, (9, 0): 128,

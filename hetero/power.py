@@ -1,12 +1,11 @@
-"""Power caps: a GPU's limit lowered for a while, and put back whatever happens.
+"""Sets power caps: lowers a GPU's limit for a while, and puts it back whatever happens.
 
-Before a limit is changed, the one that was found is written to disk; the record goes when that
-one is set again. A lock on the GPU's file tells a record whose owner lives from one that was
-left behind: the kernel releases it with the process, however it ends. So a cap that outlived its
-owner is found by the next one, or by ``conserve power restore``.
+Before a limit is changed, the old one is written to disk; the record is deleted once it is set
+again. The kernel releases the lock on the GPU's file with its process, so a lock tells a live
+owner's record from a leftover. The next owner, or ``conserve power restore``, undoes leftovers.
 
-Nothing is changed on a GPU that is not used by replicas of ours, outside of the GPU's
-constraints, in MIG mode (its instances share the limit), or under another owner's cap.
+A GPU is left alone if no replica of ours uses it, in MIG mode (its instances share the limit), or
+under another owner's cap.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal, Self
 
 from hetero.nvml import Nvml, NvmlError, PowerReading
@@ -26,7 +24,7 @@ from hetero.nvml import Nvml, NvmlError, PowerReading
 logger = logging.getLogger("conserve.power")
 
 DIRECTORY_VARIABLE = "CONSERVE_POWER_DIR"
-# Drivers round a limit that is set, to a watt at most.
+# Drivers round a limit by at most a watt.
 _SAME_W = 1.0
 
 
@@ -40,7 +38,7 @@ class HasOwner(CapRefused):
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """A power cap: in watts, or as a fraction of the GPU's default limit (the paper: 2/3)."""
+    """A power cap: in watts, or as a fraction of the GPU's default limit (the paper's is 2/3)."""
 
     watts: float | None = None
     fraction: float | None = None
@@ -50,11 +48,7 @@ class Cap:
             raise ValueError("a power cap is given in watts or as a fraction, one of the two")
 
     def limit_w(self, power: PowerReading) -> float:
-        """Return what to set, in watts (to a tenth, below what was asked for).
-
-        Raises:
-            CapRefused: the GPU does not allow it.
-        """
+        """Return the limit in watts, rounded down to a tenth; raises `CapRefused`."""
         wanted = self.watts if self.watts is not None else (self.fraction or 0) * power.default_w
         if not power.min_w <= wanted <= power.max_w:
             raise CapRefused(
@@ -66,15 +60,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Tells what is on disk while a cap holds.
-
-    Attributes:
-        previous_w: the limit to put back.
-        caps_w: limits that the owner has set, or was about to set.
-        owner: the owner's name, for people.
-        pid: the owner's process.
-        since_s: when the limit was changed first, in seconds since 1970.
-    """
+    """A cap's record on disk: the limit to put back, and those that the owner may have set."""
 
     uuid: str
     previous_w: float
@@ -86,25 +72,24 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Tells what became of a record.
+    """The outcome for a record; ``detail`` says for people what was done and why.
 
-    Attributes:
-        outcome: ``restored``; ``changed`` (somebody else has set another limit since, which was
-            left); ``held`` (its owner lives); ``failed`` (the record is kept).
-        detail: what was done and why, for people.
+    It is ``restored``, ``changed`` (another limit was set since, and left), ``held`` (its owner
+    lives)
+    or ``failed`` (the record is kept).
     """
 
     uuid: str
     outcome: Literal["restored", "changed", "held", "failed"]
     detail: str
 
+    def log(self) -> None:
+        level = logging.INFO if self.outcome == "restored" else logging.WARNING
+        logger.log(level, "%s: %s: %s", self.uuid, self.outcome, self.detail)
+
 
 def default_directory() -> Path:
-    """Return where records lie: one place a machine for root, who alone may set limits as a rule.
-
-    ``CONSERVE_POWER_DIR``, else ``/var/lib/conserve/power`` for root, else the user's own
-    state directory.
-    """
+    """Return the folder of records: ``CONSERVE_POWER_DIR``, or root's or the user's state."""
     if given := os.environ.get(DIRECTORY_VARIABLE):
         return Path(given)
     if os.geteuid() == 0:
@@ -116,9 +101,8 @@ def default_directory() -> Path:
 class PowerCaps:
     """The caps that one process holds; a context manager that puts every limit back.
 
-    Args:
-        owner: a name for messages: ``conserve node actor``.
-        directory: where records and locks lie; made if it is not there.
+    ``owner`` is a name for messages. ``directory`` has records and locks, and is created if
+    missing.
     """
 
     def __init__(self, nvml: Nvml, owner: str, directory: Path | None = None) -> None:
@@ -130,30 +114,18 @@ class PowerCaps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for done in self.restore_all():
-            level = logging.INFO if done.outcome == "restored" else logging.WARNING
-            logger.log(level, "%s: %s: %s", done.uuid, done.outcome, done.detail)
+            done.log()
 
     @property
     def held(self) -> list[str]:
-        """UUIDs of the GPUs under a cap of this owner's."""
         return sorted(self._locks)
 
     def check(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
-        """The limit that `apply` would set, in watts; changes nothing.
+        """Return the limit that `apply` would set, in watts, without setting it.
 
-        Args:
-            used: GPUs that replicas of this application run on.
-
-        Raises:
-            CapRefused: it is not ours to cap, or the GPU does not allow it.
-            NvmlError: the GPU cannot be asked.
+        ``used`` are the GPUs of this application's replicas. Raises `CapRefused` or `NvmlError`.
         """
         if uuid not in used:
             raise CapRefused(f"{uuid}: no replica of ConServe uses this GPU, so it is not capped")
@@ -168,12 +140,11 @@ class PowerCaps:
             raise CapRefused(f"{uuid}: {refused}") from None
 
     def apply(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
-        """Cap a GPU, or change a cap of this owner's; returns the limit that holds, in watts.
+        """Set or change a GPU's cap; return the limit that holds, in watts.
 
         Raises:
-            HasOwner: another process holds a cap on it.
-            CapRefused: as with `check`.
-            NvmlError: the limit could not be set (`NoPermission`, as a rule).
+            CapRefused: as with `check`; `HasOwner` if another process holds a cap on it.
+            NvmlError: the limit could not be set (usually `NoPermission`).
             OSError: the record could not be written, so the limit was not changed.
         """
         limit_w = self.check(uuid, cap, used)
@@ -189,13 +160,13 @@ class PowerCaps:
             old = _read(self._directory, uuid)
             if old is not None:
                 if all(abs(now_w - known_w) > _SAME_W for known_w in old.caps_w):
-                    raise HasOwner(f"{uuid}: somebody else has set {now_w:g} W since; left so")
+                    raise HasOwner(f"{uuid}: another program set {now_w:g} W since: kept")
                 if old.caps_w == [limit_w]:
                     return now_w
             record = Record(
                 uuid=uuid,
                 previous_w=old.previous_w if old else now_w,
-                # The old one as well: the process may end between here and the change.
+                # Keep the old cap, as the process may end before the limit changes.
                 caps_w=[*(old.caps_w if old else []), limit_w],
                 owner=self._owner,
                 pid=os.getpid(),
@@ -211,19 +182,17 @@ class PowerCaps:
             raise
 
     def restore(self, uuid: str) -> Restored:
-        """Put the limit of a GPU that this owner has capped back to what it was."""
         try:
             return _put_back(self._nvml, self._directory, uuid)
         finally:
             self._locks.pop(uuid).close()
 
     def restore_all(self) -> list[Restored]:
-        """Put back every limit that this owner has changed."""
         return [self.restore(uuid) for uuid in self.held]
 
 
 def recover(nvml: Nvml, directory: Path | None = None) -> list[Restored]:
-    """Undo the caps whose owners are dead; those of live owners are left, and listed."""
+    """Undo caps whose owners are dead; list those of live owners as ``held``."""
     directory = directory or default_directory()
     done = []
     for uuid in _recorded(directory):
@@ -233,25 +202,20 @@ def recover(nvml: Nvml, directory: Path | None = None) -> list[Restored]:
             done.append(Restored(uuid, "held", str(owner)))
             continue
         with lock:
-            # It may have gone meanwhile.
+            # Its owner may have deleted it meanwhile.
             if _record_path(directory, uuid).exists():
                 done.append(_put_back(nvml, directory, uuid))
     return done
 
 
 def records(directory: Path | None = None) -> list[Record]:
-    """The caps on record, whether their owners live or not.
-
-    Raises:
-        CapRefused: a record cannot be read; says what to do.
-    """
+    """Return all caps on record; raises `CapRefused` if one cannot be read."""
     directory = directory or default_directory()
     found = (_read(directory, uuid) for uuid in _recorded(directory))
     return [record for record in found if record is not None]
 
 
 def has_live_owner(uuid: str, directory: Path | None = None) -> bool:
-    """Whether a process holds the cap on record."""
     directory = directory or default_directory()
     path = directory / f"{uuid}.lock"
     if not path.exists():
@@ -281,7 +245,7 @@ def _put_back(nvml: Nvml, directory: Path, uuid: str) -> Restored:
     if ours or abs(now_w - previous_w) <= _SAME_W:
         return Restored(uuid, "restored", f"{now_w:g} W before, {previous_w:g} W now")
     return Restored(
-        uuid, "changed", f"somebody has set {now_w:g} W since: left (it was {previous_w:g} W)"
+        uuid, "changed", f"another program set {now_w:g} W since: kept (it was {previous_w:g} W)"
     )
 
 
@@ -307,7 +271,7 @@ def _read(directory: Path, uuid: str) -> Record | None:
 
 
 def _write(directory: Path, record: Record) -> None:
-    """Write a record: it is on disk, whole, when this returns."""
+    """Write a record, which is wholly on disk when this returns."""
     path = _record_path(directory, record.uuid)
     fresh = path.with_suffix(".new")
     with fresh.open("w") as file:

@@ -1,14 +1,10 @@
-"""By what an engine keeps to the SMs that it has leased: green contexts, MPS, or nothing.
+"""Chooses how an engine keeps to its leased SMs: green contexts or an MPS percentage.
 
-| means | whose SMs | the border can move |
-| --- | --- | --- |
-| green contexts | exactly those of the lease | yes |
-| an MPS percentage | as many, whichever | no: it holds from when a process first looks at its GPU |
-| none | there are no SMs: an engine on CPUs | no |
+A green context has exactly the lease's SMs, and its border can move. An MPS percentage gives as
+many SMs, whichever, fixed when the process first looks at its GPU.
 
-Engines in different processes run beside each other only where an MPS control daemon runs; without
-one the driver has them take turns on the GPU, each on its own SMs. Within a process, streams of
-different contexts always run beside each other.
+Engines in different processes run at the same time only if an MPS control daemon runs; otherwise
+the driver has them take turns. Streams of different contexts in one process always run together.
 """
 
 import os
@@ -26,47 +22,34 @@ _DEFAULT_DIRECTORY = "/tmp/nvidia-mps"  # NVIDIA's own.
 
 
 class SmMeans(Protocol):
-    """Tells by what means an engine's worker keeps to its SMs."""
-
     @property
-    def name(self) -> str:
-        """For people."""
+    def name(self) -> str: ...
 
     def stream(self, units: range) -> int | None:
-        """The handle of a CUDA stream that keeps to these units; None: streams are as they are."""
+        """Return the handle of a CUDA stream on these units; None: any stream will do."""
 
 
 class MpsPercentage:
-    """The whole process is held to a share of the SMs, and no stream of it to fewer."""
+    """Holds the whole process, and no single stream, to a share of the SMs."""
 
     name = "an MPS percentage"
 
-    def stream(self, units: range) -> None:
-        """None: it is the process that is held."""
+    def stream(self, units: range) -> None: ...
 
 
 class NoSms:
-    """An engine on CPUs, which have no SMs to lease: its threads run where the system puts them."""
+    """An engine on CPUs, which has no SMs to lease."""
 
     name = "nothing: there are no SMs"
 
-    def stream(self, units: range) -> None:
-        """None."""
+    def stream(self, units: range) -> None: ...
 
 
 def prepare(slots: int, environment: MutableMapping[str, str] = os.environ) -> str:
-    """Choose the means of this process, which has not looked at its GPU yet.
+    """Choose the means of this process before it looks at its GPU; return why no green contexts.
 
-    MPS takes its share from the environment, and green contexts want to find all SMs there.
-
-    Args:
-        environment: of this process; the share is set there, or taken away.
-
-    Returns:
-        Why there are no green contexts; nothing where there are.
-
-    Raises:
-        SmsUnavailable: neither is to be had; says why, and what to do.
+    MPS reads its share from the environment; green contexts need all SMs there. Raises
+    `SmsUnavailable` if neither is available.
     """
     why_not = green_contexts.why_not()
     if not why_not:
@@ -83,21 +66,11 @@ def prepare(slots: int, environment: MutableMapping[str, str] = os.environ) -> s
 
 
 def means_of(slots: SmSlots, ordinal: int, why_no_contexts: str) -> SmMeans:
-    """The means that `prepare` has chosen, now that the process has its device.
-
-    Args:
-        slots: of the device.
-        ordinal: which device that is to CUDA.
-        why_no_contexts: what `prepare` returned.
-
-    Raises:
-        SmsUnavailable: the driver splits the device otherwise than the ledger.
-    """
+    """Return the means that `prepare` chose with ``why_no_contexts``; raises `SmsUnavailable`."""
     return MpsPercentage() if why_no_contexts else GreenContexts(slots, ordinal)
 
 
 def mps_runs(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether an MPS control daemon is where CUDA would look for one."""
     return (_pipe_directory(environment) / "control").exists()
 
 

@@ -1,41 +1,36 @@
-"""A GPU's streaming multiprocessors, split into numbered units, and its ten slots of them.
+"""Splits a GPU's streaming multiprocessors into numbered units, and makes ten slots of them. Pure.
 
-AgentServe (§III-C) makes ten CUDA green contexts before it serves, of 10 % to 100 % of a GPU's
-SMs. A context is made of what a split of the device hands out, and every process that splits
-"16 SMs" off gets the same ones. So a GPU is split once, by the same call in every process, into
-units as small as its architecture allows; a context is made of the units that a lease names, and
-contexts of different units share no SM.
+AgentServe (section III-C) makes ten CUDA green contexts before it serves, of 10 % to 100 % of a
+GPU's SMs. A context is made of units that a split of the device hands out, and every process that
+makes the same split gets the same units. So each process splits a GPU by the same call, into the
+smallest units of its architecture, and contexts of different units share no SM.
 
 The call is ``cuDevSmResourceSplitByCount(units, &count, &device_sms, &rest, 0, split.unit_sms)``
-with room for ``split.units`` of them, and has to answer that many of that size and a rest of
-``split.rest_sms``: else the driver's split is another than the ledger's, and no lease holds. Units
-of one split can be put together (``cuDevResourceGenerateDesc``). The rest goes with the last unit.
-(``cuDevSmResourceSplit``, which takes sizes, needs CUDA 13.1.)
-
-Pure: no driver.
+with room for ``split.units`` units. It has to return that many of that size, and a rest of
+``split.rest_sms``, which goes with the last unit. Otherwise the driver's split is not the ledger's,
+and no lease holds. (``cuDevSmResourceSplit``, which takes sizes, needs CUDA 13.1.)
 """
 
 import bisect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SM_SLOTS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class SmGranularity:
-    """The SM counts that a GPU can be partitioned into: a multiple, and at least a minimum."""
+    """SM counts that a GPU can be partitioned into: multiples of one number, from a minimum on."""
 
     minimum: int
     multiple: int
 
 
 def sm_granularity(compute_capability: tuple[int, int]) -> SmGranularity:
-    """Return what green contexts round to, by architecture.
+    """Return the granularity of green contexts, by the guideline for
+    ``cuDevSmResourceSplitByCount``.
 
-    Source: "Green Contexts" in NVIDIA's CUDA Driver API reference, its guideline for
-    ``cuDevSmResourceSplitByCount``: 1 SM on 6.x, 2 in steps of 2 on 7.x, 4 in steps of 2 on 8.x,
-    8 in steps of 8 from 9.0 on. The driver has the last word
-    (``sm.minSmPartitionSize`` and ``sm.smCoscheduledAlignment`` of the device's resource).
+    Source: "Green Contexts", CUDA Driver API. The driver decides (``sm.minSmPartitionSize``).
     """
     major = compute_capability[0]
     if major >= 9:
@@ -44,18 +39,10 @@ def sm_granularity(compute_capability: tuple[int, int]) -> SmGranularity:
 
 
 class SmSplit:
-    """How a GPU, or a MIG device, is split into units: the same in every process.
+    """The split of a GPU or MIG device into units, equal in every process.
 
-    Args:
-        sm_count: SMs of the whole GPU or MIG device, at least 1.
-        allowed: the sizes into which it can be partitioned.
-
-    Attributes:
-        unit_sms: SMs of a unit: the fewest that can be had by themselves.
-        units: how many units there are, at least 1; they have the numbers from 0 on.
-        before: how many SMs the units before each have, and all.
-        rest_sms: what the split leaves over, which the last unit has besides. A GPU that is smaller
-            than a unit is one unit and not split at all.
+    Unit ``n`` begins after ``before[n]`` SMs. The last one also has ``rest_sms``, which the split
+    leaves over.
     """
 
     def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
@@ -70,36 +57,19 @@ class SmSplit:
         self.before: tuple[int, ...] = (*starts, sm_count)
 
     def sms_of(self, units: range) -> int:
-        """How many SMs these units have together, the rest included where they have the last."""
         return self.before[units.stop] - self.before[units.start]
 
     def lowest(self, units: range, least_sms: int) -> range:
-        """As few of these units as have so many SMs, from the low end; all, if they have fewer."""
+        """Return the fewest units from the low end with at least these SMs, or all of them."""
         stop = bisect.bisect_left(self.before, self.before[units.start] + least_sms)
         return range(units.start, min(stop, units.stop))
 
-    def highest(self, units: range, least_sms: int) -> range:
-        """As few of these units as have so many SMs, from the high end; all, if they have fewer."""
-        start = bisect.bisect_right(self.before, self.before[units.stop] - least_sms) - 1
-        return range(max(start, units.start), units.stop)
-
 
 class SmSlots:
-    """The ten slots of one GPU, or of one MIG device.
+    """The ten slots of a GPU or MIG device.
 
-    Slot ``k`` has at least ``k`` tenths of the SMs, rounded up to whole units, and at most all of
-    them. Its complement is the rest.
-
-    Args:
-        sm_count: SMs of the whole GPU or MIG device, at least 1.
-        allowed: the sizes into which it can be partitioned.
-
-    Attributes:
-        split: the units that slots are made of.
-        sizes: how many SMs each of the slots 0 (none) to 10 (all) has, non-decreasing.
-        borders: the unit with which each tenth begins, and the last one ends, to the nearest. From
-            one border to another are any number of slots, and what begins where another ends fits
-            beside it, whatever the rounding.
+    Slot ``k`` of ``sizes`` has at least ``k`` tenths of the SMs in whole units. ``borders`` has the
+    unit nearest to each tenth; slots between borders fit beside each other, whatever the rounding.
     """
 
     def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
@@ -115,27 +85,29 @@ class SmSlots:
             (2 * units * slot + SM_SLOTS) // (2 * SM_SLOTS) for slot in range(SM_SLOTS + 1)
         )
 
-    def complement(self, slot: int) -> int:
-        """SMs outside of this slot: prefill's, where decoding has the slot."""
-        return self.sm_count - self.sizes[slot]
-
-    def smallest(self, asked_sms: int) -> int:
-        """The smallest slot with at least so many SMs.
-
-        Raises:
-            ValueError: the GPU has fewer, or fewer than one was asked for.
-        """
-        if not 1 <= asked_sms <= self.sm_count:
-            raise ValueError(f"asked for {asked_sms} of {self.sm_count} SMs")
-        return bisect.bisect_left(self.sizes, asked_sms)
-
     def within(self, sms: int) -> int:
-        """The largest slot that has no more than so many SMs."""
+        """Return the largest slot that has no more SMs than these."""
         return bisect.bisect_right(self.sizes, sms) - 1
 
-    def sms(self, share: float) -> int:
-        """A share of the SMs, from 0 to 1, as a number of them: rounded up, at least 1."""
-        if not 0 <= share <= 1:
-            raise ValueError(f"a share of {share} is not between 0 and 1")
-        # Less a little, so that 0.3 * 10 is 3.
-        return max(1, -int(-(share * self.sm_count - 1e-9) // 1))
+
+class Sides(NamedTuple):
+    """Decoding's units and SMs at one border, and the rest, which prefill has."""
+
+    decode: range
+    prefill: range
+    decode_sms: int
+
+
+def sides(split: SmSplit, units: range) -> tuple[Sides, ...]:
+    """Return the sides for each border, by decoding's size, the smallest first; the last has all.
+
+    Slot ``k`` has at least ``k`` tenths of the lease in whole units; equal slots are one.
+    """
+    total_sms = split.sms_of(units)
+    found: list[Sides] = []
+    for slot in range(1, SM_SLOTS + 1):
+        decode = split.lowest(units, -(-total_sms * slot // SM_SLOTS))
+        if not found or decode != found[-1].decode:
+            prefill = range(decode.stop, units.stop)
+            found.append(Sides(decode, prefill, split.sms_of(decode)))
+    return tuple(found)

@@ -1,7 +1,4 @@
-"""Tiers: which nodes a role may run on, how Ray is told, and what to say when there are none.
-
-Pure: what a cluster has comes in as `NodeOffer`, read from ``ray.nodes()`` by `offers`.
-"""
+"""Decides which nodes a role may run on, and what to ask Ray for. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +7,15 @@ from typing import Any
 from conserve.settings import CPU_TIER, GPU_TIER, RoleSettings, Settings, TierSettings
 from hetero.power import Cap
 
-# Ray counts a node's kind as a resource of 1: asking for a little of it selects such nodes
-# without using it up.
+# Ray counts a node's kind as a resource of 1. Asking for a little of it selects such nodes without
+# using it up.
 _MARK = 0.001
 _ACCELERATOR = "accelerator_type:"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOffer:
-    """A node that is alive, as Ray sees it."""
+    """A live node, as Ray sees it."""
 
     name: str
     resources: Mapping[str, float]
@@ -26,40 +23,30 @@ class NodeOffer:
 
     @property
     def accelerator_types(self) -> list[str]:
-        """Ray's names for its accelerators: ``A40``."""
         marks = (name for name in self.resources if name.startswith(_ACCELERATOR))
         return sorted(name.removeprefix(_ACCELERATOR) for name in marks)
 
     @property
     def custom_resources(self) -> list[str]:
-        """Custom resources that the operator gave it."""
         return sorted(name for name in self.resources if not _is_rays_own(name))
 
 
 @dataclass(frozen=True, slots=True)
 class RoleTier:
-    """The tier that a role runs on.
-
-    Attributes:
-        name: as in the settings; ``cpu`` without a GPU, ``gpu`` where the role names none.
-        resources: what each worker asks Ray for, to be on one of its nodes.
-        labels: the node labels that Ray's selector is to match.
-        cap: the power cap of its GPUs; None: they are left alone.
-        sm_slots: the tenths of a GPU's SMs that each engine leases; None: it runs on all.
-    """
+    """The tier that a role runs on; ``cpu`` or ``gpu`` if the role names none."""
 
     name: str
-    resources: Mapping[str, float] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    cap: Cap | None = None
-    sm_slots: int | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)  # Asked of Ray by each worker.
+    labels: Mapping[str, str] = field(default_factory=dict)  # For Ray's node selector.
+    cap: Cap | None = None  # The power cap of its GPUs.
+    sm_slots: int | None = None  # Tenths of a GPU's SMs for each engine; None: all.
 
 
 def role_tier(settings: Settings, own: RoleSettings, gpu: bool) -> RoleTier:
-    """Return where a role runs, and how.
+    """Return the tier that a role runs on.
 
-    Without GPUs there are no kinds of them, nothing to cap and no SMs: what remains of a tier is
-    the custom resource and the labels, and if there are none, it is the tier ``cpu``.
+    Without GPUs, only a tier's custom resource and labels count. If it has none, the tier is
+    ``cpu``.
     """
     if own.tier is None:
         return RoleTier(GPU_TIER if gpu else CPU_TIER)
@@ -82,11 +69,7 @@ def _cap(tier: TierSettings) -> Cap | None:
 
 
 def offers(nodes: Iterable[Mapping[str, Any]]) -> list[NodeOffer]:
-    """The nodes that are alive.
-
-    Args:
-        nodes: what ``ray.nodes()`` returns.
-    """
+    """Return the live nodes of ``ray.nodes()``."""
     return [
         NodeOffer(node["NodeManagerAddress"], dict(node["Resources"]), dict(node.get("Labels", {})))
         for node in nodes
@@ -95,17 +78,17 @@ def offers(nodes: Iterable[Mapping[str, Any]]) -> list[NodeOffer]:
 
 
 def is_offered(tier: RoleTier, node: NodeOffer) -> bool:
-    """Whether a node is of this tier, busy or not."""
+    """Return whether a node is of this tier, busy or not."""
     return all(
         node.resources.get(name, 0) >= amount for name, amount in tier.resources.items()
     ) and all(node.labels.get(name) == value for name, value in tier.labels.items())
 
 
 def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[str]:
-    """A sentence for each role whose tier no node offers; none if all can be placed."""
     roles = [("decoders", settings.decoders)]
     if settings.prefiller_replicas:
         roles.append(("prefillers", settings.prefillers))
+    # A sentence for each role whose tier no node offers.
     absent = []
     for role, own in roles:
         tier = role_tier(settings, own, gpu)
@@ -127,7 +110,7 @@ def described(tier: RoleTier) -> str:
 
 
 def inventory(nodes: Sequence[NodeOffer]) -> str:
-    """Return what the cluster has, one line a node, for people."""
+    """Return what the cluster has, one line for each node, for people."""
     lines = []
     for node in nodes:
         parts = [f"{node.resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU")]

@@ -1,13 +1,12 @@
 """Train the embedded model's tokenizer on the standard library's sources.
 
-Its product, ``conserve/embedded/tokenizer.json``, is shipped: the standard library differs
-between Python versions, and a model's tokenizer must not. Run again only to change it, and train
-the model again after that.
+The shipped ``conserve/embedded/tokenizer.json`` must not change, though the standard library
+differs
+between Python versions. Run this again only to change it, and train the model after that.
 
-Beside byte-pair merges it has whole pieces of the text that agents' tasks are made of, so that
-carrying a name into a call is carrying two tokens. How text is cut makes what the model says
-round-trip: no two of the tokens that it says, one after the other, are cut otherwise when they
-come back as text. Digits are always single.
+Beside byte-pair merges it has whole pieces of agents' tasks, so that copying a name into a call
+takes two tokens. The model's output round-trips: no two of its tokens, one after the other, are cut
+differently when they come back as text. Digits are always single.
 """
 
 import json
@@ -55,7 +54,7 @@ def main() -> None:
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     pieces = sorted(set(_pieces()))
     size = VOCAB_SIZE
-    # Some pieces are found by merging too, so how many merges there is room for takes a few tries.
+    # Merging finds some of the pieces, too, so the number of merges takes a few tries.
     while True:
         tokenizer = _new()
         _train(tokenizer, sources, size)
@@ -72,7 +71,7 @@ def main() -> None:
 
 
 def _new() -> Tokenizer:
-    # A piece that is in the vocabulary is taken whole, without merges.
+    # With this, a piece in the vocabulary is taken whole, without merges.
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,24 +1,20 @@
-"""Works out what a workload asks of a cluster: means over its conversations.
+"""Works out what a workload asks of a cluster, as means over its conversations.
 
-Times on a profile's curves are sums of powers of lengths, so means of these powers give mean
-times exactly, without the conversations.
+Times on a profile's curves are sums of powers of lengths, so means of these powers give exact mean
+times.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 class DemandError(ValueError):
-    """A workload says too little to plan for; the message says what is missing."""
+    """A workload lacks something that a plan needs; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """One turn: what is prefilled, what is found in a cache, what is put out.
-
-    Attributes:
-        gap_s: time between the previous turn's end and this one.
-    """
+    """One turn's tokens; ``gap_s`` is the time since the previous turn's end."""
 
     new_tokens: int
     cached_tokens: int
@@ -28,60 +24,39 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Tells what one conversation asks of the engines, in the mean.
-
-    Attributes:
-        conversations: how many these are means of.
-        first_tokens: the first turn's prompt: L_in of ConServe's section 4.1.
-        first_squared: the square of that.
-        append_tokens: new tokens of all later turns together.
-        append_pairs: sum over later turns of n (n + 2 c), for n new tokens after c cached ones:
-            what the quadratic term counts.
-        append_cached: sum over later turns of c.
-        output_tokens: output of all turns together.
-        output_context: sum, over all output tokens, of the KV tokens that each of them reads.
-        gap_s: all gaps together: tools, and people.
-        peak_tokens: the most KV that the conversation ever holds.
-        longest_peak_tokens: the most KV that any conversation ever holds.
-        longest_prompt_tokens: the longest prompt of any turn of any conversation.
-    """
+    """Means of what a conversation asks of the engines."""
 
     conversations: int
     turns: float
-    first_tokens: float
+    first_tokens: float  # The first turn's prompt, L_in of ConServe's section 4.1.
     first_squared: float
-    append_tokens: float
-    append_pairs: float
-    append_cached: float
+    append_tokens: float  # New tokens of all later turns together.
+    append_pairs: float  # Sum over later turns of n (n + 2 c), for n new after c cached tokens.
+    append_cached: float  # Sum over later turns of c.
     output_tokens: float
-    output_context: float
+    output_context: float  # Sum over output tokens of the KV tokens that each reads.
     gap_s: float
-    peak_tokens: float
-    longest_peak_tokens: int
+    peak_tokens: float  # The most KV that the conversation ever holds.
+    longest_peak_tokens: int  # Of any conversation, as is the next.
     longest_prompt_tokens: int
 
     @property
     def later_share(self) -> float:
-        """The share of all new input tokens that later turns carry."""
+        """The share of new input tokens that later turns bring."""
         return self.append_tokens / (self.first_tokens + self.append_tokens)
 
     @property
     def decoder_tokens(self) -> float:
-        """L_d of ConServe's section 4.1: every turn's decode, and later turns' prefills."""
+        """L_d of ConServe's section 4.1: all outputs, and later turns' new input."""
         return self.append_tokens + self.output_tokens
 
     @property
     def mean_context_tokens(self) -> float:
-        """KV that an output token reads, in the mean."""
         return self.output_context / self.output_tokens
 
 
 def measure_demand(conversations: Iterable[Sequence[PlannedTurn]]) -> Demand:
-    """The demand of a workload: means over its conversations.
-
-    Raises:
-        DemandError: there is none, or one has no turns, no prompt or no output.
-    """
+    """Return a workload's demand; raises `DemandError` if it has no prompt or output."""
     count = 0
     sums = dict.fromkeys(_MEANS, 0.0)
     longest_peak = longest_prompt = 0
@@ -122,15 +97,4 @@ def measure_demand(conversations: Iterable[Sequence[PlannedTurn]]) -> Demand:
     )
 
 
-_MEANS = (
-    "turns",
-    "first_tokens",
-    "first_squared",
-    "append_tokens",
-    "append_pairs",
-    "append_cached",
-    "output_tokens",
-    "output_context",
-    "gap_s",
-    "peak_tokens",
-)
+_MEANS = tuple(each.name for each in fields(Demand) if each.type is float)

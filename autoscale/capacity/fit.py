@@ -1,7 +1,7 @@
-"""Curves through measured points: constant, linear and quadratic terms, none below zero.
+"""Fits curves to measured points: constant, linear and quadratic terms, none below zero.
 
-Least squares of relative errors, since a curve spans milliseconds to seconds and each part of it
-decides something. A curve that does not describe its points is refused.
+It minimizes squared relative errors, since a curve spans milliseconds to seconds. A curve that does
+not describe its points is refused.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ from autoscale.capacity.profile import (
     Quality,
 )
 
-# A fit is good if it explains the points' variance; or, where they hardly vary (R^2 then says
-# nothing), if it is typically this close to them.
+# A fit is good if it explains the points' variance. If they hardly vary, R^2 says nothing, and the
+# typical residual decides.
 MIN_R_SQUARED = 0.95
-# Iterations take milliseconds, so that whatever else a machine does for a moment shows in them.
+# Iterations take milliseconds, so other work of the machine shows in them.
 MIN_R_SQUARED_STEPS = 0.90
-# What is no more than this share of the quickest point is nothing.
+# A term below this share of the quickest point counts as zero.
 _ROUNDING = 1e-9
 MAX_TYPICAL_RESIDUAL_SHARE = 0.10
-# Points hardly vary where the slowest takes less than this many times the quickest.
+# Points hardly vary if the slowest takes less than this many times the quickest.
 HARDLY_VARY_RATIO = 1.5
-# As a share of what was measured. Many good points would hide a single one that is far off.
+# Limit of each point's residual, as many good points would hide a bad one.
 MAX_RESIDUAL_SHARE = 0.5
 
 
 class FitError(ValueError):
-    """Points do not make a curve; the message names it, says how far off it is and what to do."""
+    """Points do not make a curve; the message says how far off it is and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,11 @@ class HandoffPoint:
 
 @dataclass(frozen=True, slots=True)
 class TurnPoint:
-    """A turn's time to first token, as a client has it.
+    """A turn's time to first token, as a client sees it.
 
-    Attributes:
-        handed_off_tokens: part of the prompt that a prefiller computed and the decoder took over;
-            0: no prefiller was asked.
-        cached_tokens: part of the prompt that was found in the decoder's prefix cache.
-        engines_s: what its engines took for as long a prompt, asked directly just before.
+    ``handed_off_tokens`` is 0 without a prefiller. ``engines_s`` is the engines' own time for as
+    long a
+    prompt, measured just before.
     """
 
     prompt_tokens: int
@@ -96,18 +94,12 @@ class TurnPoint:
 def fit_prefill(
     points: Sequence[PrefillPoint], min_r_squared: float = MIN_R_SQUARED
 ) -> PrefillCurve:
-    """The curve of ConServe's figure 2, cold and with a cached prefix at once.
-
-    Args:
-        points: measured at four cold lengths at least, else the quadratic term fits anything.
-
-    Raises:
-        FitError: too few points, or no such curve.
-    """
+    """Fit the curve of ConServe's figure 2, cold and with a cached prefix; raises `FitError`."""
     cold = [point for point in points if not point.cached_tokens]
     cached = [point for point in points if point.cached_tokens]
+    # With fewer lengths, the quadratic term fits anything.
     _require_distinct("prefill", "prompt lengths", {point.new_tokens for point in cold}, 4)
-    # A constant each: cold prompts are the prefiller's, which hands KV over, appends a decoder's.
+    # Two constants: cold prompts run on a prefiller, which hands KV over, appends on a decoder.
     columns = _table(
         [
             (
@@ -142,17 +134,13 @@ def fit_prefill(
 def fit_decode(
     points: Sequence[DecodePoint], min_r_squared: float = MIN_R_SQUARED_STEPS
 ) -> DecodeCurve:
-    """The plane of ConServe's figure 4, over batch size and KV.
-
-    Raises:
-        FitError: too few points, or no such plane.
-    """
+    """Fit the plane of ConServe's figure 4, over batch size and KV; raises `FitError`."""
     _require_distinct("decode", "batch sizes", {point.sequences for point in points}, 3)
     _require_distinct("decode", "amounts of KV", {point.kv_tokens for point in points}, 3)
     terms = _not_negative(
         _table([(1, point.sequences, point.kv_tokens) for point in points]), _times(points)
     )
-    # On some processors what is nothing comes out as the rounding of the others.
+    # On some processors a zero term comes out as a rounding error of the others.
     if not terms[0] > _ROUNDING * min(point.seconds for point in points):
         raise FitError(
             "decode: an iteration of nothing would take no time, so the points are off; "
@@ -170,16 +158,12 @@ def fit_interference(
     decode: DecodeCurve,
     min_r_squared: float = MIN_R_SQUARED_STEPS,
 ) -> Interference:
-    """How much of an append's time adds to the iteration that it shares (ConServe, figure 5).
-
-    Raises:
-        FitError: too few points, or no one share describes them.
-    """
+    """Fit the share of an append's time that adds to its iteration (ConServe, figure 5)."""
     _require_distinct("interference", "append lengths", {point.new_tokens for point in points}, 3)
     adds = [prefill.marginal_s(point.new_tokens, point.cached_tokens) for point in points]
     alone = [decode.step_s(point.sequences, point.kv_tokens) for point in points]
     times = _times(points)
-    # The errors that count are those of the whole iteration.
+    # Errors are relative to the whole iteration.
     share = _not_negative(_table([(add,) for add in adds]), times - np.array(alone), times)[0]
     said = [step_s + share * add for step_s, add in zip(alone, adds, strict=True)]
     quality = _judge("interference", points, said, min_r_squared)
@@ -189,11 +173,7 @@ def fit_interference(
 def fit_handoff(
     points: Sequence[HandoffPoint], bytes_per_token: float, min_r_squared: float = MIN_R_SQUARED
 ) -> Handoff:
-    """The line of ConServe's figure 3.
-
-    Raises:
-        FitError: too few points, or no such line.
-    """
+    """Fit the line of ConServe's figure 3; raises `FitError`."""
     _require_distinct("handoff", "lengths", {point.tokens for point in points}, 3)
     terms = _not_negative(_table([(1, point.tokens) for point in points]), _times(points))
     curve = Handoff(constant_s=terms[0], per_token_s=terms[1], bytes_per_token=bytes_per_token)
@@ -207,11 +187,7 @@ def fit_overhead(
 ) -> Overhead:
     """Fit what turns took beyond their engines: a constant for each kind of turn.
 
-    Against what the same engines took a moment before, not against the curves: on a machine
-    whose speed drifts, the drift would be larger than what is looked for.
-
-    Raises:
-        FitError: no turn of one kind, or no such constants.
+    Engines' times are from just before, as a machine's speed drifts by more than the overhead.
     """
     constants = []
     for what, handed_off in (("direct", False), ("handed off", True)):
@@ -222,7 +198,7 @@ def fit_overhead(
         ]
         if not beyond:
             raise FitError(f"overhead: no turn was {what}; measure one of each kind")
-        # Less than nothing is noise.
+        # A negative overhead is noise.
         constants.append(max(0.0, float(np.median(beyond))))
     said = [point.engines_s + constants[bool(point.handed_off_tokens)] for point in points]
     quality = _judge("overhead", points, said, min_r_squared)
@@ -241,9 +217,9 @@ def _times(points: Sequence[Any]) -> Any:
 
 
 def _not_negative(columns: Any, values: Any, scale: Any | None = None) -> Any:
-    """Least squares with no coefficient below zero; errors are relative to ``scale``.
+    """Return the least squares with no coefficient below zero; errors are relative to ``scale``.
 
-    It takes the best over all choices of columns, which is exact, and quick for five.
+    Trying all choices of columns is exact, and quick for five.
     """
     scale = values if scale is None else scale
     weighted, wanted = columns / scale[:, None], values / scale

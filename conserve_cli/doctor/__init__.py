@@ -1,5 +1,5 @@
-"""``conserve doctor``: what is wrong with a machine or a cluster, and what to do about it.
+"""``conserve doctor``: finds what is wrong with a machine or a cluster, and says what to do.
 
-Each module looks at one group of things. Its checks are plain functions: they take what was
-observed (`conserve_cli.doctor.facts`) and return findings. `conserve_cli.doctor.examine` observes.
+`observe` collects facts about a node, `examine` about all nodes of a cluster. Checks are plain
+functions from facts to findings.
 """

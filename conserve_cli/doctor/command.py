@@ -1,22 +1,20 @@
-"""``conserve doctor``: look at this machine, or at a cluster's, and judge what was seen."""
+"""``conserve doctor``: examines this machine, or a cluster's, and prints the findings."""
 
 import os
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.text import Text
 
-from conserve.console import new_console
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import Finding, exit_status
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
-from conserve_cli.setting_arguments import SettingArguments, settings_from
+from conserve_cli.launching import SettingArguments, settings_from
+from conserve_cli.output import console, refuse
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = new_console()
 
 
 @cli.command()
@@ -47,16 +45,14 @@ def _examined(
 ) -> list[Finding]:
     if address is None:
         return judge(settings, [observe_node(settings)])
-    # Ray tries twelve times, for eight minutes, unless it finds this when it is imported; so the
-    # import is here.
+    # Without this variable at its import, Ray tries twelve times, for eight minutes.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     from conserve_cli.doctor.examine import examine_cluster
 
     try:
         return examine_cluster(settings, address, on_progress)
     except ConnectionError as error:
-        console.print(f"[red]No Ray cluster at {escape(address)}: {escape(str(error))}[/red]")
-        raise typer.Exit(2) from None
+        refuse(f"No Ray cluster at {address}: {error}")
 
 
 # --- how a finding is shown -----------------------------------------------------------------------
@@ -66,7 +62,7 @@ _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold r
 
 
 def line(finding: Finding) -> Text:
-    """One line: how bad it is, where, what was seen, and what to do."""
+    """Return a finding as a line: its level, node, subject, what was seen, and what to do."""
     where = f"{finding.node} " if finding.node else ""
     text = Text.assemble(
         (f"{finding.level:<8}", _COLOURS[finding.level]),

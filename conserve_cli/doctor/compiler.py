@@ -1,7 +1,7 @@
-"""The C compiler: Triton builds its launchers with it on every machine with GPUs.
+"""Looks for the C compiler with which Triton builds its launchers on machines with GPUs.
 
-``make install-gpu`` runs this file before anything is installed, so it imports nothing but Python's
-own modules.
+``make install-gpu`` runs this file before anything is installed, so it imports only Python's own
+modules.
 """
 
 import os
@@ -12,19 +12,15 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from conserve_cli.doctor.facts import CompilerFacts, Finding, exit_status
+from conserve_cli.doctor.facts import CompilerFacts, Finding, exit_status, ok, wrong
 
 
 def observe_compiler(environment: Mapping[str, str]) -> CompilerFacts:
-    """Look for what Triton compiles with, where Triton looks (``triton/runtime/build.py``).
-
-    Args:
-        environment: the engines' environment.
-    """
+    """Look for what Triton compiles with, as ``triton/runtime/build.py`` does."""
     cc, path = environment.get("CC"), environment.get("PATH", os.defpath)
     names = ["gcc", "clang"] if cc is None else [cc]
     found = (shutil.which(name, path=path) for name in names)
-    # Debian's Python would name the folder of what is installed by hand.
+    # Debian's Python would otherwise name the folder for packages installed by hand.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     return CompilerFacts(
@@ -37,46 +33,32 @@ def observe_compiler(environment: Mapping[str, str]) -> CompilerFacts:
 
 
 def check_compiler(facts: CompilerFacts | None) -> list[Finding]:
-    """Say what is missing on a machine whose engines run on GPUs.
-
-    Args:
-        facts: None: not looked for.
-    """
+    """Return what is missing on a machine whose engines run on GPUs; None: not looked for."""
     if facts is None:
         return []
     findings = []
+    breaks = "Triton compiles with it, and no engine starts on a GPU"
     if not facts.compiler and facts.cc is not None:
-        findings.append(
-            Finding(
-                "wrong", "compiler", f"CC is {facts.cc!r}, which is no program here: Triton "
-                "compiles with it, and no engine starts on a GPU",
-                "set CC to the path of a C compiler, without options, or unset it",
-            )
-        )  # fmt: skip
+        seen = f"CC is {facts.cc!r}, which is no program here: {breaks}"
+        to_do = "set CC to the path of a C compiler, without options, or unset it"
+        findings.append(wrong("compiler", seen, to_do))
     elif not facts.compiler:
-        findings.append(
-            Finding(
-                "wrong", "compiler", "no gcc and no clang: Triton compiles with one of them, and "
-                "no engine starts on a GPU",
-                "install gcc (Debian: apt-get install gcc), or name a C compiler in CC",
-            )
-        )  # fmt: skip
+        seen = (
+            "no gcc and no clang: Triton compiles with one of them, and no engine starts on a GPU"
+        )
+        to_do = "install gcc (Debian: apt-get install gcc), or name a C compiler in CC"
+        findings.append(wrong("compiler", seen, to_do))
     if not facts.has_header:
-        findings.append(
-            Finding(
-                "wrong", "compiler", f"no {facts.header}: Triton compiles with it, and no engine "
-                "starts on a GPU",
-                f"install the headers of Python {facts.python} (Debian: apt-get install "
-                f"python{facts.python}-dev)",
-            )
-        )  # fmt: skip
-    return findings or [
-        Finding("ok", "compiler", f"{facts.compiler}, and headers of Python {facts.python}")
-    ]
+        to_do = (
+            f"install the headers of Python {facts.python} (Debian: apt-get install "
+            f"python{facts.python}-dev)"
+        )
+        findings.append(wrong("compiler", f"no {facts.header}: {breaks}", to_do))
+    return findings or [ok("compiler", f"{facts.compiler}, and headers of Python {facts.python}")]
 
 
 def main() -> int:
-    """Print what is missing for GPUs, each with what to do; 1 if something is."""
+    """Print what is missing for GPUs, and return 1 if something is."""
     findings = check_compiler(observe_compiler(os.environ))
     for finding in findings:
         if finding.to_do:

@@ -1,8 +1,4 @@
-"""``conserve doctor`` on a Ray cluster: has every node observed, and the ways between them.
-
-What is observed of a node is in `observe`, what counts as wrong in `verdict` and the files that it
-names.
-"""
+"""Has every node of a Ray cluster observed, and the connections between them."""
 
 import socket
 import threading
@@ -15,27 +11,23 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import Finding, NodeFacts
+from conserve_cli.doctor.facts import Finding, NodeFacts, wrong
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
 from deployments.loopback import find_on_loopback
 from deployments.messages import HEAD_NODE
 
-# A first worker on a node imports for a while.
+# A node's first worker takes long to import its modules.
 _NODE_TIMEOUT_S = 120.0
 _CLOCK_ROUNDS = 7
 _CONNECT_TIMEOUT_S = 3.0
 
 
 def _require_listener(address: str) -> None:
-    """Fail at once where nothing listens; Ray would take most of a minute.
-
-    Raises:
-        ConnectionError: nothing listens, or there is no such host.
-    """
+    """Raise `ConnectionError` at once if nothing listens; Ray would take most of a minute."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        return  # "auto", which Ray resolves, and knows at once if it cannot.
+        return  # Ray resolves "auto", or fails at once.
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
@@ -45,11 +37,7 @@ def _require_listener(address: str) -> None:
 def examine_cluster(
     settings: Settings, address: str, on_progress: Callable[[str], None]
 ) -> list[Finding]:
-    """Examine every node of the Ray cluster at this address.
-
-    Raises:
-        ConnectionError: there is no cluster.
-    """
+    """Examine every node of this Ray cluster; raises `ConnectionError` if there is none."""
     _require_listener(address)
     find_on_loopback(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
@@ -57,8 +45,8 @@ def examine_cluster(
         alive = [node for node in ray.nodes() if node["Alive"]]
         on_progress(f"asking {len(alive)} nodes, comparing clocks, trying connections")
         head = next((node for node in alive if HEAD_NODE in node["Resources"]), alive[0])
-        # The head examines the nodes, not this process: where a token for another Ray lies in this
-        # home, but the cluster has none, Ray ends actors that this process makes.
+        # The head examines the nodes, as Ray would end this process's actors if it has a token for
+        # another Ray, and the cluster has none.
         where = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
         task = ray.remote(_examine).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
         try:
@@ -86,7 +74,7 @@ def _examine(settings: Settings) -> list[Finding]:
 
 
 class NodeProbe:
-    """An actor that looks at the node it is on."""
+    """An actor that observes the node it is on."""
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -95,20 +83,17 @@ class NodeProbe:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def observe(self, settings: Settings, router_here: bool) -> NodeFacts:
-        """Observe everything about this node."""
         return observe_node(settings, router_here)
 
     def clock(self) -> float:
-        """Seconds since 1970, by this node's clock."""
         return time.time()
 
     def listens(self) -> tuple[str, int]:
-        """Return where other nodes can try to reach this node: a host and a port."""
+        """Return a host and a port where other nodes can try to reach this one."""
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     def reaches(self, host: str, port: int) -> bool:
-        """Whether a connection can be opened to this host and port."""
         try:
             socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
         except OSError:
@@ -131,7 +116,7 @@ class _Node:
 
 
 def _nodes() -> list[_Node]:
-    """The nodes alive, the head first: the others are compared with it."""
+    """Return the live nodes, the head first, with which the others are compared."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: HEAD_NODE not in node["Resources"])
     addresses = [node["NodeManagerAddress"] for node in alive]
@@ -139,7 +124,7 @@ def _nodes() -> list[_Node]:
     for node, address in zip(alive, addresses, strict=True):
         where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         probe = ray.remote(NodeProbe).options(num_cpus=0, scheduling_strategy=where).remote()
-        # Several nodes may be on one machine.
+        # Nodes on one machine have the same address.
         name = address if addresses.count(address) == 1 else f"{address}/{node['NodeID'][:6]}"
         resources, labels = dict(node["Resources"]), dict(node.get("Labels", {}))
         found.append(_Node(name, HEAD_NODE in resources, resources, labels, probe))
@@ -148,14 +133,12 @@ def _nodes() -> list[_Node]:
 
 def _silent(node: str, error: Exception) -> Finding:
     said = str(error).strip().splitlines()[-1]
-    return Finding(
-        "wrong", "node", f"cannot be examined: {said}",
-        "install conserve there, in the environment that Ray runs in", node,
-    )  # fmt: skip
+    to_do = "install conserve there, in the environment that Ray runs in"
+    return wrong("node", f"cannot be examined: {said}", to_do, node)
 
 
 def _between(answered: Sequence[tuple[_Node, NodeFacts]]) -> list[NodeFacts]:
-    """Add each node's clock against the first one's, and which others it cannot reach."""
+    """Add each node's clock relative to the first one's, and the nodes that it cannot reach."""
     clocks = [_clock(node.probe) for node, _ in answered]
     places = [ray.get(node.probe.listens.remote()) for node, _ in answered]
     facts = []
@@ -180,10 +163,10 @@ def _between(answered: Sequence[tuple[_Node, NodeFacts]]) -> list[NodeFacts]:
 
 
 def _clock(probe: Any) -> tuple[float, float]:
-    """How far the node's clock is ahead of this one, and how far off that may be, in seconds.
+    """Return how far the node's clock is ahead of this one's, and the error of that, in seconds.
 
-    As NTP does (RFC 5905): the answer was given at some time between asking and hearing it, and
-    the quickest of a few rounds bounds that best.
+    As in NTP (RFC 5905), the answer was given between asking and hearing it, and the quickest round
+    bounds that best.
     """
     rounds = []
     for _ in range(_CLOCK_ROUNDS):

@@ -1,124 +1,78 @@
-"""The facts that are observed of a node, as plain data that can be sent between nodes."""
+"""The facts that are observed of a node, and the findings, as plain data for other nodes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """Tells what PyTorch says, imported in a process of its own.
+    """PyTorch, as imported in a process of its own."""
 
-    Attributes:
-        problem: why it cannot be imported; empty if it can.
-        cuda: the CUDA that it is built for, as major and minor number; None: for none.
-        cuda_ops: why LMCache's CUDA operations cannot be imported beside it; empty if they can.
-    """
-
-    problem: str = ""
-    cuda: tuple[int, int] | None = None
-    cuda_ops: str = ""
+    problem: str = ""  # Why it cannot be imported; empty if it can.
+    cuda: tuple[int, int] | None = None  # The CUDA version that it is built for.
+    cuda_ops: str = ""  # Why LMCache's CUDA operations cannot be imported; empty if they can.
 
 
 @dataclass(frozen=True, slots=True)
 class SoftwareFacts:
-    """Python and the packages that have to fit together.
-
-    Attributes:
-        python: ``3.11.15``.
-        packages: versions by distribution name; what is not installed is absent.
-        requires: what each of these distributions says it needs.
-        string_hash: hash of a fixed string, in a process with the engines' hash seed.
-        torch: None where it was not asked: it is not installed, or there is no GPU.
-    """
+    """Python and the packages that have to fit together."""
 
     python: str
-    packages: dict[str, str]
-    requires: dict[str, tuple[str, ...]]
-    string_hash: int
-    torch: TorchFacts | None = None
+    packages: dict[str, str]  # Versions of the installed distributions.
+    requires: dict[str, tuple[str, ...]]  # The requirements of some of them.
+    string_hash: int  # Of a fixed string, in a process with the engines' hash seed.
+    torch: TorchFacts | None = None  # None: not installed, or there is no GPU.
 
 
 @dataclass(frozen=True, slots=True)
 class CompilerFacts:
-    """The compiler and the headers that Triton finds.
+    """The compiler and the headers that Triton finds."""
 
-    Attributes:
-        python: ``3.11``, of which it needs the headers.
-        cc: the compiler that the environment's ``CC`` names; None: it names none.
-        compiler: the compiler's path; empty if there is none.
-        header: where ``Python.h`` is, or would have to be.
-        has_header: whether it is there.
-    """
-
-    python: str
-    cc: str | None
-    compiler: str
-    header: str
+    python: str  # `3.11`, whose headers it needs.
+    cc: str | None  # The environment's `CC`.
+    compiler: str  # The compiler's path; empty if there is none.
+    header: str  # Where `Python.h` has to be.
     has_header: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Memory and disk, in bytes, and limits of processes; each as the container has it.
-
-    Attributes:
-        disk: free space by what it is for, each with its folder.
-        transparent_huge_pages: ``always``, ``madvise`` or ``never``; empty if Linux has none.
-        reserved_huge_pages_bytes: memory set aside for huge pages and not used.
-        open_files: how many files a process may open.
-        memory_limited: whether the total is a container's limit, and less than the machine has.
-        cpus: how many processes may run at a time; None: not known.
-        lockable_bytes: memory that a process may lock; None: any.
-        rdma: whether there is a network card that reads memory by itself.
-        expandable: the variables of the environment that have PyTorch's allocator use expandable
-            segments.
-    """
+    """Memory and disk in bytes, and limits of processes, as the container has them."""
 
     memory_total_bytes: int
     memory_available_bytes: int
     shm_total_bytes: int
-    disk: dict[str, tuple[str, int]]
-    transparent_huge_pages: str
-    reserved_huge_pages_bytes: int
+    disk: dict[str, tuple[str, int]]  # Folder and free space, by purpose.
+    transparent_huge_pages: str  # `always`, `madvise` or `never`; empty if Linux has none.
+    reserved_huge_pages_bytes: int  # Not used.
     open_files: int
-    memory_limited: bool = False
+    memory_limited: bool = False  # Whether the total is a container's limit.
     cpus: float | None = None
-    lockable_bytes: int | None = None
-    rdma: bool = False
-    expandable: tuple[str, ...] = ()
+    lockable_bytes: int | None = None  # None: unlimited.
+    rdma: bool = False  # Whether a network card reads memory by itself.
+    expandable: tuple[str, ...] = ()  # Variables that switch PyTorch's expandable segments on.
 
 
 @dataclass(frozen=True, slots=True)
 class PortFacts:
-    """A TCP port that the application needs.
-
-    Attributes:
-        setting: the setting that names it.
-        purpose: who is to listen there.
-        free: whether nobody listens there now.
-        holder: the process that listens there, if it can be seen.
-        ours: whether that process is ConServe's.
-    """
+    """A TCP port that a setting names."""
 
     setting: str
     purpose: str
     host: str
     port: int
     free: bool
-    holder: str = ""
-    ours: bool = False
+    holder: str = ""  # The process that listens there, if it can be seen.
+    ours: bool = False  # Whether that process is ConServe's.
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerFacts:
-    """A process of ConServe's, Ray's or vLLM's that other machines may reach.
+    """A process that listens on more than loopback.
 
-    Attributes:
-        owner: whose process it is: ``router``, ``engine``, ``LMCache``, ``Ray`` or ``vLLM``.
-        process: its name.
-        pid: its process id.
-        addresses: where it listens on more than loopback, each a host and a port.
+    Its owner is ``router``, ``engine``, ``LMCache``, ``Ray`` or ``vLLM``.
     """
 
     owner: str
@@ -129,93 +83,53 @@ class ListenerFacts:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFacts:
-    """A folder of tool environments.
-
-    Attributes:
-        managed: whether an application manages it now.
-        workspaces: how many environments have files there.
-        pids: processes that run in one although nobody manages it.
-    """
+    """A folder of tool environments."""
 
     root: str
-    managed: bool
+    managed: bool  # Whether an application manages it now.
     workspaces: int
-    pids: tuple[int, ...] = ()
+    pids: tuple[int, ...] = ()  # Processes in environments that no application manages.
 
 
 @dataclass(frozen=True, slots=True)
 class HolderFacts:
-    """A process that has memory of a GPU.
+    """A process that has memory of a GPU."""
 
-    Attributes:
-        pid: its id outside of containers.
-        name: empty where it is not visible from here.
-        memory_bytes: None where the driver does not say.
-        owner: whose it is, as in `ListenerFacts`; empty: nobody's here.
-    """
-
-    pid: int
-    name: str = ""
+    pid: int  # Outside of containers.
+    name: str = ""  # Empty if it is not visible from here.
     memory_bytes: int | None = None
-    owner: str = ""
+    owner: str = ""  # As in `ListenerFacts`; empty for other processes.
 
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """A GPU, or a MIG device.
+    """A GPU or a MIG device."""
 
-    Attributes:
-        label: ``GPU 0``, as NVML numbers them; ``MIG device 1 of GPU 0``.
-        holders: who has memory of it, as far as the driver says; of MIG devices, not of their GPU.
-        mig: whether it is in MIG mode, and so of use by its MIG devices alone.
-        parts: those.
-    """
-
-    label: str
+    label: str  # `GPU 0`, or `MIG device 1 of GPU 0`.
     name: str
     memory_bytes: int
     free_bytes: int
     holders: tuple[HolderFacts, ...] = ()
-    mig: bool = False
+    mig: bool = False  # Whether it is in MIG mode, where only its MIG devices are of use.
     parts: tuple["CardFacts", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Tells what NVML says.
+    """GPUs, as NVML shows them."""
 
-    Attributes:
-        devices: whether the kernel shows NVIDIA devices at all.
-        problem: why NVML cannot be used; empty if it can.
-        driver: its version.
-        cuda: the newest CUDA that the driver runs.
-        cards: GPUs that answer.
-        lost: indices of GPUs that do not.
-        may_cap_power: whether this process may change power limits.
-    """
-
-    devices: bool
-    problem: str = ""
+    devices: bool  # Whether the kernel shows NVIDIA devices.
+    problem: str = ""  # Why NVML cannot be used; empty if it can.
     driver: str = ""
-    cuda: tuple[int, int] = (0, 0)
+    cuda: tuple[int, int] = (0, 0)  # The newest that the driver runs.
     cards: tuple[CardFacts, ...] = ()
-    lost: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()  # Indices of GPUs that do not answer.
     may_cap_power: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """All that is observed of one node.
-
-    Attributes:
-        name: its address in the cluster; empty for a machine by itself.
-        compiler: None: not looked for.
-        resources: its resources as Ray counts them, custom ones included.
-        labels: the labels that Ray knows it by.
-        clock_ahead_s: how far its clock is ahead of the asking node's.
-        clock_error_s: how far off that may be: half the shortest round trip.
-        unreachable: addresses of nodes that it cannot open a TCP connection to.
-    """
+    """Everything that is observed of one node."""
 
     software: SoftwareFacts
     machine: MachineFacts
@@ -223,46 +137,34 @@ class NodeFacts:
     ports: tuple[PortFacts, ...] = ()
     listeners: tuple[ListenerFacts, ...] = ()
     environments: tuple[EnvironmentFacts, ...] = ()
-    name: str = ""
+    name: str = ""  # Its address in the cluster; empty for a machine by itself.
     compiler: CompilerFacts | None = None
-    resources: dict[str, float] = field(default_factory=dict)
+    resources: dict[str, float] = field(default_factory=dict)  # By Ray's account.
     labels: dict[str, str] = field(default_factory=dict)
-    clock_ahead_s: float = 0.0
-    clock_error_s: float = 0.0
-    unreachable: tuple[str, ...] = ()
-
-
-# --- what is found wrong --------------------------------------------------------------------------
-
-
-Level = Literal["ok", "note", "warning", "wrong"]
+    clock_ahead_s: float = 0.0  # Of the asking node's clock.
+    clock_error_s: float = 0.0  # Half the shortest round trip.
+    unreachable: tuple[str, ...] = ()  # Nodes that it cannot open a TCP connection to.
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check; a ``warning`` works, but worse than it could."""
 
-    Attributes:
-        level: ``ok``; ``note``: worth knowing; ``warning``: it works, but worse; ``wrong``: it
-            does not work.
-        subject: what was looked at, in a word or two.
-        seen: what was found.
-        to_do: what an operator can do; empty if nothing is to be done.
-        node: where; empty: on this machine, or on the whole cluster.
-    """
-
-    level: Level
+    level: Literal["ok", "note", "warning", "wrong"]
     subject: str
     seen: str
     to_do: str = ""
-    node: str = ""
+    node: str = ""  # Empty: this machine, or the whole cluster.
+
+
+ok, note = partial(Finding, "ok"), partial(Finding, "note")
+warning, wrong = partial(Finding, "warning"), partial(Finding, "wrong")
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """1 when something is wrong, else 0."""
+    """Return 1 if something is wrong, else 0."""
     return int(any(finding.level == "wrong" for finding in findings))
 
 
 def gibibytes(size_bytes: float) -> str:
-    """A size as people write it."""
     return f"{size_bytes / 2**30:.1f} GiB"

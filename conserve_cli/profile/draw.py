@@ -1,7 +1,7 @@
-"""Measures what engines draw while they idle, prefill and decode, by the application's own joules.
+"""Measures engines' power in idle, prefill and decode, by the application's own joules.
 
-Engines' nodes read their GPUs' energy counters and report with each beat; ``GET /metrics`` has the
-sums by role. A phase is measured from one report to another, so their spacing costs no accuracy.
+Nodes report their GPUs' energy with each beat, and ``GET /metrics`` has the sums by role. A phase
+is measured from one report to another, so their spacing costs no accuracy.
 """
 
 import asyncio
@@ -14,27 +14,21 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from autoscale.capacity.profile import CappedPower
-from conserve_cli.profile.measure import MeasureError
+from conserve_cli.profile.measure import reaching
 
 PHASE_S = 20.0
 _POLL_S = 0.2
-# Limits that differ by less are the same one, in watts.
+# Limits that differ by less count as equal.
 _SAME_LIMIT_W = 1.0
 
 
 class NoDraw(RuntimeError):
-    """Power cannot be measured here; the message says why. A profile does without."""
+    """Power cannot be measured here, so that the profile has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Tells what ``GET /metrics`` says of GPUs.
-
-    Attributes:
-        joules: energy that each role's GPUs have used since the application started.
-        limits_w: power limit of each GPU of a role.
-        engines: number of engines of each role.
-    """
+    """GPUs in ``GET /metrics``, by role: joules since the start, limits, and number of engines."""
 
     joules: dict[str, float]
     limits_w: dict[str, list[float]]
@@ -42,7 +36,6 @@ class Energy:
 
 
 def parse_energy(text: str) -> Energy:
-    """Read an application's metrics, in Prometheus' text format."""
     joules: defaultdict[str, float] = defaultdict(float)
     limits_w: defaultdict[str, list[float]] = defaultdict(list)
     engines: dict[str, int] = {}
@@ -59,10 +52,9 @@ def parse_energy(text: str) -> Energy:
 
 
 def one_limit_w(energy: Energy) -> float:
-    """The limit under which both roles' engines are measured, in watts an engine.
+    """Return the limit under which both roles' engines are measured, in watts per engine.
 
-    Raises:
-        NoDraw: there are no GPUs that report energy, or no one limit.
+    Raises `NoDraw` if GPUs report no energy, or have different limits.
     """
     roles = ("prefiller", "decoder")
     if not all(energy.joules.get(role) is not None and energy.limits_w.get(role) for role in roles):
@@ -83,39 +75,28 @@ def one_limit_w(energy: Energy) -> float:
 
 
 class DrawMeter:
-    """Measures an application's power by role.
-
-    Args:
-        url: the application's URL.
-    """
+    """Measures an application's power by role."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/metrics"
 
     async def energy(self) -> Energy:
-        """Return what the application reports now.
-
-        Raises:
-            MeasureError: the application does not answer.
-        """
-        try:
+        """Return what the application reports now; raises `MeasureError` if it does not answer."""
+        with reaching(f"{self._url} does not answer"):
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as session,
                 session.get(self._url) as answer,
             ):
                 answer.raise_for_status()
-                return parse_energy(await answer.text())
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            said = str(error) or type(error).__name__
-            raise MeasureError(f"{self._url} does not answer: {said}") from None
+                text = await answer.text()
+        return parse_energy(text)
 
     async def mean_w(
         self, role: str, work: Callable[[], Awaitable[None]], phase_s: float = PHASE_S
     ) -> float:
-        """Mean power of a role's engine while ``work`` is done over and over.
+        """Return a role's mean power while ``work`` is repeated.
 
-        Raises:
-            NoDraw: the role's joules did not advance twice within ``phase_s``.
+        Raises `NoDraw` if the joules did not advance twice within ``phase_s``.
         """
 
         async def over_and_over() -> None:
@@ -123,7 +104,7 @@ class DrawMeter:
                 await work()
 
         working = asyncio.create_task(over_and_over())
-        # When joules advanced, and to what; the first advance may count what was before.
+        # Times and values at which the joules advanced; the first may include earlier work.
         seen: list[tuple[float, float]] = []
         latest = None
         ends_s = time.monotonic() + phase_s
@@ -151,13 +132,9 @@ async def measure_power(
     decode: Callable[[], Awaitable[None]],
     phase_s: float = PHASE_S,
 ) -> CappedPower:
-    """Measure what both phases draw, and what idling draws, under the limit that is set.
+    """Measure the power of idling, and of ``prefill`` and ``decode``, which each run for a moment.
 
-    Args:
-        prefill, decode: keep a prefiller, or a decoder, busy for a moment.
-
-    Raises:
-        NoDraw: power cannot be measured here.
+    Raises `NoDraw` if power cannot be measured.
     """
     cap_w = one_limit_w(await meter.energy())
 

@@ -1,19 +1,18 @@
-"""Measures a running application from outside: one request, or one batch.
+"""Measures a running application from outside, by one request or one batch.
 
-Each engine is asked directly, at its own address, so that nothing between client and engine is
-measured with it; whole turns, which include that, go to the application's address. Prompts are
-random token ids, and no two share a beginning.
+Each engine is asked at its own address, so that nothing else is measured; whole turns go to the
+application's. Prompts are random token ids, and no two share a beginning.
 """
 
 import asyncio
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -27,10 +26,10 @@ from benchmarks.workloads.tokens import COMPLETIONS, completion
 from conserve import wire
 
 _TIMEOUT_S = 600.0
-# How long the outputs are that run while an append comes, and how long they run before it.
+# Length of the outputs that run beside an append, and how long they run before it.
 _BESIDE_TOKENS = 160
 _UNDER_WAY_S = 0.3
-# An engine has so long to tell the conversation table how a turn went.
+# Time for an engine to report a turn to the conversation table.
 _REPORT_TIMEOUT_S = 10.0
 
 
@@ -38,24 +37,29 @@ class MeasureError(RuntimeError):
     """The application cannot be measured; the message says why, and what to do."""
 
 
+@contextlib.contextmanager
+def reaching(problem: str) -> Iterator[None]:
+    """Raise `MeasureError` with this problem if the block's requests fail."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise MeasureError(f"{problem}: {str(error) or type(error).__name__}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """An engine as ``GET /v1/engines`` describes it.
-
-    Attributes:
-        batched_tokens: most tokens of one step; None where the application does not say.
-    """
+    """An engine as ``GET /v1/engines`` describes it."""
 
     id: str
     role: str
     url: str
     capacity_tokens: int
-    batched_tokens: int | None = None
+    batched_tokens: int | None = None  # Most tokens of one step, if known.
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """A running application's address and model, and one engine of each role."""
+    """A running application, and one engine of each role."""
 
     url: str
     model: str
@@ -64,13 +68,9 @@ class Application:
 
 
 async def find_application(url: str) -> Application:
-    """Ask an application for its model and its engines.
-
-    Raises:
-        MeasureError: nothing answers there, or it is no ConServe application with both roles.
-    """
+    """Ask an application for its model and engines; raises `MeasureError`."""
     base = url.rstrip("/").removesuffix("/v1")
-    try:
+    with reaching(f"nothing answers at {base}"):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
             found = []
             for path in ("/v1/models", "/v1/engines"):
@@ -81,9 +81,6 @@ async def find_application(url: str) -> Application:
                             "ConServe application: conserve serve"
                         )
                     found.append((await response.json())["data"])
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        said = str(error) or type(error).__name__
-        raise MeasureError(f"nothing answers at {base}: {said}") from None
     models, engines = found
     by_role = {
         one["role"]: MeasuredEngine(
@@ -91,7 +88,7 @@ async def find_application(url: str) -> Application:
             one["role"],
             one["url"],
             one["capacity_tokens"],
-            # An application that does not know leaves it out, or says 0.
+            # It is left out, or 0, if it is not known.
             one.get("max_batched_tokens") or None,
         )
         for one in engines
@@ -111,15 +108,13 @@ async def find_application(url: str) -> Application:
 class Probe:
     """Makes one measurement after the other, as an asynchronous context manager.
 
-    Args:
-        vocabulary: token ids that prompts are made of, without the model's special ones.
-        seed: seeds the prompts.
+    Prompts are made of the ids in ``vocabulary``, which has none of the model's special ones.
     """
 
     def __init__(self, application: Application, vocabulary: range, seed: int) -> None:
         self._draws = np.random.default_rng(seed)
         self._vocabulary = vocabulary
-        # The salt keeps other runs' KV from being found.
+        # The salt hides other runs' KV.
         salt = f"profile-{random.SystemRandom().getrandbits(48):x}"
         self._common = {"model": application.model, "cache_salt": salt}
         self._prefiller, self._decoder = application.prefiller.url, application.decoder.url
@@ -132,20 +127,16 @@ class Probe:
         self._conversations = count()
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
-        await self._streams.__aenter__()
-        await self._turns.__aenter__()
+        timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
+        async with contextlib.AsyncExitStack() as opened:
+            self._session = await opened.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+            await opened.enter_async_context(self._streams)
+            await opened.enter_async_context(self._turns)
+            self._opened = opened.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._turns.__aexit__(kind, error, trace)
-        await self._streams.__aexit__(kind, error, trace)
-        await self._session.close()
+    async def __aexit__(self, *error: object) -> None:
+        await self._opened.aclose()
 
     async def cold_prefill(self, new_tokens: int) -> PrefillPoint:
         """Prefill a prompt that the prefiller has never seen."""
@@ -153,12 +144,12 @@ class Probe:
         return PrefillPoint(new_tokens, 0, seen.seconds)
 
     async def append(self, new_tokens: int, cached_tokens: int) -> PrefillPoint:
-        """Prefill a prompt of which the decoder has the beginning in its prefix cache."""
+        """Prefill a prompt whose beginning is in the decoder's prefix cache."""
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
         prompt = history + self._prompt(new_tokens)
         seen = await self._prefill(self._decoder, prompt, prompt_tokens=cached_tokens)
-        # Fewer than were sent may be found, because caches keep whole blocks; none is an error.
+        # Caches keep whole blocks, so fewer tokens may be found.
         if not seen.cached_tokens:
             raise MeasureError(
                 f"the decoder found none of {cached_tokens} tokens in its prefix cache; "
@@ -168,7 +159,7 @@ class Probe:
         return PrefillPoint(new, seen.cached_tokens, seen.seconds)
 
     async def decode(self, sequences: int, context_tokens: int, output_tokens: int) -> DecodePoint:
-        """Time iterations in which so many sequences decode, each after such a context."""
+        """Time iterations in which ``sequences`` decode together, each after such a context."""
         contexts = await self._contexts(sequences, context_tokens)
         records = await self._together(contexts, output_tokens)
         starts = max(record.token_times_s[0] for record in records)
@@ -190,7 +181,7 @@ class Probe:
         await self._prefill(self._decoder, history)
         contexts = await self._contexts(sequences, context_tokens)
         running = asyncio.create_task(self._together(contexts, _BESIDE_TOKENS))
-        # By then all of them decode, because their contexts are cached.
+        # All of them decode by then, as their contexts are cached.
         await asyncio.sleep(_UNDER_WAY_S)
         prompt = history + self._prompt(new_tokens)
         seen = await self._prefill(self._decoder, prompt, prompt_tokens=cached_tokens)
@@ -208,10 +199,9 @@ class Probe:
     async def handoff(
         self, tokens: int, prefill_s: Callable[[float, float], float]
     ) -> HandoffPoint:
-        """Time a prompt's KV from the prefiller to the decoder, less what the decoder recomputes.
+        """Time the handoff of a prompt's KV, less what the decoder recomputes.
 
-        Args:
-            prefill_s: how long a prefill of new tokens after cached ones takes, as fitted.
+        ``prefill_s`` is the fitted time of a prefill of new tokens after cached ones.
         """
         prompt = self._prompt(tokens)
         await self._prefill(self._prefiller, prompt)
@@ -228,9 +218,7 @@ class Probe:
     async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
         """Time a conversation's first turn, or its second, for a client and for the engines alone.
 
-        Args:
-            first_tokens: the first prompt's length.
-            new_tokens: the second turn's, beyond the first prompt; 0: the first is measured.
+        ``new_tokens`` are the second turn's; with 0 the first turn is measured.
         """
         if new_tokens:
             engines_s = (await self.append(new_tokens, first_tokens)).seconds
@@ -260,16 +248,13 @@ class Probe:
         return TurnPoint(len(prompt), handed_off, cached, engines_s, seconds)
 
     async def _last_turn(self, name: str, prompt_tokens: int) -> dict[str, int]:
-        """Return what the engine reported of a conversation's turn with this prompt, its last."""
+        """Return the engine's report of a conversation's last turn, which had this prompt."""
         url = f"{self._application}/v1/conversations/{self._salt}-{name}"
         deadline_s = time.perf_counter() + _REPORT_TIMEOUT_S
         while True:
-            try:
+            with reaching(f"{url} does not answer"):
                 async with self._session.get(url) as answer:
                     said = await answer.json()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                told = str(error) or type(error).__name__
-                raise MeasureError(f"{url} does not answer: {told}") from None
             reported: dict[str, int] | None = said.get("last_turn")
             if reported is not None and reported["prompt_tokens"] == prompt_tokens:
                 return reported
@@ -278,7 +263,7 @@ class Probe:
             await asyncio.sleep(0.02)
 
     async def _contexts(self, sequences: int, tokens: int) -> list[list[int]]:
-        """Prompts that the decoder has in its cache, because they were just sent to it."""
+        """Return prompts that were just sent to the decoder, so that it has cached them."""
         prompts = [self._prompt(tokens) for _ in range(sequences)]
         for prompt in prompts:
             await self._prefill(self._decoder, prompt)
@@ -289,9 +274,9 @@ class Probe:
     ) -> "_Prefill":
         """Send a prompt, and wait for the one token that comes with its prefill.
 
-        Args:
-            prompt_tokens: for a later turn, how long the first one's prompt was; sent as live turns
-                send it, so that LMCache is not asked in vain.
+        For a later turn, ``prompt_tokens`` of the first are sent as live turns send them, so that
+        LMCache
+        is not asked in vain.
         """
         body = {
             **self._common,
@@ -303,12 +288,9 @@ class Probe:
         data = msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}
         sent_s = time.perf_counter()
-        try:
+        with reaching(f"a prompt of {len(prompt)} tokens failed"):
             async with self._session.post(url + COMPLETIONS, data=data, headers=headers) as answer:
                 text = await answer.text()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            said = str(error) or type(error).__name__
-            raise MeasureError(f"a prompt of {len(prompt)} tokens failed: {said}") from None
         ended_s = time.perf_counter()
         if answer.status != 200:
             raise MeasureError(f"a prompt of {len(prompt)} tokens was refused: {text[:300]}")
@@ -328,12 +310,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A prompt that was prefilled: when, and what was found of it.
-
-    Attributes:
-        cached_tokens: tokens found in the engine's own prefix cache.
-        handed_off_tokens: tokens found in LMCache, beyond these.
-    """
+    """A prefilled prompt, and its tokens found in the prefix cache, then in LMCache."""
 
     sent_s: float
     ended_s: float
@@ -363,6 +340,6 @@ def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
 
 
 def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[float]:
-    """Gaps between tokens that end within a time."""
+    """Return the gaps between tokens that end within a time."""
     times = record.token_times_s
     return [after - before for before, after in pairwise(times) if from_s < after <= to_s]

@@ -1,4 +1,4 @@
-"""Pictures of a profile's fits: points as measured, curves as fitted."""
+"""Draws a profile's fits: points as measured, curves as fitted."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 
 
 def draw_fits(profile: Profile, path: Path) -> None:
-    """Write one picture with a panel a curve; those without points stay empty."""
+    """Write one picture with a panel for each curve; those without points stay empty."""
     figure = Figure(figsize=(10, 7.5), layout="constrained")
     (prefill, decode), (beside, handoff) = figure.subplots(2, 2)
     _prefill(prefill, profile)
@@ -96,7 +96,7 @@ def _lengths(points: list[dict[str, float]], x: str) -> Any:
 
 
 def _near(tokens: float) -> int:
-    """The nearest power of two, for a prefix of which only whole blocks were cached."""
+    """Return the nearest power of two, as only whole blocks of a prefix are cached."""
     return round(2 ** round(float(np.log2(tokens)))) if tokens else 0
 
 

@@ -1,14 +1,12 @@
-"""``conserve simulate``: what a cluster would do, without having it."""
+"""``conserve simulate``: simulates a cluster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from benchmarks.compare import compare, labels, show_comparisons, write_comparisons
@@ -17,7 +15,7 @@ from benchmarks.selection import Selection
 from benchmarks.simulate.run import PARKING, EngineCounts, simulate_selection
 from benchmarks.simulate.system import SimulationError
 from benchmarks.workloads import WorkloadError
-from conserve.console import new_console
+from conserve_cli.output import can_draw, console, make_folder, progress_bar, refuse
 from conserve_cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,
@@ -25,10 +23,12 @@ from conserve_cli.workload_options import (
     MaxGap,
     MaxTurns,
     Preset,
+    ProfileSource,
     RecordedData,
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SloMultiple,
 )
 
 cli = typer.Typer(
@@ -36,22 +36,17 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = new_console()
-
-# With more conversations than this, latencies are kept as bare numbers of 8 bytes. To keep the
-# conversation of each would take most of the memory, for every system and rate. Only ratios need
-# it, and they are exact enough with far fewer.
+# With more conversations than this, latencies are kept as bare numbers of 8 bytes. Only ratios need
+# each one's conversation, which would take most of the memory.
 _MOST_SAMPLED = 10_000
-# The options that --reproduce heeds; all else is the paper's.
+# Options that go with --reproduce; the paper defines all others.
 _GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 
 
 @cli.command()
 def simulate(
     context: typer.Context,
-    profile: Annotated[
-        str, typer.Option(help="A profile's file, or the name of one that comes with ConServe.")
-    ] = "a40-qwen3-0.6b",
+    profile: ProfileSource = "a40-qwen3-0.6b",
     system: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,9 +109,7 @@ def simulate(
             help="Tokens in a chunk; only whole ones are handed off: 256 on a GPU, 128 on a CPU."
         ),
     ] = 256,
-    slo_multiple: Annotated[
-        float, typer.Option(help="SLOs are this many times the unloaded latencies.")
-    ] = 5.0,
+    slo_multiple: SloMultiple = 5.0,
     reproduce: Annotated[
         str | None,
         typer.Option(help="conserve: the paper's figures 10, 12 and 13 beside their simulation."),
@@ -127,17 +120,17 @@ def simulate(
 ) -> None:
     """Simulate one system, or several side by side."""
     if not 0 <= wrong_decision_rate <= 1:
-        _refuse(f"--wrong-decision-rate is {wrong_decision_rate:g}; give a share, from 0 to 1")
+        refuse(f"--wrong-decision-rate is {wrong_decision_rate:g}; give a share, from 0 to 1")
     if host_tokens is not None and host_tokens < 1:
-        _refuse(f"--host-tokens is {host_tokens}; give a number from 1")
+        refuse(f"--host-tokens is {host_tokens}; give a number from 1")
     if host_tokens is not None and not set(PARKING) & set(system or ()):
-        _refuse(f"--host-tokens is parking's; give --system {' or '.join(PARKING)}, too")
+        refuse(f"--host-tokens is parking's; give --system {' or '.join(PARKING)}, too")
     if not slo_multiple > 0:
-        _refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
+        refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
     if min(block_tokens, handoff_chunk_tokens) < 1:
-        _refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
+        refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
     if reproduce is not None and reproduce != "conserve":
-        _refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
+        refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
     if reproduce is not None:
         _refuse_what_is_the_papers(context)
     try:
@@ -183,7 +176,7 @@ def simulate(
                 on_conversation=show,
             )
     except (ProfileError, SimulationError, WorkloadError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     _hand_out(reports, out, sampled)
     if wanted and not sampled:
         console.print(
@@ -194,15 +187,14 @@ def simulate(
 
 
 def _refuse_what_is_the_papers(context: typer.Context) -> None:
-    """Refuse an option that --reproduce would not heed."""
+    """Refuse an option that does not go with --reproduce."""
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        # Compared by name, because the enumeration is Click's in some versions of Typer and Typer's
-        # own copy in others.
+        # The enumeration is Click's or Typer's own, depending on the version, so compare its name.
         given = source is not None and source.name == "COMMANDLINE"
         if given and name not in _GO_WITH_REPRODUCE:
-            _refuse(
+            refuse(
                 f"{parameter.opts[0]} does not go with --reproduce, whose runs are the paper's; "
                 "leave one of them out"
             )
@@ -216,9 +208,9 @@ def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None
         found = reproduce(profile, conversations, seed, progress)
     show(found, profile, console)
     if out is not None:
-        _make(out)
+        make_folder(out)
         write(found, out / "reproduced.json")
-        if _can_draw():
+        if can_draw():
             draw(found, out)
         console.print(f"Figures are in {escape(str(out))}.", highlight=False)
 
@@ -234,38 +226,22 @@ def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:
             show_comparisons(comparisons, console)
     if out is None:
         return
-    _make(out)
+    make_folder(out)
     for name, report in zip(names, reports, strict=True):
         write_report(report, out / f"{name.replace(' ', '-').replace('/', '-per-')}.json")
     if comparisons:
         write_comparisons(comparisons, out / "comparison.json")
-    if _can_draw():
+    if can_draw():
         from benchmarks.plots import draw_all
 
         draw_all(reports, names, out)
     console.print(f"Reports are in {escape(str(out))}.", highlight=False)
 
 
-def _can_draw() -> bool:
-    # matplotlib is an extra of the distribution.
-    if find_spec("matplotlib") is not None:
-        return True
-    console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
-    return False
-
-
 @contextmanager
 def _progress(conversations: int) -> Iterator[Any]:
-    """Show a bar; yields a function to call at each conversation's end, with what runs."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
+    """Show a bar; yield a function to call at each conversation's end, with the name of its run."""
+    with progress_bar() as bar:
         task = bar.add_task("unloaded", total=conversations)
         done = 0
 
@@ -277,15 +253,3 @@ def _progress(conversations: int) -> Iterator[Any]:
                 bar.update(task, description=what, completed=done)
 
         yield show
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _refuse(f"--out {folder} cannot be made: {error.strerror}")
-
-
-def _refuse(problem: str) -> NoReturn:
-    console.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""Published and simulated figures side by side: a table, a file, and pictures."""
+"""Shows published and simulated figures side by side: a table, a file, and pictures."""
 
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from conserve_cli.simulate.reproduce import (
 
 
 def show(found: Reproduction, profile: Profile, console: Console) -> None:
-    """Print the table: published, simulated, difference."""
     table = Table(
         title=f"ConServe's figures, simulated on profile {profile.name}",
         caption="latencies over those of conversations that run alone, gaps not counted",
@@ -58,7 +57,6 @@ def _said(value: float, unit: Unit, *, signed: bool = False) -> str:
 
 
 def write(found: Reproduction, path: Path) -> None:
-    """Write the rows as JSON."""
     rows = [
         {**msgspec.to_builtins(row), "difference": row.difference, "within": row.within}
         for row in found.rows
@@ -69,8 +67,7 @@ def write(found: Reproduction, path: Path) -> None:
 def draw(found: Reproduction, folder: Path) -> list[Path]:
     """Draw published beside simulated, figure 10's latencies over rates, and figure 12's curves.
 
-    Returns:
-        The files written.
+    Returns the files written.
     """
     from benchmarks.plots import draw_all
 

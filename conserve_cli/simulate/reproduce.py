@@ -1,26 +1,26 @@
-"""The evaluation of the ConServe paper, simulated beside what it published.
+"""Simulates the evaluation of the ConServe paper beside what it published.
 
-One profile and one set of assumptions for every row (sections 5.1 to 5.5 of *Observation, Not
-Prediction*): one prefiller and three decoders. What the text leaves open is decided here once:
+All rows have one profile and one set of assumptions (sections 5.1 to 5.5 of *Observation, Not
+Prediction*), with one prefiller and three decoders. Assumptions where the text is silent:
 
 - The traces are not published. Conversations are drawn as for the preset ``conserve`` of
-  `benchmarks.workloads.synthetic`, with as many turns as figure 11 has: up to its 0.7 percentile
-  all turns are later ones (section 5.2), so 0.3 are first ones, and a conversation has 3.3 turns.
-  Its 1,000 output tokens (section 5.1) then make 300 a turn.
+  `benchmarks.workloads.synthetic`. Up to figure 11's 0.7 percentile all turns are later ones
+  (section 5.2), so a conversation has 1 / 0.3 = 3.3 turns, and its 1,000 output tokens (section
+  5.1) make 300 a turn.
 - 1.634 conversations/s "holds the prefiller exactly at its saturation throughput": a conversation
   arrives when the first turn before it has been prefilled.
-- Full disaggregation computes the whole prompt of every turn again (section 5.2 says that it
-  forfeits reuse across turns). The per-turn baseline brings the history to the prefiller.
-- Nobody is refused: what does not fit waits, however long.
+- Full disaggregation computes the whole prompt of every turn again, as it forfeits reuse across
+  turns (section 5.2). The per-turn baseline moves the history to the prefiller.
+- Nothing is rejected: turns wait however long.
 - KV is loaded within an engine's step, as LMCache's in-process connector for vLLM does.
-- Latencies are without the gaps between turns; the baseline is the geometric mean over
-  conversations that run alone. Tokens per joule count every turn's whole prompt and its output.
-- All runs have the same number of conversations, which the text does not give. Where a queue grows
-  from the first conversation to the last, as it does beyond saturation, figures depend on it.
+- Latencies exclude gaps between turns; the baseline is the geometric mean of conversations that run
+  alone. Tokens per joule count every turn's whole prompt and its output.
+- All runs have the same number of conversations. Beyond saturation, figures depend on it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from autoscale.capacity.profile import Profile
@@ -43,7 +43,7 @@ _CAPPED_W = 200.0
 
 _ENGINES = EngineCounts(prefillers=1, decoders=3)
 _CAPPED = EngineCounts(prefillers=1, decoders=3, decoder_cap_w=_CAPPED_W)
-# Nobody is refused: what cannot be served yet waits, however long.
+# Nothing is rejected: turns wait however long.
 _ALL: dict[str, Any] = {"transfers_block": True, "queue_limit": 10**9, "queue_timeout_s": 1e9}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "conserve": _ALL,
@@ -61,12 +61,7 @@ JUDGED = (TTFET, LAST_TBT, E2E)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published figure and its simulation.
-
-    Attributes:
-        relation: ``=``: the text gives the value; ``<=``, ``>=``, ``>``: it gives a bound.
-        unit: ``times`` another value, a ``change`` or ``share`` of 1, or ``tokens/J``.
-    """
+    """A published figure and its simulation; a ``relation`` other than ``=`` is a bound."""
 
     figure: str
     what: str
@@ -77,7 +72,6 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Simulated less published, in the unit."""
         return self.simulated - self.published
 
     @property
@@ -94,14 +88,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """All that was simulated.
-
-    Attributes:
-        by_rate: reports of figure 10, by system and rate.
-        by_wrong: reports of figure 12, by rate of wrong decisions; 0 is ConServe's own operating
-            point.
-        capped: reports of figure 13, by system, with decoders under their cap.
-    """
+    """All rows and reports; those of figure 13 have capped decoders."""
 
     rows: list[Row]
     baseline: Baseline
@@ -116,16 +103,11 @@ def reproduce(
     seed: int = 0,
     on_conversation: Callable[[str], None] | None = None,
 ) -> Reproduction:
-    """Simulate figures 10, 12 and 13.
+    """Simulate figures 10, 12 and 13; the profile needs power under caps of 300 W and 200 W.
 
-    Args:
-        profile: has power under the caps of 300 W and 200 W.
-        on_conversation: called at each conversation's end with what runs.
-
-    Raises:
-        ProfileError, SimulationError, WorkloadError: it cannot be done with these.
+    Raises `ProfileError`, `SimulationError` or `WorkloadError`.
     """
-    # Figure 13 comes last; whether it can be simulated is known now.
+    # Fail now if figure 13, which comes last, cannot be simulated.
     for cap_w in (None, _CAPPED_W):
         profile.power_at(cap_w)
     runs = _Runs(profile, conversations, seed, on_conversation)
@@ -174,7 +156,7 @@ class _Runs:
         workload = self._workload(rate_per_s)
         arrivals = {"pattern": "poisson", "rate_per_s": rate_per_s, "concurrency": None}
         if rate_per_s == SATURATION:
-            # The prefiller as it is in every run; collocated has none, and gets the same arrivals.
+            # Collocated systems have no prefiller, but get the same arrivals.
             workload = saturating(workload, Costs.of(self._profile, "prefiller"))
             arrivals["pattern"] = "saturating"
         what = f"{name} at {rate_per_s:g}/s" + ("" if wrong is None else f", {wrong:.0%} wrong")
@@ -198,20 +180,20 @@ class _Runs:
             SHAPE,
             conversations=self._conversations,
             arrivals=Arrivals("poisson", rate_per_s, self._seed),
-            # Prompts are never made, so any token ids will do.
+            # Prompts are never built, so any token ids will do.
             vocabulary=range(1_000, 4_000),
             seed=self._seed,
         )
 
 
 def saturating(workload: Workload, prefiller: Costs) -> Workload:
-    """The same conversations; each arrives when the first turn before it has been prefilled."""
+    """Return the conversations, each arriving when the first turn before it is prefilled."""
 
     def arrive() -> Iterator[Arriving]:
         at_s = 0.0
         for (_, script), (_, sizes) in zip(workload, workload, strict=True):
             yield at_s, script
-            # Sizes are a second copy's, since asking the first for its turns would use them up.
+            # Sizes come from a second copy, as a script yields its turns only once.
             first = sizes.next(None)
             if first is not None and first.prompt_tokens is not None:
                 at_s += cold_prefill_s(first.prompt_tokens, prefiller)
@@ -220,7 +202,7 @@ def saturating(workload: Workload, prefiller: Costs) -> Workload:
 
 
 def cold_prefill_s(tokens: int, costs: Costs) -> float:
-    """Seconds that a prompt takes alone on a prefiller, in chunks."""
+    """Return the time that a prompt takes alone on a prefiller, in chunks."""
     seconds, past = costs.prefill_s, 0
     while past < tokens:
         chunk = min(costs.batched_tokens, tokens - past)
@@ -241,15 +223,15 @@ def _change(ours: float, theirs: float) -> float:
     return ours / theirs - 1
 
 
+def _change_of(ours: Report, theirs: Report, metric: str, statistic: str) -> float:
+    return _change(_value(ours, metric, statistic), _value(theirs, metric, statistic))
+
+
 def tokens_per_j(report: Report) -> float:
-    """Tokens of all turns' whole prompts and outputs over the energy of all engines."""
+    """Return tokens of all turns' whole prompts and outputs per joule of all engines."""
     result = report.result
     assert result.energy_j is not None
     return result.total_tokens_per_s * result.duration_s / result.energy_j
-
-
-def _violations(report: Report) -> list[float]:
-    return [report.result.violations[metric] for metric in JUDGED]
 
 
 def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) -> Iterator[Row]:
@@ -260,46 +242,29 @@ def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) 
         return _value(reports[name, rate], metric, statistic) / alone_s[metric]
 
     def reduction(statistic: str) -> float:
-        return min(
-            _change(
-                _value(reports["conserve", rate], TTFET, statistic),
-                _value(reports["per_turn", rate], TTFET, statistic),
-            )
-            for rate in all_rates
-        )
+        pairs = [(reports["conserve", rate], reports["per_turn", rate]) for rate in all_rates]
+        return min(_change_of(ours, theirs, TTFET, statistic) for ours, theirs in pairs)
 
-    figure = "10"
-    yield Row(
-        figure,
-        "TTFET p95, ConServe against per turn, best rate",
-        -0.5108,
-        reduction("p95"),
-        "change",
+    row = partial(Row, "10")
+    yield row(
+        "TTFET p95, ConServe against per turn, best rate", -0.5108, reduction("p95"), "change"
     )
-    yield Row(figure, "TTFET gmean, the same", -0.1917, reduction("gmean"), "change")
-    yield Row(figure, "TTFET gmean, ConServe, at 1.634/s", 2.53, times("conserve", TTFET))
-    yield Row(
-        figure, "TTFET gmean, full disaggregation", 18.78, times("full_disaggregation", TTFET)
+    yield row("TTFET gmean, the same", -0.1917, reduction("gmean"), "change")
+    yield row("TTFET gmean, ConServe, at 1.634/s", 2.53, times("conserve", TTFET))
+    yield row("TTFET gmean, full disaggregation", 18.78, times("full_disaggregation", TTFET))
+    yield row("last-turn TBT gmean, ConServe", 2.49, times("conserve", LAST_TBT))
+    yield row(
+        "last-turn TBT gmean, full disaggregation", 1.35, times("full_disaggregation", LAST_TBT)
     )
-    yield Row(figure, "last-turn TBT gmean, ConServe", 2.49, times("conserve", LAST_TBT))
-    yield Row(
-        figure,
-        "last-turn TBT gmean, full disaggregation",
-        1.35,
-        times("full_disaggregation", LAST_TBT),
-    )
-    yield Row(figure, "last-turn TBT p95, collocated", 7.52, times("collocated", LAST_TBT, "p95"))
-    yield Row(
-        figure, "the same over ConServe's", 1.72,
-        times("collocated", LAST_TBT, "p95") / times("conserve", LAST_TBT, "p95"),
-    )  # fmt: skip
-    yield Row(
-        figure, "end to end gmean, full disaggregation over ConServe", 4.7,
-        times("full_disaggregation", E2E) / times("conserve", E2E),
-    )  # fmt: skip
+    yield row("last-turn TBT p95, collocated", 7.52, times("collocated", LAST_TBT, "p95"))
+    over = times("collocated", LAST_TBT, "p95") / times("conserve", LAST_TBT, "p95")
+    yield row("the same over ConServe's", 1.72, over)
+    over = times("full_disaggregation", E2E) / times("conserve", E2E)
+    yield row("end to end gmean, full disaggregation over ConServe", 4.7, over)
     calm = [rate for rate in RATES if rate <= 1.25]
-    yield Row(
-        figure, "gmeans up to 1.25/s, all but full disaggregation: largest", 2.0,
+    yield row(
+        "gmeans up to 1.25/s, all but full disaggregation: largest",
+        2.0,
         max(
             times(name, metric, rate=rate)
             for name in ("conserve", "per_turn", "collocated")
@@ -307,109 +272,64 @@ def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) 
             for rate in calm
         ),
         relation="<=",
-    )  # fmt: skip
-    yield Row(
-        figure, "TTFET, E2E gmean, full disaggregation, any rate: least", 10.0,
+    )
+    yield row(
+        "TTFET, E2E gmean, full disaggregation, any rate: least",
+        10.0,
         min(times("full_disaggregation", m, rate=rate) for m in (TTFET, E2E) for rate in all_rates),
         relation=">",
-    )  # fmt: skip
-    yield Row(
-        figure, "violations, ConServe, any metric and rate: largest", 0.0,
-        max(max(_violations(reports["conserve", rate])) for rate in all_rates), "share",
-    )  # fmt: skip
+    )
+
+    def violations(name: str, *metrics: str) -> list[float]:
+        ours = [reports[name, rate].result.violations for rate in all_rates]
+        return [one[metric] for one in ours for metric in metrics]
+
     saturated = {name: reports[name, SATURATION].result.violations for name in _OPTIONS}
-    yield Row(
-        figure,
-        "violations of TTFET, collocated, at 1.634/s",
-        0.0,
-        saturated["collocated"][TTFET],
-        "share",
-        ">",
+    ttfet = {name: violated[TTFET] for name, violated in saturated.items()}
+    tbt = {name: violated[LAST_TBT] for name, violated in saturated.items()}
+    row = partial(Row, "10", published=0.0, unit="share")
+    worst = max(violations("conserve", *JUDGED))
+    yield row("violations, ConServe, any metric and rate: largest", simulated=worst)
+    above = partial(row, relation=">")
+    yield above("violations of TTFET, collocated, at 1.634/s", simulated=ttfet["collocated"])
+    yield above("violations of last-turn TBT, collocated", simulated=tbt["collocated"])
+    yield above("violations of TTFET, per turn", simulated=ttfet["per_turn"])
+    yield row("violations of last-turn TBT, per turn", simulated=tbt["per_turn"])
+    yield row(
+        "violations, full disaggregation, TTFET and E2E, any rate: least",
+        published=1.0,
+        simulated=min(violations("full_disaggregation", TTFET, E2E)),
     )
-    yield Row(
-        figure,
-        "violations of last-turn TBT, collocated",
-        0.0,
-        saturated["collocated"][LAST_TBT],
-        "share",
-        ">",
-    )
-    yield Row(
-        figure, "violations of TTFET, per turn", 0.0, saturated["per_turn"][TTFET], "share", ">"
-    )
-    yield Row(
-        figure,
-        "violations of last-turn TBT, per turn",
-        0.0,
-        saturated["per_turn"][LAST_TBT],
-        "share",
-    )
-    yield Row(
-        figure, "violations, full disaggregation, TTFET and E2E, any rate: least", 1.0,
-        min(
-            reports["full_disaggregation", rate].result.violations[metric]
-            for metric in (TTFET, E2E)
-            for rate in all_rates
-        ),
-        "share",
-    )  # fmt: skip
-    yield Row(
-        figure,
-        "violations of last-turn TBT, full disaggregation",
-        0.0,
-        saturated["full_disaggregation"][LAST_TBT],
-        "share",
-    )
+    said = "violations of last-turn TBT, full disaggregation"
+    yield row(said, simulated=tbt["full_disaggregation"])
 
 
 def _figure_12(by_wrong: Mapping[float, Report], conserve: Report) -> Iterator[Row]:
-    figure = "12"
+    row = partial(Row, "12")
     never, few, some, half = (by_wrong[wrong] for wrong in (0.0, 0.05, _AMPD_WRONG, 0.5))
-    yield Row(
-        figure, "TTFET gmean, no wrong decision over ConServe", 1.0,
-        _value(never, TTFET, "gmean") / _value(conserve, TTFET, "gmean"),
-    )  # fmt: skip
-    yield Row(
-        figure, "violations of TTFET, 5 % wrong", 0.078, few.result.violations[TTFET], "share"
-    )
-    yield Row(figure, "violations of E2E, 5 % wrong", 0.063, few.result.violations[E2E], "share")
-    yield Row(
-        figure, "violations of TTFET, 50 % wrong", 0.5, half.result.violations[TTFET], "share", ">"
-    )
-    yield Row(
-        figure, "last-turn TBT gmean, 50 % wrong over none", 1.0,
-        _value(half, LAST_TBT, "gmean") / _value(never, LAST_TBT, "gmean"),
-    )  # fmt: skip
-    yield Row(
-        figure, "time to drain, 10 % wrong against ConServe", 0.15,
-        _change(some.result.duration_s, conserve.result.duration_s), "change",
-    )  # fmt: skip
-    yield Row(
-        figure, "tokens/J, ConServe against 10 % wrong", 0.0751,
-        _change(tokens_per_j(conserve), tokens_per_j(some)), "change",
-    )  # fmt: skip
-    yield Row(figure, "tokens/J, 50 % wrong", 58.0, tokens_per_j(half), "tokens/J")
+    over = _value(never, TTFET, "gmean") / _value(conserve, TTFET, "gmean")
+    yield row("TTFET gmean, no wrong decision over ConServe", 1.0, over)
+    yield row("violations of TTFET, 5 % wrong", 0.078, few.result.violations[TTFET], "share")
+    yield row("violations of E2E, 5 % wrong", 0.063, few.result.violations[E2E], "share")
+    yield row("violations of TTFET, 50 % wrong", 0.5, half.result.violations[TTFET], "share", ">")
+    over = _value(half, LAST_TBT, "gmean") / _value(never, LAST_TBT, "gmean")
+    yield row("last-turn TBT gmean, 50 % wrong over none", 1.0, over)
+    change = _change(some.result.duration_s, conserve.result.duration_s)
+    yield row("time to drain, 10 % wrong against ConServe", 0.15, change, "change")
+    change = _change(tokens_per_j(conserve), tokens_per_j(some))
+    yield row("tokens/J, ConServe against 10 % wrong", 0.0751, change, "change")
+    yield row("tokens/J, 50 % wrong", 58.0, tokens_per_j(half), "tokens/J")
 
 
 def _figure_13(
     reports: Mapping[tuple[str, float], Report], capped: Mapping[str, Report]
 ) -> Iterator[Row]:
-    figure = "13"
+    row = partial(Row, "13")
     free, low = reports["conserve", SATURATION], capped["conserve"]
-    yield Row(
-        figure, "tokens/J, ConServe, decoders at 200 W against 300 W", 0.2275,
-        _change(tokens_per_j(low), tokens_per_j(free)), "change",
-    )  # fmt: skip
+    change = _change(tokens_per_j(low), tokens_per_j(free))
+    yield row("tokens/J, ConServe, decoders at 200 W against 300 W", 0.2275, change, "change")
     for metric, label in ((TTFET, "TTFET"), (LAST_TBT, "last-turn TBT"), (E2E, "end to end")):
-        yield Row(
-            figure, f"{label} p95, the same", 0.0,
-            _change(_value(low, metric, "p95"), _value(free, metric, "p95")), "change",
-        )  # fmt: skip
-    yield Row(
-        figure, "TTFET p95, collocated, three at 200 W", 0.1115,
-        _change(
-            _value(capped["collocated"], TTFET, "p95"),
-            _value(reports["collocated", SATURATION], TTFET, "p95"),
-        ),
-        "change",
-    )  # fmt: skip
+        yield row(f"{label} p95, the same", 0.0, _change_of(low, free, metric, "p95"), "change")
+    collocated = reports["collocated", SATURATION]
+    change = _change_of(capped["collocated"], collocated, TTFET, "p95")
+    yield row("TTFET p95, collocated, three at 200 W", 0.1115, change, "change")

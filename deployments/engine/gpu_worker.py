@@ -13,7 +13,7 @@ from typing import Any
 
 from deployments.engine.sm_slots.lease import lease_of
 from deployments.node.lmcache_server import REAPED_S
-from hetero.memory import wait_for_memory
+from hetero.cards import wait_for_memory
 from hetero.nvml import Gpu, Nvml, NvmlError
 from hetero.sm_slots import SmLease
 

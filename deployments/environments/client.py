@@ -1,4 +1,4 @@
-"""How routers call the manager of environments."""
+"""Calls the manager of environments from a router."""
 
 import asyncio
 import uuid
@@ -29,10 +29,9 @@ _USUAL = Patience(20.0)
 
 
 class EnvironmentClient(ActorClient):
-    """A router's end of the manager: makes the actor if it is the first, and finds it again.
+    """A router's client of the manager's actor, which it starts or finds.
 
-    All methods that wait raise `ApiError` where what was asked for cannot be had, or the manager
-    stays away.
+    Methods that wait raise `ApiError` if the request fails or the manager stays away.
     """
 
     def __init__(self, application: str, settings: Settings) -> None:
@@ -41,28 +40,20 @@ class EnvironmentClient(ActorClient):
         self._name = actor_name(application, "environments", settings)
 
     async def declare(self, conversation_id: str, body: Any) -> Any:
-        """See `Manager.declare`."""
         return await self._ask(_USUAL, EnvironmentService.declare, conversation_id, body)
 
     async def listed(self, conversation_id: str) -> Any:
-        """See `Manager.listed`."""
         return await self._ask(_USUAL, EnvironmentService.listed, conversation_id)
 
     async def shown(self, conversation_id: str, name: str) -> Any:
-        """See `Manager.shown`."""
         return await self._ask(_USUAL, EnvironmentService.shown, conversation_id, name)
 
     async def let_go(self, conversation_id: str, name: str) -> None:
-        """See `Manager.let_go`."""
         await self._ask(_USUAL, EnvironmentService.let_go, conversation_id, name)
 
     async def run(self, conversation_id: str, name: str, body: Any) -> Any:
-        """Have a command run; where this is cancelled, it is ended.
-
-        Raises:
-            ApiError: it cannot be run, or what became of it is not known.
-        """
-        # What does not run anything may be asked twice; from now on the manager is known to live.
+        """Run a command; cancelling this ends it."""
+        # This runs nothing, so it can be repeated until the manager lives.
         await self.shown(conversation_id, name)
         run_id = uuid.uuid4().hex
         try:
@@ -78,7 +69,7 @@ class EnvironmentClient(ActorClient):
             raise
 
     def beat(self) -> None:
-        """Tell the manager that a router lives; whether it hears is not awaited."""
+        """Tell the manager that a router lives, without waiting."""
         self._tell(EnvironmentService.beat)
 
     def _unavailable(self, why: str) -> Exception:

@@ -1,4 +1,4 @@
-"""Environments of containers, through a program with Docker's command line."""
+"""Runs environments in containers, through a program with Docker's command line."""
 
 import contextlib
 import hashlib
@@ -20,18 +20,17 @@ from deployments.environments.sandbox import Outcome, SandboxError, read_outputs
 logger = logging.getLogger("conserve.environments")
 
 _ANSWER_S = 20.0
-# To get an image may take long.
+# Downloading an image may take long.
 _PULL_S = 600.0
 _LABEL = "conserve.environments"
-# What ``docker exec`` says when it could not ask, and not the command.
+# Exit code of ``docker exec`` if it could not run the command.
 _NOT_ASKED = 125
 
 
 class Containers:
-    """Environments that are containers each: one process that waits, and commands beside it.
+    """Environments that are containers: one process that waits, and commands beside it.
 
-    Of an environment's limits, memory, processes and a command's time are held; its home is a
-    folder of this machine.
+    Memory, processes and a command's time are limited. The home is a folder of this machine.
 
     Args:
         engine: the program.
@@ -47,7 +46,6 @@ class Containers:
         self._label = hashlib.sha256(str(root).encode()).hexdigest()[:12]
 
     def name(self, one: Environment) -> str:
-        """The container's name."""
         return f"conserve-{self._label}-{one.number}"
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
@@ -96,7 +94,7 @@ class Containers:
         )
         keep = {f"conserve-{self._label}-{number}" for number in kept}
         self._remove_containers([name for name in listed.split() if name not in keep])
-        # What a predecessor's commands have left runs in those that are kept.
+        # A restart ends what a predecessor's commands still run in kept containers.
         for name in listed.split():
             if name in keep:
                 self._ask("restart", "--time", "0", name)
@@ -110,10 +108,9 @@ class Containers:
 
 
 class ContainerCommand:
-    """A command in a container. Where it is ended, everything else in the container is too.
+    """A command in a container. Ending it ends everything else in the container.
 
-    Raises:
-        SandboxError: it cannot be started.
+    Raises `SandboxError` if it cannot be started.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class ContainerCommand:
         self._began_s = time.monotonic()
         self._deadline_s = self._began_s + timeout_s
         self._was_cut = False
-        # A file, so that nobody has to feed a pipe.
+        # A file needs no thread that writes to a pipe.
         stdin = os.memfd_create("stdin")
         try:
             with open(os.dup(stdin), "wb") as writer:
@@ -155,7 +152,7 @@ class ContainerCommand:
         timed_out = time.monotonic() >= self._deadline_s
         if timed_out or self._was_cut:
             self._process.kill()
-            # The command goes on without the one who asked.
+            # The command outlives ``docker exec``.
             ask(self._engine, "restart", "--time", "0", self._name)
         code = self._process.wait()
         self._process.stdout.close()
@@ -178,11 +175,7 @@ class ContainerCommand:
 def ask(
     engine: str, *words: str, timeout_s: float = _ANSWER_S, missing_is_fine: bool = False
 ) -> str:
-    """Return what the program answers.
-
-    Raises:
-        SandboxError: it does not, or refuses.
-    """
+    """Return the program's answer; raises `SandboxError` if it fails."""
     try:
         done = subprocess.run(
             [engine, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -200,13 +193,9 @@ def _fail(engine: str, error: Exception) -> NoReturn:
 
 
 def find_engine(named: str | None) -> str:
-    """The program that runs containers here.
+    """Return the program that runs containers here; ``named`` by the settings, or a common one.
 
-    Args:
-        named: by the settings; None: one of those that are common.
-
-    Raises:
-        SandboxError: none answers; says what is missing.
+    Raises `SandboxError` if none answers.
     """
     tried = []
     for name in ("docker", "podman") if named is None else (named,):
@@ -214,7 +203,7 @@ def find_engine(named: str | None) -> str:
             tried.append(f"{name} is not installed")
             continue
         with contextlib.suppress(SandboxError):
-            # The server's, which there may be none of.
+            # Only a running daemon answers this.
             ask(name, "info", "--format", "{{json .}}")
             return name
         tried.append(f"{name} does not answer: its daemon may not run")

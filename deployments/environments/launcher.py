@@ -1,15 +1,13 @@
-"""The process above a command: sets its limits, watches it, and outlives all that it started.
+"""Limits and watches a command, and outlives everything that it started.
 
-Run by `sandbox` as ``python -I -S launcher.py RESULT_FD``, with nothing but the standard library,
-so that it starts quickly. What to do comes as a line of JSON on its standard input; when that is
-closed, because whoever asked has died or wants no more, everything ends. What became of the command
-goes to the file descriptor as a line of JSON. In between:
+`sandbox` runs this as ``python -I -S launcher.py RESULT_FD``, with the standard library alone, so
+that it starts quickly. It reads its order as a line of JSON from standard input, and writes the
+outcome as a line of JSON to the file descriptor. When standard input closes, everything ends.
 
-- with namespaces, the command's processes are a PID namespace, whose first process is ours: with it
-  the kernel ends them all. They have a network of their own, which is empty, and see of the files
-  what they need, and write only their own.
-- without, this process is the one that orphans fall to (a *subreaper*), so that descendants that
-  have left their session and their parents are found below it, stopped and killed.
+With namespaces, the command's processes are a PID namespace: when its first process, ours, ends,
+the kernel ends them all. They have an empty network, see the files that they need, and write only
+their own. Without, orphans fall to this process (a *subreaper*), so it finds, stops and kills
+descendants that have left their session and their parents.
 """
 
 import contextlib
@@ -32,7 +30,7 @@ _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND = 2, 4, 8, 4096
 _MS_REC, _MS_PRIVATE = 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
-# On every architecture: it is newer than their tables were different.
+# The same number on every architecture, as for all newer system calls.
 _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
@@ -40,14 +38,13 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _LOOK_S = 0.1
 _DISK_LOOK_S = 1.0
-# An empty file takes room too.
+# An empty file takes disk space too.
 _LEAST_FILE_BYTES = 512
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Carry out an order."""
     result_fd = int(sys.argv[1])
     os.set_inheritable(result_fd, False)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -68,7 +65,7 @@ def _line(file: int) -> bytes:
     while not parts or not parts[-1].endswith(b"\n"):
         part = os.read(file, 1 << 16)
         if not part:
-            raise SystemExit(0)  # Nobody is there to be told.
+            raise SystemExit(0)  # The manager has died.
         parts.append(part)
     return b"".join(parts)
 
@@ -80,7 +77,7 @@ def _carry_out(order: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     os.lseek(stdin, 0, os.SEEK_SET)
     if order["namespaces"]:
         _enter_namespaces(order["network"])
-    # Why the command could not be begun; and of a namespace's first process, how it has ended.
+    # Pipes for why the command could not start, and for its status in a namespace.
     problem, tell_problem = os.pipe()
     outcome, tell_outcome = os.pipe()
     child = os.fork()
@@ -106,7 +103,7 @@ def _carry_out(order: dict[str, Any], deadline_s: float) -> dict[str, Any]:
 
 
 def _exit_code(status: int) -> int:
-    """As shells say it: of a process that a signal has ended, 128 and the signal's number."""
+    """Return the exit code as shells do: 128 and the signal's number for a killed process."""
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
@@ -114,7 +111,7 @@ def _exit_code(status: int) -> int:
 
 
 def _watch(order: dict[str, Any], child: int, deadline_s: float) -> str | None:
-    """Return when the child has ended (None), or why it must."""
+    """Return None when the child has ended, or why it must end."""
     ended = os.pidfd_open(child)
     next_disk_s = time.monotonic() + _DISK_LOOK_S
     limits = order["limits"]
@@ -127,7 +124,7 @@ def _watch(order: dict[str, Any], child: int, deadline_s: float) -> str | None:
             readable, _, _ = select.select([0, ended], [], [], wait_s)
             if ended in readable:
                 return None
-            # More than the order is never said: it is the end.
+            # Nothing follows the order, so this is the end of input.
             if 0 in readable and not os.read(0, 4096):
                 return "cut"
             below = _descendants()
@@ -146,14 +143,14 @@ def _watch(order: dict[str, Any], child: int, deadline_s: float) -> str | None:
 
 
 def _end(child: int | None, namespaces: bool) -> None:
-    """Have nothing left below this process; but for a child, which is to be waited for."""
+    """End everything below this process; the caller waits for ``child``."""
     if namespaces:
-        # A PID namespace ends with its first process, which this one cannot miss.
+        # A PID namespace ends with its first process.
         if child is not None:
             os.kill(child, signal.SIGKILL)
         return
     while below := _descendants():
-        # First nobody makes others any more.
+        # Stop all of them first, so that none can start others.
         stopped: set[int] = set()
         while new := [pid for pid in below if pid not in stopped]:
             for pid in new:
@@ -241,8 +238,8 @@ def _be_child(order: dict[str, Any], stdin: int, problem: int, outcome: int) -> 
 
 
 def _be_first(command: int, outcome: int) -> NoReturn:
-    """Take in orphans until the command has ended; then everything else here ends too."""
-    # The outputs end with the command's processes.
+    """Reap orphans until the command has ended; the namespace then ends with this process."""
+    # Only the command's processes may keep the outputs open.
     os.closerange(0, 3)
     while True:
         pid, status = os.wait()
@@ -273,7 +270,7 @@ def _become(order: dict[str, Any], stdin: int) -> NoReturn:
         os.setgroups([])
         os.setgid(order["uid"])
         os.setuid(order["uid"])
-        # A change of user id clears it.
+        # Changing the user id clears the setting.
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -283,7 +280,7 @@ def _become(order: dict[str, Any], stdin: int) -> NoReturn:
     try:
         os.execvpe(program, order["arguments"], order["environment"])
     except OSError as error:
-        # As a shell says it.
+        # Shells report it like this.
         os.write(2, f"{program}: {error.strerror}\n".encode(errors="replace"))
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
@@ -292,7 +289,6 @@ def _become(order: dict[str, Any], stdin: int) -> NoReturn:
 
 
 def _enter_namespaces(network: bool) -> None:
-    """Have this process's children in namespaces of their own."""
     uid, gid = os.getuid(), os.getgid()
     flags = _CLONE_NEWPID | _CLONE_NEWIPC | (0 if network else _CLONE_NEWNET)
     _checked(_libc.unshare(flags | (_CLONE_NEWUSER if uid else 0)), "unshare")
@@ -310,14 +306,14 @@ def _enter_namespaces(network: bool) -> None:
 
 
 def _furnish(order: dict[str, Any]) -> None:
-    """Lay out the files that the command sees: its own, as /home and /tmp; the rest to read."""
+    """Mount the files that the command sees: its own as /home and /tmp, the rest read-only."""
     _checked(_libc.unshare(_CLONE_NEWNS), "unshare")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     own = [(os.open(order[name], os.O_PATH), f"/{name}") for name in ("home", "tmp")]
     for file, where in own:
         _mount(f"/proc/self/fd/{file}", where, None, _MS_BIND)
         os.close(file)
-    # Other environments, and sockets of the system's services.
+    # Hide other environments, and the sockets of system services.
     for hidden in (order["root"], "/run"):
         if os.path.isdir(hidden):
             _mount("tmpfs", hidden, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4k,mode=755")

@@ -1,4 +1,4 @@
-"""Prepares, runs in, and removes environments, as the ledger says."""
+"""Prepares environments, runs commands in them and removes them, as the ledger says."""
 
 import asyncio
 import contextlib
@@ -30,19 +30,19 @@ logger = logging.getLogger("conserve.environments")
 
 Tell = Callable[[Kind, str, dict[str, Any]], None]
 
-# Of what was run, so many results are kept for clients that ask again.
+# Results kept for clients that ask again.
 _KEPT_RESULTS = 512
-# On top of what its setup may take, until whoever waits for an environment is told to come again.
+# Time to prepare an environment beyond its setup's limit; then clients are told to retry.
 _PREPARING_S = 60.0
 
 
 class Manager:
-    """Carries out what clients ask for and what the ledger wants done.
+    """Carries out clients' requests, and the ledger's.
 
     Args:
         ledger: with its predecessor's entries taken in.
-        backends: for each kind what makes them, or why none can be made.
-        tell: is told of what happens, with the conversation's id as it is kept.
+        backends: the backend of each kind, or why there is none.
+        tell: reports events by conversation id.
     """
 
     def __init__(
@@ -64,19 +64,18 @@ class Manager:
         self._results: OrderedDict[tuple[int, str], asyncio.Task[answers.CommandDone]] = (
             OrderedDict()
         )
-        # Set when an environment is neither declared nor under preparation any more.
+        # Set when an environment is no longer declared or in preparation.
         self._settled: dict[int, asyncio.Event] = {}
         self._jobs: set[asyncio.Task[None]] = set()
-        # Numbers of environments that something is done to now.
+        # Numbers of environments being prepared or removed.
         self._busy: set[int] = set()
 
     # --- what clients ask for ----------------------------------------------------------------
 
     def declare(self, conversation_id: str, body: Any) -> answers.Environment:
-        """Have a conversation hold an environment; it is prepared when it is needed soon.
+        """Add an environment to a conversation; it is prepared when it is needed soon.
 
-        Raises:
-            ApiError: it cannot be had.
+        Raises `ApiError`.
         """
         try:
             spec = Spec.asked(body, self._settings.limits)
@@ -96,35 +95,27 @@ class Manager:
             ) from None
 
     def listed(self, conversation_id: str) -> list[answers.Environment]:
-        """The environments that a conversation holds."""
         return [self._view(one) for one in self._ledger.of(conversation_id)]
 
     def shown(self, conversation_id: str, name: str) -> answers.Environment:
-        """One of them.
-
-        Raises:
-            ApiError: there is none of that name.
-        """
+        """Return a conversation's environment; raises `ApiError` if there is none of that name."""
         return self._view(self._found(conversation_id, name))
 
     def let_go(self, conversation_id: str, name: str) -> None:
-        """Have a conversation hold an environment no more; it is removed if nobody else does.
+        """Release a conversation's environment, which is removed with its last holder.
 
-        Raises:
-            ApiError: there is none of that name.
+        Raises `ApiError` if there is none of that name.
         """
         self._found(conversation_id, name)
         self._ledger.let_go(conversation_id, name)
         self.step()
 
     async def run(self, conversation_id: str, name: str, body: Any) -> answers.CommandDone:
-        """Run a command, once there is room; waits for the environment if it is not prepared yet.
+        """Run a command once its environment is ready and there is room.
 
-        Cancelled, it ends the command, unless that has a ``call_id``, by which its client may come
-        back for it.
-
-        Raises:
-            ApiError: it cannot be run.
+        Cancelling this ends the command, unless it has a ``call_id``, by which its client may ask
+        for it
+        again. Raises `ApiError`.
         """
         one = self._found(conversation_id, name)
         try:
@@ -137,7 +128,7 @@ class Manager:
         task = self._results.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._run(one, conversation_id, run))
-            # Whoever asked may be gone when it fails.
+            # Read the error, as no request may be waiting for it.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._results[key] = task
             while len(self._results) > _KEPT_RESULTS and next(iter(self._results.values())).done():
@@ -145,7 +136,7 @@ class Manager:
         try:
             return await asyncio.shield(task)
         except ApiError:
-            # What was refused is tried again when it is asked for again.
+            # A client that asks again has a refused command tried again.
             if self._results.get(key) is task:
                 del self._results[key]
             raise
@@ -179,7 +170,7 @@ class Manager:
             if (holder := one.holders.get(conversation_id)) is not None:
                 holder.since_s = unix_s()
             wall_s = round(time.monotonic() - began_s, 4)
-            # That a tool of the agent's begins and ends, its client tells the table itself.
+            # Clients themselves tell the table when an agent's tool begins and ends.
             said = {"environment": name, "state": "ran", "tool": run.tool}
             self._tell("environment", conversation_id, said | {"wall_s": wall_s, "exit_code": code})
 
@@ -234,15 +225,15 @@ class Manager:
         if one.state != "ready" or conversation_id not in one.holders:
             raise _unknown(one.spec.name)
 
-    # --- what is to be done ------------------------------------------------------------------
+    # --- what the ledger wants ---------------------------------------------------------------
 
     def step(self) -> None:
-        """Begin whatever the ledger wants done now."""
+        """Start whatever the ledger wants done now."""
         settings = self._settings
         for one in self._ledger.to_prepare(settings.near, settings.preparing):
             self._ledger.preparing(one.number)
         for one in self._ledger:
-            # Of one whose preparation could not be recorded, it is not known any more how it went.
+            # If the outcome of a preparation could not be recorded, prepare again.
             if one.state == "preparing" and one.number not in self._busy:
                 self._begin(one, self._prepare(one))
         for one in self._ledger.to_remove():
@@ -297,18 +288,14 @@ class Manager:
         self._tell("environment", one.last_holder, said)
 
     async def tidy(self) -> None:
-        """After a predecessor: have nothing left of what is nobody's.
-
-        Raises:
-            OSError, SandboxError: something is left.
-        """
+        """Remove what a predecessor left behind; raises `OSError` or `SandboxError`."""
         kept = {one.number for one in self._ledger}
         for backend in self._backends.values():
             if not isinstance(backend, str):
                 await self._blocking(backend.tidy, kept)
 
     async def close(self) -> None:
-        """Remove every environment: nobody is there any more to want one."""
+        """Remove every environment."""
         for conversation_id in list(self._ledger.conversations()):
             for one in self._ledger.of(conversation_id):
                 self._ledger.let_go(conversation_id, one.spec.name)
@@ -329,7 +316,7 @@ class Manager:
     def _backend(self, one: Environment) -> Backend:
         backend = self._backends[one.spec.kind]
         if isinstance(backend, str):
-            # It could be had by the manager before this one.
+            # An earlier manager had a backend of this kind.
             raise ApiError(501, backend, "environment_not_supported")
         return backend
 

@@ -1,8 +1,7 @@
-"""Environments of processes: folders on this machine, and commands in a sandbox."""
+"""Runs environments as folders on this machine, with commands in a sandbox."""
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -21,68 +20,49 @@ from deployments.environments.sandbox import (
     marked,
     remove_tree,
 )
+from deployments.node.lmcache_server import is_free
 
 logger = logging.getLogger("conserve.environments")
 
-# For commands of a manager that was killed to see that it is gone, and to end.
+# Time for a killed manager's commands to notice, and to end.
 _PREDECESSOR_S = 3.0
 
 
 class Running(Protocol):
-    """A command that runs."""
+    """A running command."""
 
     def wait(self) -> Outcome:
-        """Return when it has ended.
+        """Return when it has ended; raises `SandboxError` if its outcome is not known."""
 
-        Raises:
-            SandboxError: what became of it is not known.
-        """
-
-    def cut(self) -> None:
-        """End it."""
+    def cut(self) -> None: ...
 
 
 class Backend(Protocol):
-    """Makes environments of one kind. All of it blocks, and may be called from several threads.
+    """Makes environments of one kind. Calls block, and may come from several threads.
 
-    Attributes:
-        isolation: what keeps their commands from the rest, in a word.
+    ``isolation`` names what keeps their commands apart from the rest.
     """
 
     isolation: Isolation
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
-        """Make it, also where half of it is there; returns the ports that it has.
+        """Make an environment, or make a half-made one again; return its ports.
 
-        Raises:
-            SandboxError: it cannot be; the message is for its client.
+        Raises `SandboxError` with a message for clients.
         """
 
     def start(self, one: Environment, run: Run) -> Running:
-        """Start a command in one that is prepared.
-
-        Raises:
-            SandboxError: it cannot be.
-        """
+        """Start a command in a prepared environment; raises `SandboxError`."""
 
     def remove(self, one: Environment) -> None:
-        """Have nothing left of it, its commands included.
-
-        Raises:
-            OSError, SandboxError: something is left; it is tried again.
-        """
+        """Remove an environment and end its commands; raises `OSError` or `SandboxError`."""
 
     def tidy(self, kept: Collection[int]) -> None:
-        """After a predecessor: end its commands, and remove all but these environments."""
+        """End a predecessor's commands, and remove all other environments."""
 
 
 class Processes:
-    """Environments of processes.
-
-    Args:
-        root: all environments' folder, which is there.
-        namespaces: whether commands have namespaces.
-    """
+    """Environments of processes; ``root`` is the folder of all of them."""
 
     def __init__(self, root: Path, settings: EnvironmentSettings, *, namespaces: bool) -> None:
         self.isolation: Isolation = "namespaces" if namespaces else "limits"
@@ -118,17 +98,15 @@ class Processes:
             logger.warning("ended %d processes of environments' commands", ended)
         for folder in folders(self._root):
             if int(folder.name) not in kept:
-                logger.warning("removing %s, which is nobody's", folder)
+                logger.warning("removing %s, which no conversation holds", folder)
                 remove_tree(folder)
 
 
 def place(root: Path, one: Environment, ports: tuple[int, ...] = ()) -> Place:
-    """Return where an environment is."""
     return Place(root, one.number, one.slot, ports)
 
 
 def folders(root: Path) -> Iterable[Path]:
-    """Environments' folders."""
     with contextlib.suppress(FileNotFoundError):
         for path in root.iterdir():
             if path.name.isascii() and path.name.isdecimal():
@@ -136,13 +114,9 @@ def folders(root: Path) -> Iterable[Path]:
 
 
 def choose_ports(one: Environment, first_port: int) -> tuple[int, ...]:
-    """Ports of an environment's own, on which nobody listens now.
-
-    Raises:
-        SandboxError: there are too few.
-    """
+    """Return free ports of an environment's range; raises `SandboxError` if too few are free."""
     own = range(first_port + one.slot * MOST_PORTS, first_port + (one.slot + 1) * MOST_PORTS)
-    free = [port for port in own if _is_free(port)] if one.spec.ports else []
+    free = [port for port in own if is_free("127.0.0.1", port)] if one.spec.ports else []
     if len(free) < one.spec.ports:
         raise SandboxError(
             f"of the ports from {own[0]} to {own[-1]} only {len(free)} are free; set another "
@@ -151,20 +125,8 @@ def choose_ports(one: Environment, first_port: int) -> tuple[int, ...]:
     return tuple(free[: one.spec.ports])
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 def require_setup(outcome: Outcome) -> None:
-    """Raises:
-    SandboxError: an environment's setup has failed.
-    """
+    """Raise `SandboxError` if an environment's setup has failed."""
     if outcome.exit_code or outcome.reason:
         why = outcome.reason or f"its exit code is {outcome.exit_code}"
         said = (outcome.stderr or outcome.stdout)[-500:].strip()

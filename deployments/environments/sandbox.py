@@ -1,7 +1,7 @@
-"""Runs a command in an environment of processes: within its limits, and leaving none behind.
+"""Runs a command within its limits, and leaves none of its processes behind.
 
-`launcher`, a process of its own, is above each command; this file starts it, reads what comes, and
-finds what may have got away from it.
+Each command runs below a `launcher` process. This file starts it, reads outputs, and finds
+processes that got away from it.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from deployments.environments import launcher
 
 logger = logging.getLogger("conserve.environments")
 
-# In the environment of all that runs in one; its value begins with the root of the environments.
+# Environment variable of every process in an environment; begins with the environments' root.
 MARKER = "CONSERVE_ENVIRONMENT"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Users of environments, where the manager may choose: no system gives these out by itself.
+# User ids of environments, if the manager may choose: no system assigns these by itself.
 _FIRST_UID = 1_900_000_000
-# For a launcher to start, and to find and end whatever its command has started.
+# Time for a launcher to start, and to end everything that its command has started.
 _OVERHEAD_S = 30.0
-# For what is still in a pipe when its writers have gone.
+# Time to read what is left in a pipe when its writers have gone.
 _LAST_WORDS_S = 2.0
 
 _WHY = {
@@ -46,20 +46,17 @@ _WHY = {
 
 
 class SandboxError(RuntimeError):
-    """A command could not be run at all; the message says why."""
+    """A command could not be run; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Tells what became of a command.
+    """The outcome of a command.
 
     Attributes:
-        exit_code: as a shell says it: 128 and a signal's number where that ended it.
-        stdout, stderr: as far as they are kept; what is no UTF-8 is replaced.
-        truncated: whether some of them is not.
-        timed_out: whether its time was up.
+        exit_code: as in a shell: 128 and the number of a signal that ended it.
+        truncated: whether some of the outputs is not kept.
         reason: why it was ended before it ended by itself.
-        wall_s: how long it took.
     """
 
     exit_code: int
@@ -73,14 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Tells where an environment's files are, and who it is on this machine.
-
-    Attributes:
-        root: of all environments.
-        number: the environment's.
-        slot: tells its user from others'.
-        ports: those that it has.
-    """
+    """The files, user and ports of an environment; ``slot`` tells its user from others'."""
 
     root: Path
     number: int
@@ -89,7 +79,6 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """All of its files."""
         return self.root / str(self.number)
 
     @property
@@ -98,7 +87,7 @@ class Place:
         return _FIRST_UID + self.slot if os.geteuid() == 0 else None
 
     def make(self) -> None:
-        """Make it anew, empty."""
+        """Make its folders anew, empty."""
         self.remove()
         for name in ("home", "tmp"):
             path = self.folder / name
@@ -106,20 +95,18 @@ class Place:
             path.chmod(0o700)
             if self.uid is not None:
                 os.chown(path, self.uid, self.uid)
-        # Others pass through, where no namespace brings them there.
+        # Without namespaces, its user has to pass through this folder.
         self.folder.chmod(0o711)
 
     def remove(self) -> None:
-        """Have nothing left of its files."""
         remove_tree(self.folder)
 
 
 class Sandbox:
-    """Runs commands.
+    """Runs commands, with namespaces if they are available (`namespaces_missing`).
 
     Args:
-        namespaces: whether they have namespaces, or limits alone; see `namespaces_missing`.
-        network: whether they may use the machine's network.
+        network: whether commands may use the machine's network.
     """
 
     def __init__(self, *, namespaces: bool, network: bool) -> None:
@@ -127,11 +114,6 @@ class Sandbox:
         self._network = network
 
     def start(self, place: Place, run: Run, limits: Limits) -> "Command":
-        """Start a command.
-
-        Raises:
-            SandboxError: it cannot be.
-        """
         timeout_s = min(run.timeout_s or limits.wall_s, limits.wall_s)
         marker = f"{place.root}:{place.number}"
         order = {
@@ -162,11 +144,7 @@ class Sandbox:
 
 
 class Command:
-    """A command that runs.
-
-    Raises:
-        SandboxError: it cannot be started.
-    """
+    """A running command; raises `SandboxError` if it cannot be started."""
 
     def __init__(self, order: dict[str, Any], variables: dict[str, str], output_bytes: int) -> None:
         self._marker = variables[MARKER]
@@ -196,11 +174,7 @@ class Command:
             self._process.stdin.close()
 
     def wait(self) -> Outcome:
-        """Return when it has ended, and nothing of it runs any more.
-
-        Raises:
-            SandboxError: it could not be begun, or its launcher was lost.
-        """
+        """Return when it and its processes have ended; raises `SandboxError`."""
         try:
             assert self._process.stdout is not None
             assert self._process.stderr is not None
@@ -217,7 +191,7 @@ class Command:
                 file.close()
             os.close(self._result)
         if not said.endswith(b"\n"):
-            # Whoever ended it: with it went the one that finds what the command has started.
+            # The launcher, which finds the command's processes, was killed.
             kill_marked(self._marker)
             raise SandboxError("the process above the command was lost; it may have run in part")
         told = json.loads(said)
@@ -241,13 +215,12 @@ def read_outputs(
     """Read a process's two outputs until they end, and keep the beginning of each.
 
     Args:
-        result: where a launcher says what became of it. Once that has ended, nobody of whom it
-            knows is left to write.
-        most_bytes: so much of each is kept.
-        deadline_s: by `time.monotonic`, when to give up.
+        result: where a launcher writes the outcome; once it has ended, no known process can write.
+        most_bytes: how much of each output is kept.
+        deadline_s: when to give up, by `time.monotonic`.
 
     Returns:
-        What is kept of each, what the launcher said, and whether more came.
+        What is kept of each, the launcher's outcome, and whether there was more.
     """
     parts = {stdout: b"", stderr: b""}
     dropped = False
@@ -275,11 +248,7 @@ def read_outputs(
 
 
 def namespaces_missing(root: Path) -> str | None:
-    """Why commands cannot have namespaces on this machine; None if they can.
-
-    Args:
-        root: of environments; one is made there, and removed.
-    """
+    """Return why commands cannot have namespaces on this machine, by trying one in ``root``."""
     place = Place(root, 0, 0)
     try:
         place.make()
@@ -293,16 +262,12 @@ def namespaces_missing(root: Path) -> str | None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and all in it, also what its owner may not look at; none is fine.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
+    """Remove a folder, if there is one, with contents that its owner may not read."""
 
     def open_up(function: Any, path: str, error: Any) -> None:
         if isinstance(error[1], FileNotFoundError):
             return
-        # Of a folder without permissions; what is no folder is removed through the one above it.
+        # A folder needs permissions to be emptied, and so does the one above it.
         above = os.path.dirname(path)
         for one in (above, path):
             if os.path.isdir(one) and not os.path.islink(one):
@@ -317,7 +282,6 @@ def remove_tree(folder: Path) -> None:
 
 
 def marked(beginning: str) -> list[psutil.Process]:
-    """Processes whose `MARKER` begins so, as far as this user may see them."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -327,11 +291,7 @@ def marked(beginning: str) -> list[psutil.Process]:
 
 
 def marker_of(pid: int) -> str:
-    """A process's `MARKER`; empty if it has none.
-
-    Raises:
-        OSError: it is gone, or not for this user to see.
-    """
+    """Return a process's `MARKER`, or ""; raises `OSError` if it is gone or not readable."""
     wanted = MARKER.encode() + b"="
     for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
         if variable.startswith(wanted):
@@ -340,11 +300,7 @@ def marker_of(pid: int) -> str:
 
 
 def kill_marked(beginning: str, *, exactly: bool = True) -> int:
-    """End the processes whose marker is this, and return how many there were.
-
-    Args:
-        exactly: False: those too whose marker only begins so.
-    """
+    """Kill all processes with this marker, or one that begins so; return how many there were."""
     killed: set[int] = set()
     while True:
         left = []
@@ -353,7 +309,7 @@ def kill_marked(beginning: str, *, exactly: bool = True) -> int:
                 same = not exactly or marker_of(process.pid) == beginning
                 if same and process.status() != psutil.STATUS_ZOMBIE:
                     left.append(process)
-        # They may make others while they are looked for.
+        # Look again, as they may start others meanwhile.
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
@@ -364,7 +320,7 @@ def kill_marked(beginning: str, *, exactly: bool = True) -> int:
 
 
 def _tasks_of(uid: int) -> int:
-    """Threads of a user's, which count against its limit of processes."""
+    """Return a user's threads, which count against its limit of processes."""
     total = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

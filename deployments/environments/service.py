@@ -1,9 +1,8 @@
-"""The actor that manages tool environments, on the head node.
+"""Runs the manager of tool environments as an actor on the head node.
 
-Where it is killed, Ray starts it again: commands end by themselves, since their launchers notice,
-environments are in the journal, and their files are where they were. It asks the conversation table
-every second how their conversations stand. When no router has been heard of for `ABANDONED_S`, it
-removes all of them and ends itself.
+If it is killed, Ray starts it again: launchers end their commands, and environments are in the
+journal. Every second it asks the conversation table which conversations have ended. When it has
+heard from no router for `ABANDONED_S`, it removes all environments and ends itself.
 """
 
 import asyncio
@@ -39,12 +38,12 @@ logger = logging.getLogger("conserve.environments")
 
 ABANDONED_S = 120.0
 JOURNAL, LOCK = "journal", "lock"
-# How long a request waits for this process to find its predecessor's environments.
+# How long a request waits for this process to recover its predecessor's environments.
 _START_S = 15.0
 
 
 class EnvironmentService:
-    """Manages environments as an actor; `EnvironmentClient` makes it one."""
+    """Manages environments as an actor; answers a `Refusal` instead of raising an error."""
 
     def __init__(self, settings: Settings, application: str) -> None:
         self._settings = settings.environments
@@ -61,34 +60,26 @@ class EnvironmentService:
         self._runs: dict[str, asyncio.Task[Any]] = {}
 
     async def beat(self) -> None:
-        """A router lives."""
+        """Note that a router lives."""
         self._last_beat_s = time.monotonic()
         # Not in the constructor: Ray runs that outside of the actor's event loop.
         if self._housekeeping is None or self._housekeeping.done():
             self._housekeeping = asyncio.get_running_loop().create_task(self._keep_house())
 
     async def declare(self, conversation_id: str, body: Any) -> Any:
-        """As `Manager.declare`; each of these answers a `Refusal` in the place of an error."""
         return await self._answer(lambda manager: manager.declare(conversation_id, body))
 
     async def listed(self, conversation_id: str) -> Any:
-        """As `Manager.listed`."""
         return await self._answer(lambda manager: manager.listed(conversation_id))
 
     async def shown(self, conversation_id: str, name: str) -> Any:
-        """As `Manager.shown`."""
         return await self._answer(lambda manager: manager.shown(conversation_id, name))
 
     async def let_go(self, conversation_id: str, name: str) -> Any:
-        """As `Manager.let_go`."""
         return await self._answer(lambda manager: manager.let_go(conversation_id, name))
 
     async def run(self, run_id: str, conversation_id: str, name: str, body: Any) -> Any:
-        """As `Manager.run`.
-
-        Args:
-            run_id: by which it can be cut.
-        """
+        """Run a command, which `cut` ends by its ``run_id``."""
         task = asyncio.current_task()
         assert task is not None
         self._runs[run_id] = task
@@ -100,7 +91,6 @@ class EnvironmentService:
             del self._runs[run_id]
 
     async def cut(self, run_id: str) -> None:
-        """End a command: whoever asked to have it run has left."""
         if (task := self._runs.get(run_id)) is not None:
             task.cancel()
 
@@ -110,7 +100,7 @@ class EnvironmentService:
             await asyncio.wait_for(self._ready.wait(), _START_S)
         if self._manager is None:
             return Refusal(
-                503, f"environments cannot be had yet: {self._problem}", "unavailable", 5
+                503, f"environments are not available yet: {self._problem}", "unavailable", 5
             )
         try:
             answer = asked(self._manager)
@@ -141,14 +131,10 @@ class EnvironmentService:
             await asyncio.sleep(BEAT_S)
 
     async def _start(self) -> None:
-        """Take the folder over.
-
-        Raises:
-            OSError, JournalError: it cannot be had; says why.
-        """
+        """Take over the folder; raises `OSError` or `JournalError`."""
         make_root(self._root)
         if self._journal is None:
-            # Held until this process ends.
+            # This process holds the lock until it ends.
             if self._lock is None:
                 self._lock = take_lock(self._root)
             self._journal = Journal(self._root / JOURNAL)
@@ -192,10 +178,10 @@ class EnvironmentService:
         try:
             seen = await self._table.lifecycle(asked, pressure)
             if seen.standings is not None:
-                # Who has come meanwhile was not asked about.
+                # `asked` leaves out conversations that came meanwhile.
                 self._ledger.observe(seen.table, seen.standings, unix_s(), asked)
         except TableUnavailable:
-            pass  # Nobody has ended because nobody can say so.
+            pass  # Without the table, no conversation counts as ended.
         manager.step()
         if self._journal.is_long:
             self._journal.rewrite(self._ledger.snapshot())
@@ -209,17 +195,13 @@ class EnvironmentService:
 
 
 def make_root(root: Path) -> None:
-    """Make environments' folder, or see that it is this user's alone.
-
-    Raises:
-        OSError: it is another user's, or others may write there.
-    """
+    """Make environments' folder; raises `OSError` unless only this user can write there."""
     root.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
     root.mkdir(mode=0o711, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise OSError(f"{root} is not a folder of this user's; set environments.root")
-    # Commands may have users of their own, and pass through.
+    # Commands with users of their own have to pass through.
     root.chmod(0o711)
     above = root.parent.lstat()
     if above.st_uid not in (0, os.geteuid()) or (
@@ -229,11 +211,7 @@ def make_root(root: Path) -> None:
 
 
 def take_lock(root: Path) -> int:
-    """Be the one manager of these environments until this process ends.
-
-    Raises:
-        OSError: another one is.
-    """
+    """Become the only manager of these environments; raises `OSError` if there is another."""
     file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,10 @@
-"""Which LMCache servers run on other nodes, and how this node's server is told of them.
+"""Tells a node's LMCache server which servers run on other nodes.
 
-LMCache's peer-to-peer mode takes the servers to read from out of a *coordinator*, a process that
-all servers report to over HTTP. Ray knows already which nodes live, so there is none here: each
-node's actor answers its own server, on loopback, with what the other nodes' actors say of theirs.
-Nothing more has to run, be reached or be restarted, and a lost node is forgotten within seconds.
+In LMCache's peer-to-peer mode, servers ask a *coordinator* process for the servers to read from.
+Here each node's actor answers its own server on loopback, with what the other nodes' actors say.
 
-The part of the coordinator's interface that is answered is that of lmcache 0.5.6
-(``lmcache.v1.mp_coordinator.http_apis.instances_api``); tests/engines/nodes asks it with LMCache's
-own client.
+It implements the part of lmcache 0.5.6's coordinator that servers use
+(``lmcache.v1.mp_coordinator.http_apis.instances_api``); tests/engines/nodes checks it.
 """
 
 import time
@@ -22,20 +19,20 @@ CACHE_SILENCE_S = 5.0
 
 
 class SeenCaches:
-    """The other nodes' servers, as their actors last described them."""
+    """Other nodes' servers, as their actors last described them."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[NodeCache, float]] = {}
 
     def saw(self, node: str, cache: NodeCache | None, now_s: float) -> None:
-        """A node's actor has described its server; None: that is not up."""
+        """Note what a node's actor says of its server; None: it is not up."""
         if cache is None:
             self._seen.pop(node, None)
         else:
             self._seen[node] = (cache, now_s)
 
     def current(self, now_s: float) -> list[NodeCache]:
-        """Servers whose actors were heard of within `CACHE_SILENCE_S`."""
+        """Return the servers whose actors were heard from within `CACHE_SILENCE_S`."""
         for node, (_, seen_s) in list(self._seen.items()):
             if now_s - seen_s > CACHE_SILENCE_S:
                 del self._seen[node]
@@ -43,10 +40,7 @@ class SeenCaches:
 
 
 class CacheDirectory:
-    """Answers one LMCache server's questions as a coordinator would.
-
-    Whatever that server says of itself, it is taken to be alive: who asks lives.
-    """
+    """Answers one LMCache server as a coordinator would; a server that asks is alive."""
 
     def __init__(self, seen: SeenCaches) -> None:
         self._seen = seen
@@ -54,7 +48,7 @@ class CacheDirectory:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
-        """Listen on loopback; returns the URL for the server's ``--coordinator-url``."""
+        """Listen on loopback; return the server's ``--coordinator-url``."""
         app = web.Application()
         app.add_routes(
             [
@@ -72,7 +66,6 @@ class CacheDirectory:
         return f"http://{host}:{port}"
 
     async def stop(self) -> None:
-        """Listen no longer."""
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -1,13 +1,11 @@
-"""Finds where an LMCache server keeps KV, so that engines of its node copy it themselves.
+"""Lets engines on CPUs copy KV to and from their node's LMCache server's memory themselves.
 
-An engine on a CPU has no device memory that the server could copy from or to. As it comes, LMCache
-then has KV pickled by one process, sent, and unpickled by the other, while the engine's step waits.
-Here both map the same memory: the server says where in it a chunk is, and the engine copies. The
-memory has no name in /dev/shm, and goes with the last process that has it mapped.
+By default LMCache pickles and sends KV, while the engine's step waits. Here both map the same
+memory: the server says where a chunk is, and the engine copies.
 
-It reaches into internals of lmcache 0.5.6 (what ``torch_ops.mem_alloc``, ``multiprocess.server``
-and ``transfer_context.shm`` import, and the prefix that a pool's name has to have): check it when
-that version changes.
+It replaces internals of lmcache 0.5.6 (what ``torch_ops.mem_alloc``, ``multiprocess.server`` and
+``transfer_context.shm`` import, and the prefix of a pool's name). Check it when that version
+changes.
 """
 
 import math
@@ -19,35 +17,30 @@ _PREFIX = "lmcache_l1_pool_"
 
 
 def offer() -> str:
-    """Have this process, an LMCache server, make its pool so; returns the pool's name for it."""
+    """Make this LMCache server's pool without a name; return what LMCache calls it."""
     from lmcache.v1.multiprocess import server
     from lmcache.v1.platform.torch_ops import mem_alloc
 
     mem_alloc.shared_memory = SimpleNamespace(SharedMemory=KVPool)
-    # It shares nothing where /dev/shm is too small for it, as in containers; this is not there.
+    # LMCache does not share memory if /dev/shm is too small, as in containers; this is not in it.
     server.shutil = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=math.inf))
     _, _, pid, _, file = reserve().split("/")
     return f"{_PREFIX}{pid}-{file}"
 
 
 def accept() -> None:
-    """Have this process, an engine's worker, find the pool by that name."""
+    """Have this engine's worker find the pool."""
     from lmcache.v1.multiprocess.transfer_context import shm
 
     shm.shared_memory = SimpleNamespace(SharedMemory=KVPool)
-    # Python has not heard of this memory.
+    # Python does not track this memory, so it must not unregister it.
     shm.unregister = lambda name, kind: None
 
 
 class KVPool(UnnamedMemory):
-    """In the place of ``multiprocessing.shared_memory.SharedMemory``, as LMCache uses that.
+    """Replaces ``multiprocessing.shared_memory.SharedMemory`` in LMCache.
 
-    Args:
-        name: what `offer` returned, in a process that lives.
-        create, size: as for `UnnamedMemory`.
-
-    Raises:
-        FileNotFoundError: there is no pool of this name, or it was not made yet.
+    ``name`` is from `offer`, in a live process; raises `FileNotFoundError` if it has no pool yet.
     """
 
     def __init__(self, name: str, create: bool = False, size: int = 0) -> None:

@@ -1,15 +1,11 @@
-"""Starts an LMCache server: one that shares KV with other nodes', or its memory with engines.
+"""Starts an LMCache server that takes no core while it is idle, and whose memory needs no /dev/shm.
 
-Sharing with other nodes is not to take a core. NIXL's thread for UCX's progress sleeps until
-something arrives, but for at most a time that its Python API sets to zero: so it never sleeps, and
-takes a whole core of an idle machine (measured: 98 %; with the time below: 0 %). What arrives still
-wakes it at once.
+NIXL's progress thread never sleeps, since its Python API sets the time to zero: it takes a whole
+core of an idle machine (98 % measured; 0 % with the time below). Without a GPU, LMCache looks 200
+times a second whether a copy has ended, which took as much as an idle engine.
 
-Without a GPU it is to rest as well: LMCache looks 200 times a second whether a copy to or from one
-has ended, which took as much as all of an idle engine.
-
-It reaches into internals of nixl 1.5 (``nixlBind.nixlAgentConfig``, as its ``_api`` module uses
-it) and of lmcache 0.5.6 (``DeviceHostFuncDispatcher``): check them when those versions change.
+It replaces internals of nixl 1.5 (``nixlBind.nixlAgentConfig``, as its ``_api`` module uses it) and
+of lmcache 0.5.6 (``DeviceHostFuncDispatcher``). Check them when those versions change.
 """
 
 import importlib
@@ -20,32 +16,28 @@ from typing import Any
 
 from deployments.node import kv_pool
 
-# For `--shm-name`: memory of the server's own, see `kv_pool`.
+# Value of `--shm-name` for a pool from `kv_pool`.
 OWN_POOL = "own"
-# The packages in the order in which LMCache tries them.
+# Packages in the order in which LMCache tries them.
 NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _LONGEST_SLEEP_US = 10_000
 _LOOKS_EVERY_S = 1.0
 
 
 def nixl_api() -> ModuleType:
-    """The module of NIXL's that LMCache will use.
-
-    Raises:
-        ImportError: none is installed.
-    """
+    """Return the module of NIXL that LMCache will use; raises `ImportError`."""
     for name in NIXL_MODULES:
         try:
             found = importlib.import_module(f"{name}._api")
         except ImportError:
             continue
-        # One package may pass on what another defines.
+        # One package may re-export what another defines.
         return sys.modules[found.nixl_agent.__module__]
     raise ImportError(f"NIXL is not installed (none of {', '.join(NIXL_MODULES)})")
 
 
 def let_progress_thread_sleep(api: ModuleType) -> None:
-    """Have agents that are made from now on sleep while nothing arrives."""
+    """Have later agents sleep while nothing arrives."""
     bindings = api.nixlBind
     config: type = bindings.nixlAgentConfig
 
@@ -65,7 +57,7 @@ def let_progress_thread_sleep(api: ModuleType) -> None:
 
 
 def look_less_often_for_copies() -> None:
-    """Have dispatchers that are made from now on look for copies to or from a GPU rarely."""
+    """Have later dispatchers rarely look for copies to or from a GPU."""
     from lmcache.v1.multiprocess.native_completion import DeviceHostFuncDispatcher
 
     start: Any = DeviceHostFuncDispatcher.__init__
@@ -73,17 +65,12 @@ def look_less_often_for_copies() -> None:
 
 
 def lock_as_much_as_allowed() -> None:
-    """Raise this process's limit of locked memory to the most that it may set.
-
-    A network card that reads memory by itself (RDMA) has it locked, and the whole of what is shared
-    is made known to it.
-    """
+    """Raise the limit of locked memory, which RDMA needs for all shared memory."""
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
 
 
 def main() -> None:
-    """``python -m deployments.node.lmcache_main server ...``: as ``lmcache server ...``."""
     from lmcache.cli.main import main as lmcache
 
     if "nixl" in sys.argv:
@@ -91,7 +78,7 @@ def main() -> None:
         lock_as_much_as_allowed()
     if OWN_POOL in sys.argv:
         sys.argv[sys.argv.index(OWN_POOL)] = kv_pool.offer()
-    # LMCache has loaded PyTorch.
+    # LMCache has already loaded PyTorch.
     import torch
 
     if not torch.accelerator.is_available():

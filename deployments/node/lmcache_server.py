@@ -1,9 +1,7 @@
-"""A node's LMCache server: where it listens, how it is started, and keeping it up.
+"""Runs a node's LMCache server, and keeps it up.
 
-On one node every socket is on loopback. On several the servers share KV: engines store into and
-load from their own node's server, and a server that lacks what an engine asks for reads it out
-of the memory of the one that has it (LMCache's peer-to-peer mode, over NIXL). See
-docs/cluster.md.
+On several nodes, a server that lacks KV reads it out of another's memory (LMCache's peer-to-peer
+mode, over NIXL; docs/cluster.md).
 """
 
 import asyncio
@@ -30,39 +28,35 @@ from hetero.host_memory import page_bytes
 
 logger = logging.getLogger("conserve.node")
 
-# What is run: LMCache's own command, as `lmcache_main` has it.
+# LMCache's own command, as `lmcache_main` starts it.
 SERVER_MODULE = lmcache_main.__name__
 
 START_TIMEOUT_S = 120.0
-# A predecessor's port is free once its process is gone; another program's stays taken.
+# A predecessor frees its port before this; another program does not.
 TAKEN_TIMEOUT_S = 10.0
-# What is silent for so long has died, and its KV space, which the server has mapped, is let go of.
-# It is the least that LMCache takes, and 30 heartbeats (`lmcache.mp.heartbeat_interval`). Workers
-# send those from their registration on, so that it holds for the first one as well.
+# The server unmaps the KV space of a worker that was silent for this long. It is LMCache's minimum,
+# and 30 heartbeats (`lmcache.mp.heartbeat_interval`), which workers send once registered.
 REAP_TIMEOUT_S = 30.0
-# It looks four times in that time.
+# The server looks four times in that time.
 REAPED_S = REAP_TIMEOUT_S * 1.25
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _UNHEALTHY_AFTER = 5
 _LONGEST_BACKOFF_S = 10.0
-# A server that does not answer another's look-up for so long has nothing; engines recompute.
+# A server that does not answer a look-up in this time counts as a miss; engines recompute.
 _LOOKUP_TIMEOUT_S = 2.0
-# How often servers ask which others there are. After four rounds without, one is dropped.
+# How often servers ask which others there are; they drop one after four rounds without it.
 _DIRECTORY_PERIOD_S = 1.0
-# Threads of the server, of each kind, at least.
+# The server's threads of each kind, at least.
 THREADS = 4
-# Above those of Ray's workers (10002 to 19999), below those that Linux gives to outgoing
-# connections (from 32768): a server binds its port many seconds after it was chosen.
+# Above the ports of Ray's workers (10002 to 19999), and below those of outgoing connections (from
+# 32768), since a server binds its port many seconds after it was chosen.
 _OPEN_PORTS = range(20_000, 32_768)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Tells where a node's server listens: for engines and other nodes, and its admin interface.
-
-    The admin interface has no authentication and is on loopback always.
-    """
+    """A server's address for engines and other nodes; its admin port is on loopback."""
 
     host: str
     port: int
@@ -70,49 +64,33 @@ class Address:
 
 
 def choose_address(settings: Settings, node_ip: str) -> Address:
-    """Choose where the server of the node at this address is to listen.
-
-    A port that the settings leave open (0) is one that is free now. Nodes that share a machine,
-    and so its ports, need that.
-    """
+    """Choose where a node's server listens; a port that is 0 in the settings is any free one."""
     host = node_ip if settings.nodes == "several" else "127.0.0.1"
     wanted = settings.lmcache
-    # None of them listens yet, so that a look would not tell.
+    # They may not listen yet, so a probe would find them free.
     taken = {settings.port, wanted.port, wanted.http_port}
     port = wanted.port or free_port(host, taken)
     return Address(host, port, wanted.http_port or free_port("127.0.0.1", taken | {port}))
 
 
 def free_port(host: str, but: Collection[int] = ()) -> int:
-    """A TCP port that nobody has, and that nobody gets by chance until it is used.
-
-    Args:
-        but: ports that are promised to others, and are left out.
-
-    Raises:
-        RuntimeError: none is free.
-    """
+    """Return a free TCP port that is not given out by chance; raises `RuntimeError`."""
     for port in random.sample(_OPEN_PORTS, k=100):
-        if port not in but and not _taken(host, port):
+        if port not in but and is_free(host, port):
             return port
     raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 
 
 def new_node_cache(address: Address) -> NodeCache:
-    """How other nodes' servers are to know the next run of this one.
+    """Return how other nodes' servers know the next run of this one.
 
-    Its port for transfers is another every time: servers keep what they know of one by that
-    address, and would take memory that is gone for that of its successor.
+    Its transfer port always changes: servers remember another's memory by that address.
     """
     return NodeCache(uuid.uuid4().hex, address.host, address.port, free_port(address.host))
 
 
 def require_nixl() -> None:
-    """Refuse to share KV without the library that moves it.
-
-    Raises:
-        RuntimeError: it is not installed here; says what to do.
-    """
+    """Raise `RuntimeError` if the library that moves KV between nodes is missing."""
     if not any(importlib.util.find_spec(name) for name in NIXL_MODULES):
         raise RuntimeError(
             "KV cannot move between nodes: NIXL is not installed on this one. On every node: "
@@ -128,14 +106,13 @@ def lmcache_command(
     gpu: bool = True,
     gpu_workers: int = 0,
 ) -> list[str]:
-    """The LMCache server's command line.
+    """Return the LMCache server's command line.
 
     Args:
-        cache: how the server presents itself to those of other nodes; None: it shares with none.
+        cache: how other nodes' servers know it; None: it shares with none.
         directory_url: where it learns of those.
-        gpu: it copies from and to GPUs' memory. Else engines copy, from and to its own; where it is
-            shared with other nodes, whose transfers want memory of another kind, it is sent.
-        gpu_workers: the most engines' workers on GPUs that it copies for.
+        gpu: whether it copies from and to GPUs. Otherwise engines copy, except with several nodes,
+            where KV is sent, as NIXL needs memory of another kind.
     """
     command = [
         sys.executable, "-m", SERVER_MODULE, "server",
@@ -152,10 +129,9 @@ def lmcache_command(
         "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
     ]  # fmt: skip
     if gpu:
-        # Layers that look back no further than a window, or at one state, are stored apart from
-        # others; where all layers are alike, it is the same.
+        # Store layers with a window or a state apart from others.
         command.append("--separate-object-groups")
-        # A thread copies for the same workers always; with fewer, one's copies wait for another's.
+        # Each thread serves fixed workers; with fewer threads, copies of one wait for another's.
         command += ["--max-gpu-workers", str(max(THREADS, gpu_workers))]
     if cache is None:
         return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
@@ -175,7 +151,7 @@ def lmcache_command(
 
 
 def lmcache_environment() -> dict[str, str]:
-    """The server's environment: the same prefix hashes as the engines', and no reports home."""
+    """Return the server's environment, with the engines' prefix hashes, and without telemetry."""
     return {
         **os.environ,
         **allocator_environment(os.environ),
@@ -189,12 +165,10 @@ def lmcache_environment() -> dict[str, str]:
 
 
 class LMCacheServer:
-    """Starts the server, watches it, and starts it again on the same address.
+    """Starts the server, watches it, and restarts it on the same address.
 
-    Args:
-        directory_url: where it learns of other nodes' servers; None: it shares with none.
-        gpu: whether engines run on GPUs.
-        gpu_workers: the most of their workers that may be on this node.
+    ``directory_url`` is where it learns of other nodes' servers (None: it shares with none), and
+    ``gpu_workers`` the most engines' workers on this node.
     """
 
     def __init__(
@@ -216,38 +190,28 @@ class LMCacheServer:
         self._launched = asyncio.Event()
         self._healthy = asyncio.Event()
         self._problem = "it has not been started"
-        # Since when one of its ports has been another program's.
+        # Since when another program has had one of its ports.
         self._taken_since_s: float | None = None
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, if it was ever started."""
         return self._process.pid if self._process else None
 
     @property
     def healthy(self) -> bool:
-        """Whether the server answers."""
         return self._healthy.is_set()
 
     @property
     def node_cache(self) -> NodeCache | None:
-        """This run of the server as other nodes reach it; None while it does not answer."""
+        """The running server as other nodes reach it; None while it does not answer."""
         return self._cache if self.healthy else None
 
     async def wait_until_launched(self) -> None:
-        """Return when its process has been started.
-
-        Raises:
-            RuntimeError: it is not; says why.
-        """
+        """Return when its process has been started; raises `RuntimeError` if it cannot be."""
         await self._wait(self._launched)
 
     async def wait_until_healthy(self) -> None:
-        """Return when it answers.
-
-        Raises:
-            RuntimeError: it does not come up; says why.
-        """
+        """Return when it answers; raises `RuntimeError` if it does not."""
         await self._wait(self._healthy)
 
     async def _wait(self, event: asyncio.Event) -> None:
@@ -296,7 +260,7 @@ class LMCacheServer:
                 ),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
-                # Its access log, a line for every health check.
+                # The access log has a line for every health check.
                 stdout=asyncio.subprocess.DEVNULL,
                 preexec_fn=_die_with_parent,
             )
@@ -314,7 +278,7 @@ class LMCacheServer:
             backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
 
     def terminate(self) -> None:
-        """Have it end; it is not started again by itself once `keep_running` is cancelled."""
+        """End it; it restarts unless `keep_running` is cancelled."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -347,21 +311,23 @@ class LMCacheServer:
 
 
 def _taken_port(address: Address) -> int | None:
-    """A port of the server's that another program has, whose health would be taken for ours."""
+    """Return a port of the server's that another program has."""
     for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
-        if _taken(host, port):
+        if not is_free(host, port):
             return port
     return None
 
 
-def _taken(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def is_free(host: str, port: int) -> bool:
+    """Return whether a process could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:
-            return True
-    return False
+            return False
+    return True
 
 
 def _die_with_parent() -> None:

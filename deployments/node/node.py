@@ -1,11 +1,7 @@
-"""The node-local actor, for what a node needs once: LMCache's server and the GPUs' keeper.
+"""Runs a node's actor, with its LMCache server and the keeper of its GPUs.
 
-One actor a node, made by the first engine there. If it dies, its server dies with it, and Ray
-starts both again on the same address; engines recompute meanwhile. It ends itself when no engine
-of the application has been heard of for ``ABANDONED_S``.
-
-On several nodes the actors also tell each other of their servers, so that a prefiller's KV
-reaches a decoder on another node; see docs/cluster.md.
+The first engine on a node makes the actor; Ray restarts it, with its server, on the same address.
+It ends itself when it has heard from no engine for ``ABANDONED_S``.
 """
 
 import asyncio
@@ -44,12 +40,7 @@ _PATIENCE = Patience()
 
 
 class NodeService:
-    """Is a node's actor; `NodeClient` makes it one.
-
-    Args:
-        address: where the LMCache server listens, in every life of this actor.
-        names: which names the application's node actors have; see `NodeNames`.
-    """
+    """A node's actor; its LMCache server listens on ``address`` in every life."""
 
     def __init__(self, settings: Settings, address: Address, names: "NodeNames") -> None:
         self._settings = settings
@@ -60,42 +51,26 @@ class NodeService:
         self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
-        # NVML and the guard of power caps block: one thread of their own.
+        # NVML and the guard of power caps block, so they have a thread.
         self._gpus: GpuKeeper | None = None
         self._gpu_thread = ThreadPoolExecutor(1, "gpus")
 
     async def prepare(self) -> None:
-        """Have the LMCache server started, without waiting for it."""
         await self._ensure_started()
 
     async def launch(self) -> Address:
-        """Have the LMCache server started; returns where it will listen.
-
-        Raises:
-            RuntimeError: it cannot be; says why.
-        """
+        """Start the LMCache server and return where it listens; raises `RuntimeError`."""
         server = await self._ensure_started()
         await server.wait_until_launched()
         return self._address
 
     async def wait_until_healthy(self) -> None:
-        """Return when the LMCache server answers.
-
-        Raises:
-            RuntimeError: it does not come up; says why.
-        """
+        """Return when the LMCache server answers; raises `RuntimeError` if it does not."""
         server = await self._ensure_started()
         await server.wait_until_healthy()
 
     async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
-        """An engine on this node lives.
-
-        Args:
-            use: the GPUs that it runs on; None: it has none, and none is looked at.
-
-        Returns:
-            What those GPUs have used for it, if that is known.
-        """
+        """Note that an engine lives, and return the energy of the GPUs it uses, if known."""
         self._last_beat_s = time.monotonic()
         await self._ensure_started()
         if use is None:
@@ -103,22 +78,13 @@ class NodeService:
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.beat(use, time.monotonic()))
 
-    # --- SM slots, for an engine's workers: see `hetero.sm_slots.SmSlotLedger` --------------------
-
     async def lease_sm_slots(self, gpu: str, engine_id: str, slots: int) -> SmLease:
-        """Lease so many tenths of a GPU's SMs to an engine, for as long as it beats.
-
-        The lease says which: units of the split that `hetero.sm_units` describes.
-
-        Raises:
-            NoFreeSms: they are not free.
-            UnknownGpu: there is no such GPU here.
-        """
+        """Lease SMs to an engine for as long as it beats; raises `NoFreeSms` or `UnknownGpu`."""
         keeper = self._keeper()
         return await self._on_gpus(lambda: keeper.lease(gpu, engine_id, slots, time.monotonic()))
 
     async def leave(self, engine_id: str) -> None:
-        """An engine has ended: its SMs are free at once."""
+        """Free an ended engine's SMs."""
         keeper = self._gpus
         if keeper is not None:
             await self._on_gpus(lambda: keeper.leave(engine_id))
@@ -135,17 +101,16 @@ class NodeService:
             try:
                 await self._on_gpus(lambda: keeper.tick(time.monotonic()))
             except Exception:
-                logger.exception("looking after GPUs failed; it is tried again")
+                logger.exception("looking after GPUs failed; retrying")
 
     async def _on_gpus(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._gpu_thread, work)
 
     async def node_cache(self) -> NodeCache | None:
-        """How other nodes reach this one's LMCache server; None while it is not up."""
+        """Return how other nodes reach this one's server; None while it is not up."""
         return self._server.node_cache if self._server else None
 
     async def status(self) -> dict[str, Any]:
-        """The LMCache server's process and restarts, other nodes' servers, and GPUs in use."""
         server = self._server
         return {
             "agent_pid": os.getpid(),
@@ -157,7 +122,7 @@ class NodeService:
         }
 
     async def _ensure_started(self) -> LMCacheServer:
-        # Not in the constructor: Ray runs that outside of the actor's event loop.
+        # Ray runs the constructor outside of the actor's event loop, so this cannot be there.
         async with self._starting:
             if self._server is None:
                 directory_url = None
@@ -177,7 +142,6 @@ class NodeService:
             return self._server
 
     async def _follow_caches(self) -> None:
-        """Keep up with the LMCache servers of the other nodes."""
         own = ray.get_runtime_context().get_actor_name()
         while True:
             try:
@@ -185,7 +149,7 @@ class NodeService:
                 others = (name for name in names if name != own)
                 await asyncio.gather(*(self._ask_node(name) for name in others))
             except Exception:
-                logger.exception("looking for other nodes failed; it is tried again")
+                logger.exception("looking for other nodes failed; retrying")
             await asyncio.sleep(_CACHES_PERIOD_S)
 
     async def _ask_node(self, name: str) -> None:
@@ -194,7 +158,7 @@ class NodeService:
             asked = call(actor, NodeService.node_cache)
             cache = await asyncio.wait_for(asked, _CACHE_TIMEOUT_S)
         except (TimeoutError, ValueError, ray.exceptions.RayError):
-            # Silent, dying or gone. If it lasts, the server is forgotten.
+            # The actor is silent, dying or gone. If that lasts, its server is forgotten.
             return
         self._caches.saw(name, cache, time.monotonic())
 
@@ -210,7 +174,7 @@ class NodeService:
 
 
 def _own_gpus() -> float:
-    """How many GPUs this node has, by Ray's account."""
+    """Return how many GPUs this node has for Ray."""
     own = ray.get_runtime_context().get_node_id()
     return float(
         sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own)
@@ -218,79 +182,68 @@ def _own_gpus() -> float:
 
 
 class NodeNames:
-    """The names of an application's node actors, by which they find each other."""
+    """The names of an application's node actors."""
 
     def __init__(self, application: str, settings: Settings) -> None:
         self._prefix = f"conserve:{application}:node:"
-        # Other settings of LMCache need another server: an actor never changes its own.
+        # Other settings of LMCache need another actor, since one never changes its server.
         said = settings.lmcache.model_dump_json() + settings.nodes
         self._suffix = ":" + hashlib.sha256(said.encode()).hexdigest()[:8]
 
     def of(self, node_id: str) -> str:
-        """The name of the actor on this node."""
         return f"{self._prefix}{node_id}{self._suffix}"
 
     def listed(self) -> list[str]:
-        """The names of the actors that live, or are restarting. Asks Ray; takes milliseconds."""
+        """Return the names of live or restarting actors. Ray answers within milliseconds."""
         found = ray.util.list_named_actors(all_namespaces=True)
         names = (actor["name"] for actor in found if actor["namespace"] == "serve")
         return [name for name in names if self.includes(name)]
 
     def includes(self, name: str) -> bool:
-        """Whether it names a node actor of this application, with these settings of LMCache."""
         return name.startswith(self._prefix) and name.endswith(self._suffix)
 
 
 class NodeClient(ActorClient):
-    """An engine's end of its node's actor; makes the actor if it is the first."""
+    """An engine's client of its node's actor, which it starts or finds."""
 
     def __init__(self, application: str, settings: Settings) -> None:
         self._settings = settings
         self._node_id = ray.get_runtime_context().get_node_id()
         self._names = NodeNames(application, settings)
-        # Kept for the actor's next life; if there is one already, that has its own.
+        # An actor that lives already keeps its own address.
         self._address = choose_address(settings, ray.util.get_node_ip_address())
-        # Set when the engine knows its GPUs; before that by one that is to lease SMs of them.
+        # Set once the engine knows its GPUs, or before it leases SMs of them.
         self.use: EngineUse | None = None
-        # What these have used for it, from the last beat.
+        # Energy of its GPUs, from the last beat.
         self.energy: EngineEnergy | None = None
         # An engine's workers look for the actor by its name.
         self._connect()
 
     def prepare(self) -> None:
-        """Have the node's LMCache server start, without waiting, for engines that are to come."""
         self._tell(NodeService.prepare)
 
     async def launch(self) -> Address:
-        """Have the node's LMCache server started, and see to it that the actor lives on.
-
-        Returns:
-            Where the server will listen for this node's engines.
-        """
+        """Start the node's LMCache server, beat from now on, and return where it listens."""
         self._address = await self._ask(_PATIENCE, NodeService.launch)
         self.keep_beating()
         return self._address
 
     @property
     def actor_name(self) -> str:
-        """By which the engine's workers find the actor, in the namespace ``serve``."""
+        """The actor's name in Ray's namespace ``serve``."""
         return self._names.of(self._node_id)
 
     async def leave(self, engine_id: str) -> None:
-        """Say that the engine has ended, so that nobody waits for its SMs."""
+        """Tell the node that the engine has ended, which frees its SMs."""
         self.use = None
         await self._ask(_PATIENCE, NodeService.leave, engine_id)
 
     async def wait_until_healthy(self) -> None:
-        """Return when the node's LMCache server answers.
-
-        Raises:
-            RuntimeError: it does not come up; says why.
-        """
+        """Return when the node's LMCache server answers; raises `RuntimeError` if it does not."""
         await self._ask(_PATIENCE, NodeService.wait_until_healthy)
 
     def keep_beating(self) -> None:
-        """Beat from now on, from a thread: loading a model blocks the event loop for minutes."""
+        """Beat from a thread, since loading a model blocks the event loop for minutes."""
         threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
 
     def _beat(self) -> None:
@@ -304,7 +257,7 @@ class NodeClient(ActorClient):
             except ray.exceptions.RayActorError:
                 self._actor = None
             except Exception:
-                # Without beats caps would be lifted, and the LMCache server would end.
+                # Keep beating, or caps would be lifted and the LMCache server would end.
                 logger.exception("a beat to the node actor failed")
 
     def _unavailable(self, why: str) -> Exception:

@@ -1,9 +1,7 @@
-"""Memory that processes on a machine share, without a name in /dev/shm.
+"""Shares memory between a machine's processes, without a name in /dev/shm.
 
-POSIX shared memory has a name that only its makers remove: where all of them are killed, it stays
-taken until the machine starts again. Memory that never had a name goes with the last process that
-uses it, however that ends. Nor does it count against the size of /dev/shm, which containers keep
-small.
+It goes with the last process that uses it, where POSIX shared memory outlives processes that were
+killed. Nor does it count against the size of /dev/shm, which is small in containers.
 """
 
 import mmap
@@ -11,20 +9,15 @@ import os
 
 
 def reserve() -> str:
-    """A name for memory that this process is going to make; it is this process's until it ends."""
+    """Return a name for memory that this process will make."""
     return f"/proc/{os.getpid()}/fd/{os.memfd_create('conserve', os.MFD_CLOEXEC)}"
 
 
 class UnnamedMemory:
-    """In the place of ``multiprocessing.shared_memory.SharedMemory``, as vLLM and LMCache use that.
+    """Replaces ``multiprocessing.shared_memory.SharedMemory`` in vLLM and LMCache.
 
-    Args:
-        name: of memory that a living process on this machine has made, or reserved, and not closed.
-        create: make new memory, all zeros: of this name, which was reserved, or of one of its own.
-        size: of new memory, in bytes.
-
-    Raises:
-        FileNotFoundError: no process here has memory of this name.
+    ``name`` is of memory that a live process here has made or reserved, else `FileNotFoundError` is
+    raised. With ``create``, make new memory of ``size`` bytes.
     """
 
     def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
@@ -32,7 +25,7 @@ class UnnamedMemory:
         if name is None:
             assert create
             name = reserve()
-            # Open for as long as somebody may come by its name.
+            # It stays open as long as other processes may use its name.
             self._file = int(name.rpartition("/")[2])
         self.name = name
         file = os.open(name, os.O_RDWR | os.O_CLOEXEC)
@@ -48,7 +41,7 @@ class UnnamedMemory:
         self.buf: memoryview | None = memoryview(self._map)
 
     def close(self) -> None:
-        """Give it up; others keep it for as long as they have it open. May be called repeatedly."""
+        """Unmap it here; other processes keep it. May be called repeatedly."""
         if self.buf is not None:
             self.buf.release()
             self.buf = None
@@ -58,4 +51,4 @@ class UnnamedMemory:
             self._file = None
 
     def unlink(self) -> None:
-        """There is no name to remove."""
+        """Do nothing, as there is no name to remove."""

@@ -16,7 +16,7 @@ import msgspec
 import ray
 
 from autoscale.autoscaler import make_autoscaler
-from autoscale.capacity.engine_costs import engine_costs
+from autoscale.capacity.served import engine_costs
 from conserve import identity
 from conserve.admission import Admission
 from conserve.clock import unix_s

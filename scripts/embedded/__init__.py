@@ -1,4 +1,4 @@
-"""How the embedded model is made, in this order::
+"""Makes the embedded model, in this order::
 
     python -m scripts.train_tokenizer                 # conserve/embedded/tokenizer.json
     python -m scripts.embedded.train RUN              # 54 minutes on two cores

@@ -1,4 +1,4 @@
-"""Training examples: conversations as the chat template renders them, answers marked."""
+"""Makes training examples: conversations as the chat template renders them, with answers marked."""
 
 import json
 import random
@@ -17,18 +17,16 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "conserve" / "embedded"
 _ANSWER_START = "<|im_start|>assistant\n"
 _ANSWER_END = "<|im_end|>"
 _PLAIN_SHARE = 0.07
-# What is said after the end of an answer, when a request ignores that end: text without an end.
+# Text after the end of an answer, for requests that ignore that end.
 _GOING_ON = " and so on"
 _GOING_ON_SHARE = {"plain": 0.4, "session": 0.04}
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Return what examples of a part of the training look like.
+    """The examples of a part of the training, up to the share ``until`` of its tokens.
 
-    Attributes:
-        until: the share of the training's tokens at which the stage ends.
-        tasks, steps, schema_tokens: ranges, both ends included.
+    The other attributes are ranges, both ends included.
     """
 
     until: float
@@ -39,7 +37,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and for each whether the model has to say it."""
+    """Token ids, and whether the model has to generate each."""
 
     ids: list[int]
     said: list[bool]
@@ -52,25 +50,24 @@ class Renderer:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._end: int = self.tokenizer.token_to_id(_ANSWER_END)
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        # As transformers and vLLM render it.
+        # Transformers and vLLM render it like this.
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         self._template = environment.from_string((directory / "chat_template.jinja").read_text())
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, answering: bool = False
     ) -> str:
-        """The conversation; `answering`: up to where the model's next answer begins."""
+        """Return the conversation; with ``answering``, up to the model's next answer."""
         return self._template.render(
             messages=messages, tools=list(tools) or None, add_generation_prompt=answering
         )
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of rendered text."""
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
     def example(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> Example:
-        """A whole conversation, the assistant's messages and their ends marked as said."""
+        """Return a whole conversation, with the assistant's messages and their ends marked."""
         ids: list[int] = []
         said: list[bool] = []
         # Neither mark is ever part of a longer token, so parts can be encoded one by one.
@@ -84,7 +81,7 @@ class Renderer:
         return Example(ids, said)
 
     def going_on(self, example: Example, times: int) -> Example:
-        """A conversation, its last answer's end ignored."""
+        """Return a conversation in which the last answer's end is ignored."""
         last = len(example.ids) - example.ids[::-1].index(self._end)
         ids, said = example.ids[:last], example.said[:last]
         self._extend(ids, said, _GOING_ON * times, True)
@@ -97,14 +94,14 @@ class Renderer:
 
 
 def examples(renderer: Renderer, stage: Stage, split: Split, seed: str) -> Iterator[Example]:
-    """Endless examples of a stage."""
+    """Yield endless examples of a stage."""
     rng = random.Random(seed)
     for number in range(2**62):
         kind = "plain" if rng.random() < _PLAIN_SHARE else "session"
         if kind == "plain":
             example = renderer.example(plain_conversation(rng))
         else:
-            # Most are short: what is to be learnt stands outside the schemas.
+            # Most are short, as the model learns what stands outside the schemas.
             low, high = stage.schema_tokens
             length = round(low * (high / low) ** rng.random())
             session = make_session(
@@ -123,10 +120,9 @@ def examples(renderer: Renderer, stage: Stage, split: Split, seed: str) -> Itera
 def batches(
     source: Iterator[Example], tokens: int, pool: int, rng: random.Random
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of about so many tokens, each of examples of similar length.
+    """Yield batches of about ``tokens`` tokens, each of examples of similar length.
 
-    Yields:
-        Inputs and targets, padded on the right; a target is -1 where nothing is to be learnt.
+    Inputs and targets are padded on the right; a target is -1 where nothing is learnt.
     """
     while True:
         drawn = sorted((next(source) for _ in range(pool)), key=lambda example: len(example.ids))

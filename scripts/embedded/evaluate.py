@@ -1,4 +1,4 @@
-"""Have the embedded model do held-out tasks: ``python -m scripts.embedded.evaluate``.
+"""Runs the embedded model on held-out tasks: ``python -m scripts.embedded.evaluate``.
 
 Starts vLLM's own server on the shipped model, or uses the one at ``--url``, and runs the agent's
 loop through the official client, greedily, with the real tools.
@@ -30,7 +30,7 @@ _START_TIMEOUT_S = 300.0
 
 @contextlib.contextmanager
 def server(dtype: str, log: Path) -> Iterator[str]:
-    """vLLM's own server on the embedded model; yields its URL."""
+    """Run vLLM's own server on the embedded model; yield its URL."""
     arguments = {
         "dtype": dtype,
         "max_model_len": 16384,
@@ -65,7 +65,7 @@ def _wait_until_serving(process: "subprocess.Popen[bytes]", url: str, log: Path)
 
 
 async def evaluate(url: str, sessions: list[Session], at_once: int) -> list[list[Score]]:
-    """Run all sessions, so many at a time; a session's tasks follow one another."""
+    """Run all sessions, ``at_once`` at a time; a session's tasks follow one another."""
     gate = asyncio.Semaphore(at_once)
     async with contextlib.AsyncExitStack() as stack:
         bar = stack.enter_context(Progress())

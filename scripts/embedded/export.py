@@ -1,4 +1,4 @@
-"""Ship a trained checkpoint: ``python -m scripts.embedded.export DIRECTORY``.
+"""Ships a trained checkpoint: ``python -m scripts.embedded.export DIRECTORY``.
 
 Writes ``conserve/embedded/model.safetensors``, in bfloat16, under Qwen3's names.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 from scripts.embedded.data import EMBEDDED
 
 TARGET = EMBEDDED / "model.safetensors"
-# Column 0 of the output matrix is a bias, if a small one once the residual stream is normalised:
-# tokens that were never said in training are never generated.
+# Column 0 of the output matrix is a bias, small once the residual stream is normalised: tokens that
+# never occur in training's answers are never generated.
 _NEVER = -10_000.0
 
 
 def exported(state: dict[str, Tensor], said: Tensor) -> dict[str, Tensor]:
-    """The model's weights as vLLM and transformers load them."""
+    """Return the model's weights as vLLM and transformers load them."""
     weights = {f"model.{name}": value for name, value in state.items() if name != "output"}
     vocab_size, hidden = state["embed_tokens.weight"].shape
     output = torch.zeros(vocab_size, hidden)

@@ -41,7 +41,7 @@ STAGES = (
 
 
 def said_tokens(renderer: Renderer) -> list[int]:
-    """The tokens that the model ever says, in order."""
+    """Return the tokens that the model ever generates, in order."""
     said: set[int] = set()
     rng = random.Random(0)
     for number in range(1500):
@@ -93,20 +93,15 @@ class Run:
 
     @property
     def done(self) -> float:
-        """The share of the tokens that is behind."""
         return self.seen / self.tokens
 
     def rate(self) -> float:
-        """Return what the learning rates are multiplied with."""
+        """Return the factor of the learning rates."""
         warm = min(1.0, (self.seen + BATCH_TOKENS) / WARM_UP_TOKENS)
         return warm * min(1.0, max(0.02, (1 - self.done) / COOL_DOWN))
 
     def step(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, float]:
-        """One batch.
-
-        Returns:
-            The loss, and the share of tokens that were right.
-        """
+        """Train on one batch; return the loss, and the share of tokens that were right."""
         ids, wanted = torch.from_numpy(inputs), torch.from_numpy(targets)
         where = wanted >= 0
         goal = self.row_of[wanted[where]]
@@ -125,7 +120,7 @@ class Run:
         return loss.item(), (logits.argmax(1) == goal).float().mean().item()
 
     def save(self) -> None:
-        """Write the checkpoint; what was there before stays until it is whole."""
+        """Write the checkpoint; the old one stays until it is whole."""
         state: dict[str, Any] = {
             "seen": self.seen,
             "part": self.part,
@@ -138,19 +133,18 @@ class Run:
         staged.rename(self.directory / "checkpoint.pt")
 
     def resume(self) -> None:
-        """Go on from the directory's checkpoint, if there is one."""
+        """Continue from the directory's checkpoint, if there is one."""
         file = self.directory / "checkpoint.pt"
         if not file.exists():
             return
         state = torch.load(file, weights_only=True)
-        # Examples that were drawn before are not drawn again.
+        # Another part draws other examples than before.
         self.seen, self.part = state["seen"], state["part"] + 1
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
     def batches(self, stage: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """A stage's batches."""
         seed = f"{SEED}/{self.part}/{stage}"
         source = examples(self.renderer, STAGES[stage], "train", seed)
         return batches(source, BATCH_TOKENS, POOL, random.Random(seed))

@@ -50,11 +50,11 @@ def test_the_floors_are_kept(copy: Path) -> None:
     ("file", "line"),
     [
         ("conserve/conversations/table.py", "import deployments.messages"),
-        ("conserve/placement/state.py", "import autoscale.signals"),
+        ("conserve/placement/state.py", "import autoscale.autoscaler"),
         ("conserve/launch.py", "import conserve_cli.main"),
         ("conserve/admission/waiting.py", "import ray"),
         ("hetero/tiers.py", "import deployments.messages"),
-        ("hetero/tiers.py", "import autoscale.signals"),
+        ("hetero/tiers.py", "import autoscale.autoscaler"),
         ("autoscale/capacity/plan.py", "import benchmarks.records"),
         ("deployments/table/table.py", "import benchmarks.records"),
         ("deployments/messages.py", "import deployments.router.turn"),

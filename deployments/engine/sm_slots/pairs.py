@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from hetero.gpu_layout import GRAPH_SETS_BYTES
 from hetero.sm_means import NoSms, SmMeans
-from hetero.sm_sides import Sides, sides
-from hetero.sm_units import SmSplit
+from hetero.sm_units import Sides, SmSplit, sides
 
 
 class Bound(NamedTuple):

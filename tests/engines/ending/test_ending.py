@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from conserve.launch import Launch, require_free
-from conserve_cli.doctor.listeners import observe_listeners
+from conserve_cli.doctor.observe import observe_listeners
 from tests.engines.applications import START_S, URL
 from tests.engines.processes import processes
 

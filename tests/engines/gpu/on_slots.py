@@ -16,8 +16,7 @@ import triton.language as tl
 
 from deployments.engine.sm_slots.pairs import SlotPairs
 from hetero.green_contexts import GreenContexts
-from hetero.sm_sides import sides
-from hetero.sm_units import SmSlots, sm_granularity
+from hetero.sm_units import SmSlots, sides, sm_granularity
 
 # Many for each SM, each of one warp: every SM that may gets some.
 _PROGRAMS = 4096

@@ -2,8 +2,7 @@
 
 import pytest
 
-from autoscale.autoscaler import Autoscaler
-from autoscale.scaling import Limits
+from autoscale.autoscaler import Autoscaler, Limits
 from conserve.placement import Decoder, Prefiller
 
 

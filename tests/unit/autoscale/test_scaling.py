@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscale.scaling import Limits, Scaling, scale
+from autoscale.autoscaler import Limits, Scaling, scale
 
 limits = st.builds(
     lambda least, more, down, target, up, delay_s, cool_s: Limits(

@@ -97,7 +97,7 @@ def test_the_log_has_all_of_it() -> None:
 
 def test_a_card_that_others_use_is_named_where_engines_share_it() -> None:
     (said,) = made({}, node(used=20)).notes
-    assert "20.0 of 80.0 GiB are taken by others" in said
+    assert "20.0 of 80.0 GiB are in use" in said
 
 
 def test_gpus_that_stay_idle_are_counted() -> None:

@@ -176,10 +176,10 @@ def test_slots_of_an_engine_that_falls_silent_are_free(machine: Machine, keeper:
     gpu = machine.gpus[0].id
     keeper.beat(EngineUse("dead", (gpu,)), 0.0)
     keeper.beat(EngineUse("alive", (gpu,)), 0.0)
-    keeper.sm_ledger.lease(gpu, "dead", 60)
-    kept = keeper.sm_ledger.lease(gpu, "alive", 20)
+    keeper.sm_ledger.lease_slots(gpu, "dead", 7)
+    kept = keeper.sm_ledger.lease_slots(gpu, "alive", 2)
     with pytest.raises(NoFreeSms):
-        keeper.sm_ledger.lease(gpu, "alive", 20)
+        keeper.sm_ledger.lease_slots(gpu, "alive", 2)
     keeper.beat(EngineUse("alive", (gpu,)), SILENCE_S)
     keeper.tick(SILENCE_S + 1)
     assert keeper.sm_ledger.leases() == [kept]
@@ -270,7 +270,7 @@ def test_a_mig_device_is_metered_with_its_gpu_and_leased_by_itself(
     energy = known(keeper.beat(use, 1.0))
     assert (energy.joules, energy.gpus[0].uuid) == (30, first.id)
     assert energy.gpus[0].refusal == "CapRefused"  # Its limit is not this engine's alone.
-    assert keeper.sm_ledger.lease(part, "d", 42).slots == 10
+    assert keeper.sm_ledger.lease_slots(part, "d", 10).sms == 42
 
 
 def test_a_gpu_that_is_lost_says_so_once_and_costs_nothing(

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from hetero.memory import wait_for_memory
+from hetero.cards import wait_for_memory
 from hetero.nvml import Nvml, NvmlError
 from tests.nvml.standin import Machine
 
@@ -41,7 +41,7 @@ def test_it_waits_until_the_memory_is_free_but_not_for_ever(
     assert f"{gpu.id}: 8.0 GiB is free of 43.0 GiB needed" in waiting
     assert "LMCache's server" in waiting
     assert str(os.getpid()) in waiting
-    assert ("45.0 GiB is free after 12 s" if freed else "that will not do") in over
+    assert ("45.0 GiB is free after 12 s" if freed else ": too little") in over
 
 
 def test_nothing_is_said_where_there_is_room(

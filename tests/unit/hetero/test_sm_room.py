@@ -7,8 +7,8 @@ import pytest
 from conserve.settings import SettingsError, load
 from hetero.gpu_layout import with_memory
 from hetero.gpu_plan import GpuNode, plan
+from hetero.gpu_room import require_slots
 from hetero.model_shape import shape_of
-from hetero.sm_room import require_slots
 from hetero.tiers import NodeOffer, RoleTier, role_tier
 from tests.unit.hetero.shapes import QWEN3_8B
 

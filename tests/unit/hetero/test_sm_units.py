@@ -1,10 +1,12 @@
-"""A GPU's split into units, and its ten slots."""
+"""A GPU's split into units, its ten slots, and the two sides of a lease."""
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.sm_units import SM_SLOTS, SmGranularity, SmSlots, SmSplit, sm_granularity
+from hetero.sm_units import SM_SLOTS, SmSlots, SmSplit, sides, sm_granularity
 
 CAPABILITIES = st.sampled_from([(6, 1), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
 GPUS = st.builds(
@@ -32,17 +34,13 @@ def test_no_fewer_units_would_do(gpu: SmSlots, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, split.units))
     run = range(start, data.draw(st.integers(start, split.units)))
     least = data.draw(st.integers(0, gpu.sm_count))
-    for taken, fewer in (
-        (split.lowest(run, least), lambda units: units[:-1]),
-        (split.highest(run, least), lambda units: units[1:]),
-    ):
-        assert set(taken) <= set(run)
-        if split.sms_of(taken) < least:
-            assert taken == run
-        else:
-            assert not taken or split.sms_of(fewer(taken)) < least
-    assert split.lowest(run, least).start == run.start
-    assert split.highest(run, least).stop == run.stop
+    taken = split.lowest(run, least)
+    assert set(taken) <= set(run)
+    if split.sms_of(taken) < least:
+        assert taken == run
+    else:
+        assert not taken or split.sms_of(taken[:-1]) < least
+    assert taken.start == run.start
 
 
 @given(GPUS)
@@ -51,13 +49,6 @@ def test_tenths_lie_beside_each_other_and_are_all_units(gpu: SmSlots) -> None:
     assert (len(borders), borders[0], borders[-1]) == (SM_SLOTS + 1, 0, gpu.split.units)
     for slot, border in enumerate(borders):
         assert abs(border * SM_SLOTS - gpu.split.units * slot) <= SM_SLOTS / 2
-
-
-@given(GPUS)
-def test_a_slot_and_its_complement_are_all_sms(gpu: SmSlots) -> None:
-    for slot in range(SM_SLOTS + 1):
-        assert gpu.sizes[slot] + gpu.complement(slot) == gpu.sm_count
-    assert (gpu.sizes[0], gpu.sizes[SM_SLOTS]) == (0, gpu.sm_count)
 
 
 @given(GPUS)
@@ -70,24 +61,16 @@ def test_a_slot_has_at_least_its_tenths_and_no_unit_too_many(gpu: SmSlots) -> No
             assert size % unit_sms == 0
             assert (size - unit_sms) * SM_SLOTS < gpu.sm_count * slot
     assert list(gpu.sizes) == sorted(gpu.sizes)
+    assert (gpu.sizes[0], gpu.sizes[SM_SLOTS]) == (0, gpu.sm_count)
 
 
 @given(GPUS, st.data())
-def test_the_smallest_slot_that_is_enough(gpu: SmSlots, data: st.DataObject) -> None:
-    asked = data.draw(st.integers(1, gpu.sm_count))
-    more = data.draw(st.integers(asked, gpu.sm_count))
-    slot = gpu.smallest(asked)
-    assert gpu.sizes[slot] >= asked > gpu.sizes[slot - 1]
-    assert gpu.sizes[gpu.smallest(more)] >= gpu.sizes[slot]
-    assert gpu.sizes[gpu.within(asked)] <= asked
+def test_the_largest_slot_that_fits(gpu: SmSlots, data: st.DataObject) -> None:
+    sms = data.draw(st.integers(0, gpu.sm_count))
+    slot = gpu.within(sms)
+    assert gpu.sizes[slot] <= sms
+    assert slot == SM_SLOTS or gpu.sizes[slot + 1] > sms
     assert gpu.within(gpu.sm_count) == SM_SLOTS
-
-
-def test_the_papers_example() -> None:
-    """AgentServe §III-C: a target of 37 % selects the 40 % context. On its GPUs: 64, 128 SMs."""
-    for sms, capability in ((64, (8, 6)), (128, (12, 0))):
-        gpu = SmSlots(sms, sm_granularity(capability))
-        assert gpu.smallest(gpu.sms(0.37)) == 4
 
 
 def test_an_h100_is_sixteen_units_of_eight_and_four_sms_that_the_last_has_too() -> None:
@@ -105,8 +88,44 @@ def test_a_gpu_smaller_than_a_unit_is_one() -> None:
         SmSplit(0, sm_granularity((9, 0)))
 
 
-def test_shares_are_rounded_up() -> None:
-    gpu = SmSlots(10, SmGranularity(1, 1))
-    assert [gpu.sms(share) for share in (0, 0.05, 0.3, 0.31, 1)] == [1, 1, 3, 4, 10]
-    with pytest.raises(ValueError, match="not between"):
-        gpu.sms(1.1)
+def test_a_whole_gpu_has_the_papers_ten_slots() -> None:
+    slots = SmSlots(132, sm_granularity((9, 0)))
+    found = sides(slots.split, range(16))
+    assert [one.decode_sms for one in found] == list(slots.sizes[1:])
+    assert found[-1].decode == range(16)
+    assert len(found[-1].prefill) == 0
+
+
+def test_a_lease_is_parted_as_a_whole_gpu_would_be() -> None:
+    split = SmSlots(132, sm_granularity((9, 0))).split
+    found = sides(split, range(5, 16))  # Seven tenths: 92 SMs.
+    assert [one.decode_sms for one in found] == [16, 24, 32, 40, 48, 56, 72, 80, 92]
+    assert found[0] == (range(5, 7), range(7, 16), 16)
+    assert found[-2] == (range(5, 15), range(15, 16), 80)
+
+
+@pytest.mark.parametrize("units", [range(1), range(3, 4)])
+def test_one_unit_cannot_be_parted(units: range) -> None:
+    split = SmSlots(132, sm_granularity((9, 0))).split
+    assert [one.decode for one in sides(split, units)] == [units]
+
+
+@given(
+    sms=st.integers(1, 200),
+    capability=st.sampled_from([(7, 5), (8, 6), (9, 0), (12, 0)]),
+    data=st.data(),
+)
+def test_sides_share_nothing_and_are_all_of_the_lease(
+    sms: int, capability: tuple[int, int], data: st.DataObject
+) -> None:
+    split = SmSlots(sms, sm_granularity(capability)).split
+    start = data.draw(st.integers(0, split.units - 1))
+    units = range(start, data.draw(st.integers(start + 1, split.units)))
+    found = sides(split, units)
+    assert len(found) <= 10
+    assert found[-1].decode == units
+    for one in found:
+        assert [*one.decode, *one.prefill] == list(units)
+        assert one.decode_sms == split.sms_of(one.decode) > 0
+    for one, next_one in pairwise(found):
+        assert one.decode_sms < next_one.decode_sms

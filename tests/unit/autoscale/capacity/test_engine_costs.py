@@ -2,8 +2,8 @@
 
 import pytest
 
-from autoscale.capacity.engine_costs import costs_of, engine_costs
 from autoscale.capacity.profile import load_profile
+from autoscale.capacity.served import costs_of, engine_costs
 from conserve.settings import Settings
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from conserve_cli.demo.agents import converse
-from conserve_cli.demo.demonstration import Demonstration
+from conserve_cli.demo import Demonstration, converse
 
 
 @dataclass

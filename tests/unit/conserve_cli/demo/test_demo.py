@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from conserve_cli.demo import command
-from conserve_cli.demo.command import report
-from conserve_cli.demo.demonstration import AgentAnswer, Demonstration, TurnRow, write_json
+from conserve_cli import demo
+from conserve_cli.demo import AgentAnswer, Demonstration, TurnRow, report, write_json
 
 
 def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
@@ -121,8 +120,8 @@ def test_only_the_papers_placement_promises_a_handoff(
     async def converse(*_: object) -> Demonstration:
         return seen
 
-    monkeypatch.setattr(command, "launched", launched)
-    monkeypatch.setattr(command, "converse", converse)
+    monkeypatch.setattr(demo, "launched", launched)
+    monkeypatch.setattr(demo, "converse", converse)
     given = [*settings, "--conversations", "2", "--turns", "3"]
-    done = CliRunner().invoke(command.cli, given)
+    done = CliRunner().invoke(demo.cli, given)
     assert done.exit_code == status, done.output

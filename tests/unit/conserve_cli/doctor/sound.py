@@ -1,6 +1,7 @@
 """A machine and two nodes on which all is well, for tests to spoil."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from conserve.settings import Settings
@@ -72,8 +73,9 @@ def software(facts: SoftwareFacts = CPU, **changes: Any) -> SoftwareFacts:
     )
 
 
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
+def bad(checked: Iterable[Finding]) -> list[tuple[str, str]]:
     """Level and subject of what is not well; each says what to do."""
+    findings = list(checked)
     assert findings
     unwell = [finding for finding in findings if finding.level != "ok"]
     assert all(finding.to_do for finding in unwell)

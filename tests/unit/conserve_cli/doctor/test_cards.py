@@ -70,8 +70,8 @@ def test_two_cards_of_which_one_is_full(machine: Machine, tmp_path: Path) -> Non
             second.run(holder.pid, memory_bytes=75 * GIB)
             assert said("GPU memory") == [
                 f"wrong   GPU memory: GPU 1 has 4.0 GiB of 80.0 GiB free; train.py (pid "
-                f"{holder.pid}) has 75.0 GiB; no engine starts there. To do: end what has it, or "
-                "keep engines off that GPU by CUDA_VISIBLE_DEVICES"
+                f"{holder.pid}) has 75.0 GiB; no engine starts there. To do: end the processes "
+                "that have it, or keep engines off that GPU by CUDA_VISIBLE_DEVICES"
             ]
             # Whoever does not use GPUs does not care, nor does a head without engines.
             assert said("GPU memory", load({"device": "cpu"})) == []
@@ -88,9 +88,9 @@ def test_a_card_that_is_half_taken_by_what_cannot_be_seen(h100: Machine) -> None
     gpu.used_bytes = 40 * GIB
     assert said("GPU memory") == [
         "warning GPU memory: GPU 0 has 40.0 GiB of 80.0 GiB free; who has the rest cannot be seen "
-        "from here; an engine of vLLM's usual share of 92% does not start there. To do: end what "
-        "has it (nvidia-smi lists it), or keep engines off that GPU by CUDA_VISIBLE_DEVICES, or "
-        "set a smaller engine.gpu_memory_utilization"
+        "from here; an engine of vLLM's usual share of 92% does not start there. To do: end the "
+        "processes that have it (nvidia-smi lists it), or keep engines off that GPU by "
+        "CUDA_VISIBLE_DEVICES, or set a smaller engine.gpu_memory_utilization"
     ]
     gpu.run(2**22 + 1, memory_bytes=39 * GIB)  # Above Linux's highest process id.
     (seen,) = said("GPU memory")

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from conserve.settings import load
-from conserve_cli.doctor.environments import check_environments, observe_environments
 from conserve_cli.doctor.facts import Finding
+from conserve_cli.doctor.observe import observe_environments
+from conserve_cli.doctor.verdict import check_environments
 from deployments.environments.sandbox import MARKER, marked
 from deployments.environments.service import take_lock
 from tests.unit.conserve_cli.doctor.sound import bad

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from conserve.settings import Settings, load
-from conserve_cli.doctor import listeners
 from conserve_cli.doctor.facts import Finding, ListenerFacts
-from conserve_cli.doctor.listeners import check_listeners, is_loopback, observe_listeners, owner_of
-from conserve_cli.doctor.verdict import judge
+from conserve_cli.doctor.observe import is_loopback, observe_listeners, owner_of, process_name
+from conserve_cli.doctor.verdict import check_listeners, judge
 from tests.unit.conserve_cli.doctor.sound import HEAD, NODE, SETTINGS, WORKER, bad
 
 ROUTER = ListenerFacts("router", "ray::ServeReplica:default:Router", 7, (("0.0.0.0", 8000),))
@@ -77,7 +76,7 @@ def test_nodes_of_a_cluster_have_to_reach_each_other() -> None:
 )
 def test_processes_are_known_by_their_command_lines(command: str, owner: str, name: str) -> None:
     assert owner_of(command) == owner
-    assert listeners.process_name(command) == name
+    assert process_name(command) == name
 
 
 def test_loopback_in_all_its_spellings() -> None:

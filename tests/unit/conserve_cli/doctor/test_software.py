@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts, TorchFacts
-from conserve_cli.doctor.software import check_software
+from conserve_cli.doctor.machine import check_software
 from tests.unit.conserve_cli.doctor.sound import CPU, CUDA, H100, NO_GPU, bad, software
 
 

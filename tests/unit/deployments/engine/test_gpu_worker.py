@@ -33,7 +33,7 @@ PART = "5e0c3a52-7f5c-5f3e-8a5b-0f5d0b1c9a77"
 
 def test_a_part_of_a_gpu_has_its_own_name() -> None:
     """By a whole GPU's prefix NVML knows no MIG device, so that none would be metered."""
-    part = MigDevice(f"MIG-{PART}", f"GPU-{BARE}", "NVIDIA H100 MIG 3g.40gb", 60, 40 << 30)
+    part = MigDevice(f"MIG-{PART}", "NVIDIA H100 MIG 3g.40gb", 60, 40 << 30)
     gpu = Gpu(0, f"GPU-{BARE}", "NVIDIA H100", 80 << 30, 132, (9, 0), True, (part,))
     assert nvml_name(PART, [gpu]) == f"MIG-{PART}"
     assert nvml_name(BARE, [gpu]) == f"GPU-{BARE}"

@@ -176,7 +176,7 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
 
 def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmcache_server, "_OPEN_PORTS", range(20_000, 20_100))
-    monkeypatch.setattr(lmcache_server, "_taken", lambda host, port: port > 20_002)
+    monkeypatch.setattr(lmcache_server, "is_free", lambda host, port: port <= 20_002)
     settings = Settings(port=20_001, lmcache=LMCacheSettings(port=0, http_port=0))
     # Often enough for chance to have tried everything.
     for _ in range(30):

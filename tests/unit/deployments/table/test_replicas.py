@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from autoscale.scaling import Scaling
+from autoscale.autoscaler import Scaling
 from conserve.history import TurnStats
 from conserve.settings import Settings
 from conserve.wire import Role

@@ -1,0 +1,68 @@
+"""Prints for all commands: refusals, progress, and where results go."""
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from conserve.console import new_console
+
+console = new_console()
+
+
+def refuse(problem: str, status: int = 2, to: Console = console) -> NoReturn:
+    """Print a problem in red, and end the command with this status."""
+    to.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
+    raise typer.Exit(status) from None
+
+
+def progress_bar(*fields: str) -> Progress:
+    """Return a bar of a task's description, its count and its time, and these fields."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        *(TextColumn(f"{{task.fields[{name}]}}") for name in fields),
+        console=console,
+        transient=True,
+    )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder that `--out` names, or end the command."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--out {folder} cannot be made: {error.strerror}")
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib, an extra of the distribution, is installed; print if it is not."""
+    found = find_spec("matplotlib") is not None
+    if not found:
+        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
+    return found
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have a plain ``kill``, or a closed terminal, raise KeyboardInterrupt as Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
