@@ -1,4 +1,4 @@
-"""A place in the line of those who wait for room, and what an order of the line has to say."""
+"""A place in the queue for room, and the protocol of the queue's orders."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +9,12 @@ from conserve.histories.kinship import Opening
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the line.
+    """A place in the queue.
 
     Attributes:
-        history_id: of the history that has it.
-        prompt_tokens: its prompt's length.
-        arrived_s: when its first request came; counting the prompt took the time since.
-        deadline_s: when it has waited for as long as anybody may.
-        opening: what else is known of its prompt.
-        served_tokens: what its conversation has been served before, all its histories.
+        arrived_s: when its first request came, before its prompt was counted.
+        deadline_s: when it has waited for as long as allowed.
+        served_tokens: what was computed before for all histories of its conversation.
     """
 
     history_id: str
@@ -30,20 +27,16 @@ class Ticket:
 
 
 class LineOrder(Protocol):
-    """In which order those who wait go, and who may be overtaken by those behind who fit."""
+    """Orders the queue, and says which tickets others may overtake."""
 
     def join(self, ticket: Ticket) -> None:
-        """Somebody begins to wait."""
+        """Add a ticket."""
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
-        """Somebody waits no longer.
-
-        Args:
-            went: there was room for it; else it gave up.
-        """
+        """Remove a ticket; ``went`` says whether it was admitted."""
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Yield those who wait, who goes first first. Nobody may join or leave meanwhile."""
+        """Yield the tickets in their order. None may join or leave meanwhile."""
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether those behind have to wait until this one fits."""
+        """Return whether those behind have to wait until this one fits."""

@@ -1,4 +1,4 @@
-"""The line of conversations that wait for a decoder with room: bounded, in some order."""
+"""The queue of conversations that wait for a decoder with room."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from conserve.histories.kinship import Opening
 
 
 class QueueFull(Exception):
-    """As many conversations wait already as may. ``retry_after_s`` is when to try again."""
+    """The queue has no place free. ``retry_after_s`` is when to try again."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         if limit == 0:
@@ -23,13 +23,7 @@ class QueueFull(Exception):
 
 
 class WaitingLine:
-    """A bounded line with a longest wait.
-
-    Args:
-        limit: places in the line; 0 means that nobody may wait.
-        timeout_s: the longest wait.
-        order: who goes first; by default whoever came first.
-    """
+    """A bounded queue with a longest wait; by default in order of arrival."""
 
     def __init__(self, limit: int, timeout_s: float, order: LineOrder | None = None) -> None:
         self._limit = limit
@@ -43,11 +37,11 @@ class WaitingLine:
 
     @property
     def tokens(self) -> int:
-        """Return the sum of everybody's prompts in the line."""
+        """Return the sum of the waiting prompts."""
         return sum(ticket.prompt_tokens for ticket in self._line.values())
 
     def tokens_of(self, beginning: str) -> int:
-        """Return the sum of the prompts of those whose ids begin so."""
+        """Return the sum of the prompts of histories whose ids have this prefix."""
         line = self._line.values()
         return sum(
             ticket.prompt_tokens for ticket in line if ticket.history_id.startswith(beginning)
@@ -63,10 +57,6 @@ class WaitingLine:
         served_tokens: int = 0,
     ) -> Ticket:
         """Take a place.
-
-        Args:
-            arrived_s: when its first request came, if that was before now.
-            opening, served_tokens: as in `Ticket`.
 
         Raises:
             QueueFull: no place is free.
@@ -86,26 +76,21 @@ class WaitingLine:
         return ticket
 
     def leave(self, history_id: str, *, went: bool = False) -> Ticket | None:
-        """Give the place up; None if it has none.
-
-        Args:
-            went: it does not wait any longer because there is room for it.
-        """
+        """Give the place up; None if it has none. ``went`` says whether it is admitted."""
         ticket = self._line.pop(history_id, None)
         if ticket is not None:
             self._order.leave(ticket, went=went)
         return ticket
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Everybody, who goes first first. Nobody may join or leave meanwhile."""
+        """Yield the tickets in their order. None may join or leave meanwhile."""
         return self._order.tickets(now_s)
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether those behind it have to wait until it fits."""
         return self._order.holds_up(ticket, now_s)
 
     def retry_after_s(self, now_s: float) -> int:
-        """When a place is free at the latest, in whole seconds, at least 1."""
+        """Return the time until a place is free at the latest, in whole seconds from 1 to 60."""
         oldest = next(iter(self._line.values()), None)
         wait_s = oldest.deadline_s - now_s if oldest is not None else self._timeout_s
         return max(1, min(int(wait_s) + 1, 60))
