@@ -1,6 +1,6 @@
-"""Later turns that ask nobody: what routers, decoders and the table keep so that they can.
+"""State of routers, decoders and the table for later turns that do not ask the table.
 
-See docs/later-turns.md, which has the protocol.
+docs/later-turns.md has the protocol.
 """
 
 from conserve.direct.desk import LEASE_S, Continued, Desk
