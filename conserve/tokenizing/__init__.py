@@ -1,4 +1,4 @@
-"""Prompts in tokens, each piece of text tokenized once: see `TokenCache`."""
+"""Tokenizes prompts, each piece of text once."""
 
 from conserve.tokenizing.cache import Encode, TokenCache
 from conserve.tokenizing.pieces import Pieces, SpecialToken, special_tokens

@@ -1,4 +1,4 @@
-"""The tokens of pieces that were tokenized before."""
+"""Keeps the tokens of pieces that were tokenized before."""
 
 import sys
 import threading
@@ -8,29 +8,21 @@ from collections.abc import Callable, Sequence
 
 from conserve.tokenizing.pieces import Pieces
 
-# What an entry takes beside its strings and its tokens: the key, the array, the table's slots.
+# Beside an entry's strings and tokens: the key, the array, the table's slots.
 _ENTRY_BYTES = 300
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
 
 
 class TokenCache:
-    """Tokenizes prompts by their pieces, each piece once.
-
-    An agent's turn sends all of its history again, and of a conversation's first prompt most is
-    the system prompt of the others. Both were tokenized before, and nothing but the newest messages
-    has to be: so a later turn's tokenizing takes as long as what is new, not as the history.
-
-    Safe to be used from several threads.
+    """Tokenizes prompts by their pieces, each piece once; safe to use from several threads.
 
     Args:
-        pieces: cuts prompts.
         encode: tokenizes texts, each by itself, adding nothing; called without a lock held.
-        most_bytes: of host memory; what was not used for longest goes first.
+        most_bytes: of host memory; the least recently used entries go first.
 
     Attributes:
-        found_tokens, encoded_tokens: of all prompts, how many came from here and how many from the
-            tokenizer.
+        found_tokens, encoded_tokens: of all prompts, from here and from the tokenizer.
     """
 
     def __init__(self, pieces: Pieces, encode: Encode, most_bytes: int) -> None:
@@ -45,19 +37,19 @@ class TokenCache:
 
     @property
     def held_bytes(self) -> int:
-        """Return how much the entries take, about."""
+        """Return about how much the entries take."""
         return self._bytes
 
     def tokens(
         self, text: str, scope: str = "", keeps: bool = True, below_tokens: int | None = None
     ) -> list[int]:
-        """A prompt's tokens.
+        """Return a prompt's tokens.
 
         Args:
-            scope: nothing that was tokenized under another one is found, so that nobody can tell
-                by the time that it takes what others have sent.
+            scope: only what was tokenized under the same one is found, so that no tenant can tell
+                by the time taken what others have sent.
             keeps: whether its pieces are kept.
-            below_tokens: nothing is kept of one with so many or more, whose sender is refused.
+            below_tokens: nothing is kept of a prompt with as many or more, which is refused.
         """
         pieces = [*self._pieces.of(text)]
         with self._lock:
@@ -74,7 +66,7 @@ class TokenCache:
         with self._lock:
             self.encoded_tokens += sum(map(len, encoded))
             for at, ids in zip(missing, encoded, strict=True):
-                # The last one is going to be continued.
+                # The last piece will be continued.
                 if keeps and at < len(pieces) - 1:
                     self._keep(scope, pieces[at], ids)
         return tokens

@@ -1,4 +1,4 @@
-"""Cuts a text so that its pieces become the tokens that it becomes as a whole."""
+"""Cuts a text so that its pieces have the same tokens as the whole."""
 
 import re
 import unicodedata
@@ -6,20 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# A piece ends at the first special token after so many characters. Shorter ones (a turn's end, the
-# next one's role) cost as much to look up as they save.
+# A piece has at least this many characters. Looking up shorter ones (a turn's end, the next one's
+# role) costs as much as it saves.
 LEAST_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A token that a tokenizer finds in the raw text, before anything else is done with it.
+    """A token that a tokenizer finds in the raw text, before it does anything else.
 
     Attributes:
-        content: the text that becomes it.
-        plain: whether nothing around it decides if it is found, or is taken along, and it decides
-            nothing for what stands before it: not about whitespace (``lstrip``, ``rstrip``), nor
-            about letters (``single_word``).
+        plain: whether it neither depends on what stands around it nor takes any of that along.
     """
 
     content: str
@@ -27,18 +24,14 @@ class SpecialToken:
 
 
 def special_tokens(added: Iterable[Any]) -> list[SpecialToken]:
-    """Return those of a tokenizer's added tokens that it looks for in raw text.
-
-    Args:
-        added: as ``tokenizers.AddedToken`` describes them.
-    """
+    """Return those of some ``tokenizers.AddedToken`` that are looked for in raw text."""
     return [SpecialToken(one.content, _is_plain(one)) for one in added if not one.normalized]
 
 
 def _is_plain(added: Any) -> bool:
     takes_along = added.lstrip or added.rstrip or added.single_word
-    # One before it may take whitespace along, or be a word that ends where no letter follows. What
-    # counts as either is the tokenizer's to say; punctuation and symbols do nowhere.
+    # A token before it may take whitespace along, or require that no letter follows. Tokenizers
+    # differ in what is either; to none is punctuation or a symbol.
     first = unicodedata.category(added.content[:1] or " ")
     return not takes_along and first[0] in "PS" and first != "Pc"
 
@@ -46,26 +39,14 @@ def _is_plain(added: Any) -> bool:
 class Pieces:
     """Cuts texts before special tokens.
 
-    A Hugging Face tokenizer first finds its added tokens in the raw text, from left to right, the
-    longest that begins at a place; then it normalizes and splits what lies between two of them by
-    itself. So what follows a special token, with that token, becomes the same tokens whatever came
-    before. Only those that are plain are cut at; the others are looked for all the same, since one
-    of them may take a plain one's characters.
-
-    A cut depends on the text before it alone: whatever a text is continued with, its pieces stay
-    the same, but for the last one.
-
-    Args:
-        tokens: all that the tokenizer looks for in raw text.
-
-    Example:
-        >>> pieces = Pieces([SpecialToken("<|im_start|>"), SpecialToken("<|im_end|>")], least=4)
-        >>> list(pieces.of("<|im_start|>user: why?<|im_end|>"))
-        ['<|im_start|>user: why?', '<|im_end|>']
+    A Hugging Face tokenizer finds its added tokens in the raw text from left to right, the longest
+    first, and tokenizes what lies between them separately. So a special token and what follows it
+    become the same tokens whatever came before. Only plain tokens are cut at; the others are looked
+    for too, since one of them may contain a plain one. When a text grows, all pieces but the last
+    stay.
     """
 
     def __init__(self, tokens: Iterable[SpecialToken], least: int = LEAST_CHARACTERS) -> None:
-        # An empty token is found nowhere.
         found = {token.content: token.plain for token in tokens if token.content}
         self._plain = frozenset(content for content, plain in found.items() if plain)
         self._found = re.compile(_any_of(found)) if self._plain else None
@@ -73,11 +54,10 @@ class Pieces:
 
     @property
     def cuts(self) -> bool:
-        """Whether there is any token to cut at."""
         return bool(self._plain)
 
     def of(self, text: str) -> Iterator[str]:
-        """A text's pieces, in order; together they are the text. None is empty."""
+        """Yield a text's pieces in order; none is empty."""
         begin = 0
         if self._found is not None:
             for match in self._found.finditer(text):
@@ -90,10 +70,9 @@ class Pieces:
 
 
 def _any_of(contents: Iterable[str]) -> str:
-    """A pattern for the longest of some texts that begins at a place.
+    """Return a pattern for the longest of some texts that begins at a place.
 
-    It branches letter by letter: of hundreds of reserved tokens that begin alike, each "<" of a
-    page of HTML would be held against every one.
+    It branches letter by letter: hundreds of reserved tokens begin alike, with "<".
     """
     tree: dict[str, Any] = {}
     for content in contents:
@@ -105,7 +84,7 @@ def _any_of(contents: Iterable[str]) -> str:
 
 
 def _pattern(tree: dict[str, Any]) -> str:
-    # Letters in a row, without a branch, are no recursion: tokens may be long.
+    # Tokens may be long, so only branches recurse.
     text = ""
     while len(tree) == 1 and "" not in tree:
         ((letter, tree),) = tree.items()
@@ -113,5 +92,5 @@ def _pattern(tree: dict[str, Any]) -> str:
     branches = [re.escape(letter) + _pattern(after) for letter, after in tree.items() if letter]
     if not branches:
         return text
-    # What goes on is preferred to what ends here.
+    # A longer token is preferred.
     return f"{text}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
