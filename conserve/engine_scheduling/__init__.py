@@ -1,8 +1,4 @@
-"""Decides what runs next inside one engine and what it keeps, knowing conversations.
-
-They know no engine and no clock; time is an argument. `deployments.engine.scheduler` has vLLM obey
-them. README.md says what each reads and decides.
-"""
+"""Decides what runs next inside one engine and which KV it keeps between turns; see README.md."""
 
 from conserve.engine_scheduling.chunks import ChunkController
 from conserve.engine_scheduling.feedback import FeedbackQueue

@@ -1,4 +1,4 @@
-"""Which prefills are kept from decodes altogether: the lane beside an engine's steps."""
+"""Chooses the prefills that run in a lane beside an engine's steps, apart from decodes."""
 
 from typing import Literal
 
@@ -6,50 +6,18 @@ Route = Literal["inline", "lane", "wait"]
 
 
 class PrefillLane:
-    """Which calls go through the prefill lane (AgentServe, algorithm 1, lines 11 to 16).
+    """Routes calls to the prefill lane (AgentServe, algorithm 1, lines 11 to 16).
 
-    There a decode, or a prefill no longer than the budget B, goes to Q_D, which runs on the
-    decodes' part of the GPU, and any other prefill to Q_P, the lane. Q_D are an engine's steps
-    here. Departures, and what the paper leaves open:
-
-    - Length is what has to be *computed*: tokens that no cache has. Line 13 goes by length alone,
-      the prose has every cold prompt apart; this follows the line, since a short cold prompt
-      costs decodes no more than a short append.
-    - The lane is used only beside decodes. Where nobody decodes there is nobody to keep it from,
-      and a step computes a prompt sooner.
-    - One prefill at a time: two would share what the lane has, and both be late. Q_P is no queue
-      of its own: those who wait for the lane stay where they are, in the scheduler's order of
-      levels, and hold no blocks.
-    - At most ``most_waiting`` wait for it, and none for longer than ``longest_wait_s``: further
-      ones run inline, cut to the budget, so nobody starves behind a long prompt. The paper has no
-      bound.
-    - The prompt's last token is computed inline always: its logits are the first token's.
-
-    Args:
-        most_waiting: so many may wait while one is prefilled.
-        longest_wait_s: then a call runs inline.
+    Q_D of the paper is the engine's steps here, and Q_P the lane, which computes one prefill at a
+    time and only beside decodes. At most ``most_waiting`` calls wait for it, none longer than
+    ``longest_wait_s``; others run inline, cut to the budget. README.md lists the departures.
 
     Attributes:
-        current: whose prefill is under way; None: nobody's.
-        current_tokens: of it, what is left to compute.
-        done, failed: prefills, since the engine's start; of both, those whose client left count
-            as neither.
-        computed_tokens: in the lane, since then.
+        current: the call in the lane; None if it is free.
+        done, failed: prefills since the engine's start; one whose client left counts as neither.
 
     Raises:
-        ValueError: a setting is out of its range; says which.
-
-    Example:
-        >>> lane = PrefillLane()
-        >>> def route(name, missing):
-        ...     return lane.route(name, missing, budget_tokens=256, decoding=True, now_s=0.0)
-        >>> route("append", 79), route("long", 3_000)
-        ('inline', 'lane')
-        >>> lane.takes("long", 2_999)
-        >>> route("longer", 4_000)
-        'wait'
-        >>> lane.route("longer", 4_000, budget_tokens=256, decoding=True, now_s=2.5)
-        'inline'
+        ValueError: a setting is out of its range.
     """
 
     def __init__(self, *, most_waiting: int = 8, longest_wait_s: float = 2.0) -> None:
@@ -66,18 +34,16 @@ class PrefillLane:
 
     @property
     def waiting(self) -> int:
-        """How many wait for the lane."""
         return len(self._since_s)
 
     def route(
         self, name: str, missing_tokens: int, budget_tokens: int, decoding: bool, now_s: float
     ) -> Route:
-        """Return where a call that could begin now is prefilled; ``wait``: ask again.
+        """Return where a call that could begin now is prefilled; ``wait`` means to ask again.
 
         Args:
-            missing_tokens: of its prompt, what has to be computed.
-            budget_tokens: what a step may prefill beside decodes.
-            decoding: whether anybody decodes.
+            missing_tokens: of its prompt, what no cache has.
+            decoding: whether any call decodes.
         """
         if not decoding or missing_tokens <= budget_tokens:
             self._since_s.pop(name, None)
@@ -89,33 +55,26 @@ class PrefillLane:
             if len(self._since_s) >= self._most_waiting:
                 return "inline"
             since_s = self._since_s[name] = now_s
-        # It keeps its place until it begins: there may be no room for it yet.
+        # It keeps its place until it begins, since it may not have room yet.
         return "wait" if now_s - since_s < self._longest_wait_s else "inline"
 
     def takes(self, name: str, tokens: int) -> None:
-        """A call's prefill of so many tokens goes to the lane.
-
-        Raises:
-            ValueError: another one is there.
-        """
+        """Put a call's prefill into the lane; ValueError if it has another one."""
         if self.current is not None:
-            raise ValueError(f"{self.current} is in the lane, and so cannot {name} be")
+            raise ValueError(f"{name} cannot enter the lane: {self.current} is in it")
         self._since_s.pop(name, None)
         self.current, self.current_tokens = name, tokens
 
     def computed(self, name: str, tokens: int) -> None:
-        """So much more of a prefill is done."""
         self.computed_tokens += tokens
         if name == self.current:
             self.current_tokens -= tokens
 
     def ends(self, name: str, outcome: Literal["done", "failed", "cut"]) -> None:
-        """A prefill has left the lane."""
         if name == self.current:
             self.current, self.current_tokens = None, 0
             self.done += outcome == "done"
             self.failed += outcome == "failed"
 
     def forget(self, name: str) -> None:
-        """A call waits no more for the lane: it has begun inline, or ended."""
         self._since_s.pop(name, None)

@@ -1,4 +1,4 @@
-"""The load that an engine's scheduler tells with each beat."""
+"""The load that an engine's scheduler reports with each beat."""
 
 import msgspec
 
@@ -6,27 +6,18 @@ from conserve.engine_scheduling.kinds import Kind
 
 
 class SchedulerLoad(msgspec.Struct, frozen=True):
-    """Tells what is with a scheduler now, and what it has done since its engine's start.
+    """A scheduler's calls and blocks now, and its counts since the engine's start.
 
     Attributes:
-        waiting, running: calls on each level, 0 first.
-        running_kinds: those that run, by what they are.
-        begun: calls that have begun, by what they were.
-        cut: chunks that were made smaller, or put off, for those who decode.
+        waiting, running: calls on each level, from 0.
+        cut: chunks that were made smaller, or put off, for decodes.
         parts: prompts that began without room for all of them.
         preempted: calls, by level.
-        reclaimed_blocks: given up between turns before their time.
-        pinned_blocks: kept between turns now.
-        free_blocks, blocks: of the engine's KV.
-        tpot_s, tpot_bound_s: time per output token of late, and its bound.
-        budget_tokens: what a step may prefill beside decodes.
-        lane_waiting, lane_running: calls that wait for the prefill lane, and that are in it;
-            None, as all of the lane's: there is none.
+        reclaimed_blocks: pinned ones that were given up before their time.
+        lane_waiting: None, like all of the lane's, without a lane.
         lane_tokens: left to compute in the lane.
-        lane_prefills: by what became of them: done, or failed and computed inline.
-        lane_computed_tokens: in the lane.
-        decode_sms: how many SMs steps have, where the lane has the engine's others; None: nothing
-            moves a border between them.
+        lane_prefills: by outcome: done, or failed and computed inline.
+        decode_sms: SMs that steps have, where the lane has the others; None if no border moves.
     """
 
     waiting: list[int]

@@ -1,27 +1,19 @@
-"""Estimates what a step of an engine costs, by how much it prefills."""
+"""Estimates how long an engine's step takes, by how much it prefills."""
 
-# What is older than some fifty steps says little: contexts grow, and decodes come and go.
+# Forgets within some fifty steps: contexts grow, and decodes come and go.
 _KEEP = 0.98
 _ENOUGH = 8.0
 # Steps whose prefills hardly differ do not tell a slope from noise.
 _LEAST_SPREAD_TOKENS = 16.0
-# One step that took so many times what was expected (a busy machine) counts as that many.
+# A step on a busy machine counts as at most this many times what was expected.
 _MOST_TIMES = 4.0
 
 
 class StepCost:
-    """A line through the steps of late: how long one takes, by its prefill tokens.
+    """A line through recent steps' times over their prefill tokens (least squares, with
+    forgetting).
 
-    Least squares with exponential forgetting. It is not in AgentServe, whose controller only sees
-    that a step was late when it was: it keeps the first long prefill after a calm time from being
-    the one that shows it.
-
-    Example:
-        >>> cost = StepCost()
-        >>> for tokens in (0, 64, 0, 128, 0, 64, 256, 0, 0, 64):
-        ...     cost.add(0.004 + 0.0001 * tokens, tokens)
-        >>> cost.affordable_tokens(within_s=0.05)
-        460
+    AgentServe's controller sees a late step only afterwards; this foresees it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +23,6 @@ class StepCost:
         self._square = self._product = 0.0
 
     def add(self, lasted_s: float, prefill_tokens: int) -> None:
-        """A step is over."""
         line = self.line()
         if line is not None:
             base_s, token_s = line
@@ -44,20 +35,16 @@ class StepCost:
         self._product = _KEEP * self._product + off_tokens * (lasted_s - self._mean_s)
 
     def line(self) -> tuple[float, float] | None:
-        """Seconds that a step takes anyway, and those that a token of prefill adds.
-
-        Returns:
-            Both above 0; None while there is too little to tell.
-        """
+        """Return a step's fixed seconds, and those a prefilled token adds; None while unknown."""
         if self._weight < _ENOUGH or self._square < self._weight * _LEAST_SPREAD_TOKENS**2:
             return None
         token_s = self._product / self._square
         base_s = self._mean_s - token_s * self._mean_tokens
-        # Seen through noise: some time it takes.
+        # Noise may make either negative.
         return max(base_s, 1e-6), max(token_s, 1e-9)
 
     def affordable_tokens(self, within_s: float) -> int | None:
-        """How many tokens a step may prefill to last no longer than that; None: not known yet."""
+        """Return how many tokens a step may prefill within this time; None while unknown."""
         line = self.line()
         if line is None:
             return None

@@ -1,6 +1,5 @@
 """The budget of prefill beside decodes, and the line that caps it."""
 
-import doctest
 import random
 from itertools import pairwise
 
@@ -8,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import ChunkController, StepCost, chunks, kind_of, kinds, step_cost
-
-
-@pytest.mark.parametrize("module", [chunks, step_cost, kinds])
-def test_the_docstrings_are_true(module: object) -> None:
-    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+from conserve.engine_scheduling import ChunkController, StepCost, kind_of
 
 
 def run(

@@ -1,6 +1,5 @@
 """Levels: who goes first, and that nobody waits for ever."""
 
-import doctest
 import math
 from dataclasses import dataclass
 
@@ -8,13 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import FeedbackQueue, feedback
+from conserve.engine_scheduling import FeedbackQueue
 
 CAPACITY = 64_000
-
-
-def test_the_docstring_is_true() -> None:
-    assert doctest.testmod(feedback).failed == 0
 
 
 def test_a_small_call_goes_before_a_large_one_and_a_new_one_before_a_much_served_one() -> None:

@@ -1,21 +1,16 @@
 """How many SMs decodes have to themselves beside prefills."""
 
-import doctest
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import DecodeReserve, reserve
+from conserve.engine_scheduling import DecodeReserve
 
 SIZES = (16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
 # The largest with no more than nine tenths of them.
 MOST = 112
-
-
-def test_the_docstring_is_true() -> None:
-    assert doctest.testmod(reserve).failed == 0
 
 
 class Engine:

@@ -1,16 +1,10 @@
 """What is held between turns, and what goes first."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import Pin, Retention, retention
-
-
-def test_the_docstring_is_true() -> None:
-    assert doctest.testmod(retention).failed == 0
+from conserve.engine_scheduling import Pin, Retention
 
 
 def test_a_history_is_held_for_as_long_as_its_own_gaps_say() -> None:
