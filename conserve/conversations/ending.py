@@ -1,4 +1,4 @@
-"""How histories end: they are released, or were not used for too long."""
+"""Ends histories that are released, or were not used for too long."""
 
 from conserve.conversations.ledger import Ledger
 from conserve.history import History
@@ -7,20 +7,13 @@ from conserve.pausing import Memory
 
 
 class Ending:
-    """Ends histories.
-
-    Args:
-        idleness: says which were not used for too long.
-        memory: is told of them, where there is pausing.
-    """
-
     def __init__(self, ledger: Ledger, idleness: Idleness, memory: Memory | None) -> None:
         self._ledger = ledger
         self._idleness = idleness
         self._memory = memory
 
     def release(self, history_id: str) -> History | None:
-        """See `ConversationTable.release`."""
+        """End a history, whose tokens no longer count; None if it is unknown."""
         history = self._ledger.take_out(history_id)
         if history is not None:
             self._ledger.give_up(history, ended=True)
@@ -29,7 +22,7 @@ class Ending:
         return history
 
     def expire(self, now_s: float) -> list[History]:
-        """See `ConversationTable.expire`."""
+        """End the histories not used for the idle time, the longest unused first."""
         ended = self._idleness.ended(now_s)
         for history in ended:
             if self._memory is not None and not history.running:

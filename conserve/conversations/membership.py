@@ -1,4 +1,4 @@
-"""Engines come, with what they hold, and go, and what becomes of the histories that they had."""
+"""Adds engines with what they hold, and removes them."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,7 @@ from conserve.pausing import Memory
 
 
 class Membership:
-    """Takes decoders in, and over what they hold; unbinds what was on those that go.
-
-    Args:
-        turns: are numbered above those that decoders know of.
-        idleness: looks at histories that were taken over, or have lost their turns.
-        memory: who is paused; None without pausing.
-    """
+    """Adds decoders and takes over what they hold; unbinds histories of those that go."""
 
     def __init__(
         self,
@@ -35,12 +29,15 @@ class Membership:
         self._idleness = idleness
         self._memory = memory
 
-    # --- they come ---------------------------------------------------------------------------
-
     def add_decoder(
         self, decoder_id: str, capacity_tokens: int, holds: Iterable[History]
     ) -> list[str]:
-        """See `ConversationTable.add_decoder`."""
+        """Add a decoder that is ready, and that may hold histories (after a table was lost).
+
+        Returns:
+            Ids among ``holds`` that live elsewhere by now, or have ended. The decoder should forget
+                them.
+        """
         self._engines.add_decoder(decoder_id, capacity_tokens)
         foreign = []
         # The oldest first: an engine has no more than it has room for.
@@ -56,10 +53,10 @@ class Membership:
                 if was_on in (None, decoder_id):
                     self._adopt(held, decoder_id)
                 else:
-                    # It was there before that.
+                    # It was on this decoder before it was paused on another.
                     foreign.append(held.id)
             elif self._is_newer(held, known):
-                # It was paused, and moved on from where the other one is.
+                # It was paused, and has moved on from the decoder that is known.
                 assert self._memory is not None
                 self._memory.moved_from(known)
                 self._adopt(held, decoder_id)
@@ -68,7 +65,7 @@ class Membership:
         return foreign
 
     def _is_newer(self, held: History, known: History) -> bool:
-        """Whether one decoder's record of a history is of a later turn than another's."""
+        """Return whether a decoder's record of a history is of a later turn than the known one."""
         return (
             self._memory is not None
             and known.decoder_id is not None
@@ -80,7 +77,7 @@ class Membership:
     def _adopt(self, held: History, decoder_id: str) -> None:
         known = self._ledger.take_out(held.id)
         if known is not None:
-            # What a decoder cannot know: the conversation's life before it came there.
+            # A decoder does not know the conversation's life before it came there.
             held.created_s = known.created_s
             held.turns = max(held.turns, known.turns)
             held.moves = known.moves
@@ -103,10 +100,12 @@ class Membership:
             self._memory.found_on(held)
             self._memory.used(held)
 
-    # --- they go -----------------------------------------------------------------------------
-
     def evict(self, decoder_id: str) -> list[str]:
-        """See `ConversationTable.evict`."""
+        """Unbind a decoder's histories, each as soon as none of its turns runs.
+
+        Returns:
+            Ids of those unbound now.
+        """
         self._engines.evicting.add(decoder_id)
         idle = [
             history
@@ -118,17 +117,21 @@ class Membership:
         return [history.id for history in idle]
 
     def remove_prefiller(self, prefiller_id: str) -> None:
-        """See `ConversationTable.remove_prefiller`."""
+        """Remove a prefiller that is lost or has left."""
         if prefiller_id not in self._engines.prefillers:
             return
         self._engines.remove_prefiller(prefiller_id)
-        # It may come back under its id, with an empty queue: these prefills must not count then.
+        # It may come back under its id, with an empty queue.
         for history in self._by_id.values():
             if history.prefiller_id == prefiller_id:
                 self._engines.leave_queue(history)
 
     def remove_decoder(self, decoder_id: str) -> list[str]:
-        """See `ConversationTable.remove_decoder`."""
+        """Remove a decoder that is lost, unbind what it held, and end those turns.
+
+        Returns:
+            Ids of the histories that lost their KV.
+        """
         if decoder_id not in self._engines.decoders:
             return []
         self._ledger.notices.remove(decoder_id)
@@ -142,7 +145,7 @@ class Membership:
                 if running:
                     if self._memory is not None:
                         self._memory.turns_lost(running)
-                    # It may have been spared for its turn.
+                    # It may have been kept for its running turn.
                     self._idleness.watch(history)
                 unbound.append(history.id)
         self._engines.remove_decoder(decoder_id)

@@ -1,4 +1,4 @@
-"""Turns: they begin, run, and are complete, or come to nothing."""
+"""Begins turns, and ends them when they are complete or have failed."""
 
 from sys import intern
 
@@ -17,16 +17,10 @@ from conserve.tenants.usage import TenantUsage
 class Turns:
     """Starts turns and ends them, with what follows for their histories.
 
-    Args:
-        ending: for those whose first turn comes to nothing.
-        memory: where there is pausing.
-        first_id: as for `ConversationTable`.
-
     Attributes:
-        first_id: the first number of a turn or an incarnation.
-        next_id: the next one.
-        expected_cached_tokens, missing_cached_tokens: of prompts, what the account had of their
-            beginnings, and what of it no engine had.
+        first_id, next_id: of turns and incarnations.
+        expected_cached_tokens: of prompts' beginnings, what should have been cached.
+        missing_cached_tokens: what of that no engine had.
     """
 
     def __init__(
@@ -50,10 +44,12 @@ class Turns:
         self.expected_cached_tokens = 0
         self.missing_cached_tokens = 0
 
-    # --- they begin --------------------------------------------------------------------------
-
     def begin(self, history_id: str, now_s: float, hints: Hints | None) -> History | None:
-        """See `ConversationTable.begin`."""
+        """Start a turn of a bound history; None if it is unknown or unbound.
+
+        Args:
+            hints: what its client says beside its messages; they stay until others come.
+        """
         history = self._by_id.get(history_id)
         if history is None or history.decoder_id is None:
             return None
@@ -68,7 +64,17 @@ class Turns:
         return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
-        """See `ConversationTable.began`."""
+        """Note that a decoder has begun a turn by itself.
+
+        If the history was paused before the decoder heard of that, it is bound there again, room or
+        not: what runs is not paused.
+
+        Args:
+            parks: whether it leaves its prompt's KV in host memory.
+
+        Returns:
+            False, with nothing changed, if the history has ended, or is elsewhere.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or decoder_id not in self._engines.decoders:
             return False
@@ -100,7 +106,7 @@ class Turns:
         Args:
             usage: its tenant's.
             arrived_s: when its first request came, if that was before now.
-            turn_id: its number; None: the next one.
+            turn_id: None means the next one.
         """
         if turn_id is None:
             turn_id = self.next_id
@@ -122,10 +128,14 @@ class Turns:
         if self._memory is not None:
             self._memory.bound(history, kept=True)
 
-    # --- they go on --------------------------------------------------------------------------
-
     def prefilled(self, turn: TurnKey, stored_tokens: int) -> None:
-        """See `ConversationTable.prefilled`."""
+        """Note that the remote prefill that a turn waited for is over, done or failed.
+
+        A history has one such prefill at a time, whichever of its turns says so.
+
+        Args:
+            stored_tokens: how much of its prompt it has left in host memory.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is not None:
             self._engines.leave_queue(history)
@@ -133,7 +143,11 @@ class Turns:
                 self._memory.parked(history, stored_tokens)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
-        """See `ConversationTable.answered`."""
+        """Note the first token of a turn that is not a tool call's.
+
+        Returns:
+            The conversation's TTFET, if this was its first such token.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.asked_s is None or history.ttfet_s is not None:
             return None
@@ -148,8 +162,6 @@ class Turns:
         history.ttfet_s = at_s - asked_s
         return history.ttfet_s
 
-    # --- they end ----------------------------------------------------------------------------
-
     def advance(
         self,
         turn: TurnKey,
@@ -158,7 +170,15 @@ class Turns:
         tails: tuple[Digest, ...],
         now_s: float,
     ) -> bool:
-        """See `ConversationTable.advance`."""
+        """Complete a turn: the history now holds its tokens.
+
+        A turn that this table does not know counts too, if it is newer than all that have ended: it
+        began under a table that was lost.
+
+        Returns:
+            False, with nothing changed, if the turn was reported before, or the history is
+                elsewhere.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.decoder_id != decoder_id:
             return False
@@ -185,7 +205,16 @@ class Turns:
         stats: TurnStats | None,
         now_s: float,
     ) -> History | None:
-        """See `ConversationTable.abandon`."""
+        """End a turn that did not complete: it was refused, or failed, or its client left.
+
+        Args:
+            decoder_id: the decoder that says so; None if it is not a decoder.
+            stats: what the engine had done by then, if anything.
+
+        Returns:
+            The history if this ended it: no turn of it has left anything, or its client cannot come
+                back.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None:
             return None
@@ -201,13 +230,13 @@ class Turns:
                 history.last_turn = stats
             self._finish(history, turn.turn_id, stats, now_s)
             if stats is not None:
-                # Its engine may have had nothing of it any more, and has computed it again.
+                # Its engine may have lost the history, and computed it again.
                 self._kinship.advanced(history)
         if not history.running:
             if not history.has_last_turn or not history.can_go_on:
                 return self._ending.release(turn.history_id)
             if history.promised:
-                # Nothing of it ever got to the decoder that it was to move to.
+                # Nothing of it reached the decoder that it was bound to.
                 self._ledger.unbind(history)
         return None
 
@@ -220,7 +249,7 @@ class Turns:
         self._ledger.turn_ends(history, turn_id, now_s)
         if stats is not None:
             history.promised = False
-            # One object for all histories that wait for the same.
+            # All histories that wait for the same tool share one object.
             history.tool = None if stats.tool is None else intern(stats.tool)
             self._ledger.hold(history, stats.prompt_tokens + stats.output_tokens)
         history.last_used_s = now_s
@@ -229,25 +258,25 @@ class Turns:
             self._memory.turn_ended(history, turn_id, stats)
 
     def _compare(self, history: History, stats: TurnStats) -> None:
-        """Compare what the account has of a history with what its engine had at a turn's begin."""
+        """Compare what a history should have cached with what its engine had at a turn's begin."""
         base = history.base
         if not history.promised:
             expected = history.held_tokens
         elif base is not None:
             expected = base.tokens
         else:
-            return  # Nothing is expected, as of most first turns.
+            return  # A first turn mostly expects nothing.
         found = stats.found_tokens
         self.expected_cached_tokens += expected
         self.missing_cached_tokens += max(0, expected - found)
         if base is not None and found < base.tokens // 2:
-            # The engine had to compute it anew: whoever else began with it has lost it too.
+            # The engine has computed it again, so all others that begin with it have lost it too.
             lost = self._kinship.evicted(history)
             if self._memory is not None:
                 self._memory.lost(lost)
         elif found < expected and not history.promised:
-            # A template may drop the reasoning of earlier answers: the turn does not begin with all
-            # that the one before it left.
+            # A template may drop the reasoning of earlier answers, so the turn does not begin with
+            # all that the one before it left.
             points = Points(history.points)
             points.clip(found)
             history.points = points.packed
