@@ -1,8 +1,4 @@
-"""Decides where a conversation goes, and where its turns are prefilled: one policy a file.
-
-`conversation` is the paper's, `elastic` goes beyond it; the others are what they are compared with.
-See README.md.
-"""
+"""Decides where a conversation goes, and where its turns are prefilled: see README.md."""
 
 from typing import Literal
 
@@ -57,11 +53,10 @@ def make_policy(
     wrong_decision_rate: float = 0.0,
     costs: EngineCosts | None = None,
 ) -> PlacementPolicy:
-    """The policy of this name, with the settings that are its own.
+    """Return the policy of this name, with its own settings.
 
     Args:
-        costs: for ``elastic``: engines' measured ones, from which it begins to learn; None: nothing
-            is known of them.
+        costs: measured costs of engines, from which ``elastic`` begins to learn; None if unknown.
     """
     match name:
         case "conversation":

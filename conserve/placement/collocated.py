@@ -1,4 +1,4 @@
-"""A baseline: every replica prefills and decodes."""
+"""A baseline in which every replica prefills and decodes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,16 +16,11 @@ from conserve.placement.state import (
 
 @dataclass(frozen=True, slots=True)
 class CollocatedPlacement:
-    """Each conversation on one replica, prefill and decode batched together (section 5.1).
+    """Each conversation on the emptiest replica, prefill and decode batched (ConServe, section
+    5.1).
 
-    The replica is the one with the lowest KV occupancy. Prefillers, if there are any, get
-    nothing. Set the engines' ``max_num_batched_tokens`` such that a step with a whole chunk of
-    prefill stays within the service level for TBT: the paper's rule is 5 times an unloaded
-    step's time.
-
-    Example:
-        >>> CollocatedPlacement().place(900, [Decoder("d1", 8000)], [Prefiller("p1")])
-        Placement(decoder_id='d1', prefiller_id=None)
+    Set the engines' ``max_num_batched_tokens`` so that a step with a whole chunk of prefill stays
+    within the SLO for TBT: the paper's rule is 5 times an unloaded step's time.
     """
 
     def place(

@@ -1,4 +1,4 @@
-"""ConServe's own policy: one decision a conversation."""
+"""The ConServe paper's policy, which decides once a conversation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,34 +19,21 @@ from conserve.placement.state import (
 class ConversationPlacement:
     """One decision a conversation, from what can be observed (ConServe, section 4.2).
 
-    *Decoder*: the one with the lowest KV occupancy, in tokens held by live conversations,
-    counting those promised and not yet arrived, against its capacity; among equals the one with
-    fewer conversations.
-    *Warm starts*: a prompt that goes back into a history, or begins with the system part of its
-    own conversation's others, goes to the decoder that holds most of it, if that has room for the
-    rest, and is prefilled there: what is appended is no more than a later turn's. Where that
-    beginning is still on its way, it goes to the same decoder, by a prefiller. A history that was
-    paused goes back to the decoder that should still have it, on the same terms; or to any, without
-    a prefiller, where host memory has most of it.
-    *Prefiller*: the one with the fewest tokens still to prefill, for the first turn. Every later
-    turn's prefill runs on the decoder.
+    The decoder is the one with the lowest KV occupancy, promised tokens included; among equals the
+    one with fewer conversations. The first turn's prefiller is the one with the fewest tokens still
+    to prefill. Every later turn's prefill runs on the decoder.
 
-    It ignores on purpose how long the conversation may get, what it will call and how busy a
-    decoder's batch is: none of that can be known, and the pool is provisioned for it instead.
+    A prompt that goes back into a history, or begins with the system part of its conversation's
+    others, starts *warm* on the decoder that holds most of it; if that is still computed elsewhere,
+    it goes there by a prefiller. A paused history goes back to the decoder that should still have
+    it, on the same terms, or to any without a prefiller if host memory has most of it.
 
-    Settings:
-        min_remote_prefill_tokens: a shorter first turn is prefilled by its decoder. 0 (the
-            default, as in the paper): every first turn goes to a prefiller.
+    Args:
+        min_remote_prefill_tokens: a shorter first turn is prefilled by its decoder.
+        most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
+            prefill would hold up the decoder's decodes.
         most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
             more than this.
-        most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
-            prefill would stand beside the decoder's decodes.
-
-    Example:
-        >>> policy = ConversationPlacement()
-        >>> policy.place(900, [Decoder("d1", 8000, 5000, 2), Decoder("d2", 8000, 100, 1)],
-        ...              [Prefiller("p1")])
-        Placement(decoder_id='d2', prefiller_id='p1')
     """
 
     min_remote_prefill_tokens: int = 0
@@ -85,7 +72,9 @@ class ConversationPlacement:
         return Placement(decoder.id, shortest_queue(prefillers) if remote else None)
 
     def _comes_from_host(self, prompt_tokens: int, shared: Shared) -> bool:
-        """Whether host memory has most of a prompt, and more than a decoder that it could join."""
+        """Return whether host memory has most of a prompt, and more than a decoder that it could
+        join.
+        """
         if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
             return False
         return shared.parked_tokens >= (1 - self.most_cold_share) * prompt_tokens
@@ -106,10 +95,11 @@ class ConversationPlacement:
         holder_id: str | None,
         cold_tokens: int | None = None,
     ) -> Decoder | None:
-        """The decoder that has a prompt's beginning, or is to, if the prompt should go there.
+        """Return the decoder that has, or will have, a prompt's beginning, if the prompt should go
+        there.
 
         Args:
-            cold_tokens: what it has not; None: what is not counted there yet.
+            cold_tokens: what it has not; None means what is not counted there yet.
         """
         holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:

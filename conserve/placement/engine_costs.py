@@ -1,15 +1,15 @@
-"""How long work takes an engine: as it was measured, or as it is observed."""
+"""How long work takes an engine, as measured or observed."""
 
 from dataclasses import dataclass, replace
 from typing import Self
 
-# Before anything is known of an engine. Its first iterations scale all of it.
+# Assumed of an unknown engine; its first iterations scale all of it.
 _ASSUMED_TOKENS_PER_S = 5_000.0
 _ASSUMED_STEP_S = 0.01
 _ASSUMED_SEQUENCE_S = 0.0005
 # The prompt length at which a token takes twice as long as the first one.
 _ASSUMED_PAIR_TOKENS = 50_000
-# To take a token from host memory takes this share of the time to compute it: see
+# Taking a token from host memory takes this share of the time to compute it: see
 # `conserve.pausing.policy`.
 _HANDOFF_SHARE = 0.25
 
@@ -20,20 +20,14 @@ class EngineCosts:
 
     Attributes:
         per_token_s, per_pair_s, per_cached_token_s: what a prefill adds to an iteration for each
-            new token, each pair of a new token and a token before it, and each token found cached.
-        prefill_constant_s: what an iteration takes beside that where nothing decodes.
-        prefill_share: of a prefill's time, what iterations of running decodes are longer by: 1 if
+            new token, each pair of a new token and one before it, and each token found cached.
+        prefill_constant_s: what an iteration of prefills takes besides, if nothing decodes.
+        prefill_share: of a prefill's time, what running decodes' iterations are longer by: 1 if
             nothing overlaps.
-        handoff_constant_s, handoff_per_token_s: until KV has come from elsewhere.
         chunk_tokens: most tokens of one iteration.
-        step_s, per_sequence_s, per_kv_token_s: an iteration of decodes, what each adds to it, and
-            each token of KV that they read.
-        doubt: how wrong a prefill's time may be, relative to it: a standard deviation.
-
-    Example:
-        >>> costs = EngineCosts(per_token_s=1e-3, handoff_constant_s=0.1, step_s=0.01)
-        >>> costs.prefill_s(1000), costs.handoff_s(1000), costs.decode_s(4)
-        (1.0, 0.1, 0.01)
+        step_s, per_sequence_s, per_kv_token_s: an iteration of decodes, and what each of them and
+            each token of KV that they read adds.
+        doubt: standard deviation of a prefill's time, relative to it.
     """
 
     per_token_s: float
@@ -74,7 +68,7 @@ class EngineCosts:
         )
 
     def handoff_s(self, tokens: int) -> float:
-        """Until KV of so many tokens has come from elsewhere; 0 for none."""
+        """Return the seconds until KV has come from elsewhere."""
         return self.handoff_constant_s + self.handoff_per_token_s * tokens if tokens > 0 else 0.0
 
     def decode_s(self, decodes: float, kv_tokens: float = 0) -> float:

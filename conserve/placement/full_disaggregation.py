@@ -1,4 +1,4 @@
-"""A baseline: every turn's prefill runs on a prefiller."""
+"""A baseline in which every turn's prefill runs on a prefiller."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,14 +19,8 @@ from conserve.placement.state import (
 class FullDisaggregationPlacement:
     """Every turn through a prefiller, never a prefill on a decoder (ConServe, section 5.1).
 
-    The decoder is kept for the conversation's life, and finds the history in its own cache; the
-    prefiller finds earlier prompts in its own cache and in LMCache. Neither is in the paper's
-    baseline, which gives up reuse across turns: this one is the stronger.
-
-    Example:
-        >>> policy = FullDisaggregationPlacement()
-        >>> policy.prefill_later_turn([Prefiller("p1", 800), Prefiller("p2", 20)])
-        'p2'
+    The paper's baseline gives up reuse across turns. This one is stronger: the decoder finds the
+    history in its own cache, and the prefiller finds earlier prompts there and in LMCache.
     """
 
     def place(

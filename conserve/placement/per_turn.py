@@ -1,4 +1,4 @@
-"""A baseline: one decision a turn, some of them wrong."""
+"""A baseline that decides each turn, sometimes wrongly."""
 
 import random
 from collections.abc import Iterable
@@ -18,20 +18,14 @@ from conserve.placement.state import (
 class PerTurnPlacement:
     """A later turn's prefill on its decoder or on a prefiller, decided turn by turn.
 
-    This is AMPD as ConServe compares with it (section 5.1): with appends of some hundred tokens
-    the right decision is the decoder, always, and a cost model that errs sends a turn to a
-    prefiller. The prefiller then reads the history from LMCache, where decoders leave it under
-    this policy, and the decoder takes back what is new.
+    This is AMPD as ConServe compares with it (section 5.1). With appends of some hundred tokens the
+    decoder is always right, and a cost model that errs sends a turn to a prefiller. That reads the
+    history from LMCache, where decoders leave it under this policy, and the decoder takes back what
+    is new.
 
-    Settings:
-        wrong_decision_rate: share of later turns sent to a prefiller, drawn for each; 0 is
-            ConServe's own placement, 0.1 what the paper reports.
-        seed: seeds the draws.
-
-    Example:
-        >>> policy = PerTurnPlacement(wrong_decision_rate=0.5, seed=1)
-        >>> [policy.prefill_later_turn([Prefiller("p1")]) for _ in range(4)]
-        ['p1', None, None, 'p1']
+    Args:
+        wrong_decision_rate: share of later turns sent to a prefiller, drawn for each; the paper
+            reports 0.1.
     """
 
     def __init__(self, wrong_decision_rate: float, seed: int = 0) -> None:

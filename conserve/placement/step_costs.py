@@ -8,23 +8,23 @@ import msgspec
 
 from conserve.placement.engine_costs import EngineCosts
 
-# Of each kind of iteration about the last hundred count.
+# About the last hundred iterations of each kind count.
 _KEEP = 0.99
-# How far constants may be from their prior, relative to it, once all are scaled by what was seen;
-# and how far an engine may be from others of its kind, as a logarithm.
+# Standard deviations: of constants from their scaled prior, relative to it, and of an engine from
+# others of its kind, as a logarithm.
 _PRIOR_SPREAD = 0.5
 _ENGINE_SPREAD = 0.5
-# Of one engine about its last ten iterations of a kind count: it may slow down.
+# An engine may slow down, so only about its last ten iterations of a kind count.
 _KEEP_ENGINE = 0.9
-# What is expected of iterations' spread, relative to what they should take, before any was seen.
+# The expected spread of iterations, relative to what they should take, before any was seen.
 _NOISE = 0.2
-# One iteration that took so many times what was expected counts as that many: an accident.
+# An iteration counts as at most this many times what was expected; the rest is an accident.
 _MOST_TIMES = 2.0
-# So many iterations are taken as they are, before accidents can be told from a wrong prior.
+# The first iterations are taken as they are: accidents cannot be told from a wrong prior yet.
 _FIRST = 3.0
-# Beside decodes, prefills that take less than this of the decodes' time say nothing: noise.
+# Beside decodes, prefills that take a smaller share of the decodes' time are lost in noise.
 _TELLING = 0.3
-# Of a prefill's time, what it may hold up decodes by.
+# Bounds of the share of a prefill's time by which it holds up decodes.
 _LEAST_SHARE, _MOST_SHARE = 0.1, 1.5
 # The prior counts half after so many iterations.
 _PRIOR_STEPS = 10.0
@@ -34,15 +34,10 @@ class Step(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Alike iterations of an engine.
 
     Attributes:
-        lasted_s: how long one of them took.
+        lasted_s: how long each took.
         new_tokens: of prompts, computed in each.
         pairs: of each prompt's new tokens in it, ``new * (new + 2 * before)``, summed.
-        decodes: requests past their first token in each, and ``kv_tokens`` the KV that these read.
-        count: how many there were.
-
-    Example:
-        >>> Step(0.25, new_tokens=2000, pairs=4_000_000).decodes
-        0
+        decodes: requests past their first token in each, which read ``kv_tokens`` of KV.
     """
 
     lasted_s: float
@@ -59,19 +54,11 @@ class StepCosts:
     An iteration of decodes takes ``step_s + per_sequence_s decodes + per_kv_token_s kv_tokens``,
     one of prefills ``prefill_constant_s + per_token_s new_tokens + per_pair_s pairs``, and one of
     both the former and ``prefill_share`` times what the latter's tokens add (ConServe, section
-    3.1). Each is a least-squares fit, of errors relative to what an iteration takes, in which older
-    iterations count less with each new one, and with nothing else: silence changes nothing.
+    3.1). Each is a least-squares fit of relative errors, in which older iterations count less with
+    each new one.
 
-    The prior is of shape, not of scale: first all constants are scaled to what was seen, then each
-    may depart from that. So a prior that is wrong by ten is right after the first iterations, while
-    constants of which nothing can be seen yet keep their ratio to the others.
-
-    Example:
-        >>> costs = StepCosts(EngineCosts(per_token_s=1e-3, prefill_constant_s=0.1))
-        >>> for tokens in (100, 800, 2000, 400, 1500) * 20:
-        ...     costs.add(Step(0.04 + tokens / 8000, tokens, tokens**2))
-        >>> round(costs.costs().prefill_s(1600), 2), round(costs.costs().prefill_constant_s, 2)
-        (0.2, 0.04)
+    The prior is of shape, not of scale: all constants are scaled to what was seen, and then each
+    may depart from that. So unseen constants keep their ratio to the others.
     """
 
     def __init__(self, prior: EngineCosts) -> None:
@@ -85,7 +72,7 @@ class StepCosts:
         """Learn from iterations.
 
         Args:
-            prefills, decodes: how much longer than others of its kind their engine takes for each.
+            prefills, decodes: how much longer their engine takes for each than others of its kind.
         """
         decodes_s = decodes * self.decodes_s(step)
         if not step.new_tokens:
@@ -98,7 +85,7 @@ class StepCosts:
         elif self.tells(step):
             beside_s, added_s = step.lasted_s - decodes_s, prefills * self.added_s(step)
             if self._alone >= _FIRST:
-                # What prefills take alone is known: how much of it overlaps is what is not.
+                # What prefills take alone is known, so this tells how much of it overlaps.
                 share = min(_MOST_SHARE, max(_LEAST_SHARE, beside_s / added_s))
                 self._share += (1 - _KEEP_ENGINE) * (share - self._share)
             else:
@@ -106,7 +93,9 @@ class StepCosts:
                 self._prefills.add(x, max(0.0, beside_s) / prefills / self._share, step.count)
 
     def tells(self, step: Step) -> bool:
-        """Whether iterations with decodes tell of the prefills beside those, through the noise."""
+        """Return whether iterations with decodes tell of the prefills beside those, through the
+        noise.
+        """
         return self._share * self.added_s(step) >= _TELLING * self.decodes_s(step)
 
     def decodes_s(self, step: Step) -> float:
@@ -120,33 +109,31 @@ class StepCosts:
         return self._prefills.of((0.0, step.new_tokens, step.pairs))
 
     def prefills_s(self, step: Step) -> float:
-        """Return what their prefills should add to their decodes, or take where there are none."""
+        """Return what their prefills should add to their decodes, or take without any."""
         if step.decodes:
             return self._share * self.added_s(step)
         return self._prefills.of((1.0, step.new_tokens, step.pairs))
 
     @property
     def knows_prefills(self) -> bool:
-        """Whether enough was seen to tell one engine's prefills from another's."""
+        """Return whether enough was seen to tell one engine's prefills from another's."""
         return self._prefills.weight >= _FIRST
 
     @property
     def knows_decodes(self) -> bool:
-        """Whether enough was seen to tell one engine's decodes from another's."""
         return self._decodes.weight >= _FIRST
 
     @property
     def prefill_noise(self) -> float:
-        """Prefills' spread around what they should take, relative to that."""
+        """Return prefills' spread around what they should take, relative to that."""
         return math.sqrt(self._prefills.noise)
 
     @property
     def prefill_doubt(self) -> float:
-        """How wrong a prefill's time may be, relative to it: a standard deviation."""
+        """Return the standard deviation of a prefill's time, relative to it."""
         return self._prefills.doubt if self._prefills.weight else self._prior.doubt
 
     def costs(self) -> EngineCosts:
-        """Return what is known by now."""
         step_s, per_sequence_s, per_kv_token_s = self._decodes.constants
         constant_s, per_token_s, per_pair_s = self._prefills.constants
         scale = per_token_s / self._prior.per_token_s
@@ -165,20 +152,10 @@ class StepCosts:
 
 
 class EngineStepCosts:
-    """One engine's costs: those of its kind, times how fast it is itself, of late.
+    """One engine's costs: those of its kind, times its own factors for prefills and for decodes.
 
-    Two engines of one kind may differ: one is throttled, or has busy neighbours. Its own factors,
-    one for prefills and one for decodes, follow its last ten iterations or so of either; how costs
-    depend on lengths and batches it shares with its kind.
-
-    Example:
-        >>> kind = StepCosts(EngineCosts(per_token_s=1e-3))
-        >>> fast, slow = EngineStepCosts(kind), EngineStepCosts(kind)
-        >>> for _ in range(50):
-        ...     fast.add(Step(0.1, 1000, 10**6))
-        ...     slow.add(Step(0.2, 1000, 10**6))
-        >>> round(slow.costs().prefill_s(1000) / fast.costs().prefill_s(1000), 1)
-        2.0
+    Engines of one kind may differ: one is throttled, or has busy neighbours. The factors follow its
+    last ten iterations or so of either.
     """
 
     def __init__(self, kind: StepCosts) -> None:
@@ -187,7 +164,6 @@ class EngineStepCosts:
         self._decodes = _Factor()
 
     def add(self, step: Step) -> None:
-        """Learn from iterations that it has taken."""
         if not step.lasted_s > 0:
             return
         kind, prefills, decodes = self._kind, self._prefills, self._decodes
@@ -200,15 +176,14 @@ class EngineStepCosts:
         kind.add(step, prefills.value, decodes.value)
 
     def add_start(self, step: Step) -> None:
-        """Learn from iterations of its start, which say nothing of how fast it is itself.
+        """Learn from iterations of its start, which say nothing of its own speed.
 
-        Engines start side by side and take the machine from each other, the last one least.
+        Engines that start together slow each other down.
         """
         if step.lasted_s > 0:
             self._kind.add(step)
 
     def costs(self) -> EngineCosts:
-        """Return what is known by now."""
         costs = self._kind.costs()
         prefills, decodes = self._prefills.value, self._decodes.value
         noise = self._kind.prefill_noise
@@ -256,7 +231,6 @@ class _Fit:
     was seen (ridge regression).
 
     Attributes:
-        constants: the coefficients.
         noise: the mean square of relative errors.
         weight: how many iterations count.
     """
@@ -274,7 +248,7 @@ class _Fit:
 
     @property
     def doubt(self) -> float:
-        """Return the doubt of what it predicts where it has seen such before, relative to it."""
+        """Return the relative doubt of a prediction in the range that it has seen."""
         return math.sqrt(self.noise / (self.weight + self.noise / _PRIOR_SPREAD**2))
 
     def add(self, x: Sequence[float], y: float, count: int) -> None:
@@ -298,7 +272,7 @@ class _Fit:
         self._solve()
 
     def _solve(self) -> None:
-        """The coefficients, as multiples of the scaled prior, of which none is below 0."""
+        """Compute the coefficients as multiples, none below 0, of the scaled prior."""
         squares, products, prior = self._squares, self._products, self._prior
         by = sum(squares[i][j] * prior[i] * prior[j] for i in range(3) for j in range(3))
         seen = sum(products[i] * prior[i] for i in range(3))

@@ -1,8 +1,5 @@
 """Where a conversation goes."""
 
-import doctest
-from types import ModuleType
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +14,7 @@ from conserve.placement import (
     PlacementPolicy,
     Prefiller,
     Shared,
-    collocated,
-    conversation,
-    full_disaggregation,
     make_policy,
-    per_turn,
 )
 
 
@@ -105,13 +98,6 @@ def test_short_first_turns_can_be_kept_from_prefillers() -> None:
     decoders, prefillers = [Decoder("d", 100)], [Prefiller("p")]
     assert policy.place(9, decoders, prefillers) == Placement("d", None)
     assert policy.place(10, decoders, prefillers) == Placement("d", "p")
-
-
-@pytest.mark.parametrize("module", [collocated, conversation, full_disaggregation, per_turn])
-def test_the_documented_example(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted >= 1
-    assert result.failed == 0
 
 
 @pytest.mark.parametrize(

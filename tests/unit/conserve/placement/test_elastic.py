@@ -1,6 +1,5 @@
 """Where all conversations together wait least for a prefill."""
 
-import doctest
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -359,10 +358,6 @@ def test_what_engines_have_said_a_second_ago_is_as_good(
         ElasticPlacement(loads).place(tokens, homes, pool, now_s=NOW_S) for loads in (fresh, stale)
     ]
     assert chosen[0] == chosen[1]
-
-
-def test_the_class_docstring_runs() -> None:
-    assert doctest.testmod(elastic).failed == 0
 
 
 def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:

@@ -1,6 +1,5 @@
 """What it is seen to cost to have a prompt prefilled elsewhere."""
 
-import doctest
 import random
 
 import pytest
@@ -18,7 +17,6 @@ from conserve.placement import (
     Loads,
     Placement,
     Prefiller,
-    handing_over,
 )
 from conserve.placement.handing_over import HandingOver, Price
 
@@ -156,7 +154,3 @@ def test_prompts_that_never_end_are_not_kept_in_mind_for_ever() -> None:
         if number == 1_000:
             assert loads.price() == Price()
     assert loads.price() != Price()
-
-
-def test_the_docstring_runs() -> None:
-    assert doctest.testmod(handing_over).failed == 0

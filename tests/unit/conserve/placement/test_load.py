@@ -1,6 +1,5 @@
 """What is known of engines' work."""
 
-import doctest
 import random
 
 import pytest
@@ -13,9 +12,6 @@ from conserve.placement import (
     Loads,
     Placement,
     Step,
-    engine_costs,
-    load,
-    step_costs,
 )
 from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.load import Work
@@ -224,11 +220,6 @@ def test_nothing_is_known_of_an_engine_that_is_gone() -> None:
     loads.gone("d")
     loads.gone("d")
     assert loads.work("d", 1.0) == Loads(COSTS).work("d", 1.0)
-
-
-@pytest.mark.parametrize("module", [load, engine_costs, step_costs])
-def test_docstrings_run(module: object) -> None:
-    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 
 
 def test_what_engines_took_at_their_starts_makes_none_of_them_look_faster() -> None:
