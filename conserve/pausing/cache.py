@@ -5,19 +5,12 @@ from collections.abc import Iterator
 
 
 class EngineCache:
-    """Histories of which KV is kept, the longest unused first.
+    """Histories whose KV is kept, the longest unused first.
 
-    vLLM keeps the blocks of a request that has ended until it needs them, and takes those unused
-    for longest first, of one request the last ones first, whether its conversation lives or not. So
-    does this (and LMCache's server): a history's beginning stays longest. It errs where histories
-    share a beginning (each is counted with what it has beyond that), and where a turn that was cut
-    left less than is thought.
-
-    Args:
-        capacity_tokens: of the engine's KV space, or host memory's.
-
-    Attributes:
-        tokens: so many are there.
+    vLLM keeps the blocks of a request that has ended until it needs them. It takes those unused for
+    longest first, and of one request the last ones first; so do LMCache's server and this. It errs
+    where histories share a beginning (each counts with what it has beyond that), and where a turn
+    that was cut left less than expected.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -32,23 +25,19 @@ class EngineCache:
         return history_id in self._left
 
     def left_tokens(self, history_id: str) -> int:
-        """How many of a history's tokens are there yet, from its beginning on."""
+        """Return how many of a history's tokens are there yet, from its beginning on."""
         return self._left.get(history_id, 0)
 
     def resize(self, capacity_tokens: int) -> list[str]:
-        """There is so much room from now on; what is too much goes.
-
-        Returns:
-            Those of which nothing is left by that.
-        """
+        """Change the room, and return the histories of which nothing is left then."""
         self._capacity_tokens = capacity_tokens
         return self._free(0)
 
     def use(self, history_id: str, tokens: int) -> list[str]:
-        """A turn of a history begins or ends: it has so many tokens there.
+        """Note what a history has there as a turn of it begins or ends.
 
         Returns:
-            Those of which nothing is left by that. It stays itself.
+            Other histories of which nothing is left now.
         """
         left = self._left
         self.tokens += tokens - left.get(history_id, 0)
@@ -57,7 +46,7 @@ class EngineCache:
         return self._free(1) if self.tokens > self._capacity_tokens else []
 
     def drop(self, history_id: str) -> None:
-        """The engine was seen to have nothing of this one any more."""
+        """Forget a history of which the engine was seen to have nothing."""
         self.tokens -= self._left.pop(history_id, 0)
 
     def _free(self, stay: int) -> list[str]:
