@@ -1,4 +1,4 @@
-"""Which conversations have been idle for too long, without a look at the others."""
+"""Finds histories that have been idle for too long, without a look at the others."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -7,15 +7,13 @@ from conserve.history import History
 
 
 class Idleness:
-    """Notes when to look whether a conversation is idle, in periods of a 256th of the idle time.
+    """Notes when to look whether a history is idle, in periods of a 256th of the idle time.
 
-    Using a conversation does not touch this; ending it, or moving it to another period, leaves its
-    id behind until that period is looked at, or most of what is listed was left so.
+    Using a history does not change this. Ending it, or moving it to another period, leaves its id
+    behind until that period is looked at, or most of the listed ids are such.
 
     Args:
-        idle_timeout_s: a conversation not used for so long has ended.
-        turn_timeout_s: a turn that runs for longer than this, and the idle time, is taken for lost.
-        live: the live conversations, by id.
+        turn_timeout_s: a turn that runs for longer than this, and the idle time, counts as lost.
     """
 
     def __init__(
@@ -29,18 +27,18 @@ class Idleness:
         self._listed = 0
 
     def watch(self, history: History) -> None:
-        """Look at a conversation once it may have been idle for too long."""
+        """Look at a history once it may have been idle for too long."""
         self._look_at(history, history.last_used_s + self._idle_timeout_s)
 
     def watch_in_place(self, held: History, known: History | None) -> None:
-        """Look at a conversation of which there is another record than the one that was known."""
+        """Look at a history of which ``held`` is the new record, and ``known`` the one before."""
         held.period = 0 if known is None else known.period
         idle_at_s = held.last_used_s + self._idle_timeout_s
         if known is None or idle_at_s < known.period * self._period_s:
             self._look_at(held, idle_at_s)
 
     def ended(self, now_s: float) -> list[History]:
-        """Return those that have been idle for too long by now; they are looked at no more."""
+        """Return the histories that have been idle for too long, and stop watching them."""
         ended = []
         due = [period for period in self._looks if period <= now_s // self._period_s]
         for history in [found for period in due for found in self._take(period)]:
@@ -49,7 +47,7 @@ class Idleness:
             if idle_at_s > now_s:
                 self._look_at(history, idle_at_s)
             elif history.running and lost_at_s > now_s:
-                # If its turn ends first, it is not idle before the first of the two.
+                # If its turn ends now, it is idle at the first of these two times.
                 self._look_at(history, min(now_s + self._idle_timeout_s, lost_at_s))
             else:
                 ended.append(history)
@@ -60,8 +58,8 @@ class Idleness:
         self._looks[history.period].append(history.id)
         self._listed += 1
         if self._listed > 2 * len(self._live) + 1000:
-            # Most ids were left behind. One period at a time is cleared, in turns: all at once
-            # takes seconds for a million.
+            # Most ids were left behind. Clear one period at a time, in turns: all at once takes
+            # seconds for a million.
             period = next(iter(self._looks))
             ids = [found.id for found in self._take(period)]
             if ids:
@@ -69,7 +67,7 @@ class Idleness:
                 self._listed += len(ids)
 
     def _take(self, period: int) -> list[History]:
-        """Take out the conversations to look at in this period, each once."""
+        """Take out the histories to look at in this period, each once."""
         ids = self._looks.pop(period)
         self._listed -= len(ids)
         found = (self._live.get(id) for id in dict.fromkeys(ids))
