@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 from conserve.recognition.normal import continued, encoded, normalised
 
 Digest = bytes
-"""16 bytes (BLAKE2b) that stand for a list of messages, and the tools before them."""
+"""16 bytes (BLAKE2b) for a list of messages, and the tools before them."""
 
 _DIGEST_BYTES = 16
 _LEADING = ("system", "developer")
 
 
 class Chain(NamedTuple):
-    """Tells where a turn's messages may have been heard before.
+    """The digests of a turn's beginnings.
 
     Attributes:
-        root: the first prompt, which is all before the first answer. Whatever goes back to an
-            earlier point of a history has its root.
-        system: the tools and the system messages at the beginning; None where there are neither.
-        ends: for each answer that is followed by anything, or continued, all up to its end;
+        root: of the first prompt, which is all before the first answer. A turn that goes back to an
+            earlier point of a history has the history's root.
+        system: of the tools and the system messages at the beginning; None without any.
+        ends: for each answer that is followed by anything, or continued, of all up to its end;
             longest first.
-        ends_with_root: whether the turn is its first prompt and nothing else.
+        ends_with_root: whether the turn is only its first prompt.
     """
 
     root: Digest
@@ -38,13 +38,12 @@ def chain_of(
     most_ends: int | None = None,
     continues: bool = False,
 ) -> Chain:
-    """The chain of a turn. Never raises, whatever JSON stands in the arguments.
+    """Return the chain of a turn. Never raises, whatever the JSON in the arguments.
 
     Args:
-        before: what else the beginning of a prompt is made of, by name: ``tools`` stand before
-            the messages. Another one is another chain.
-        tenant: whose messages they are; no two tenants have a digest in common.
-        most_ends: of the longest beginnings, so many.
+        before: what stands before the messages, by name, such as ``tools``.
+        tenant: no two tenants have a digest in common.
+        most_ends: how many of the longest ends are kept.
         continues: whether the last message, the assistant's, is to be continued.
     """
     hasher = _hasher(tenant, before)
@@ -78,7 +77,7 @@ def chain_of(
 def candidate_digests(
     messages: Sequence[Mapping[str, Any]], tenant: str | None = None
 ) -> list[Digest]:
-    """The tails that these messages may continue, longest first: a chain's ``ends``."""
+    """Return the tails that these messages may continue, longest first: a chain's ``ends``."""
     return list(chain_of(messages, tenant=tenant).ends)
 
 
@@ -87,24 +86,12 @@ def tail_digest(
     answer: Mapping[str, Any],
     tenant: str | None = None,
 ) -> Digest:
-    """The digest of a finished turn: its messages, then its answer.
-
-    It is among the ``candidate_digests`` of every turn of this tenant that begins with these
-    messages and this answer. Never raises, whatever JSON stands in the arguments.
-    """
+    """Return the digest of a finished turn. Never raises, whatever the JSON in the arguments."""
     return Beginning(messages, tenant=tenant).tail_digest(answer)
 
 
 class Beginning:
-    """A turn's messages, hashed once for all the answers that it may get.
-
-    Args:
-        messages: the turn's.
-        before: as `chain_of` has it, and the others.
-
-    Attributes:
-        root: as `Chain` has it.
-    """
+    """A turn's messages, hashed once for all the answers that it may get; see `chain_of`."""
 
     __slots__ = ("_continued", "_hasher", "root")
 
@@ -126,14 +113,13 @@ class Beginning:
         self.root = self._hasher.digest() if root is None else root
 
     def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
-        """As `tail_digest` has it."""
         return self.tails(answer)[0]
 
     def tails(self, answer: Mapping[str, Any]) -> tuple[Digest, ...]:
-        """The digests by which the next turn may be recognised, the likeliest first.
+        """Return the digests by which the next turn may be recognised, the likeliest first.
 
-        There are two where a message is continued: its client may keep that message and the answer
-        as one message, or as two.
+        There are two if a message is continued: its client may keep that message and the answer as
+        one, or as two.
         """
         last = self._continued
         if last is None:
@@ -161,5 +147,5 @@ def _is_answer(message: Any) -> bool:
 
 
 def _as_list(messages: Any) -> Sequence[Any]:
-    # Called before the request is validated: "messages" may be any JSON value.
+    # The request is not validated yet, so "messages" may be any JSON value.
     return messages if isinstance(messages, list | tuple) else [messages]

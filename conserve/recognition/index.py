@@ -1,4 +1,4 @@
-"""Which conversations can be continued by which digest."""
+"""Finds the histories that a digest continues."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -7,13 +7,11 @@ from conserve.recognition.chain import Digest
 
 
 class TailIndex:
-    """Which conversations can be continued by a turn that begins with which digest.
+    """Finds the histories that a turn which begins with a digest may continue. Not thread-safe.
 
-    Conversations with the same messages and the same answers (greedy decoding) have the same
-    tail. They stay apart: each continuing turn takes one of them, whose tail then moves on.
-
-    Every operation takes constant time a digest; only ``match`` may pass over busy conversations
-    with the same tail. Not thread-safe.
+    Histories with the same messages and answers have the same tail. They stay apart: each
+    continuing turn takes one of them, whose tail then moves on. Every operation takes constant time
+    for each digest, but ``match`` may pass over busy histories with the same tail.
     """
 
     __slots__ = ("_owners",)
@@ -24,7 +22,6 @@ class TailIndex:
         self._owners: dict[Digest, str | OrderedDict[str, None]] = {}
 
     def add(self, history_id: str, digests: Iterable[Digest]) -> None:
-        """Make ``digests`` tails of the conversation (one a choice)."""
         for digest in digests:
             owners = self._owners.setdefault(digest, history_id)
             if not isinstance(owners, str):
@@ -33,7 +30,7 @@ class TailIndex:
                 self._owners[digest] = OrderedDict.fromkeys((owners, history_id))
 
     def discard(self, history_id: str, digests: Iterable[Digest]) -> None:
-        """Forget that ``digests`` are tails of the conversation, as far as they are."""
+        """Forget that ``digests`` are tails of the history, as far as they are."""
         for digest in digests:
             owners = self._owners.get(digest)
             if owners == history_id:
@@ -51,19 +48,16 @@ class TailIndex:
         return iter(()) if owners is None else reversed(owners)
 
     def has(self, digest: Digest) -> bool:
-        """Whether it is a tail of any."""
         return digest in self._owners
 
     def is_shared(self, digest: Digest) -> bool:
-        """Whether it is a tail of more than one."""
         return isinstance(self._owners.get(digest), OrderedDict)
 
     def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
-        """The history that a turn with these ``candidate_digests`` continues, or None.
+        """Return the history that a turn with these digests continues, or None.
 
-        The first candidate that is a tail decides. Of several histories with that tail, one that is
-        not ``busy`` (has no turn running) is taken, the least recently matched first; if all are,
-        none: the turn leaves them at that point.
+        The first digest that is a tail decides. Of several histories with it, the least recently
+        matched that is not ``busy`` (has no turn running) is taken; None if all are busy.
         """
         for digest in candidates:
             owners = self._owners.get(digest)
@@ -73,7 +67,7 @@ class TailIndex:
                 return None if busy(owners) else owners
             chosen = next((owner for owner in owners if not busy(owner)), None)
             if chosen is not None:
-                # It is about to be busy: let the next match meet the others first.
+                # It will be busy, so the next match should try the others first.
                 owners.move_to_end(chosen)
             return chosen
         return None
