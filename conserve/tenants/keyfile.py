@@ -1,8 +1,8 @@
-"""The file of API keys: what is in it, and how it is read and changed.
+"""Reads and changes the file of API keys.
 
-It holds no key, only SHA-256 digests of keys. They need no salt and no slow hash: a key has 256
-random bits, which nobody guesses. The one secret in it is the deployment's, from which prefix
-caches' salts are derived; so it is for its owner's eyes only.
+It holds only SHA-256 digests of keys. They need no salt and no slow hash, since a key has 256
+random bits. The file has one secret, from which prefix caches' salts are derived, so only its owner
+may read it.
 """
 
 import contextlib
@@ -32,16 +32,14 @@ _LOCK_TIMEOUT_S = 10.0
 
 
 class KeyFileError(ValueError):
-    """The file cannot be used, or not be changed so; the message says why, and holds no secret."""
+    """The file cannot be used, or not changed so; the message says why, and holds no secret."""
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key, as far as it is kept.
+    """A key, without its secret part.
 
     Attributes:
-        id: names it in logs; it is the key's middle part.
-        tenant: whose it is.
-        sha256: digest of the whole key, in hexadecimal.
+        id: names it in logs; the key's middle part.
         created: the day, as in 2026-01-31.
         admin: whether it is for all tenants' conversations, for `/metrics` and for `/v1/engines`.
     """
@@ -54,7 +52,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tenant: whoever has keys.
+    """An owner of keys.
 
     Attributes:
         shares_cache: whether it shares prefixes' KV with the other tenants that do. Each of them
@@ -66,12 +64,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is in the file.
-
-    Attributes:
-        secret: random, of this deployment, in hexadecimal.
-        tenants: by name.
-    """
+    """The content of the file; ``secret`` is this deployment's."""
 
     version: Literal[1]
     secret: _DIGEST
@@ -80,14 +73,13 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def new(cls) -> "KeyFile":
-        """One without keys, with a secret of its own."""
         return cls(1, secrets.token_hex(32), {}, [])
 
     def with_key(self, tenant: str, created: str, *, admin: bool = False) -> tuple["KeyFile", str]:
-        """The file with one key more, and that key, which cannot be had again.
+        """Return the file with one more key, and that key, which is kept nowhere.
 
         Raises:
-            KeyFileError: that is no name for a tenant.
+            KeyFileError: that is no valid name for a tenant.
         """
         _check_name(tenant)
         key_id, text = new_key()
@@ -96,12 +88,12 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, tenants=tenants, keys=[*self.keys, key]), text
 
     def without_key(self, key_id: str) -> "KeyFile":
-        """The file without this key; its tenant stays, with its limits.
+        """Return the file without this key; its tenant stays, with its limits.
 
         Raises:
             KeyFileError: there is no such key.
         """
-        # Somebody may give the whole key.
+        # The whole key is accepted, too.
         whole = _KEY.fullmatch(key_id)
         if whole is not None:
             key_id = whole[1]
@@ -111,10 +103,10 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, keys=keys)
 
     def with_tenant(self, name: str, tenant: Tenant) -> "KeyFile":
-        """The file with other limits for a tenant.
+        """Return the file with other settings for a tenant.
 
         Raises:
-            KeyFileError: it is not there.
+            KeyFileError: there is no such tenant.
         """
         if name not in self.tenants:
             raise KeyFileError(f"there is no tenant {name!r}; `conserve keys add {name}` makes one")
@@ -123,26 +115,27 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cache_salt(self, tenant: str) -> str:
         """Return the salt under which vLLM and LMCache keep a tenant's prefixes.
 
-        LMCache 0.5.6 takes 128 characters at most, and not all.
+        LMCache 0.5.6 takes at most 128 characters, and not all.
         """
-        # No name of a tenant has a colon.
+        # No tenant's name has a colon.
         whose = ":shared" if self.tenants[tenant].shares_cache else tenant
         return hmac.new(bytes.fromhex(self.secret), whose.encode(), hashlib.sha256).hexdigest()
 
 
 def new_key() -> tuple[str, str]:
-    """A fresh key: its id, and all of it, such as ``csk-0f3a5c7e9b1d-...`` with 256 random bits."""
+    """Return a new key's id, and the key, such as ``csk-0f3a5c7e9b1d-...``, with 256 random
+    bits.
+    """
     key_id = secrets.token_hex(6)
     return key_id, f"csk-{key_id}-{secrets.token_hex(32)}"
 
 
 def digest(key: str) -> bytes:
-    """Return what is kept of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def read(path: Path) -> KeyFile:
-    """The file's content.
+    """Return the file's content.
 
     Raises:
         KeyFileError: there is none, or it is not usable.
@@ -159,10 +152,7 @@ def read(path: Path) -> KeyFile:
 
 
 def parsed(raw: bytes, path: Path) -> KeyFile:
-    """The content of a key file.
-
-    Args:
-        path: where it is from, for the error.
+    """Parse a key file that came from ``path``.
 
     Raises:
         KeyFileError: it is not usable.
@@ -188,13 +178,13 @@ def parsed(raw: bytes, path: Path) -> KeyFile:
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
-    """Have no other process change the file meanwhile; yields where it really is.
+    """Have no other process change the file meanwhile; yields its real path.
 
     Raises:
         KeyFileError: another process changes it for too long, or it cannot be locked.
     """
     path = path.resolve()
-    # Not the file itself, which is another after every change.
+    # Not the file itself, which every change replaces.
     try:
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -217,10 +207,10 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
 
 
 def write(path: Path, content: KeyFile) -> None:
-    """Put a new file in the old one's place, in one step; only its owner may read it.
+    """Replace the file in one step; only its owner may read it.
 
     Raises:
-        KeyFileError: it cannot be written there; the old one is as it was.
+        KeyFileError: it cannot be written; the old one stays.
     """
     try:
         # mkstemp makes it with mode 0600.

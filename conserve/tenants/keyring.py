@@ -1,4 +1,4 @@
-"""The keys that are good now: a key file, read again when it changes."""
+"""Finds callers by their keys, and reads the key file again when it changes."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from conserve.tenants.limits import Limits
 
 logger = logging.getLogger("ray.serve")
 
-# How often the file is looked at, at most.
+# The file is looked at no more often.
 LOOK_S = 1.0
 
 _Version = tuple[int, int, int]
@@ -20,7 +20,7 @@ _Version = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Tells whose key it is that came with a request.
+    """The owner of a request's key.
 
     Attributes:
         key_id: names the key in logs.
@@ -38,10 +38,6 @@ class Caller:
 class KeyRing:
     """Finds callers by their keys. A file that breaks leaves the keys of the last good one.
 
-    Args:
-        path: the key file.
-        now_s: monotonic time.
-
     Raises:
         KeyFileError: the file is missing, or not usable.
     """
@@ -49,15 +45,15 @@ class KeyRing:
     def __init__(self, path: Path, now_s: float) -> None:
         self._path = path
         self._looked_s = now_s
-        # Before the file is read: a change in between is then seen as one.
+        # Before the file is read, so that a change in between is noticed.
         self._version = _version(path)
         self._callers = _callers(keyfile.read(path))
         _warn_if_open(path)
 
     def find(self, key: str, now_s: float) -> Caller | None:
-        """Return whose key it is; None if it is not good (any more).
+        """Return the owner of a key; None if it is not valid (any more).
 
-        Keys are looked up by their digests, so how long it takes says nothing about any key.
+        Keys are looked up by their digests, so the time taken says nothing about any key.
         """
         self._refresh(now_s)
         return self._callers.get(keyfile.digest(key))
