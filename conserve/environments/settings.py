@@ -100,9 +100,7 @@ class EnvironmentSettings(BaseModel):
         return self
 
     def folder(self, port: int) -> Path:
-        """Return the folder with environments' files.
-
-        Args:
-            port: the router's, which tells the machine's applications apart.
+        """Return the folder with environments' files; the router's port tells applications
+        apart.
         """
         return Path(self.root or f"{_ROOT}-{os.getuid()}/{port}")
