@@ -30,7 +30,7 @@ class TurnKey(NamedTuple):
 
 
 class TurnStats(msgspec.Struct, frozen=True, gc=False):
-    """What an engine reports of one turn.
+    """An engine's report of one turn.
 
     Attributes:
         prompt_tokens: the whole prompt, history included.

@@ -1,4 +1,4 @@
-"""The metrics of `/metrics`, in Prometheus' text format; names carry their units."""
+"""The metrics of `/metrics`, in Prometheus' text format."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

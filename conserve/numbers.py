@@ -1,9 +1,9 @@
-"""Which numbers a request may hold: those that the engine can hand to its core."""
+"""Checks that a request holds only numbers that the engine can send to its core."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# These are the prompt, or are compiled: their numbers are text by then.
+# These become the prompt, or are compiled: their numbers are text then.
 _AS_TEXT = frozenset(
     (
         *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
@@ -14,9 +14,9 @@ _LEAST, _MOST = -(2**63), 2**63 - 1
 
 
 def beyond_64_bits(body: Mapping[str, Any]) -> str | None:
-    """The first field of a turn with a whole number that takes more than 64 bits, if any has one.
+    """Return the first field of a turn with a whole number that takes more than 64 bits, if any.
 
-    vLLM 0.29 takes one for many a parameter (``stream_interval``, ``vllm_xargs``, ...), and then
+    vLLM 0.29 accepts one for many parameters (``stream_interval``, ``vllm_xargs``, ...), and then
     cannot write it into the message for its core: 500.
     """
     for name, value in body.items():

@@ -1,8 +1,7 @@
-"""Judges what the schemas of chats and Messages allow and vLLM 0.29 misses or misunderstands.
+"""Checks for what the schemas of chats and Messages allow, and vLLM 0.29 ignores or misunderstands.
 
-What asks for something that is not served is refused by its name. What vLLM would serve if it were
-said otherwise is said otherwise. Fields that only advise (who the user is, how long to cache, which
-service tier) have no effect, and are let through.
+A request for what is not served is refused, with the field's name. What vLLM would serve in another
+form is converted. Fields that only advise (user, cache times, service tier) have no effect.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ UNSERVED = {
         "mcp_servers": "connect to them from the client, and send their tools as tools",
     },
 }
-# Values of such fields that ask for nothing either.
+# Values of such fields that ask for nothing.
 _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -36,7 +35,7 @@ _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 # Roles of a chat's messages that may hold what is not served.
 CHAT_ROLES_TO_JUDGE = ("assistant", "function")
-# By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
+# By Anthropic's schema any block may stand in any message; vLLM silently drops all but these.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
     "assistant": (
@@ -53,11 +52,7 @@ _THINKING = ("thinking", "redacted_thinking")
 def require_served(body: Mapping[str, Any], path: str) -> None:
     """Refuse a request that asks for what is not served.
 
-    Of its messages, `require_served_message` and `require_served_block` judge.
-
-    Args:
-        body: parsed from JSON.
-        path: as `conserve.apis` has it.
+    Its messages are checked by `require_served_message` and `require_served_block`.
 
     Raises:
         ApiError: 400; it names the field.
@@ -113,7 +108,7 @@ def require_served_block(block: Mapping[str, Any], where: str, role: str) -> Non
 
     Args:
         where: its place in the request.
-        role: of the message that it stands in.
+        role: of its message.
 
     Raises:
         ApiError: 400; it names the field.
@@ -147,7 +142,7 @@ def _require_served_image(block: Mapping[str, Any], where: str) -> None:
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
-    """Refuse to have a last message of the assistant's continued that is whole.
+    """Refuse to continue a last message of the assistant's that is complete.
 
     Args:
         body: of Messages; its messages are known to be a list of objects, and not empty.
@@ -186,22 +181,14 @@ def require_continuable(body: Mapping[str, Any]) -> None:
 
 
 def as_served(body: Json, path: str) -> Json:
-    """A request that says in vLLM's words what it says in the schema's.
-
-    Args:
-        body: parsed from JSON; it is not changed.
-        path: as `conserve.apis` has it.
-
-    Returns:
-        The same object, if there is nothing to say otherwise.
-    """
+    """Return a request in vLLM's terms; the same object if nothing changes."""
     if path == CHAT:
         return _with_refusals(_with_schema(body))
     return _without_empty_end(body) if is_anthropic(path) else body
 
 
 def _with_schema(body: Json) -> Json:
-    """A chat whose answer is to be any JSON object, where the schema that it is to have is none."""
+    """Ask for any JSON object if the chat's response format has no schema."""
     wanted = body.get("response_format")
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
         return body
@@ -212,7 +199,7 @@ def _with_schema(body: Json) -> Json:
 
 
 def _with_refusals(body: Json) -> Json:
-    """A chat in which answers that were refusals have those as their content."""
+    """Give answers of a chat that were refusals these as their content."""
     messages = body["messages"]
     if not any(message.get("refusal") for message in messages):
         return body
@@ -226,9 +213,9 @@ def _with_refusals(body: Json) -> Json:
 
 
 def _without_empty_end(body: Json) -> Json:
-    """Messages without a last one of the assistant's that says nothing: there is no more to it.
+    """Drop a last message of the assistant's that is empty.
 
-    To continue it would be to begin an answer, which the model's template has its own way to do.
+    Continuing it would mean to begin an answer, for which the model's template has its own way.
     """
     *others, last = body["messages"]
     if not others or last.get("role") != "assistant" or not _says_nothing(last.get("content")):

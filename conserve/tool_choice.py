@@ -1,9 +1,8 @@
-"""Which of its tools a chat may call, in the words that engines know.
+"""Resolves a chat's choice of tools to what engines know.
 
 vLLM 0.29 knows ``auto``, ``none``, ``required`` and the name of a function. OpenAI's
-``allowed_tools`` lets a turn call some of its tools alone (vLLM's answer to it is a complaint about
-``function``, https://github.com/vllm-project/vllm/issues/23334): so it is sent with these tools
-alone, and the others are not in its prompt.
+``allowed_tools`` it refuses (https://github.com/vllm-project/vllm/issues/23334), so such a chat is
+sent with these tools alone.
 """
 
 from collections.abc import Mapping
@@ -20,15 +19,10 @@ _MODES = ("auto", "required")
 def resolved(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a request whose ``tool_choice`` engines know, with the tools that it may call.
 
-    Args:
-        path: the turn's, see `conserve.apis`; only chats are changed.
-        body: parsed from JSON.
-
-    Returns:
-        The same object, where engines know its choice, or refuse it themselves.
+    It is the same object for other APIs, and if engines know the choice, or refuse it themselves.
 
     Raises:
-        ApiError: 400, it is a choice of tools that are not served, or not of its tools.
+        ApiError: 400, it chooses tools that are not served, or not among its tools.
     """
     choice = body.get(_FIELD)
     if path != CHAT or not isinstance(choice, dict):
@@ -79,7 +73,7 @@ def _required_name(tool: Any, where: str) -> str:
 
 
 def _name_of(tool: Any) -> str | None:
-    """The name of a function; None for what is none."""
+    """Return the name of a function; None for other tools."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
