@@ -1,18 +1,16 @@
 """Binds histories to decoders, and has others make room for them."""
 
-from conserve.conversations.ending import Ending
+from conserve.conversations.ending import Ending, Idleness
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
 from conserve.conversations.turns import Turns
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import held_alone
 from conserve.history import History
-from conserve.idleness import Idleness
 from conserve.pausing import Memory
 from conserve.placement import (
     NOTHING_SHARED,
     Decoder,
-    ElasticPlacement,
     Placement,
     PlacementPolicy,
     Shared,
@@ -55,8 +53,8 @@ class Binding:
         history_id: str,
         prompt_tokens: int,
         now_s: float,
-        arrived_s: float | None,
-        opening: Opening | None,
+        arrived_s: float | None = None,
+        opening: Opening | None = None,
     ) -> Placement | None:
         """Start a turn of a history that is new or paused, or whose decoder was lost.
 
@@ -155,7 +153,9 @@ class Binding:
         root: Digest | None,
     ) -> bool:
         """Have idle histories make room for a prompt that fits nowhere; return whether any did."""
-        decoders = self._homes(now_s)
+        decoders = self._policy.homes(
+            self._engines.accepting_decoders, self._engines.accepting_prefillers, now_s
+        )
         memory = self._memory
         if memory is None:
             return self._displace(history_id, prompt_tokens, decoders)
@@ -167,13 +167,6 @@ class Binding:
         if in_the_way is not None:
             memory.pause(in_the_way, "room")
         return in_the_way is not None
-
-    def _homes(self, now_s: float) -> list[Decoder]:
-        """Return the decoders to which the policy would bind a conversation if they had room."""
-        decoders = self._engines.accepting_decoders
-        if isinstance(self._policy, ElasticPlacement):
-            return self._policy.homes(decoders, self._engines.accepting_prefillers, now_s)
-        return decoders
 
     def _displace(self, history_id: str, prompt_tokens: int, decoders: list[Decoder]) -> bool:
         """End what a conversation left behind, if that makes room for a new history of it."""

@@ -7,7 +7,6 @@ from itertools import islice
 from conserve import identity
 from conserve.conversations.engines import Engines
 from conserve.direct.notices import Notices
-from conserve.histories.groups import Groups
 from conserve.histories.kinship import Kinship
 from conserve.histories.points import mark
 from conserve.history import History
@@ -30,11 +29,15 @@ class LiveHistories:
         self.by_id: dict[str, History] = {}
         self.kinship = Kinship(self.by_id.get, charge)
         self._families = self.kinship.families
-        self._groups = Groups()
+        # By conversation, its histories that do not bear its id. Most conversations have none.
+        self._further: dict[str, dict[str, None]] = {}
 
     def add(self, history: History) -> bool:
         """Add a history, and return whether it is the first of its conversation."""
-        is_first = self._groups.add(history.id, self.by_id)
+        is_first = not self.lives(history.id)
+        if identity.is_further(history.id):
+            conversation_id = identity.conversation_of(history.id)
+            self._further.setdefault(conversation_id, {})[history.id] = None
         self.by_id[history.id] = history
         self._families.join(history)
         return is_first
@@ -43,7 +46,13 @@ class LiveHistories:
         """Remove a history, and return whether it was the last of its conversation."""
         del self.by_id[history.id]
         self._families.leave(history)
-        return self._groups.discard(history.id, self.by_id)
+        conversation_id = identity.conversation_of(history.id)
+        further = self._further.get(conversation_id)
+        if further is not None and identity.is_further(history.id):
+            further.pop(history.id, None)
+            if not further:
+                del self._further[conversation_id]
+        return not self.lives(history.id)
 
     def current(self, history_id: str, incarnation: int) -> History | None:
         """Return the live history of this id, if it is of this incarnation."""
@@ -54,7 +63,8 @@ class LiveHistories:
 
     def histories(self, conversation_id: str) -> list[History]:
         """Return a conversation's live histories, the oldest first."""
-        return [self.by_id[id] for id in self._groups.of(conversation_id, self.by_id)]
+        ids = (conversation_id, *self._further.get(conversation_id, ()))
+        return [self.by_id[id] for id in ids if id in self.by_id]
 
     def siblings(self, history_id: str) -> list[History]:
         """Return the other histories of a history's conversation."""
@@ -63,18 +73,23 @@ class LiveHistories:
 
     def lives(self, history_id: str) -> bool:
         """Return whether its conversation has a live history, this one or another."""
-        return self._groups.lives(history_id, self.by_id)
+        conversation_id = identity.conversation_of(history_id)
+        return conversation_id in self.by_id or conversation_id in self._further
 
     def has_several(self, history_id: str) -> bool:
-        """Return whether its conversation has, or has had, other histories than the first."""
-        return self._groups.has_further(identity.conversation_of(history_id))
+        """Return whether its conversation has histories that do not bear its id."""
+        return identity.conversation_of(history_id) in self._further
 
     @property
     def conversations(self) -> int:
         """Return how many conversations have live histories."""
-        return len(self.by_id) - self._groups.beyond_one(self.by_id)
+        beyond_one = sum(
+            len(further) - (conversation_id not in self.by_id)
+            for conversation_id, further in self._further.items()
+        )
+        return len(self.by_id) - beyond_one
 
-    def recognise(self, chain: Chain, conversation_id: str | None) -> str | None:
+    def recognise(self, chain: Chain, conversation_id: str | None = None) -> str | None:
         """Return the history that a turn continues; None if it begins another. See `Families`.
 
         Args:

@@ -3,28 +3,156 @@
 from collections.abc import Iterable
 
 from conserve.conversations.binding import Binding
-from conserve.conversations.ending import Ending
+from conserve.conversations.ending import Ending, Idleness
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
-from conserve.conversations.membership import Membership
 from conserve.conversations.turns import Turns
 from conserve.events import EventLog
-from conserve.hints import Hints
-from conserve.histories.kinship import Opening
-from conserve.history import History, TurnKey, TurnStats
-from conserve.idleness import Idleness
+from conserve.history import History, TurnKey
 from conserve.pausing import Memory, Pausing
-from conserve.placement import (
-    Appended,
-    Decoder,
-    ElasticPlacement,
-    EngineLoad,
-    Loads,
-    Placement,
-    PlacementPolicy,
-    Prefiller,
-)
-from conserve.recognition import Chain, Digest
+from conserve.placement import Appended, Decoder, Loads, PlacementPolicy, Prefiller
+
+
+class Membership:
+    """Adds decoders and takes over what they hold; unbinds histories of those that go."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engines: Engines,
+        turns: Turns,
+        idleness: Idleness,
+        memory: Memory | None,
+    ) -> None:
+        self._ledger = ledger
+        self._by_id = ledger.live.by_id
+        self._kinship = ledger.live.kinship
+        self._engines = engines
+        self._turns = turns
+        self._idleness = idleness
+        self._memory = memory
+
+    def add_decoder(
+        self, decoder_id: str, capacity_tokens: int, holds: Iterable[History] = ()
+    ) -> list[str]:
+        """Add a decoder that is ready, and that may hold histories (after a table was lost).
+
+        Returns:
+            Ids among ``holds`` that live elsewhere by now, or have ended. The decoder should forget
+                them.
+        """
+        self._engines.add_decoder(decoder_id, capacity_tokens)
+        foreign = []
+        # The oldest first: an engine has no more than it has room for.
+        for held in sorted(holds, key=lambda one: one.last_used_s):
+            known = self._by_id.get(held.id)
+            if known is None and held.incarnation >= self._turns.first_id:
+                # This table made it, and has ended it while the decoder was away.
+                foreign.append(held.id)
+            elif known is None or (
+                known.decoder_id is None and known.incarnation == held.incarnation
+            ):
+                was_on = None if self._memory is None else self._memory.paused_on(held.id)
+                if was_on in (None, decoder_id):
+                    self._adopt(held, decoder_id)
+                else:
+                    # It was on this decoder before it was paused on another.
+                    foreign.append(held.id)
+            elif self._is_newer(held, known):
+                # It was paused, and has moved on from the decoder that is known.
+                assert self._memory is not None
+                self._memory.moved_from(known)
+                self._adopt(held, decoder_id)
+            elif known.decoder_id != decoder_id:
+                foreign.append(held.id)
+        return foreign
+
+    def _is_newer(self, held: History, known: History) -> bool:
+        """Return whether a decoder's record of a history is of a later turn than the known one."""
+        return (
+            self._memory is not None
+            and known.decoder_id is not None
+            and held.incarnation == known.incarnation
+            and max((held.finished, *held.running)) > known.finished
+            and not known.running
+        )
+
+    def _adopt(self, held: History, decoder_id: str) -> None:
+        known = self._ledger.take_out(held.id)
+        if known is not None:
+            # A decoder does not know the conversation's life before it came there.
+            held.created_s = known.created_s
+            held.turns = max(held.turns, known.turns)
+            held.moves = known.moves
+            held.asked_s, held.ttfet_s = known.asked_s, known.ttfet_s
+            held.energy_j = known.energy_j
+            held.hints = known.hints
+        usage = self._ledger.usage.of(held.id)
+        if known is None:
+            usage.began(held.created_s)
+        self._ledger.add(held, usage)
+        self._idleness.watch_in_place(held, known)
+        self._turns.number_above(max(held.incarnation, held.finished, *held.running))
+        tokens, held.held_tokens = held.held_tokens, 0
+        held.promised = False
+        held.prefiller_id = None
+        held.prefill_tokens = 0
+        self._ledger.bind(held, decoder_id, tokens)
+        self._kinship.advanced(held)
+        if self._memory is not None:
+            self._memory.found_on(held)
+            self._memory.used(held)
+
+    def evict(self, decoder_id: str) -> list[str]:
+        """Unbind a decoder's histories, each as soon as none of its turns runs.
+
+        Returns:
+            Ids of those unbound now.
+        """
+        self._engines.evicting.add(decoder_id)
+        idle = [
+            history
+            for history in self._by_id.values()
+            if history.decoder_id == decoder_id and not history.running
+        ]
+        for history in idle:
+            self._ledger.unbind(history)
+        return [history.id for history in idle]
+
+    def remove_prefiller(self, prefiller_id: str) -> None:
+        """Remove a prefiller that is lost or has left."""
+        if prefiller_id not in self._engines.prefillers:
+            return
+        self._engines.remove_prefiller(prefiller_id)
+        # It may come back under its id, with an empty queue.
+        for history in self._by_id.values():
+            if history.prefiller_id == prefiller_id:
+                self._engines.leave_queue(history)
+
+    def remove_decoder(self, decoder_id: str) -> list[str]:
+        """Remove a decoder that is lost, unbind what it held, and end those turns.
+
+        Returns:
+            Ids of the histories that lost their KV.
+        """
+        if decoder_id not in self._engines.decoders:
+            return []
+        self._ledger.notices.remove(decoder_id)
+        if self._memory is not None:
+            self._memory.decoder_lost(decoder_id)
+        unbound = []
+        for history in self._by_id.values():
+            if history.decoder_id == decoder_id:
+                running = history.running
+                self._ledger.lose(history)
+                if running:
+                    if self._memory is not None:
+                        self._memory.turns_lost(running)
+                    # It may have been kept for its running turn.
+                    self._idleness.watch(history)
+                unbound.append(history.id)
+        self._engines.remove_decoder(decoder_id)
+        return unbound
 
 
 class Appends:
@@ -36,7 +164,9 @@ class Appends:
         self._loads = engines.loads
         self._memory = memory
 
-    def prefill(self, history: History, prompt_tokens: int | None, now_s: float) -> str | None:
+    def prefill(
+        self, history: History, prompt_tokens: int | None = None, now_s: float = 0.0
+    ) -> str | None:
         """Return the prefiller of the turn that has just begun; None means its decoder.
 
         Args:
@@ -111,11 +241,10 @@ class ConversationTable:
         pausing: Pausing | None = None,
         events: EventLog | None = None,
     ) -> None:
-        loads = policy.loads if isinstance(policy, ElasticPlacement) else None
-        self._engines = engines = Engines(loads)
+        self.loads: Loads | None = policy.loads
+        self._engines = engines = Engines(policy.loads)
         self._ledger = ledger = Ledger(engines)
         self._live = ledger.live
-        self.loads: Loads | None = loads
         self.decoders, self.prefillers = engines.decoders, engines.prefillers
         self.usage, self.tools, self.notices = ledger.usage, ledger.tools, ledger.notices
         by_id = ledger.live.by_id
@@ -125,22 +254,37 @@ class ConversationTable:
             self.memory = Memory(
                 pausing, engines.decoders, by_id.get, ledger.unbind, events, ledger.tools
             )
-        self._ending = Ending(ledger, idleness, self.memory)
-        self._turns = Turns(ledger, engines, self._ending, self.memory, first_id)
-        self._binding = Binding(
-            policy, ledger, engines, self._turns, self._ending, idleness, self.memory
+        ending = Ending(ledger, idleness, self.memory)
+        self._turns = turns = Turns(ledger, engines, ending, self.memory, first_id)
+        self._binding = binding = Binding(
+            policy, ledger, engines, turns, ending, idleness, self.memory
         )
-        self._appends = Appends(policy, engines, self.memory)
-        self._membership = Membership(ledger, engines, self._turns, idleness, self.memory)
+        membership = Membership(ledger, engines, turns, idleness, self.memory)
+
+        self.get = by_id.get
+        self.recognise, self.to_be_heard = ledger.live.recognise, ledger.live.to_be_heard
+        self.histories, self.lives = ledger.live.histories, ledger.live.lives
+        self.has_several = ledger.live.has_several
+        self.active = ledger.active
+
+        self.add_prefiller, self.add_decoder = engines.add_prefiller, membership.add_decoder
+        self.engine_says, self.leave = engines.says, engines.leave
+        self.is_leaving, self.evict = engines.is_leaving, membership.evict
+        self.remove_prefiller = membership.remove_prefiller
+        self.remove_decoder = membership.remove_decoder
+
+        self.bind, self.held = binding.bind, binding.held
+        self.take_displaced = binding.take_displaced
+        self.begin, self.began, self.prefilled = turns.begin, turns.began, turns.prefilled
+        self.prefill_later_turn = Appends(policy, engines, self.memory).prefill
+        self.advance, self.abandon, self.answered = turns.advance, turns.abandon, turns.answered
+        self.release, self.expire = ending.release, ending.expire
 
     def __len__(self) -> int:
         return len(self._live.by_id)
 
     def __contains__(self, history_id: str) -> bool:
         return history_id in self._live.by_id
-
-    def get(self, history_id: str) -> History | None:
-        return self._live.by_id.get(history_id)
 
     def live(self) -> list[History]:
         return list(self._live.by_id.values())
@@ -153,9 +297,6 @@ class ConversationTable:
     def reasoning(self) -> int:
         """Return how many histories have a running turn."""
         return self._ledger.reasoning
-
-    def active(self, now_s: float) -> int:
-        return self._ledger.active(now_s)
 
     @property
     def expected_cached_tokens(self) -> int:
@@ -171,14 +312,6 @@ class ConversationTable:
     def recomputed_tokens(self) -> int:
         """Return the tokens of paused histories' prompts that prefillers have computed again."""
         return self._binding.recomputed_tokens
-
-    def add_prefiller(self, prefiller_id: str) -> None:
-        self._engines.add_prefiller(prefiller_id)
-
-    def add_decoder(
-        self, decoder_id: str, capacity_tokens: int, holds: Iterable[History] = ()
-    ) -> list[str]:
-        return self._membership.add_decoder(decoder_id, capacity_tokens, holds)
 
     @property
     def accepting_decoders(self) -> list[Decoder]:
@@ -201,106 +334,15 @@ class ConversationTable:
         if self.loads is not None:
             self.loads.joined(engine_id, kind, tuple(handoffs))
 
-    def engine_says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
-        self._engines.says(engine_id, load, now_s)
-
-    def leave(self, engine_id: str) -> None:
-        self._engines.leave(engine_id)
-
-    def is_leaving(self, engine_id: str) -> bool:
-        return self._engines.is_leaving(engine_id)
-
-    def evict(self, decoder_id: str) -> list[str]:
-        return self._membership.evict(decoder_id)
-
-    def remove_prefiller(self, prefiller_id: str) -> None:
-        self._membership.remove_prefiller(prefiller_id)
-
-    def remove_decoder(self, decoder_id: str) -> list[str]:
-        return self._membership.remove_decoder(decoder_id)
-
-    def recognise(self, chain: Chain, conversation_id: str | None = None) -> str | None:
-        return self._live.recognise(chain, conversation_id)
-
-    def histories(self, conversation_id: str) -> list[History]:
-        return self._live.histories(conversation_id)
-
-    def lives(self, history_id: str) -> bool:
-        return self._live.lives(history_id)
-
-    def has_several(self, history_id: str) -> bool:
-        return self._live.has_several(history_id)
-
-    def bind(
-        self,
-        history_id: str,
-        prompt_tokens: int,
-        now_s: float,
-        arrived_s: float | None = None,
-        opening: Opening | None = None,
-    ) -> Placement | None:
-        return self._binding.bind(history_id, prompt_tokens, now_s, arrived_s, opening)
-
-    def held(self, opening: Opening) -> int:
-        return self._binding.held(opening)
-
-    def take_displaced(self) -> list[History]:
-        return self._binding.take_displaced()
-
-    def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
-        return self._turns.begin(history_id, now_s, hints)
-
-    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
-        return self._turns.began(turn, decoder_id, now_s, parks)
-
-    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> set[str]:
-        return self._live.to_be_heard(chain, conversation_id)
-
-    def prefill_later_turn(
-        self, history: History, prompt_tokens: int | None = None, now_s: float = 0.0
-    ) -> str | None:
-        return self._appends.prefill(history, prompt_tokens, now_s)
-
     def park(self, history: History) -> bool:
         """Return whether the turn that has just begun leaves its KV in host memory too."""
         return self.memory is not None and self.memory.park(history)
-
-    def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
-        self._turns.prefilled(turn, stored_tokens)
-
-    def advance(
-        self,
-        turn: TurnKey,
-        decoder_id: str,
-        stats: TurnStats,
-        tails: tuple[Digest, ...],
-        now_s: float,
-    ) -> bool:
-        return self._turns.advance(turn, decoder_id, stats, tails, now_s)
-
-    def abandon(
-        self,
-        turn: TurnKey,
-        decoder_id: str | None,
-        stats: TurnStats | None,
-        now_s: float,
-    ) -> History | None:
-        return self._turns.abandon(turn, decoder_id, stats, now_s)
-
-    def answered(self, turn: TurnKey, at_s: float) -> float | None:
-        return self._turns.answered(turn, at_s)
 
     def used_energy(self, history_id: str, incarnation: int, joules: float) -> None:
         """Add to the energy that engines have taken for a live history."""
         history = self._live.current(history_id, incarnation)
         if history is not None:
             history.energy_j += joules
-
-    def release(self, history_id: str) -> History | None:
-        return self._ending.release(history_id)
-
-    def expire(self, now_s: float) -> list[History]:
-        return self._ending.expire(now_s)
 
     def holds(self, turn: TurnKey, decoder_id: str) -> bool:
         """Return whether a turn's history is live, and is on this decoder, or was when it was

@@ -44,7 +44,7 @@ class Turns:
         self.expected_cached_tokens = 0
         self.missing_cached_tokens = 0
 
-    def begin(self, history_id: str, now_s: float, hints: Hints | None) -> History | None:
+    def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound.
 
         Args:
@@ -63,7 +63,7 @@ class Turns:
             self._loads.turn_came(history.id, history.decoder_id, now_s)
         return history
 
-    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
+    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
         """Note that a decoder has begun a turn by itself.
 
         If the history was paused before the decoder heard of that, it is bound there again, room or
@@ -128,7 +128,7 @@ class Turns:
         if self._memory is not None:
             self._memory.bound(history, kept=True)
 
-    def prefilled(self, turn: TurnKey, stored_tokens: int) -> None:
+    def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
         """Note that the remote prefill that a turn waited for is over, done or failed.
 
         A history has one such prefill at a time, whichever of its turns says so.

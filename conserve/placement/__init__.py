@@ -2,13 +2,15 @@
 
 from typing import Literal
 
-from conserve.placement.collocated import CollocatedPlacement
+from conserve.placement.baselines import (
+    CollocatedPlacement,
+    FullDisaggregationPlacement,
+    PerTurnPlacement,
+)
 from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.elastic import ElasticPlacement
 from conserve.placement.engine_costs import EngineCosts
-from conserve.placement.full_disaggregation import FullDisaggregationPlacement
 from conserve.placement.load import EngineLoad, Loads
-from conserve.placement.per_turn import PerTurnPlacement
 from conserve.placement.state import (
     NOTHING_SHARED,
     Appended,
@@ -22,8 +24,17 @@ from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
 PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 
+POLICIES: dict[PolicyName, type[PlacementPolicy]] = {
+    "conversation": ConversationPlacement,
+    "elastic": ElasticPlacement,
+    "collocated": CollocatedPlacement,
+    "full_disaggregation": FullDisaggregationPlacement,
+    "per_turn": PerTurnPlacement,
+}
+
 __all__ = [
     "NOTHING_SHARED",
+    "POLICIES",
     "Appended",
     "CollocatedPlacement",
     "ConversationPlacement",

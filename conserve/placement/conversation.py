@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from conserve.placement.state import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     Placement,
+    PlacementPolicy,
     Prefiller,
     Shared,
     emptiest_decoder,
@@ -16,7 +16,7 @@ from conserve.placement.state import (
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationPlacement:
+class ConversationPlacement(PlacementPolicy):
     """One decision a conversation, from what can be observed (ConServe, section 4.2).
 
     The decoder is the one with the lowest KV occupancy, promised tokens included; among equals the
@@ -35,6 +35,10 @@ class ConversationPlacement:
         most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
             more than this.
     """
+
+    only_first_prompts = True
+    keeps_later_turns = True
+    pauses = True
 
     min_remote_prefill_tokens: int = 0
     most_cold_share: float = 0.5
@@ -78,14 +82,6 @@ class ConversationPlacement:
         if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
             return False
         return shared.parked_tokens >= (1 - self.most_cold_share) * prompt_tokens
-
-    def prefill_later_turn(
-        self,
-        prefillers: Iterable[Prefiller],
-        appended: Appended | None = None,
-        now_s: float = 0.0,
-    ) -> str | None:
-        return None
 
     def _near(
         self,

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 
 from conserve.placement.handing_over import Price
 from conserve.placement.load import Loads, Work
-from conserve.placement.state import NOTHING_SHARED, Appended, Decoder, Placement, Prefiller, Shared
+from conserve.placement.state import (
+    NOTHING_SHARED,
+    Appended,
+    Decoder,
+    Placement,
+    PlacementPolicy,
+    Prefiller,
+    Shared,
+)
 
 # A home counts as at most this busy.
 _BUSIEST = 0.95
@@ -15,7 +23,7 @@ _LEAST_TURN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticPlacement:
+class ElasticPlacement(PlacementPolicy):
     """Chooses the home and the place of the first prefill that add the least total waiting time.
 
     Decoders prefill their own prompts where that is sooner over for all, and a prefiller that is
@@ -33,6 +41,11 @@ class ElasticPlacement:
             by more than this.
     """
 
+    hosts_prefillers = True
+    keeps_later_turns = True
+    moves_appends = True
+    pauses = True
+
     loads: Loads = field(default_factory=Loads)
     free_share: float = 0.1
     near: float = 0.05
@@ -41,7 +54,7 @@ class ElasticPlacement:
     most_uneven: float = 0.5
 
     def homes(
-        self, decoders: Iterable[Decoder], prefillers: Sequence[Prefiller], now_s: float
+        self, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller], now_s: float
     ) -> list[Decoder]:
         """Return the decoders that new conversations may go to, with or without room.
 

@@ -1,8 +1,12 @@
-"""The state that a placement policy reads, its decision, and its protocol."""
+"""The state that a placement policy reads, its decision, and its base class."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from conserve.placement.load import Loads
 
 
 @dataclass(slots=True)
@@ -113,9 +117,32 @@ class Appended:
     parked_tokens: int
 
 
-class PlacementPolicy(Protocol):
-    """The protocol of placement policies: they read observed state and know no clock."""
+class PlacementPolicy(ABC):
+    """A placement policy: it reads observed state and knows no clock.
 
+    Attributes:
+        uses_prefillers: whether any prompt is sent to a prefiller.
+        hosts_prefillers: whether conversations are bound to prefillers, too.
+        only_first_prompts: whether prefillers get all first prompts and nothing else.
+        keeps_later_turns: whether a bound history's turn may run on its decoder without asking.
+        prefills_later_turns: whether prefillers continue histories, read from host memory.
+        moves_appends: whether prefillers may compute what later turns append.
+        pauses: whether idle histories may be paused.
+        loads: what is known of engines' work; None if the policy does not ask.
+    """
+
+    __slots__ = ()
+
+    uses_prefillers: ClassVar[bool] = True
+    hosts_prefillers: ClassVar[bool] = False
+    only_first_prompts: ClassVar[bool] = False
+    keeps_later_turns: ClassVar[bool] = False
+    prefills_later_turns: ClassVar[bool] = False
+    moves_appends: ClassVar[bool] = False
+    pauses: ClassVar[bool] = False
+    loads: "Loads | None" = None
+
+    @abstractmethod
     def place(
         self,
         prompt_tokens: int,
@@ -131,7 +158,6 @@ class PlacementPolicy(Protocol):
             prefillers: those alive; may be empty.
             shared: what of the prompt decoders hold already.
         """
-        ...
 
     def prefill_later_turn(
         self,
@@ -144,7 +170,13 @@ class PlacementPolicy(Protocol):
         Args:
             appended: how much there is to prefill; None if not known.
         """
-        ...
+        return None
+
+    def homes(
+        self, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller], now_s: float
+    ) -> list[Decoder]:
+        """Return the decoders that new conversations may go to, with or without room."""
+        return list(decoders)
 
 
 def emptiest_decoder(

@@ -4,7 +4,7 @@ from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
 from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
-from conserve.placement import ConversationPlacement
+from conserve.placement import ConversationPlacement, PlacementPolicy
 from conserve.settings import Settings
 
 
@@ -88,16 +88,13 @@ def test_by_default_and_without_pausing_nobody_overtakes() -> None:
     assert admission.admit(1e6) == []
 
 
-class _Full:
+class _Full(PlacementPolicy):
     """A policy that places nobody, and counts who was tried."""
 
     tried = 0
 
     def place(self, *_: object) -> None:
         self.tried += 1
-
-    def prefill_later_turn(self, *_: object) -> None:
-        """Nobody has one."""
 
 
 def test_so_many_are_tried_in_vain_and_no_more() -> None:

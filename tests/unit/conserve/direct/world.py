@@ -17,7 +17,7 @@ from conserve.histories.points import mark
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.pausing import Pausing
-from conserve.placement import Placement
+from conserve.placement import Placement, PlacementPolicy
 from conserve.recognition import Chain, Digest
 
 IDLE_S, TURN_S = 600.0, 60.0
@@ -29,7 +29,7 @@ def digest(*parts: object) -> Digest:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-class Drawn:
+class Drawn(PlacementPolicy):
     """A placement policy that places where it is told to."""
 
     def __init__(self) -> None:
@@ -45,9 +45,6 @@ class Drawn:
     ) -> Placement | None:
         ids = sorted(one.id for one in decoders)
         return Placement(ids[self.draw % len(ids)], None) if ids else None
-
-    def prefill_later_turn(self, *_: object) -> None:
-        return None
 
 
 @dataclass

@@ -80,7 +80,7 @@ class Known:
         return tokens_of(self.held) + (0 if self.promised else self.cut_tokens)
 
 
-class Anywhere:
+class Anywhere(PlacementPolicy):
     """A policy that goes where it is told to."""
 
     def __init__(self) -> None:
@@ -96,9 +96,6 @@ class Anywhere:
     ) -> Placement | None:
         self.shared = shared
         return Placement(self.decoder_id, None)
-
-    def prefill_later_turn(self, *_: object) -> str | None:
-        return None
 
 
 class Trees(RuleBasedStateMachine):
