@@ -26,7 +26,7 @@ from conserve.conversations import ConversationTable
 from conserve.direct import LARGE_TOKENS
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
-from conserve.pausing.host import HostMemory
+from conserve.pausing.cache import HostMemory
 from conserve.placement import Step, make_policy
 
 # None of the clients is idle for longer than its gaps, and no turn is lost.

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from conserve import identity
-from conserve.admission.ticket import LineOrder, Ticket
-from conserve.admission.waiting import WaitingLine
+from conserve.admission.waiting import LineOrder, Ticket, WaitingLine
 from conserve.admission.window import Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening

@@ -12,7 +12,7 @@ from conserve.histories.points import mark
 from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.recognition import Chain
-from conserve.tenants.usage import TenantUsage, UsageBook
+from conserve.tenants.limits import TenantUsage, UsageBook
 
 # At most this many histories with the same newest tail are looked at.
 _LOOKED_AT = 256

@@ -5,13 +5,13 @@ from sys import intern
 from conserve.conversations.ending import Ending
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
-from conserve.direct.numbering import STRIDE, first_asked
+from conserve.direct.desk import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
 from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import Memory
 from conserve.recognition import Digest
-from conserve.tenants.usage import TenantUsage
+from conserve.tenants.limits import TenantUsage
 
 
 class Turns:

@@ -3,11 +3,21 @@
 docs/later-turns.md has the protocol.
 """
 
-from conserve.direct.desk import LEASE_S, Continued, Desk
+from conserve.direct.desk import (
+    LEASE_S,
+    STRIDE,
+    Began,
+    Continued,
+    Desk,
+    Ended,
+    Outbox,
+    Report,
+    first_asked,
+    is_direct,
+    next_direct,
+)
 from conserve.direct.homes import LARGE_TOKENS, Home, Homes
 from conserve.direct.notices import Notice, Notices
-from conserve.direct.numbering import STRIDE, first_asked, is_direct, next_direct
-from conserve.direct.outbox import Began, Ended, Outbox, Report
 
 __all__ = [
     "LARGE_TOKENS",

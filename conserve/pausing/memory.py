@@ -11,8 +11,7 @@ from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
 from conserve.history import History, TurnStats
 from conserve.holdings import Parked
-from conserve.pausing.cache import EngineCache
-from conserve.pausing.host import HostMemory
+from conserve.pausing.cache import EngineCache, HostMemory
 from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.tools import RunningTools, Wait
 from conserve.placement import Decoder, Shared

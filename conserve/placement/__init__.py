@@ -9,7 +9,7 @@ from conserve.placement.baselines import (
 )
 from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.elastic import ElasticPlacement
-from conserve.placement.engine_costs import EngineCosts
+from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.load import EngineLoad, Loads
 from conserve.placement.state import (
     NOTHING_SHARED,
@@ -20,7 +20,6 @@ from conserve.placement.state import (
     Prefiller,
     Shared,
 )
-from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
 PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from conserve.history import History, TurnStats
-from conserve.placement.engine_costs import EngineCosts
+from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.handing_over import HandingOver, Price
 from conserve.placement.state import Placement, Shared
-from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
 # Turns and prefills are averaged over the first, first prompts of the whole pool over the second.
 _LATE_S = 30.0

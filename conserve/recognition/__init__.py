@@ -15,11 +15,11 @@ from conserve.recognition.chain import (
     Beginning,
     Chain,
     Digest,
+    TailIndex,
     candidate_digests,
     chain_of,
     tail_digest,
 )
-from conserve.recognition.index import TailIndex
 
 __all__ = [
     "Beginning",

@@ -1,9 +1,7 @@
 """API keys, the tenants that they belong to, and tenants' limits and usage."""
 
-from conserve.tenants.keyfile import Key, KeyFile, KeyFileError, Tenant
-from conserve.tenants.keyring import Caller, KeyRing
-from conserve.tenants.limits import Limits, Over
-from conserve.tenants.usage import TenantUsage, UsageBook
+from conserve.tenants.keyfile import Caller, Key, KeyFile, KeyFileError, KeyRing, Tenant
+from conserve.tenants.limits import Limits, Over, TenantUsage, UsageBook
 
 __all__ = [
     "Caller",

@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from conserve.tenants.keyfile import OTHER_TENANTS
-from conserve.tenants.usage import UsageBook
+from conserve.tenants.limits import UsageBook
 
 NAMED_AT_MOST = 100
 

@@ -11,16 +11,16 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from conserve import apis, budget, identity, recognition, tool_choice, wire
+from conserve import apis, budget, identity, recognition, wire
 from conserve.apis import COMPLETIONS, DETOKENIZE, RESPONSES
+from conserve.budget import beyond_64_bits
 from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError, unknown_model
 from conserve.hints import Hints, InvalidHint, hints
-from conserve.numbers import beyond_64_bits
 from conserve.recognition import Chain
 from conserve.recognition.apis import continues, heard
 from conserve.recognition.volatile import without_billing_header
-from conserve.served import as_served
+from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of
@@ -183,7 +183,7 @@ def checked_body(raw: bytes, path: str, settings: Settings) -> dict[str, Any]:
         ApiError: it is not.
     """
     body = read_json(raw, path, settings)
-    budget.check(tool_choice.resolved(path, body), path)
+    budget.check(resolved(path, body), path)
     return body
 
 
@@ -208,7 +208,7 @@ def _understood(
         said = hints(headers, body)
     except InvalidHint as error:
         raise ApiError(400, str(error), "invalid_hint", param=error.source) from None
-    own = as_served(identity.without_identity(tool_choice.resolved(path, body)), path)
+    own = as_served(identity.without_identity(resolved(path, body)), path)
     for name in _NOT_FORWARDED:
         own.pop(name, None)
     # The other way into the engine's arguments.

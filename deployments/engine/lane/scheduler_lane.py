@@ -3,7 +3,7 @@
 from typing import Any
 
 from conserve.engine_scheduling import DecodeReserve, PrefillLane
-from conserve.engine_scheduling.lane import Route
+from conserve.engine_scheduling.calls import Route
 from deployments.engine.lane.fits import fits
 from deployments.engine.lane.notes import Job, LaneNotes, LaneReport
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from conserve.direct import Notice
-from conserve.engine_scheduling.load import SchedulerLoad
+from conserve.engine_scheduling.calls import SchedulerLoad
 from conserve.wire import history_key
 from deployments.engine.scheduler.commands import command
 

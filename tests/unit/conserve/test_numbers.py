@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from conserve.numbers import beyond_64_bits
+from conserve.budget import beyond_64_bits
 
 MOST = 2**63 - 1
 

@@ -6,7 +6,7 @@ import pytest
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.errors import ApiError
-from conserve.tool_choice import resolved
+from conserve.served import resolved
 
 Json = dict[str, Any]
 

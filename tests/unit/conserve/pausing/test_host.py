@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.pausing.host import HostMemory
+from conserve.pausing.cache import HostMemory
 
 
 def test_the_oldest_says_for_how_long_it_keeps_anything() -> None:

@@ -1,6 +1,28 @@
-"""Chooses the prefills that run in a lane beside an engine's steps, apart from decodes."""
+"""Kinds of calls, the lane for long prefills, and the load that a scheduler reports."""
 
-from typing import Literal
+from typing import Final, Literal
+
+import msgspec
+
+Kind = Literal["cold", "resume", "decode"]
+KINDS: Final[tuple[Kind, ...]] = ("cold", "resume", "decode")
+WaitFor = Literal["room", "place", "step", "load"]
+"""What a call waits for in an engine: free KV, one of the places of calls that run, tokens of a
+step, or its own KV, which is being loaded."""
+
+
+def kind_of(is_decoding: bool, found_tokens: int, missing_tokens: int, budget_tokens: int) -> Kind:
+    """Classify a call (AgentServe, algorithm 1, lines 11 to 16).
+
+    Args:
+        found_tokens: of its prompt, what caches have.
+        missing_tokens: the rest; an append computes up to a block more than it is long.
+        budget_tokens: what a step may prefill beside decodes.
+    """
+    if is_decoding:
+        return "decode"
+    return "resume" if found_tokens > 0 and missing_tokens <= budget_tokens else "cold"
+
 
 Route = Literal["inline", "lane", "wait"]
 
@@ -78,3 +100,40 @@ class PrefillLane:
 
     def forget(self, name: str) -> None:
         self._since_s.pop(name, None)
+
+
+class SchedulerLoad(msgspec.Struct, frozen=True):
+    """A scheduler's calls and blocks now, and its counts since the engine's start.
+
+    Attributes:
+        waiting, running: calls on each level, from 0.
+        cut: chunks that were made smaller, or put off, for decodes.
+        parts: prompts that began without room for all of them.
+        preempted: calls, by level.
+        reclaimed_blocks: pinned ones that were given up before their time.
+        lane_waiting: None, like all of the lane's, without a lane.
+        lane_tokens: left to compute in the lane.
+        lane_prefills: by outcome: done, or failed and computed inline.
+        decode_sms: SMs that steps have, where the lane has the others; None if no border moves.
+    """
+
+    waiting: list[int]
+    running: list[int]
+    running_kinds: dict[Kind, int]
+    begun: dict[Kind, int]
+    cut: dict[Kind, int]
+    parts: int
+    preempted: list[int]
+    reclaimed_blocks: int
+    pinned_blocks: int
+    free_blocks: int
+    blocks: int
+    tpot_s: float
+    tpot_bound_s: float
+    budget_tokens: int
+    lane_waiting: int | None = None
+    lane_running: int | None = None
+    lane_tokens: int | None = None
+    lane_prefills: dict[str, int] | None = None
+    lane_computed_tokens: int | None = None
+    decode_sms: int | None = None
