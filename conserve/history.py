@@ -67,16 +67,25 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         """Return the prompt tokens that were found, and not computed."""
         return self.decoder_cached_tokens + self.lmcache_tokens
 
-    def misses(self, parked_tokens: int) -> bool:
-        """Return whether what host memory should have of the prompt is gone.
+    def parked_after(self, tokens: int, parks: bool) -> int | None:
+        """Return how much of the history host memory has after this turn.
 
-        If a part was dropped, the rest is found. So at less than half of it all counts as gone: its
-        server may have been restarted.
+        If a part was evicted, the rest is found. So at less than half of it all counts as gone: its
+        server may have been restarted. A turn that was cut before any output may be neither
+        computed nor looked up.
 
         Args:
-            parked_tokens: what it should have, from the history's beginning on.
+            tokens: what host memory should have had, from the history's beginning on.
+            parks: whether the turn left its prompt's KV there.
+
+        Returns:
+            None if the turn says nothing of host memory.
         """
-        return 2 * self.found_tokens < min(self.prompt_tokens, parked_tokens)
+        evicted = 2 * self.found_tokens < min(self.prompt_tokens, tokens)
+        if not self.output_tokens or not (evicted or parks or self.lmcache_tokens):
+            return None
+        kept_tokens = 0 if evicted else tokens
+        return max(kept_tokens, self.prompt_tokens) if parks else kept_tokens
 
     def pack(self) -> bytes:
         """Pack the four counts into one object, to save memory in a table of a million

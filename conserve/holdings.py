@@ -100,9 +100,7 @@ class Holdings:
             if parked:
                 self._stored_tokens[turn.history_id] = stats.prompt_tokens
             self._stored_tokens.setdefault(turn.history_id, stats.prompt_tokens)
-            # A turn that was cut before any output may be neither computed nor looked up.
-            if stats.output_tokens:
-                self._note_parked(held, stats, parked)
+            self._note_parked(held, stats, parked)
         if completed:
             held.turns += 1
             if tails and stats is not None:
@@ -167,18 +165,16 @@ class Holdings:
 
     def _note_parked(self, held: History, stats: TurnStats, parked: bool) -> None:
         known = self._parked.get(held.id)
-        known_tokens = 0 if known is None else known.tokens
-        if stats.misses(known_tokens):
-            del self._parked[held.id]
-            known_tokens = 0
-        elif stats.lmcache_tokens:
-            # A prefiller or another decoder has left it there.
-            known_tokens = max(known_tokens, stats.found_tokens)
-        if parked:
-            known_tokens = max(known_tokens, stats.prompt_tokens)
-        if known_tokens and (parked or stats.lmcache_tokens):
+        tokens = 0 if known is None else known.tokens
+        if stats.lmcache_tokens:
+            # A prefiller or another decoder may have left it there.
+            tokens = max(tokens, stats.found_tokens)
+        found = stats.parked_after(tokens, parked)
+        if found:
             used_s = held.last_used_s
-            self._parked[held.id] = Parked(held.id, held.incarnation, known_tokens, used_s)
+            self._parked[held.id] = Parked(held.id, held.incarnation, found, used_s)
+        elif found == 0:
+            self._parked.pop(held.id, None)
 
     def held_tokens(self, history_id: str) -> int:
         """Return how much KV of a history was here after its last turn."""

@@ -77,10 +77,6 @@ class DecodeReserve:
             return self.sizes_sms[base]
         return self.sizes_sms[max(base, self._at)]
 
-    def base_sms(self, now_s: float) -> int:
-        """Return R_base, the smallest size that is not known to be too slow."""
-        return self.sizes_sms[self._base(now_s)] if self.sizes_sms else 0
-
     def step(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
         if decode_sms not in self.sizes_sms:
             return

@@ -175,11 +175,6 @@ class Run(_Strict):
         return ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else self.command
 
 
-def is_name(text: str) -> bool:
-    """Return whether an environment can have this name."""
-    return _NAME.fullmatch(text) is not None
-
-
 def _validated(model: type[_Model], value: Any, prefix: str) -> _Model:
     try:
         return model.model_validate(value)

@@ -183,16 +183,18 @@ class Memory:
             rested[history.id] = None
         parking = turn_id in self._parking
         self._parking.discard(turn_id)
-        # A turn that was cut before any output may be neither computed nor looked up.
-        if stats is None or not stats.output_tokens or self._host is None:
+        if stats is None or self._host is None:
             return
-        if stats.misses(self._host.left_tokens(_key(history))):
+        had_tokens = self._host.left_tokens(_key(history))
+        tokens = stats.parked_after(had_tokens, parking)
+        if tokens is None:
+            return
+        if tokens < had_tokens:
             self._host.drop(_key(history))
-        elif stats.lmcache_tokens and _key(history) in self._host:
-            self.parked(history, 0)
+        if tokens:
+            self.parked(history, tokens)
         if parking:
             # The output is left there with the next turn's prompt.
-            self.parked(history, stats.prompt_tokens)
             self._tell("park", history, tokens=stats.prompt_tokens)
 
     def parked(self, history: History, tokens: int) -> None:

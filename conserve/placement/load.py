@@ -67,7 +67,6 @@ class Work(NamedTuple):
         append_share: of that, what later turns append.
         lent_tokens: prefilled for other engines in the last ten seconds.
         conversations: those that are there yet and had a turn lately.
-        lent_share: of its time, what prefills for other engines take.
         residual_s: how long the running prefill still takes, on average over time.
     """
 
@@ -81,7 +80,6 @@ class Work(NamedTuple):
     append_share: float = 0.0
     lent_tokens: int = 0
     conversations: int = 0
-    lent_share: float = 0.0
     mean_decodes: float = 0.0
     residual_s: float = 0.0
 
@@ -184,7 +182,8 @@ class Loads:
         self._expect(history_id, tokens, past, there, placement, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
-        (home.first_prompts if where is None else engine.lending).add(seconds, now_s)
+        if where is None:
+            home.first_prompts.add(seconds, now_s)
         self._demand.add(seconds, now_s)
         self._residuals.add(seconds * seconds / 2, now_s)
 
@@ -209,7 +208,6 @@ class Loads:
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
             seconds = engine.prefills(new_tokens, cached_tokens, now_s)
-            engine.lending.add(seconds, now_s)
             self._demand.add(seconds, now_s)
             self._residuals.add(seconds * seconds / 2, now_s)
         else:
@@ -273,7 +271,6 @@ class Loads:
             min(1.0, engine.appends.per_s(now_s)),
             engine.lent_tokens(now_s),
             engine.turns.histories(now_s),
-            min(1.0, engine.lending.per_s(now_s)),
             engine.mean_decodes,
             engine.residuals.per_s(now_s),
         )
@@ -483,7 +480,7 @@ class _Kind:
 class _Engine:
     __slots__ = (
         "_model", "_seconds", "_started", "_tokens", "appends", "costs", "first_prompts", "kind",
-        "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
+        "lent", "load", "mean_decodes", "queue", "residuals", "turns",
     )  # fmt: skip
 
     def __init__(self, kind: _Kind) -> None:
@@ -495,10 +492,9 @@ class _Engine:
         self.mean_decodes = 0.0
         self.queue = _Queue()
         self.turns = _Turns()
-        # Seconds of prefills, for its own conversations and for other engines.
+        # Seconds of prefills for its own conversations.
         self.first_prompts = _Late(_LATE_S)
         self.appends = _Late(_LATE_S)
-        self.lending = _Late(_LATE_S)
         self.lent: deque[tuple[float, int]] = deque()
         self.residuals = _Late(_LATE_S)
         self._seconds = _Late(_LATE_S)

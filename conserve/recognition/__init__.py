@@ -1,7 +1,7 @@
 """Recognises a conversation by its messages, for agents that send no conversation id.
 
 A turn continues the history whose last turn, its messages and answer, it begins with. After each
-turn the digest of both is kept as the history's *tail* (`tail_digest`). When a turn comes, the
+turn the digest of both is kept as the history's *tail* (`Beginning.tails`). When a turn comes, the
 digests of its beginnings are looked up among the tails, longest first (`TailIndex.match`).
 
 Agents do not echo answers byte for byte. So only a message's meaning for the model is hashed: role,
@@ -16,9 +16,7 @@ from conserve.recognition.chain import (
     Chain,
     Digest,
     TailIndex,
-    candidate_digests,
     chain_of,
-    tail_digest,
 )
 
 __all__ = [
@@ -28,7 +26,5 @@ __all__ = [
     "TailIndex",
     "answers_from_body",
     "answers_from_stream",
-    "candidate_digests",
     "chain_of",
-    "tail_digest",
 ]

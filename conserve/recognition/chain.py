@@ -75,22 +75,6 @@ def chain_of(
     return Chain(root, system, tuple(ends[:most_ends]), first)
 
 
-def candidate_digests(
-    messages: Sequence[Mapping[str, Any]], tenant: str | None = None
-) -> list[Digest]:
-    """Return the tails that these messages may continue, longest first: a chain's ``ends``."""
-    return list(chain_of(messages, tenant=tenant).ends)
-
-
-def tail_digest(
-    messages: Sequence[Mapping[str, Any]],
-    answer: Mapping[str, Any],
-    tenant: str | None = None,
-) -> Digest:
-    """Return the digest of a finished turn. Never raises, whatever the JSON in the arguments."""
-    return Beginning(messages, tenant=tenant).tail_digest(answer)
-
-
 class Beginning:
     """A turn's messages, hashed once for all the answers that it may get; see `chain_of`."""
 
@@ -112,9 +96,6 @@ class Beginning:
                 root = self._hasher.digest()
             self._hasher.update(encoded(normalised(message)))
         self.root = self._hasher.digest() if root is None else root
-
-    def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
-        return self.tails(answer)[0]
 
     def tails(self, answer: Mapping[str, Any]) -> tuple[Digest, ...]:
         """Return the digests by which the next turn may be recognised, the likeliest first.
@@ -192,12 +173,6 @@ class TailIndex:
         if isinstance(owners, str):
             return iter((owners,))
         return iter(()) if owners is None else reversed(owners)
-
-    def has(self, digest: Digest) -> bool:
-        return digest in self._owners
-
-    def is_shared(self, digest: Digest) -> bool:
-        return isinstance(self._owners.get(digest), OrderedDict)
 
     def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
         """Return the history that a turn with these digests continues, or None.

@@ -1,5 +1,6 @@
 """How many SMs decodes have to themselves beside prefills."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ from conserve.engine_scheduling import DecodeReserve
 SIZES = (16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
 # The largest with no more than nine tenths of them.
 MOST = 112
+
+
+def base_sms(controller: DecodeReserve, now_s: float) -> int:
+    """R_base: what decodes have once a prefill has waited for too long."""
+    return controller.decide(decodes=True, waited_s=math.inf, now_s=now_s)
 
 
 class Engine:
@@ -38,7 +44,7 @@ def test_it_finds_the_smallest_size_that_is_fast_enough_and_stays() -> None:
     had = engine.run(400)
     assert had[0] == 16
     assert set(had[100:]) == {56}
-    assert engine.controller.base_sms(engine.now_s) == 56
+    assert base_sms(engine.controller, engine.now_s) == 56
     assert engine.controller.tpot_s == pytest.approx(2.5 / 56)
 
 
@@ -94,7 +100,7 @@ def test_where_nothing_moves_the_border_it_stays() -> None:
         controller.step(1.0, 0, float(step))
         for waited_s in (None, 0.0, 100.0):
             assert controller.decide(decodes=True, waited_s=waited_s, now_s=float(step)) == 0
-    assert (controller.base_sms(0.0), controller.tpot_s) == (0, 0.0)
+    assert (base_sms(controller, 0.0), controller.tpot_s) == (0, 0.0)
 
 
 def test_one_size_is_everything() -> None:
@@ -128,7 +134,7 @@ def test_whatever_happens_it_gives_what_there_is(
             assert sms == 0
         else:
             assert sms in SIZES
-            assert controller.base_sms(now_s - lasted_s) <= sms <= MOST
+            assert base_sms(controller, now_s - lasted_s) <= sms <= MOST
             controller.step(lasted_s, sms, now_s)
 
 

@@ -218,7 +218,7 @@ class Trees(RuleBasedStateMachine):
             cached = tokens_of(common_of(one.kv, one.asked))
         stats = TurnStats(tokens_of(one.asked), ANSWERS[answer], 0 if evicted else cached, 0)
         beginning = Beginning(*heard(path, asked_by(path, one.asked)))
-        tail = beginning.tail_digest(spoken(said)[-1])
+        tail = beginning.tails(spoken(said)[-1])[0]
         assert self.table.advance(one.turn.key, one.turn.decoder_id, stats, (tail,), 0)
         one.messages, one.turn, one.promised = said, None, False
         one.kv, one.cut_tokens = said, 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.recognition import candidate_digests, tail_digest
+from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import IMAGE, SYSTEM, USER, called, said
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.recognition import Digest, TailIndex, candidate_digests, tail_digest
+from conserve.recognition import Digest, TailIndex
 from tests.checkout import DATA
+from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import (
     SEEDS,
     SYSTEM,
