@@ -31,9 +31,7 @@ class Form:
     """The form of an API's answers, as far as they are looked at in passing.
 
     Attributes:
-        ends: beginnings of the events after which the answer is whole.
-        error: beginning of the event by which an engine says that it cannot continue.
-        opens: beginnings of the events that come before anything is generated.
+        ends, error, opens: beginnings of the last events, of an error, and of the first events.
         token: occurs once in each event with output; None if nearly all events have some.
         tool_call: occurs in an answer that calls a tool; its quotes would be escaped in a text.
         after_error: what follows an error.
@@ -47,14 +45,11 @@ class Form:
     after_error: bytes = b""
 
     def shows_output(self, part: bytes) -> bool:
-        """Return whether a part of a stream has an event that comes after something was
-        generated.
-        """
+        """Return whether a part of a stream has an event that comes after the first token."""
         opening = sum(part.count(begins) for begins in self.opens)
         return not self.opens or part.count(b"\n\n") > opening
 
     def outputs_in(self, part: bytes) -> int:
-        """Return how many events with output a part of a stream has."""
         if self.token is not None:
             return part.count(self.token)
         if part.startswith(self.ends):
@@ -96,12 +91,9 @@ def form_of(path: str) -> Form:
 
 
 def is_anthropic(path: str) -> bool:
-    """Return whether a path is one of Anthropic's API."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 def is_dialogue(path: str) -> bool:
-    """Return whether a turn on this path has messages, by which its conversation can be
-    recognised.
-    """
+    """Return whether a turn on this path has messages to recognise it by."""
     return path in TURN_PATHS and path != COMPLETIONS

@@ -24,9 +24,7 @@ _PARTIAL = ("in_progress", "incomplete")
 
 
 def canonical(body: Json) -> Json:
-    """Return a request, which `conserve.items` has accepted, as vLLM takes it; the same object if
-    it is.
-    """
+    """Return a request that `conserve.items` has accepted as vLLM takes it."""
     own = {name: value for name, value in body.items() if value is not None}
     given = own["input"]
     if isinstance(given, list):
@@ -55,7 +53,6 @@ def unserved_tools(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _all_canonical(given: list[Json], one: Callable[[Json], Json]) -> list[Json]:
-    """Return objects in their canonical form; the same list if they have it."""
     found = [one(item) for item in given]
     same = all(made is item for made, item in zip(found, given, strict=True))
     return given if same else found
@@ -149,7 +146,6 @@ def _without_unserved(tool: Json) -> Json:
 
 
 def _allowed(tools: list[Json], allowed: Iterable[Json]) -> list[Json]:
-    """Return the tools that ``allowed_tools`` names."""
     names = {one["name"] for one in allowed if one["type"] == FUNCTION}
     found = []
     for tool in tools:

@@ -39,7 +39,7 @@ _TYPES = ("str", "int", "float", "bool", "bytes", "list", "dict", "tuple", "set"
 
 
 class Complaint(NamedTuple):
-    """A sentence on what is wrong, and the field as its client wrote it; empty for the whole
+    """A sentence on the wrong field, as its client wrote that; the field is empty for the whole
     body.
     """
 
@@ -52,12 +52,7 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """One of Pydantic's errors.
-
-    Attributes:
-        place: where it is in the body.
-        kinds: what the body was taken for on the way there, with the place of each.
-    """
+    """One of Pydantic's errors, with what the body was taken for on the way, and where."""
 
     place: Place
     kinds: tuple[tuple[Place, str], ...]
@@ -73,14 +68,10 @@ class _Error:
 
 
 def complaint(errors: Sequence[Mapping[str, Any]], body: Any) -> Complaint:
-    """Choose one of a body's validation errors.
+    """Choose one of a body's validation errors, as Pydantic's or FastAPI's ``errors()`` has them.
 
     Of the kinds that a field may be of, the one counts whose ``role`` or ``type`` the client wrote.
     Then it is the error about the innermost member, since all around that was right.
-
-    Args:
-        errors: from Pydantic's ``errors()``, at least one, of the body or a part of it; FastAPI's
-            begin with ``body``.
     """
     base, at = _base(errors[0], body)
     about = list(_of_the_right_kind([_located(error, base, at) for error in errors], 0))
@@ -133,7 +124,6 @@ def _base(error: Mapping[str, Any], body: Any) -> tuple[Place, Any]:
 
 
 def _parts(body: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield a body and all lists and objects in it, the outer ones first."""
     level: list[tuple[Place, Any]] = [((), body)]
     while level:
         yield from level
@@ -162,7 +152,6 @@ def _located(error: Mapping[str, Any], place: Place, at: Any) -> _Error:
 
 
 def _member(of: Any, step: str | int) -> tuple[Any, bool]:
-    """Return a member and True; else the same object and False."""
     if isinstance(of, dict) and step in of:
         return of[step], True
     if isinstance(of, list) and isinstance(step, int) and 0 <= step < len(of):

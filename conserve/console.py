@@ -15,7 +15,6 @@ class WholeConsole(Console):
 
     @property
     def size(self) -> ConsoleDimensions:
-        """Return the terminal's size, or an unbounded one."""
         found = super().size
         asked = self._width is not None or self._environ.get("COLUMNS", "").isdigit()
         if asked or self.is_terminal:

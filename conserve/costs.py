@@ -33,7 +33,6 @@ class _Decoder:
     terms: dict[Term, float] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
 
     def go_on(self, now_s: float) -> None:
-        """Count what passed since it was last looked at."""
         passed_s = max(0.0, now_s - self.looked_s)
         self.looked_s = max(self.looked_s, now_s)
         # Tokens held beyond the capacity are scaled down to it.
@@ -48,22 +47,18 @@ class _Decoder:
 class SpaceTimeCosts:
     """Divides each decoder's KV space, times the time, by what it is used for.
 
-    The terms are those of ThunderAgent's equation 3, integrals of tokens over time (equation 2),
-    from what is held and what engines report at a turn's end:
+    The terms are those of ThunderAgent's equation 3, integrals of tokens over time (equation 2):
 
     - ``unused``: held for no history; includes paused histories.
     - ``caching``: held for idle histories, and for running ones beyond what they held as their
       turns began.
-    - ``decode``, ``prefill``, ``recompute``: what histories held as a turn began (their prompt, if
-      they were placed), until its end. ``decode`` is the time from the first token to the last. The
-      rest is divided as the computed tokens are: those beyond what the prompt has grown by are
-      ``recompute``, the others ``prefill``. Without times it is all decode, and without stats all
-      prefill.
+    - ``decode``, ``prefill``, ``recompute``: what histories held as a turn began, until its end.
+      ``decode`` is the time from the first token to the last. The rest is divided as the computed
+      tokens are: those beyond what the prompt has grown by are ``recompute``, the others
+      ``prefill``. Without times it is all decode, and without stats all prefill.
 
-    It departs from the paper: a turn's growth counts only from its end on; tokens held above the
-    capacity are scaled down to it; and what running turns share counts once. The terms add up to
-    the capacity times the time, except for turns that still run (`running`). Turns that began
-    before a decoder was added, under a lost table, count as caching.
+    Unlike in the paper, a turn's growth counts only from its end on, tokens above the capacity are
+    scaled down to it, and what running turns share counts once.
     """
 
     def __init__(self) -> None:
@@ -94,7 +89,6 @@ class SpaceTimeCosts:
             del self._turns[turn]
 
     def look(self, decoder_id: str, held_tokens: int, now_s: float) -> None:
-        """Note what a decoder holds from now on."""
         decoder = self._decoders.get(decoder_id)
         if decoder is not None:
             decoder.go_on(now_s)
@@ -107,7 +101,7 @@ class SpaceTimeCosts:
 
         Args:
             tokens: what its history holds on its decoder; 0 if another turn of it runs.
-            had_tokens: the history's length after its last turn; 0 if it had none.
+            had_tokens: the history's length after its last turn.
         """
         decoder = self._decoders.get(decoder_id)
         if decoder is None or turn in self._turns:
@@ -118,7 +112,6 @@ class SpaceTimeCosts:
         self._turns[turn] = _Turn(decoder_id, tokens, had_tokens, now_s, decoder.used_s)
 
     def prefilled(self, turn: Hashable, tokens: int) -> None:
-        """Note the tokens that a prefiller has computed for a running turn."""
         if turn in self._turns:
             self._turns[turn].remote_tokens += tokens
 

@@ -95,7 +95,6 @@ def server_command(
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return engine arguments as vLLM's command line takes them."""
     found = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

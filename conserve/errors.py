@@ -11,9 +11,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class Told(NamedTuple):
-    """An error's message, and the request's field that is to blame, if any. Anthropic's API has no
-    field.
-    """
+    """An error's message, and the request's field that is to blame, if any."""
 
     message: str
     param: str | None
@@ -31,7 +29,6 @@ class ApiError(Exception):
         message: what is wrong and what to do, for people.
         code: what is wrong, for programs (OpenAI's ``error.code``; Anthropic's form has none).
         param: the request's field, if one is to blame.
-        retry_after_s: when to retry, sent as ``Retry-After``.
         final: whether a retry is useless; sent as ``x-should-retry: false``, which OpenAI's clients
             obey.
     """
@@ -55,7 +52,6 @@ class ApiError(Exception):
         self.final = final
 
     def told(self, path: str) -> Told:
-        """Return the error in the words of a path's API."""
         if not apis.is_anthropic(path):
             return Told(self.message, self.param)
         message = _OF_CHATS.sub(lambda field: _IN_MESSAGES[field[0]], self.message)
@@ -79,11 +75,7 @@ class ApiError(Exception):
         }
 
     def event(self, path: str, number: int = 0) -> bytes:
-        """Return the event by which a stream that has begun ends with this error.
-
-        Args:
-            number: of the event within the stream, if its events are numbered.
-        """
+        """Return the event by which a stream that has begun ends with this error."""
         if path == apis.MESSAGES:
             return b"event: error\ndata: " + json.dumps(self.body(path)).encode() + b"\n\n"
         if path != apis.RESPONSES:
@@ -128,10 +120,7 @@ def _anthropic_type(status: int) -> str:
 class PromptTooLong(ApiError):
     """A prompt that leaves no room for an answer: its client has to shorten the history.
 
-    Args:
-        length: the prompt's, in tokens.
-        max_model_len: the most tokens of prompt and output.
-        characters: whether ``length`` is in characters, of a prompt that was not tokenized.
+    ``length`` is in tokens, or in ``characters`` of a prompt that was not tokenized.
     """
 
     def __init__(self, length: int, max_model_len: int, *, characters: bool = False) -> None:
@@ -141,9 +130,7 @@ class PromptTooLong(ApiError):
         super().__init__(400, self._said("messages"), CONTEXT_LENGTH_EXCEEDED, param="messages")
 
     def told(self, path: str) -> Told:
-        """Return OpenAI's words, or Anthropic's, by which Claude Code knows that it has to
-        compact.
-        """
+        """Return OpenAI's words, or Anthropic's that make Claude Code compact its history."""
         if apis.is_anthropic(path):
             unit = "" if self._length.endswith("tokens") else "tokens "
             return Told(
@@ -167,13 +154,7 @@ class OutputTooLong(ApiError):
     """More output asked for than the context has room for after a prompt that fits.
 
     Its words must not be those by which clients know that they have to compact their history: they
-    would do so again and again.
-
-    Args:
-        output_tokens: what was asked for.
-        max_model_len: the most tokens of prompt and output.
-        prompt_tokens: the prompt's length; None if not known.
-        param: the field by which it was asked for.
+    would do so again and again. ``param`` is the field by which the output was asked for.
     """
 
     def __init__(
@@ -191,9 +172,7 @@ class OutputTooLong(ApiError):
         )
 
     def told(self, path: str) -> Told:
-        """Blame only the cap if it is too large by itself; Claude Code asks for less by the other
-        words.
-        """
+        """Blame only the cap if it is too large by itself."""
         if not apis.is_anthropic(path):
             return super().told(path)
         prompt_tokens, output_tokens, most_tokens = self._tokens
@@ -259,12 +238,7 @@ _NO_MEDIA = re.compile(r"\S+ is not a multimodal model")
 
 
 def from_engine(status: int, body: Any) -> ApiError:
-    """Convert an engine's error response: same status and message, the API's own codes and words.
-
-    Args:
-        status: the engine's HTTP status.
-        body: its parsed JSON body, of any form.
-    """
+    """Convert an engine's error: same status and message, the API's own codes and words."""
     error = body.get("error", body) if isinstance(body, dict) else {}
     message = error.get("message") if isinstance(error, dict) else None
     param = error.get("param") if isinstance(error, dict) else None
@@ -303,7 +277,6 @@ def from_engine(status: int, body: Any) -> ApiError:
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    """Return the 404 that says which model is served instead."""
     return ApiError(
         404,
         f"the model {asked[:100]!r} is not served here; use {served!r}",

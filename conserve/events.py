@@ -39,14 +39,7 @@ MOST_EVENTS = 4096
 
 
 class Event(NamedTuple):
-    """One event.
-
-    Attributes:
-        number: one more than that of the event before.
-        at_s: Unix time.
-        history_id: as it is kept; empty for an engine's event.
-        details: as JSON.
-    """
+    """One event; ``history_id`` is empty for an engine's."""
 
     number: int
     at_s: float
@@ -58,13 +51,7 @@ class Event(NamedTuple):
 class EventLog:
     """The newest events, for listeners that ask for those after the last one seen; all are counted.
 
-    Args:
-        clock: Unix time.
-        first: the first event's number. A log that succeeds another must start above it.
-        most: how many are kept.
-
-    Attributes:
-        counts: of all events, by kind.
+    A log that succeeds another must start above it, with ``first``.
     """
 
     def __init__(self, clock: Callable[[], float], first: int = 1, most: int = MOST_EVENTS) -> None:
@@ -109,9 +96,7 @@ class EventLog:
     ) -> list[Event]:
         """Return the kept events after a number, the oldest first.
 
-        Args:
-            kinds: of these alone; none means all.
-            mine: whether a history's are wanted, by its id; None means all.
+        No ``kinds`` means all; ``mine`` says whether a history's are wanted.
         """
         # From the newest back, since a listener has seen all but a few.
         new: list[Event] = []
@@ -123,5 +108,4 @@ class EventLog:
         return new[::-1]
 
     def newest_of(self, conversation_id: str, most: int) -> list[Event]:
-        """Return a conversation's newest events; the oldest of them first."""
         return list(islice(reversed(self._of.get(conversation_id, ())), most))[::-1]

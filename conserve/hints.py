@@ -37,10 +37,8 @@ class Hints:
 
     Attributes:
         priority: higher is more important; 0 is the default.
-        deadline_s: until when the whole answer is wanted, from the request on.
-        first_token_s: until when the answer's first token is wanted, from the request on.
-        expected_resume_s: how long after the answer the next turn is expected, which is how long
-            the tools that it calls will take.
+        deadline_s, first_token_s: until when the answer and its first token are wanted.
+        expected_resume_s: how long after the answer the next turn is expected.
         last_step: whether no turn will follow; False means that one will.
     """
 
@@ -57,9 +55,7 @@ class Name:
     """A name by which clients give a hint.
 
     Attributes:
-        meaning: the attribute of `Hints`.
         name: the header, or the body's field, with dots for fields within another.
-        source: the system whose name it is.
         read: converts a value, which is any JSON or a header's string; None if it is no hint.
         must_be: what a value has to be, if others are refused; None if they are ignored.
     """
@@ -167,11 +163,7 @@ _KEYS = tuple(
 
 
 def hints(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hints:
-    """Read a request's hints.
-
-    Args:
-        headers: with lower-cased names.
-        body: parsed from JSON; any of it may be any JSON.
+    """Read a request's hints; ``headers`` have lower-cased names.
 
     Raises:
         InvalidHint: a name of our own has a wrong value. Others' wrong values are ignored: they may

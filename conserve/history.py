@@ -1,7 +1,7 @@
-"""One history, as the table and the decoder that holds it keep it, and its turns.
+"""One history, as the table and its decoder keep it, and its turns.
 
-The structs have ``gc=False``: a table keeps a million of them, which the cyclic garbage collector
-would visit, and nothing in them can lead back to them.
+The structs have ``gc=False``: the garbage collector would visit a million of them, and nothing in
+them leads back to them.
 """
 
 import struct
@@ -33,20 +33,16 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     """An engine's report of one turn.
 
     Attributes:
-        prompt_tokens: the whole prompt, history included.
-        output_tokens: generated (by the longest choice, if there are several).
+        output_tokens: of the longest choice, if there are several.
         decoder_cached_tokens: prompt tokens found in the decoder's own prefix cache.
         lmcache_tokens: prompt tokens taken from LMCache.
         tool: what the answer calls (`conserve.pausing.tool_called`); None if it was not read.
         decode_s: from the first token to the last, by the engine's clock; None if unknown.
-        missed_tokens: prompt tokens that a prefiller had just stored in LMCache, and that the
-            decoder did not find there.
+        missed_tokens: just stored by a prefiller, but not found by the decoder.
         late: whether it looked them up more than once.
-        engine_wait_s: how long it waited in the decoder's engine before it ran; None if unknown
-            (``engine_scheduler: vllm``).
+        engine_wait_s: wait in the decoder's engine; None under ``engine_scheduler: vllm``.
         engine_wait_for: see `conserve.engine_scheduling.WaitFor`.
-        kept_tokens, kept_s: what of its history the engine's cache has now, and for how long it is
-            pinned there (0: not pinned); None if unknown.
+        kept_tokens, kept_s: what of its history the engine has now, and for how long it is pinned.
     """
 
     prompt_tokens: int
@@ -68,18 +64,15 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         return self.decoder_cached_tokens + self.lmcache_tokens
 
     def parked_after(self, tokens: int, parks: bool) -> int | None:
-        """Return how much of the history host memory has after this turn.
+        """Return how much of the history host memory has after this turn; None if the turn does not
+        tell.
 
-        If a part was evicted, the rest is found. So at less than half of it all counts as gone: its
-        server may have been restarted. A turn that was cut before any output may be neither
-        computed nor looked up.
+        If less than half of ``tokens`` is found, all counts as evicted: the server may have
+        restarted. A turn that was cut before any output may be neither computed nor looked up.
 
         Args:
-            tokens: what host memory should have had, from the history's beginning on.
+            tokens: what host memory should have had.
             parks: whether the turn left its prompt's KV there.
-
-        Returns:
-            None if the turn says nothing of host memory.
         """
         evicted = 2 * self.found_tokens < min(self.prompt_tokens, tokens)
         if not self.output_tokens or not (evicted or parks or self.lmcache_tokens):
@@ -88,9 +81,7 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         return max(kept_tokens, self.prompt_tokens) if parks else kept_tokens
 
     def pack(self) -> bytes:
-        """Pack the four counts into one object, to save memory in a table of a million
-        histories.
-        """
+        """Pack the counts into one object, since a table has a million histories."""
         return _PACKED.pack(
             self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens
         )
@@ -107,8 +98,6 @@ class History(msgspec.Struct, gc=False):
         incarnation: tells it from an earlier history of the same id.
         decoder_id: None while it is bound nowhere.
         held_tokens: its KV on that decoder; until its first turn's end, the promised prompt length.
-        turns: number of completed turns.
-        running: ids of the turns under way.
         moves: how often it was bound again because its decoder was lost.
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
         packed: `last_turn` and `points` in one small object.
@@ -116,13 +105,10 @@ class History(msgspec.Struct, gc=False):
         finished: id of the latest turn known to have ended.
         promised: whether no turn on this decoder has computed what it holds yet.
         asked_s: when its first request came; None if the table was lost since.
-        ttfet_s: from then to the first token of its first answer that was not a tool call.
         period: the table's period in which to look next whether it is idle.
         energy_j: estimated share of what its engines' GPUs have used; 0 if none report.
         root: the digest of its first prompt; None for completions.
         base: in a table, what it begins with as others on its decoder do.
-        hints: the newest that its client gave.
-        tool: what its last answer called; see `TurnStats`.
     """
 
     id: str
@@ -188,11 +174,8 @@ class History(msgspec.Struct, gc=False):
         return (newest, *self.further_tails) if newest else ()
 
     def set_tails(self, tails: tuple[Digest, ...], stats: TurnStats) -> None:
-        """Set the stats of its latest turn, and the tails by which the next one is recognised.
-
-        Args:
-            tails: of the answer's choices, at least one. The engine does not tell their lengths
-                apart; the first one's is a point.
+        """Set the stats of its latest turn, and the tails (at least one) of its answer's
+        choices.
         """
         # One assignment, since each copies the packed bytes.
         packed = stats.pack() + self.packed[_PACKED.size :]
@@ -207,7 +190,5 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def can_go_on(self) -> bool:
-        """Return whether its client can come back to it: by an answer that it has, or by its
-        name.
-        """
+        """Return whether its client can come back to it, by an answer or by its name."""
         return bool(self.running or self.turns) or not identity.is_generated(self.id)

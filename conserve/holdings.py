@@ -21,8 +21,6 @@ class Parked(NamedTuple):
 
 
 class Holdings:
-    """The histories on one decoder, by id."""
-
     def __init__(self) -> None:
         self._held: dict[str, History] = {}
         self._stored_tokens: dict[str, int] = {}
@@ -32,11 +30,9 @@ class Holdings:
         self._given_up: dict[str, int | None] = {}
 
     def all(self) -> list[History]:
-        """Return copies of all records."""
         return [copy.copy(history) for history in self._held.values()]
 
     def parked(self) -> list[Parked]:
-        """Return what host memory should have of these histories."""
         return list(self._parked.values())
 
     def begin(
@@ -46,12 +42,10 @@ class Holdings:
         points: bytes = b"",
         look_up: bool = False,
     ) -> None:
-        """Note that a turn arrives.
+        """Note that a turn arrives; ``root`` and ``points`` are its history's, if that begins here.
 
-        Args:
-            root, points: of its history, if that begins here; see `History`.
-            look_up: whether LMCache may have more of it than is known here: a prefiller has stored
-                its prompt, it was elsewhere since, or others may have stored what it begins with.
+        ``look_up``: LMCache may have more of it than is known here, since it was computed
+        elsewhere.
         """
         if look_up:
             self._stored_tokens.pop(turn.history_id, None)
@@ -80,12 +74,7 @@ class Holdings:
         completed: bool,
         parked: bool = False,
     ) -> None:
-        """Note that a turn has ended.
-
-        Args:
-            stats: None if the engine did nothing for it.
-            parked: whether it should leave its prompt's KV in host memory.
-        """
+        """Note that a turn has ended; ``stats`` is None if the engine did nothing for it."""
         held = self._held.get(turn.history_id)
         if held is None or held.incarnation != turn.incarnation:
             return
@@ -136,10 +125,8 @@ class Holdings:
     def continued(self, root: Digest, end: Digest, conversation_id: str | None) -> History | None:
         """Return the idle history whose newest answer a turn follows, or None.
 
-        Args:
-            root: of the turn's messages; empty of a completion, as is ``end``.
-            end: of the same, up to the newest answer.
-            conversation_id: as the client has stated it, scoped to its tenant; None without one.
+        ``root`` and ``end`` digest its first prompt, and all up to the newest answer; empty of
+        completions.
         """
         if not end:
             return None if conversation_id is None else self._completions_of(conversation_id)
@@ -177,14 +164,12 @@ class Holdings:
             self._parked.pop(held.id, None)
 
     def held_tokens(self, history_id: str) -> int:
-        """Return how much KV of a history was here after its last turn."""
         held = self._held.get(history_id)
         return 0 if held is None else held.held_tokens
 
     def stored_tokens(self, history_id: str) -> int | None:
-        """Return how much of a history LMCache may have; None if not known.
-
-        It is the prompt with which it last came here, or a later one that was parked.
+        """Return how much of a history LMCache may have, as it came here or parked; None if
+        unknown.
         """
         return self._stored_tokens.get(history_id)
 

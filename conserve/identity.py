@@ -39,8 +39,6 @@ class Source:
     """A name by which clients state which conversation a request belongs to.
 
     Attributes:
-        name: the header, or the body's field, with a dot for a field within another.
-        sender: which clients send it, and its meaning to them.
         strict: whether a value that cannot be an id is refused, since the name is for a server like
             this one. Else such a value is hashed, or ignored if it is no string.
         read: finds the id in the field's value; None if the value is the id.
@@ -74,9 +72,7 @@ def _context_id(value: Any) -> str | None:
 
 
 def _claude_session(value: Any) -> str | None:
-    """Return the session within Claude Code's ``user_id``; another user's id names no
-    conversation.
-    """
+    """Return the session within Claude Code's ``user_id``; None for others' ids."""
     if not isinstance(value, str):
         return None
     found = _json_object(value)
@@ -155,10 +151,7 @@ _JSON_TYPES: dict[type, str] = {
 
 
 class InvalidConversationId(ValueError):
-    """A stated conversation id that cannot be used; the message tells the client why.
-
-    ``source`` is the header or body field.
-    """
+    """A stated id in ``source`` (a header or field) that cannot be used; the message says why."""
 
     def __init__(self, source: str, problem: str) -> None:
         super().__init__(f"{source} {problem}")
@@ -168,10 +161,9 @@ class InvalidConversationId(ValueError):
 def explicit_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
     """Return the conversation id that a request states, or None.
 
-    The first of `SOURCES` that has an id wins. White space around an id is removed, and an empty
-    value is none. An id is at most ``MAX_ID_CHARS`` printable ASCII characters, and neither ``.``
-    nor ``..``, so that it can stand in response headers, URLs and logs. An agent within the
-    conversation is part of it, see `within`.
+    The first of `SOURCES` that has an id wins. An id is at most ``MAX_ID_CHARS`` printable ASCII
+    characters, and neither ``.`` nor ``..``, so that it can stand in headers, URLs and logs. An
+    agent within the conversation is part of it, see `within`.
 
     Args:
         headers: with lower-cased names.
@@ -215,14 +207,9 @@ def _agent(headers: Mapping[str, str]) -> str | None:
 
 
 def within(conversation_id: str, agent: str) -> str:
-    """Return the conversation of an agent within another one: ``conversation/agent``.
+    """Return the id of an agent within a conversation, ``conversation/agent``.
 
-    Args:
-        conversation_id: at most ``MAX_ID_CHARS`` printable ASCII characters.
-        agent: any text. Text that is not fit for an id is hashed.
-
-    Returns:
-        An id; it ends in a hash if both together are too long.
+    Text that is not fit for an id is hashed, and so is the end of an id that is too long.
     """
     # The last slash is then the one between them.
     own = _usable(agent).replace("%", "%25").replace(_WITHIN, "%2F")
@@ -234,7 +221,6 @@ def within(conversation_id: str, agent: str) -> str:
 
 
 def is_final(headers: Mapping[str, str]) -> bool:
-    """Return whether the client calls this the conversation's last turn."""
     return headers.get(FINAL_HEADER, "").strip().lower() == "true"
 
 
@@ -262,21 +248,16 @@ def is_generated(conversation_id: str) -> bool:
 
 
 def scoped(tenant: str | None, conversation_id: str) -> str:
-    """Return a client's id as it is kept, so that no other tenant has it; unchanged without a
-    tenant.
-    """
+    """Return a client's id as it is kept, so that no other tenant has it."""
     return conversation_id if tenant is None else f"{tenant}{_SCOPE}{conversation_id}"
 
 
 def further(conversation_id: str, number: int) -> str:
-    """Return the id of one more history of a conversation, whose first has the
-    conversation's own.
-    """
+    """Return the id of a history of a conversation other than its first."""
     return f"{conversation_id}{_FURTHER}{number}"
 
 
 def is_further(history_id: str) -> bool:
-    """Return whether a history is not the one that bears its conversation's id."""
     return _FURTHER in history_id
 
 
@@ -348,15 +329,11 @@ def _checked(source: str, value: str) -> str:
 
 
 def is_id(value: str) -> bool:
-    """Return whether a client can name a conversation so."""
     fits = 0 < len(value) <= MAX_ID_CHARS and value not in (".", "..")
     return fits and value.isascii() and value.isprintable()
 
 
 def _usable(value: str) -> str:
-    """Return an id for a text: the text if it is fit for one, else its hash; empty for an empty
-    one.
-    """
     return value if not value or is_id(value) else _hashed(value)
 
 
@@ -369,7 +346,6 @@ def _text(value: Any) -> str | None:
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    """Parse a text; None if it is no JSON object, or too long."""
     if len(text) > _MOST_JSON_CHARS or not text.lstrip().startswith("{"):
         return None
     try:

@@ -53,11 +53,7 @@ _ITEM_ID = re.compile(r"[a-z]+_(.+)_[0-9]+")
 def message_items(body: Mapping[str, Any]) -> int:
     """Count the messages of a request of ``/v1/messages``, parts as `ITEMS_A_PART` each.
 
-    Args:
-        body: its messages are known to be a list of objects.
-
-    Raises:
-        ApiError: 400, a block has the wrong form, or is not served.
+    Raises ApiError (400) for a block that has the wrong form, or is not served.
     """
     messages = body["messages"]
     items = len(messages) + ITEMS_A_PART * _blocks(body.get("system"), "system", "system")
@@ -87,11 +83,7 @@ def _blocks(content: Any, where: str, role: str) -> int:
 
 
 def response_items(body: Mapping[str, Any]) -> int:
-    """Return what a request of ``/v1/responses`` costs to read, in messages of a chat.
-
-    Raises:
-        ApiError: 400, an item cannot be served.
-    """
+    """Return what a request of ``/v1/responses`` costs to read, in messages of a chat."""
     given = body.get("input")
     if isinstance(given, str):
         return 1
@@ -176,7 +168,6 @@ def item_id(response_id: str, kind: str, position: int) -> str:
 
 
 def call_id(response_id: str, position: int) -> str:
-    """Return the id by which the result of a streamed call names it."""
     return f"call_{response_id.removeprefix(_RESPONSE)}_{position}"
 
 
@@ -190,11 +181,7 @@ def check_response_tools(body: Mapping[str, Any]) -> None:
     """Refuse a request of ``/v1/responses`` whose tools have a wrong form, or none of which is
     served.
 
-    Beside functions, tools of other kinds are left out (`conserve.canonical_items`): clients offer
-    them to any server.
-
-    Raises:
-        ApiError: 400, it names the tool.
+    Tools of other kinds beside functions are left out: clients offer them to any server.
     """
     _check_tools(body.get("tools"))
     _check_tool_choice(body.get("tool_choice"))

@@ -1,8 +1,4 @@
-"""Runs the application as a child, waits for it, and leaves no process behind.
-
-Used by ``conserve serve``, ``conserve demo``, the tests and the benchmarks; each starts what a user
-would: ``serve run conserve.app``.
-"""
+"""Runs the application as a child, waits for it, and leaves no process behind."""
 
 import contextlib
 import ctypes
@@ -43,7 +39,6 @@ class Launch:
 
     Args:
         arguments: for ``serve run conserve.app``, such as ``decoders=3``.
-        log: file for the application's output.
         environment: variables on top of this process's own.
         command: runs instead of ``serve run``, for peers.
     """
@@ -89,7 +84,6 @@ class Launch:
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait for the application to end by itself; return its exit status."""
         assert self._process is not None
         return self._process.wait()
 
@@ -182,11 +176,7 @@ def _phase(state: Mapping[str, Any], engines: int) -> str:
 
 
 def _errors(log: str) -> list[str]:
-    """Return a log's lines about errors, each once: the first, with causes, and the last, with
-    outcomes.
-
-    Serve starts a replica three times before it gives up, so a log has each error three times.
-    """
+    """Return a log's lines about errors, each once: the first ones and the last."""
     found: dict[str, str] = {}
     for line in log.splitlines():
         if "Error" in line or "error" in line:

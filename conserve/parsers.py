@@ -26,13 +26,10 @@ class Prompting:
     """Knowledge of how a model is prompted.
 
     Attributes:
-        architectures: those of its ``config.json``.
-        template: its chat template for requests with tools; None if it has none, or vLLM renders
-            its prompts by its own code.
-        shows_tools: whether that template shows the model the tools of a request.
+        template: its chat template for requests with tools; None if vLLM renders its prompts by its
+            own code, or it has none.
         thinking: what the end of a prompt for the next answer says.
-        tokens: which of the tokens that parsers require are in its vocabulary; None if not known.
-        packages: which of the packages that parsers require are installed.
+        tokens, packages: which of those that parsers require it has; None if not known.
     """
 
     architectures: tuple[str, ...]
@@ -45,13 +42,9 @@ class Prompting:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """vLLM's parsers for a model.
+    """vLLM's parsers for a model; without a tool parser, tools are refused.
 
-    Attributes:
-        tool: of its tool calls; None if it has none, so that tools are refused.
-        reasoning: of its reasoning, if any.
-        why: the reason for `tool`.
-        problem: what an operator should know, and what to do.
+    ``problem`` tells an operator what to do.
     """
 
     tool: str | None = None
@@ -60,7 +53,6 @@ class Parsers:
     problem: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return these as vLLM's engine arguments."""
         chosen: dict[str, Any] = {}
         if self.tool is not None:
             chosen |= {AUTO_TOOL_CHOICE: True, TOOL_CALL_PARSER: self.tool}
@@ -272,9 +264,7 @@ PACKAGES = {"cohere_command3": "cohere_melody", "cohere_command4": "cohere_melod
 class Choice:
     """Settings with the parsers of the model that is served.
 
-    Attributes:
-        said: which they are and why, for a log.
-        problem: what an operator should know, and what to do.
+    ``said`` tells which they are and why, for a log; ``problem`` tells an operator what to do.
     """
 
     settings: Settings
@@ -283,11 +273,7 @@ class Choice:
 
 
 def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str = "") -> Choice:
-    """Return settings with parsers for the model, unless they name some.
-
-    Args:
-        known: None if nothing is known of the model, for the reason ``why_unknown``.
-    """
+    """Return settings with parsers for the model, unless they name some."""
     default = engine_arguments(settings.model, gpu=False)
     if TOOL_CALL_PARSER in default:
         found = Parsers(default[TOOL_CALL_PARSER], why="as the embedded model writes them")
@@ -311,9 +297,7 @@ def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str =
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an operator's engine arguments as vLLM takes them: with or without a parser of
-    calls.
-    """
+    """Return an operator's engine arguments as vLLM takes them, with or without a parser."""
     plain = dict(arguments)
     if TOOL_CALL_PARSER in plain:
         # vLLM would look for a parser with an empty name.
@@ -325,7 +309,6 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(found: Parsers, told: Mapping[str, Any]) -> str:
-    """Return a sentence on the decoders' parsers, and why."""
     tool = told.get(TOOL_CALL_PARSER) if told.get(AUTO_TOOL_CHOICE) else None
     why = f" ({found.why})" if tool else ""
     if told.get(TOOL_CALL_PARSER) != found.tool:
@@ -378,7 +361,6 @@ def choose(known: Prompting) -> Parsers:
 
 
 def _candidates(known: Prompting) -> Iterator[tuple[Format, str]]:
-    """Yield formats that a model may write in, the likeliest first, and the reasons."""
     name = next((name for name in known.architectures if name in ARCHITECTURES), None)
     own = None if name is None else ARCHITECTURES[name]
     if known.template is not None:

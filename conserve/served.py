@@ -50,12 +50,8 @@ _THINKING = ("thinking", "redacted_thinking")
 
 
 def require_served(body: Mapping[str, Any], path: str) -> None:
-    """Refuse a request that asks for what is not served.
-
-    Its messages are checked by `require_served_message` and `require_served_block`.
-
-    Raises:
-        ApiError: 400; it names the field.
+    """Refuse a request that asks for what is not served, with ApiError (400), but for its
+    messages.
     """
     messages = is_anthropic(path)
     for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
@@ -82,12 +78,7 @@ def require_served(body: Mapping[str, Any], path: str) -> None:
 def require_served_message(message: Mapping[str, Any], where: str) -> None:
     """Refuse a chat's message that vLLM would not show to the model as it is meant.
 
-    Args:
-        message: of one of `CHAT_ROLES_TO_JUDGE`.
-        where: its place in the request.
-
-    Raises:
-        ApiError: 400; it names the field.
+    It is of one of `CHAT_ROLES_TO_JUDGE`, at ``where`` in the request. Raises ApiError (400).
     """
     if message["role"] == "function":
         raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
@@ -104,15 +95,7 @@ def require_served_message(message: Mapping[str, Any], where: str) -> None:
 
 
 def require_served_block(block: Mapping[str, Any], where: str, role: str) -> None:
-    """Refuse a block of Messages that the model would not be shown.
-
-    Args:
-        where: its place in the request.
-        role: of its message.
-
-    Raises:
-        ApiError: 400; it names the field.
-    """
+    """Refuse a block of Messages that the model would not be shown, with ApiError (400)."""
     kind = block.get("type")
     allowed = _BLOCKS.get(role)
     if allowed is None or kind is None:
@@ -142,13 +125,8 @@ def _require_served_image(block: Mapping[str, Any], where: str) -> None:
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
-    """Refuse to continue a last message of the assistant's that is complete.
-
-    Args:
-        body: of Messages; its messages are known to be a list of objects, and not empty.
-
-    Raises:
-        ApiError: 400, in Anthropic's words.
+    """Refuse to continue a last message of the assistant's that is complete, in Anthropic's
+    words.
     """
     position, last = len(body["messages"]) - 1, body["messages"][-1]
     if last.get("role") != "assistant":
@@ -260,10 +238,8 @@ _MODES = ("auto", "required")
 def resolved(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a request whose ``tool_choice`` engines know, with the tools that it may call.
 
-    It is the same object for other APIs, and if engines know the choice, or refuse it themselves.
-
-    Raises:
-        ApiError: 400, it chooses tools that are not served, or not among its tools.
+    Only chats change. ApiError (400) if it chooses tools that are not served, or not among its
+    tools.
     """
     choice = body.get(_FIELD)
     if path != CHAT or not isinstance(choice, dict):
@@ -314,7 +290,6 @@ def _required_name(tool: Any, where: str) -> str:
 
 
 def _name_of(tool: Any) -> str | None:
-    """Return the name of a function; None for other tools."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

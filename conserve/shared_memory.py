@@ -1,9 +1,7 @@
 """Removes the shared memory of processes that were killed.
 
-POSIX shared memory and semaphores that Python makes are files in /dev/shm. A process that is killed
-leaves them until the machine restarts. A running engine has none
-(deployments/engine/engine_memory.py), but one that loads has a lock for its workers, and other
-processes beside ConServe may have more.
+POSIX shared memory and semaphores that Python makes are files in /dev/shm, which a killed process
+leaves. A running engine has none (deployments/engine/engine_memory.py), but other processes may.
 """
 
 import contextlib
@@ -42,7 +40,6 @@ def _inode(file: Path) -> int | None:
 
 
 def remove(files: Iterable[Path]) -> int:
-    """Remove the files that are still there; return how many."""
     removed = 0
     for file in files:
         with contextlib.suppress(FileNotFoundError):

@@ -17,11 +17,7 @@ LEAST_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A token that a tokenizer finds in the raw text, before it does anything else.
-
-    Attributes:
-        plain: whether it neither depends on what stands around it nor takes any of that along.
-    """
+    """A token found in raw text; ``plain`` if it does not depend on what stands around it."""
 
     content: str
     plain: bool = True
@@ -43,11 +39,9 @@ def _is_plain(added: Any) -> bool:
 class Pieces:
     """Cuts texts before special tokens.
 
-    A Hugging Face tokenizer finds its added tokens in the raw text from left to right, the longest
-    first, and tokenizes what lies between them separately. So a special token and what follows it
-    become the same tokens whatever came before. Only plain tokens are cut at; the others are looked
-    for too, since one of them may contain a plain one. When a text grows, all pieces but the last
-    stay.
+    A Hugging Face tokenizer finds its added tokens in the raw text first, from left to right, the
+    longest of several. So a special token and what follows it become the same tokens whatever came
+    before. Only plain tokens are cut at. When a text grows, all pieces but the last stay.
     """
 
     def __init__(self, tokens: Iterable[SpecialToken], least: int = LEAST_CHARACTERS) -> None:
@@ -112,9 +106,6 @@ class TokenCache:
     Args:
         encode: tokenizes texts, each by itself, adding nothing; called without a lock held.
         most_bytes: of host memory; the least recently used entries go first.
-
-    Attributes:
-        found_tokens, encoded_tokens: of all prompts, from here and from the tokenizer.
     """
 
     def __init__(self, pieces: Pieces, encode: Encode, most_bytes: int) -> None:
@@ -129,19 +120,15 @@ class TokenCache:
 
     @property
     def held_bytes(self) -> int:
-        """Return about how much the entries take."""
         return self._bytes
 
     def tokens(
         self, text: str, scope: str = "", keeps: bool = True, below_tokens: int | None = None
     ) -> list[int]:
-        """Return a prompt's tokens.
+        """Return a prompt's tokens; a prompt of ``below_tokens`` or more is refused, and not kept.
 
-        Args:
-            scope: only what was tokenized under the same one is found, so that no tenant can tell
-                by the time taken what others have sent.
-            keeps: whether its pieces are kept.
-            below_tokens: nothing is kept of a prompt with as many or more, which is refused.
+        Only what was tokenized under the same ``scope`` is found, so that no tenant can tell by the
+        time taken what others have sent.
         """
         pieces = [*self._pieces.of(text)]
         with self._lock:

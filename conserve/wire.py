@@ -40,11 +40,8 @@ REFUSED_STATUS = 409
 
 
 class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The turn that a router sends straight to a decoder, without the table.
-
-    Attributes:
-        end: the digest of all up to its newest answer.
-        stated_id: the conversation's id as its client states it, scoped to its tenant.
+    """The turn that a router sends straight to a decoder; ``end`` digests all up to the newest
+    answer.
     """
 
     router_id: str
@@ -58,19 +55,15 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         key: None if the decoder begins it by itself, by `straight`.
-        recognises: whether the next turn is recognised by its messages, so that the decoder
-            computes the digests.
+        recognises: whether the decoder computes the digests that recognise the next turn.
         root, points: of a history that begins, if it has them.
-        looks_up: whether LMCache may have more of the history than this decoder knows: a prefiller
-            has stored its prompt, it comes from another decoder, or others may have stored what it
-            begins with.
+        looks_up: whether LMCache may have more of the history than this decoder knows.
         parks: whether it leaves its prompt's KV in host memory.
-        prefill_cached_tokens: of a prompt that a prefiller has just computed, the tokens that it
-            had found in caches; what the decoder finds beyond them was computed for this turn.
-        notes: whether its stream may have to continue elsewhere: the decoder then notes with each
-            event its tokens.
-        sent_bytes: of a stream that is continued, the length of the notes at the body's beginning,
-            of what its client has; the request follows them.
+        prefill_cached_tokens: what the prefiller, which has just computed the prompt, found in
+            caches.
+        notes: whether each event is sent with its tokens, since the stream may have to continue
+            elsewhere.
+        sent_bytes: of a stream that is continued, the length of the notes before the request.
         resume_s: in how many seconds after the answer its client expects the next turn, if it says
             so.
         last: whether its client says that there will be none.
@@ -94,11 +87,8 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def read(cls, value: str) -> "DecoderTurn":
-        """Read what `header` has written.
-
-        Raises:
-            ValueError: it is not in base64.
-            msgspec.DecodeError: it is something else.
+        """Read what `header` has written; ValueError or msgspec.DecodeError if it is something
+        else.
         """
         return _DECODER_TURN.decode(base64.b64decode(value))
 
@@ -114,7 +104,6 @@ _TURN_KEY = msgspec.msgpack.Decoder(TurnKey)
 
 
 def key_header(key: TurnKey) -> str:
-    """Write a turn's key as a header's value."""
     return _header_value(key)
 
 
@@ -149,10 +138,8 @@ def note(emitted: Sequence[Emitted]) -> bytes:
 
 
 def read_notes(notes: bytes) -> list[Emitted]:
-    """Read the outputs of a stream's events from its notes.
-
-    Raises:
-        msgspec.DecodeError: these are no notes.
+    """Read the outputs of a stream's events from its notes; msgspec.DecodeError if there are
+    none.
     """
     found = []
     for line in notes.splitlines():
@@ -169,12 +156,7 @@ TENANT_HEADER = "x-conserve-tenant"
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response and its request, as a decoder keeps them.
-
-    Attributes:
-        history_id: as it is kept (`conserve.identity`).
-        request: the turn's body, with the whole history as its input.
-    """
+    """A response and its request, whose input has the whole history, as a decoder keeps them."""
 
     history_id: str
     request: msgspec.Raw
@@ -219,11 +201,10 @@ STEPS = "conserve.steps"
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """The places where a prompt's KV was found, in tokens; None if the engine does not say.
+    """The tokens of a prompt by where they were found; None if the engine does not say.
 
     Attributes:
-        own_tokens: in the engine's own prefix cache.
-        lmcache_tokens: beyond those, loaded from LMCache.
+        lmcache_tokens: beyond those in the engine's own prefix cache.
         missed_tokens: just stored by a prefiller, and not found.
         late: whether what it had stored was looked up more than once.
     """
@@ -237,11 +218,7 @@ class CachedTokens:
 def transfer_params(
     stored_tokens: int | None = None, park: bool = False, prefilled: bool = False
 ) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` of a request whose `CachedTokens` are wanted.
-
-    Args:
-        stored_tokens: if the conversation had a turn on this engine before; see `STORED_TOKENS`.
-    """
+    """Return ``kv_transfer_params`` of a request whose `CachedTokens` are wanted."""
     known: dict[str, Any] = {} if stored_tokens is None else {STORED_TOKENS: stored_tokens}
     if park:
         known[PARK] = True
@@ -278,13 +255,7 @@ def history_key(history_id: str, incarnation: int) -> str:
 
 
 def scheduled_turn(key: str, resume_s: float | None, last: bool) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` that tell an engine's scheduler which history's turn this is.
-
-    Args:
-        key: `history_key`.
-        resume_s: in how many seconds the client expects the next turn, if it says so.
-        last: whether it says that there will be none.
-    """
+    """Return ``kv_transfer_params`` that tell an engine's scheduler of a history's turn."""
     return {TURN: {"key": key, "resume_s": resume_s, "last": last}}
 
 
@@ -294,19 +265,17 @@ def waited(for_s: float, what: str | None) -> dict[str, Any]:
 
 
 def engine_wait(params: Mapping[str, Any] | None) -> tuple[float | None, str | None]:
-    """Read what `waited` has written; None if the engine does not say."""
     said = (params or {}).get(WAITED) or {}
     return said.get("s"), said.get("for")
 
 
 def kept(tokens: int, for_s: float) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` of an answer that say what of its history stays in the engine's
-    cache, and for how long it is pinned.
+    """Return ``kv_transfer_params`` of an answer with what of its history is pinned, and how
+    long.
     """
     return {KEPT: {"tokens": tokens, "for_s": for_s}}
 
 
 def engine_kept(params: Mapping[str, Any] | None) -> tuple[int | None, float | None]:
-    """Read what `kept` has written; None if the engine does not say."""
     said = (params or {}).get(KEPT) or {}
     return said.get("tokens"), said.get("for_s")

@@ -43,12 +43,10 @@ WHYS: tuple[Why, ...] = get_args(Why)
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A conversation that goes to a decoder.
+    """A conversation that goes to a decoder, where its turn has begun.
 
     Attributes:
-        turn: its turn that has begun.
         newly_bound: False if its decoder was taken for lost and is back with its KV.
-        known: whether it had been bound before.
         moved: whether it was bound to another decoder before, as far as is known.
     """
 
@@ -65,11 +63,9 @@ class Admission:
     """Binds conversations to decoders, and queues those for which there is no room.
 
     The caller calls `admit` whenever room may have come free, and `leave` when a conversation has
-    waited too long.
+    waited for ``timeout_s``.
 
     Args:
-        limit: places in the queue; 0 means that none may wait.
-        timeout_s: the longest wait, for `Ticket.deadline_s`; the caller enforces it.
         order: of the queue; by default `FirstCome`.
         window: how many histories may be active; None means as many as there is room for. A
             conversation that has waited five sixths of ``timeout_s`` passes it.
@@ -120,9 +116,6 @@ class Admission:
     ) -> Admitted | Ticket:
         """Bind a conversation that is bound nowhere, or queue it.
 
-        Args:
-            arrived_s: when its first request came, if that was before now.
-
         Raises:
             QueueFull: neither a decoder nor the queue has room.
             ValueError: the conversation waits already.
@@ -142,7 +135,6 @@ class Admission:
         return ticket
 
     def admit(self, now_s: float) -> list[Admitted]:
-        """Bind the waiting conversations that fit, in their order."""
         admitted: list[Admitted] = []
         tried: set[str] = set()
         while (one := self._next(now_s, tried)) is not None:
@@ -163,11 +155,7 @@ class Admission:
                 yield ticket, "room" if self._has_slot(now_s, ticket.joined_s) else "window"
 
     def ahead(self, history_id: str, now_s: float) -> tuple[int, Why]:
-        """Return how many tickets are ahead of a waiting one, and why it waits.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """Return how many tickets are ahead of a waiting one (else KeyError), and why it waits."""
         for ahead, (ticket, why) in enumerate(self.waiting(now_s)):
             if ticket.history_id == history_id:
                 return ahead, why
@@ -177,7 +165,6 @@ class Admission:
         return self._table.active(now_s)
 
     def _candidates(self, now_s: float) -> list[Ticket]:
-        """Return the tickets that may go if they fit, in their order."""
         candidates: list[Ticket] = []
         for ticket in self.line.tickets(now_s):
             candidates.append(ticket)
@@ -186,11 +173,6 @@ class Admission:
         return candidates
 
     def _next(self, now_s: float, tried: set[str]) -> Admitted | None:
-        """The first who fits.
-
-        Args:
-            tried: did not fit before, and are not looked at; those that do not are added.
-        """
         for ticket in self._candidates(now_s):
             if ticket.history_id in tried:
                 continue
@@ -211,7 +193,6 @@ class Admission:
         return admitted
 
     def _has_slot(self, now_s: float, joined_s: float) -> bool:
-        """Return whether the window has a slot for a ticket that joined at ``joined_s``."""
         if self.window is None or now_s - joined_s >= self._patience_s:
             return True
         return self._table.active(now_s) < self.window.limit

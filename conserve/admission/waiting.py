@@ -14,12 +14,8 @@ from conserve.histories.kinship import Opening
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the queue.
-
-    Attributes:
-        arrived_s: when its first request came, before its prompt was counted.
-        deadline_s: when it has waited for as long as allowed.
-        served_tokens: what was computed before for all histories of its conversation.
+    """A place in the queue; ``served_tokens`` is what its conversation's histories were served
+    before.
     """
 
     history_id: str
@@ -34,8 +30,7 @@ class Ticket:
 class LineOrder(Protocol):
     """Orders the queue, and says which tickets others may overtake."""
 
-    def join(self, ticket: Ticket) -> None:
-        """Add a ticket."""
+    def join(self, ticket: Ticket) -> None: ...
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Remove a ticket; ``went`` says whether it was admitted."""
@@ -71,8 +66,6 @@ _AGED = -1
 
 
 class _Place(NamedTuple):
-    """A ticket's place in its tenant's queue; the tuples sort in the queue's order."""
-
     level: int
     since_s: float
     number: int
@@ -142,7 +135,6 @@ class Levels:
                     yield line[at].ticket
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        """Return whether it is aged."""
         self._let_rise(now_s)
         return self._places[ticket.history_id].level == _AGED
 
@@ -203,7 +195,6 @@ class WaitingLine:
 
     @property
     def tokens(self) -> int:
-        """Return the sum of the waiting prompts."""
         return sum(ticket.prompt_tokens for ticket in self._line.values())
 
     def tokens_of(self, beginning: str) -> int:
@@ -249,7 +240,6 @@ class WaitingLine:
         return ticket
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Yield the tickets in their order. None may join or leave meanwhile."""
         return self._order.tickets(now_s)
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:

@@ -49,16 +49,13 @@ class Window:
 
     W_adm follows additive increase and multiplicative decrease (MARS, algorithm 1), but has no
     bound before the first overload, nor once it has been twice the active histories for
-    ``forget_s``. During an overload, W_cpu and W_kv are what would bring that pressure to its bound
-    if it were proportional to the active histories. An overload begins when a pressure has been
-    high for ``persists_s``, and ends when it is low.
+    ``forget_s``. During an overload, W_cpu and W_kv would bring that pressure to its bound if it
+    were proportional to the active histories. An overload begins when a pressure has been high for
+    ``persists_s``, and ends when it is low.
 
     Args:
-        follows_kv: whether ``Pressure.kv`` counts. In simulations it helps where histories are
-            parked; without host memory, histories that wait are computed again all the same.
-
-    Attributes:
-        limit: infinite while there is no bound.
+        follows_kv: whether ``Pressure.kv`` counts. It should where histories are parked; else those
+            that wait are computed again all the same.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class Window:
         return now_s - self._observed_s >= self.interval_s
 
     def observe(self, now_s: float, active: int, pressure: Pressure) -> None:
-        """Update the window; before it `is_due`, nothing changes."""
         if not self.is_due(now_s):
             return
         self._observed_s = now_s

@@ -35,10 +35,6 @@ class Agent:
         conversation: its id; None means a new one.
         key: an API key, if the server wants one.
         max_retries: how often the ``openai`` client retries a request that was cut.
-
-    Attributes:
-        openai: a client whose requests belong to the conversation.
-        tools: the functions that `tool` was given, by name.
     """
 
     def __init__(
@@ -113,18 +109,13 @@ class Agent:
 
         Raises:
             EnvironmentRefused: it cannot be had here; says why.
-            httpx.HTTPError: the server does not answer.
         """
         path = f"{self._path}/environments"
         asked(self._http, "POST", path, {"name": name, **asked_for})
         return Environment(self._http, f"{path}/{quote(name, safe='')}")
 
     def tool(self, function: _Function) -> _Function:
-        """Let the model call a function; a decorator.
-
-        Raises:
-            TypeError: it has parameters that a model cannot name.
-        """
+        """Let the model call a function; a decorator. TypeError if a parameter has no name."""
         made = Tool.of(function)
         self.tools[made.name] = made
         return function
@@ -132,10 +123,6 @@ class Agent:
     def call(self, name: str, arguments: str, call_id: str | None = None) -> str:
         """Carry out a model's call of a tool, report its start and end, and return what to tell the
         model.
-
-        Args:
-            arguments: JSON, as the model wrote it.
-            call_id: the model's name for the call.
         """
         tool = self.tools.get(name)
         if tool is None:
@@ -173,19 +160,11 @@ class Agent:
         max_turns: int = 20,
         **options: Any,
     ) -> str:
-        """Have the model work, with the tools, until it answers without a call.
+        """Have the model work, with the tools, until it answers without a call, and return the
+        answer.
 
-        Args:
-            messages: as OpenAI's API has them, or what the user says.
-            model: None means the first that the server lists.
-            max_turns: the agent is stopped after this many.
-            options: passed to ``chat.completions.create``.
-
-        Returns:
-            The answer; empty if it was stopped before it gave one.
-
-        Raises:
-            openai.OpenAIError: a turn failed.
+        The answer is empty if the agent was stopped after ``max_turns``. ``options`` go to
+        ``chat.completions.create``, which may raise openai.OpenAIError.
         """
         if model is None:
             self._model = model = self._model or self.openai.models.list().data[0].id
@@ -211,9 +190,7 @@ class Agent:
 
 
 def _is_about_conversation(answer: httpx.Response) -> bool:
-    """Return whether a 404 means that the conversation has not begun, not that the path is
-    missing.
-    """
+    """Return whether a 404 means that the conversation has not begun."""
     try:
         return bool(answer.json()["error"]["code"] == "conversation_not_found")
     except (ValueError, KeyError, TypeError):

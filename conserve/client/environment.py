@@ -31,9 +31,7 @@ class CommandResult:
     """A finished command.
 
     Attributes:
-        exit_code: as in a shell.
         truncated: whether some of the outputs is missing.
-        timed_out: whether its time was up.
         reason: why the server has ended it, if it has.
         isolation: what separated it from the rest of the server's machine.
     """
@@ -49,7 +47,6 @@ class CommandResult:
 
     @property
     def output(self) -> str:
-        """Return all of it in one text for a model."""
         parts = [self.stdout, self.stderr]
         if self.truncated:
             parts.append("(the rest is left out)")
@@ -78,11 +75,7 @@ class Environment:
         """Run a command; the first one waits until the environment is prepared.
 
         If the connection breaks, the result is asked for again, and the command is not run twice.
-
-        Args:
-            command: of a shell, or a program with its arguments.
-            timeout_s: None means the environment's limit.
-            tool: the agent's name for it.
+        ``timeout_s`` None means the environment's limit.
 
         Raises:
             EnvironmentRefused: it is not run, or it was cut since the server's manager was
@@ -106,23 +99,16 @@ class Environment:
         return asked(self._http, "GET", self._path)
 
     def ports(self) -> list[int]:
-        """Return its ports; none before it is prepared."""
         return list(self.state()["ports"])
 
     def remove(self) -> None:
-        """Remove it before the conversation ends."""
         asked(self._http, "DELETE", self._path)
 
 
 def asked(
     http: httpx.Client, method: str, path: str, body: Any = None, timeout_s: float = 60.0
 ) -> dict[str, Any]:
-    """Return the server's answer; retry while it cannot be reached or is busy.
-
-    Raises:
-        EnvironmentRefused: it refuses.
-        httpx.HTTPError: it does not answer.
-    """
+    """Return the server's answer; retry while it cannot be reached or is busy."""
     pause_s = _FIRST_PAUSE_S
     for attempt in range(1, _ATTEMPTS + 1):
         try:

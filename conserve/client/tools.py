@@ -22,12 +22,7 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Tool":
-        """Make a tool of a function: parameters from its annotations, the description from its
-        docstring.
-
-        Raises:
-            TypeError: it has parameters that a model cannot name.
-        """
+        """Make a tool of a function, from its annotations and docstring."""
         name = function.__name__
         fields: dict[str, Any] = {}
         for one in inspect.signature(function, eval_str=True).parameters.values():
@@ -46,10 +41,7 @@ class Tool:
         )
 
     def call(self, arguments: str) -> str:
-        """Call the function with JSON arguments, and return what to tell the model.
-
-        That is the result, or what was wrong with the call, or what the function raised.
-        """
+        """Call the function, and return its result, or what was wrong, to tell the model."""
         try:
             parsed = self.arguments.validate_json(arguments or "{}")
         except ValidationError as error:

@@ -1,10 +1,7 @@
 """Live conversations: which decoder each is bound to, and what each decoder holds.
 
-The one authority for bindings. What happens once a turn is O(1) in the number of conversations,
-unless room has to be made (`conserve.pausing`). Occupancy is exact, since only `Ledger._charge`
-changes a decoder's ``held_tokens``, and what its tenant holds.
-
-`ConversationTable` is what others use.
+`ConversationTable` is the one authority for bindings. What happens once a turn is O(1) in the
+number of conversations, unless room has to be made (`conserve.pausing`).
 """
 
 from conserve.conversations.table import MEMORY_ENVIRONMENT, ConversationTable

@@ -19,11 +19,7 @@ from conserve.recognition import Digest
 
 
 class Binding:
-    """Asks the policy where histories go, and binds them there.
-
-    Attributes:
-        recomputed_tokens: of paused histories' prompts, what prefillers have computed again.
-    """
+    """Asks the policy where histories go, and binds them there."""
 
     def __init__(
         self,
@@ -58,12 +54,7 @@ class Binding:
     ) -> Placement | None:
         """Start a turn of a history that is new or paused, or whose decoder was lost.
 
-        Args:
-            prompt_tokens: the prompt's length, held from now on.
-            arrived_s: when its first request came, if that was before now.
-
-        Returns:
-            Where it goes, or None while no decoder has room.
+        Returns None while no decoder has room.
 
         Raises:
             ValueError: it is bound already; use `begin`.
@@ -125,7 +116,6 @@ class Binding:
         return placement
 
     def held(self, opening: Opening) -> int:
-        """Return the most of a prompt that any decoder holds already, in tokens."""
         return self._kinship.held(opening, self._engines.accepting_decoders)
 
     def take_displaced(self) -> list[History]:
@@ -134,7 +124,6 @@ class Binding:
         return displaced
 
     def _shared(self, known: History | None, history_id: str, opening: Opening) -> Shared:
-        """Return what decoders have of a prompt already."""
         shared = NOTHING_SHARED
         if self._kinship.has_any(opening):
             decoders = self._engines.accepting_decoders
@@ -182,8 +171,7 @@ class Binding:
     ) -> History | None:
         """Return the history that a conversation has left for a new one, which fits nowhere else.
 
-        A client does not say which history it has left. It is clear if only one is idle and in the
-        way.
+        Clients do not say so: it is clear if only one is idle and in the way.
         """
         in_the_way = [
             one

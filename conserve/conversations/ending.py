@@ -11,11 +11,9 @@ from conserve.pausing import Memory
 class Idleness:
     """Notes when to look whether a history is idle, in periods of a 256th of the idle time.
 
-    Using a history does not change this. Ending it, or moving it to another period, leaves its id
-    behind until that period is looked at, or most of the listed ids are such.
-
-    Args:
-        turn_timeout_s: a turn that runs for longer than this, and the idle time, counts as lost.
+    Using a history does not change this. Ending it leaves its id behind until that period is looked
+    at, or most of the listed ids are such. A turn that runs for ``turn_timeout_s`` longer counts as
+    lost.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class Idleness:
                 self._listed += len(ids)
 
     def _take(self, period: int) -> list[History]:
-        """Take out the histories to look at in this period, each once."""
         ids = self._looks.pop(period)
         self._listed -= len(ids)
         found = (self._live.get(id) for id in dict.fromkeys(ids))

@@ -36,12 +36,10 @@ class Engines:
         self._forget(decoder_id)
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
-        """Note what an engine says of its work, if the policy asks for that."""
         if self.loads is not None and (engine_id in self.decoders or engine_id in self.prefillers):
             self.loads.says(engine_id, load, now_s)
 
     def left(self, history: History) -> None:
-        """Note that a history is about to be unbound."""
         if self.loads is not None and history.decoder_id is not None:
             self.loads.left(history.id, history.decoder_id)
 

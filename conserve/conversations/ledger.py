@@ -19,11 +19,7 @@ _LOOKED_AT = 256
 
 
 class LiveHistories:
-    """Finds live histories.
-
-    Attributes:
-        by_id: all of them; only `add` and `remove` change it.
-    """
+    """Finds live histories; only `add` and `remove` change ``by_id``."""
 
     def __init__(self, charge: Callable[[History, int], None]) -> None:
         self.by_id: dict[str, History] = {}
@@ -55,19 +51,16 @@ class LiveHistories:
         return not self.lives(history.id)
 
     def current(self, history_id: str, incarnation: int) -> History | None:
-        """Return the live history of this id, if it is of this incarnation."""
         history = self.by_id.get(history_id)
         if history is None or history.incarnation != incarnation:
             return None
         return history
 
     def histories(self, conversation_id: str) -> list[History]:
-        """Return a conversation's live histories, the oldest first."""
         ids = (conversation_id, *self._further.get(conversation_id, ()))
         return [self.by_id[id] for id in ids if id in self.by_id]
 
     def siblings(self, history_id: str) -> list[History]:
-        """Return the other histories of a history's conversation."""
         conversation_id = identity.conversation_of(history_id)
         return [one for one in self.histories(conversation_id) if one.id != history_id]
 
@@ -82,7 +75,6 @@ class LiveHistories:
 
     @property
     def conversations(self) -> int:
-        """Return how many conversations have live histories."""
         beyond_one = sum(
             len(further) - (conversation_id not in self.by_id)
             for conversation_id, further in self._further.items()
@@ -90,11 +82,7 @@ class LiveHistories:
         return len(self.by_id) - beyond_one
 
     def recognise(self, chain: Chain, conversation_id: str | None = None) -> str | None:
-        """Return the history that a turn continues; None if it begins another. See `Families`.
-
-        Args:
-            conversation_id: as the client has stated it, scoped to its tenant.
-        """
+        """Return the history that a turn continues; None if it begins another. See `Families`."""
         if conversation_id is not None and identity.is_generated(conversation_id):
             # Its client states an id that was generated for it, so no other conversation will do.
             own = [one for one in self.histories(conversation_id) if one.root == chain.root]
@@ -153,11 +141,6 @@ class Ledger:
     """Counts what histories hold, where they are bound, and which of their turns run.
 
     All changes of these happen here, so that they always agree.
-
-    Attributes:
-        reasoning: how many histories have a running turn.
-        tools: those that run, as clients report it.
-        notices: for decoders that begin turns by themselves.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -206,7 +189,6 @@ class Ledger:
         self._sharing.hold(history, tokens)
 
     def hold(self, history: History, tokens: int) -> None:
-        """Count what a history holds now, if it is bound."""
         if history.decoder_id is not None:
             self._sharing.hold(history, tokens)
 
@@ -246,7 +228,6 @@ class Ledger:
         history.running += (turn_id,)
 
     def turn_ends(self, history: History, turn_id: int, now_s: float) -> None:
-        """End a turn, if it runs."""
         running = history.running
         if turn_id in running:
             at = running.index(turn_id)

@@ -35,11 +35,10 @@ class Membership:
     def add_decoder(
         self, decoder_id: str, capacity_tokens: int, holds: Iterable[History] = ()
     ) -> list[str]:
-        """Add a decoder that is ready, and that may hold histories (after a table was lost).
+        """Add a decoder that may hold histories (after a table was lost).
 
-        Returns:
-            Ids among ``holds`` that live elsewhere by now, or have ended. The decoder should forget
-                them.
+        Returns ids among ``holds`` that live elsewhere by now, or have ended, for the decoder to
+        forget.
         """
         self._engines.add_decoder(decoder_id, capacity_tokens)
         foreign = []
@@ -68,7 +67,6 @@ class Membership:
         return foreign
 
     def _is_newer(self, held: History, known: History) -> bool:
-        """Return whether a decoder's record of a history is of a later turn than the known one."""
         return (
             self._memory is not None
             and known.decoder_id is not None
@@ -104,10 +102,8 @@ class Membership:
             self._memory.used(held)
 
     def evict(self, decoder_id: str) -> list[str]:
-        """Unbind a decoder's histories, each as soon as none of its turns runs.
-
-        Returns:
-            Ids of those unbound now.
+        """Unbind a decoder's idle histories, and return their ids; the others when their
+        turns end.
         """
         self._engines.evicting.add(decoder_id)
         idle = [
@@ -120,7 +116,6 @@ class Membership:
         return [history.id for history in idle]
 
     def remove_prefiller(self, prefiller_id: str) -> None:
-        """Remove a prefiller that is lost or has left."""
         if prefiller_id not in self._engines.prefillers:
             return
         self._engines.remove_prefiller(prefiller_id)
@@ -130,11 +125,7 @@ class Membership:
                 self._engines.leave_queue(history)
 
     def remove_decoder(self, decoder_id: str) -> list[str]:
-        """Remove a decoder that is lost, unbind what it held, and end those turns.
-
-        Returns:
-            Ids of the histories that lost their KV.
-        """
+        """Remove a decoder that is lost, end its turns, and return the ids of its histories."""
         if decoder_id not in self._engines.decoders:
             return []
         self._ledger.notices.remove(decoder_id)
@@ -169,9 +160,7 @@ class Appends:
     ) -> str | None:
         """Return the prefiller of the turn that has just begun; None means its decoder.
 
-        Args:
-            prompt_tokens: the whole prompt's length; None if it is not known. The queue then counts
-                what the history holds.
+        ``prompt_tokens`` is None if not known: the queue then counts what the history holds.
         """
         appended = None
         if prompt_tokens is not None and history.decoder_id is not None:
@@ -213,23 +202,16 @@ MEMORY_ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.
 class ConversationTable:
     """Bindings of live conversations to decoders.
 
-    A conversation's life: `bind` (its first turn starts), `prefilled`, `advance` (the turn is
-    complete), then `begin` and `advance` for each later turn, and `release`. `abandon` ends a turn
-    that did not complete. When a decoder is lost, its histories stay, unbound, and their next turns
-    bind again. Ending a turn twice, or one of an earlier incarnation, changes nothing.
+    A history's life: `bind` (its first turn starts), `prefilled`, `advance` (the turn is complete),
+    then `begin` and `advance` for each later turn, and `release`. `abandon` ends a turn that did
+    not complete. When a decoder is lost, its histories stay, unbound, and their next turns bind
+    again. Ending a turn twice changes nothing.
 
     Args:
-        idle_timeout_s: a history not used for so long has ended; see `expire`.
         turn_timeout_s: a turn that runs for longer than this, and the idle time, counts as lost.
-        first_id: turns and incarnations are numbered from here, by `STRIDE`. A table that succeeds
-            another must start above it.
-        pausing: chooses the idle histories that are paused; None pauses none, as in the ConServe
-            paper.
-
-    Attributes:
-        loads: what is known of engines' work; None if the policy does not ask.
-        tools: those that run, as clients report it.
-        notices: for decoders that begin turns by themselves.
+        first_id: turns and incarnations are numbered from here. A table that succeeds another must
+            start above it.
+        pausing: None pauses no histories, as in the ConServe paper.
     """
 
     def __init__(
@@ -295,7 +277,6 @@ class ConversationTable:
 
     @property
     def reasoning(self) -> int:
-        """Return how many histories have a running turn."""
         return self._ledger.reasoning
 
     @property
@@ -324,12 +305,8 @@ class ConversationTable:
     def engine_joined(
         self, engine_id: str, kind: str, handoffs: Iterable[tuple[int, float]] = ()
     ) -> None:
-        """Note the kind of an engine that was added, if the policy asks for that.
-
-        Args:
-            kind: equal for engines whose work takes the same time.
-            handoffs: prompt lengths in tokens, each with the seconds that a handoff took at its
-                start.
+        """Note the kind of an engine, and its handoffs in tokens and seconds; see
+        `Loads.joined`.
         """
         if self.loads is not None:
             self.loads.joined(engine_id, kind, tuple(handoffs))
@@ -339,15 +316,12 @@ class ConversationTable:
         return self.memory is not None and self.memory.park(history)
 
     def used_energy(self, history_id: str, incarnation: int, joules: float) -> None:
-        """Add to the energy that engines have taken for a live history."""
         history = self._live.current(history_id, incarnation)
         if history is not None:
             history.energy_j += joules
 
     def holds(self, turn: TurnKey, decoder_id: str) -> bool:
-        """Return whether a turn's history is live, and is on this decoder, or was when it was
-        paused.
-        """
+        """Return whether a turn's history is on this decoder, or was when it was paused."""
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None:
             return False

@@ -15,13 +15,7 @@ from conserve.tenants.limits import TenantUsage
 
 
 class Turns:
-    """Starts turns and ends them, with what follows for their histories.
-
-    Attributes:
-        first_id, next_id: of turns and incarnations.
-        expected_cached_tokens: of prompts' beginnings, what should have been cached.
-        missing_cached_tokens: what of that no engine had.
-    """
+    """Starts turns and ends them, with what follows for their histories."""
 
     def __init__(
         self,
@@ -45,11 +39,7 @@ class Turns:
         self.missing_cached_tokens = 0
 
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
-        """Start a turn of a bound history; None if it is unknown or unbound.
-
-        Args:
-            hints: what its client says beside its messages; they stay until others come.
-        """
+        """Start a turn of a bound history; None if it is unknown or unbound."""
         history = self._by_id.get(history_id)
         if history is None or history.decoder_id is None:
             return None
@@ -64,16 +54,11 @@ class Turns:
         return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
-        """Note that a decoder has begun a turn by itself.
+        """Note that a decoder has begun a turn by itself; False if the history has ended, or is
+        elsewhere.
 
         If the history was paused before the decoder heard of that, it is bound there again, room or
-        not: what runs is not paused.
-
-        Args:
-            parks: whether it leaves its prompt's KV in host memory.
-
-        Returns:
-            False, with nothing changed, if the history has ended, or is elsewhere.
+        not.
         """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or decoder_id not in self._engines.decoders:
@@ -101,13 +86,7 @@ class Turns:
         arrived_s: float | None = None,
         turn_id: int | None = None,
     ) -> None:
-        """Start a turn of a bound history.
-
-        Args:
-            usage: its tenant's.
-            arrived_s: when its first request came, if that was before now.
-            turn_id: None means the next one.
-        """
+        """Start a turn of a bound history, with this number or the next one."""
         if turn_id is None:
             turn_id = self.next_id
             self.next_id += STRIDE
@@ -129,12 +108,9 @@ class Turns:
             self._memory.bound(history, kept=True)
 
     def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
-        """Note that the remote prefill that a turn waited for is over, done or failed.
+        """Note that the remote prefill of a history is over, done or failed.
 
-        A history has one such prefill at a time, whichever of its turns says so.
-
-        Args:
-            stored_tokens: how much of its prompt it has left in host memory.
+        ``stored_tokens`` of its prompt are left in host memory.
         """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is not None:
@@ -143,10 +119,8 @@ class Turns:
                 self._memory.parked(history, stored_tokens)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
-        """Note the first token of a turn that is not a tool call's.
-
-        Returns:
-            The conversation's TTFET, if this was its first such token.
+        """Note a turn's first token that is not a tool call's; return the conversation's TTFET, if
+        new.
         """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.asked_s is None or history.ttfet_s is not None:
@@ -170,14 +144,10 @@ class Turns:
         tails: tuple[Digest, ...],
         now_s: float,
     ) -> bool:
-        """Complete a turn: the history now holds its tokens.
+        """Complete a turn; False, with nothing changed, if it was reported before, or is elsewhere.
 
         A turn that this table does not know counts too, if it is newer than all that have ended: it
         began under a table that was lost.
-
-        Returns:
-            False, with nothing changed, if the turn was reported before, or the history is
-                elsewhere.
         """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.decoder_id != decoder_id:
@@ -208,7 +178,7 @@ class Turns:
         """End a turn that did not complete: it was refused, or failed, or its client left.
 
         Args:
-            decoder_id: the decoder that says so; None if it is not a decoder.
+            decoder_id: the decoder that says so, if one does.
             stats: what the engine had done by then, if anything.
 
         Returns:

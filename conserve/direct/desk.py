@@ -12,7 +12,6 @@ STRIDE = 256
 
 
 def first_asked(above: int) -> int:
-    """Return the table's first number that is not below this one."""
     return -(-above // STRIDE) * STRIDE
 
 
@@ -25,7 +24,6 @@ def next_direct(last: int) -> int | None:
 
 
 def is_direct(turn_id: int) -> bool:
-    """Return whether a decoder has given this number."""
     return turn_id % STRIDE != 0
 
 
@@ -62,13 +60,8 @@ class Report(NamedTuple):
 class Outbox:
     """A decoder's reports: in order, one at a time, repeated until answered.
 
-    A registration tells all that a decoder holds, including turns that have begun. Ends are
-    reported after it all the same: the table may have planned those turns. Told twice, they change
-    nothing.
-
-    Attributes:
-        registration: number that each report goes with; 0 before the first.
-        heard: the number of the last notice that was obeyed.
+    A registration tells all that a decoder holds. Ends are reported after it all the same: the
+    table may have planned those turns. Told twice, they change nothing.
     """
 
     def __init__(self) -> None:
@@ -136,10 +129,8 @@ decoders to register (8 s): a decoder that the table does not know begins nothin
 class Continued(NamedTuple):
     """The history that a turn continues: by its messages, or a completion by its conversation's id.
 
-    Attributes:
-        root: digest of the first prompt; empty of a completion, as is ``end``.
-        end: digest of all up to the newest answer.
-        conversation_id: scoped to the tenant; None if its client states none.
+    ``root`` and ``end`` digest the first prompt, and all up to the newest answer; empty of
+    completions.
     """
 
     root: Digest
@@ -151,11 +142,8 @@ class Desk:
     """Accepts turns that come straight to a decoder, if each is plainly the next of its history.
 
     It continues the newest answer of a history that this decoder holds, no turn of which runs, and
-    which the table has not taken back. Anything else is the table's to decide, and so are histories
-    idle for half of ``idle_timeout_s``: the table may be about to end them.
-
-    Attributes:
-        parks: whether a turn that begins now leaves its prompt's KV in host memory.
+    which the table has not taken back. Histories idle for half of ``idle_timeout_s`` are the
+    table's, which may be about to end them.
     """
 
     def __init__(self, holdings: Holdings, idle_timeout_s: float) -> None:

@@ -27,7 +27,6 @@ class Home(NamedTuple):
     request_bytes: int = 0
 
     def appends_much(self, request_bytes: int) -> bool:
-        """Return whether a turn with such a body may append a large prefill."""
         return 0 < self.request_bytes <= request_bytes - _BYTES_PER_TOKEN * LARGE_TOKENS
 
 

@@ -6,11 +6,8 @@ from typing import NamedTuple
 
 
 class Notice(NamedTuple):
-    """Orders for a decoder, which it confirms (`Report.heard`).
-
-    Attributes:
-        given_up: histories (and incarnations) that the table has unbound; it places their next
-            turns.
+    """Orders for a decoder, which it confirms (`Report.heard`): histories and incarnations to give
+    up.
     """
 
     number: int
@@ -33,10 +30,8 @@ class Notices:
     """Keeps which histories each decoder was told to give up, and whether it has confirmed that.
 
     Reports come in order, so once a notice is confirmed, no turn of such a history runs there
-    unknown to the table, and none will begin. Until then the history is bound nowhere else.
-
-    Attributes:
-        tell: called with a decoder's id when there is something new for it, or it is gone.
+    unknown to the table. Until then the history is bound nowhere else. ``tell`` is called with a
+    decoder's id when there is something new for it, or it is gone.
     """
 
     def __init__(self) -> None:
@@ -71,9 +66,7 @@ class Notices:
             self.tell(decoder_id)
 
     def probe(self, decoder_id: str) -> int:
-        """Add an empty notice and return its number; once confirmed, all that was done before is
-        known.
-        """
+        """Add an empty notice and return its number; once confirmed, all before is known."""
         decoder = self._decoders.get(decoder_id)
         if decoder is None:
             return 0
@@ -93,9 +86,7 @@ class Notices:
         return Notice(decoder.number, tuple(new[False]), tuple(new[True]))
 
     def confirm(self, decoder_id: str, heard: int) -> None:
-        """Note that a decoder has obeyed notices up to ``heard``, and reported all that it did
-        before.
-        """
+        """Note that a decoder has obeyed notices up to ``heard``."""
         decoder = self._decoders.get(decoder_id)
         if decoder is None or heard <= decoder.heard:
             return
@@ -110,7 +101,6 @@ class Notices:
         return decoder is None or decoder.heard >= number
 
     def unconfirmed(self, history_id: str) -> list[str]:
-        """Return the decoders that have not confirmed yet that they gave this history up."""
         return [id for id, one in self._decoders.items() if history_id in one.given_up]
 
     def may_run(self, decoder_id: str, history_id: str, incarnation: int) -> bool:

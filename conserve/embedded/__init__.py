@@ -28,11 +28,8 @@ _SHIPPED = ("tokenizer.json", "chat_template.jinja", "model.safetensors")
 def model_path(root: Path | None = None) -> Path:
     """Return the directory of the embedded checkpoint, made on first use (10 MB).
 
-    Args:
-        root: by default ``$CONSERVE_HOME``, else ``~/.cache/conserve``.
-
-    Raises:
-        OSError: the directory cannot be written; set ``CONSERVE_HOME`` to one that can.
+    By default it is in ``$CONSERVE_HOME``, else in ``~/.cache/conserve``. OSError if that is not
+    writable.
     """
     base = root or Path(os.environ.get("CONSERVE_HOME") or Path.home() / ".cache" / "conserve")
     target = base / "models" / f"{MODEL_NAME}-v{VERSION}"
@@ -55,7 +52,6 @@ def model_path(root: Path | None = None) -> Path:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Write config, tokenizer, chat template and weights of the embedded model."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
@@ -77,7 +73,6 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def _config(vocab_size: int, eos: int) -> dict[str, Any]:
-    """Return the model's config, as ``scripts/embedded/model.py`` has it."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

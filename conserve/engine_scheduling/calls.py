@@ -32,14 +32,11 @@ class PrefillLane:
 
     Q_D of the paper is the engine's steps here, and Q_P the lane, which computes one prefill at a
     time and only beside decodes. At most ``most_waiting`` calls wait for it, none longer than
-    ``longest_wait_s``; others run inline, cut to the budget. README.md lists the departures.
+    ``longest_wait_s``; others run inline, cut to the budget. See README.md for departures.
 
     Attributes:
         current: the call in the lane; None if it is free.
         done, failed: prefills since the engine's start; one whose client left counts as neither.
-
-    Raises:
-        ValueError: a setting is out of its range.
     """
 
     def __init__(self, *, most_waiting: int = 8, longest_wait_s: float = 2.0) -> None:
@@ -61,12 +58,7 @@ class PrefillLane:
     def route(
         self, name: str, missing_tokens: int, budget_tokens: int, decoding: bool, now_s: float
     ) -> Route:
-        """Return where a call that could begin now is prefilled; ``wait`` means to ask again.
-
-        Args:
-            missing_tokens: of its prompt, what no cache has.
-            decoding: whether any call decodes.
-        """
+        """Return where a call that could begin now is prefilled; ``wait`` means to ask again."""
         if not decoding or missing_tokens <= budget_tokens:
             self._since_s.pop(name, None)
             return "inline"
@@ -106,13 +98,11 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
     """A scheduler's calls and blocks now, and its counts since the engine's start.
 
     Attributes:
-        waiting, running: calls on each level, from 0.
+        waiting, running, preempted: calls on each level, from 0.
         cut: chunks that were made smaller, or put off, for decodes.
         parts: prompts that began without room for all of them.
-        preempted: calls, by level.
         reclaimed_blocks: pinned ones that were given up before their time.
-        lane_waiting: None, like all of the lane's, without a lane.
-        lane_tokens: left to compute in the lane.
+        lane_tokens: left to compute in the lane; None, like all of the lane's, without one.
         lane_prefills: by outcome: done, or failed and computed inline.
         decode_sms: SMs that steps have, where the lane has the others; None if no border moves.
     """

@@ -44,7 +44,6 @@ class StepCost:
         return max(base_s, 1e-6), max(token_s, 1e-9)
 
     def affordable_tokens(self, within_s: float) -> int | None:
-        """Return how many tokens a step may prefill within this time; None while unknown."""
         line = self.line()
         if line is None:
             return None
@@ -57,14 +56,12 @@ class ChunkController:
     algorithm 1).
 
     Over an interval with decodes, TPOT is the time of its steps over their number (dL/dK). Above
-    ``late_s`` the budget shrinks by an eighth of ``most_tokens``. Below ``calm_share * late_s`` it
-    grows by as much, at most to twice, if it limited a prefill. README.md lists the departures.
+    ``late_s`` (theta_high) the budget shrinks by an eighth of ``most_tokens`` (B_max). Below
+    ``calm_share`` of that (theta_low) it grows by as much, at most to twice, if it limited a
+    prefill. See README.md for departures.
 
     Args:
         least_tokens: B_min. More than a block and a usual append, so that appends are not cut.
-        most_tokens: B_max; what the engine computes in a step.
-        late_s: theta_high; theta_low is ``calm_share`` of it.
-        interval_s: dt; an interval also has at least eight steps.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -110,7 +107,6 @@ class ChunkController:
         return self._budget
 
     def allowed_tokens(self) -> int:
-        """Return how many tokens the next step may prefill beside decodes."""
         affordable = self._affordable_tokens()
         if affordable is None:
             return self._budget

@@ -26,16 +26,9 @@ class FeedbackQueue:
         down   = floor(log2(1 + service / quota_tokens))
         level  = clamp(max(begins, down) - floor(waited_s / age_s), 0, levels - 1)
 
-    Service is prefilled tokens and ``decode_weight`` times decoded ones, over all turns of a
-    conversation; it decays with the time constant ``window_s``.
-
-    Args:
-        capacity_tokens: of the engine's KV.
-        quota_tokens: service that reaches level 1; each further level takes twice as much.
-        age_s: infinite means that waiting does not promote.
-
-    Raises:
-        ValueError: a setting is out of its range.
+    Service is prefilled tokens and ``decode_weight`` times decoded ones, of all the conversation's
+    turns, and decays with the time constant ``window_s``. ValueError if a setting is out of its
+    range.
     """
 
     def __init__(
@@ -78,7 +71,6 @@ class FeedbackQueue:
             self._service.popitem(last=False)
 
     def service_tokens(self, key: str, now_s: float) -> float:
-        """Return a conversation's decayed service, in tokens."""
         one = self._service.get(key)
         if one is None:
             return 0.0

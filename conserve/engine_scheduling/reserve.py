@@ -8,14 +8,13 @@ class DecodeReserve:
 
     Over an interval with decodes beside prefills, TPOT is the time of its steps over their number
     (dL/dK). Above ``late_s`` decodes get the next larger size; below ``calm_share * late_s`` the
-    next smaller one, but none below R_base. Here R_base is R_g* (equation 6), the smallest size not
-    seen to be slower than ``late_s`` within ``forget_s``. README.md lists the departures.
+    next smaller one, but none below R_base. R_base is R_g* (equation 6), the smallest size not seen
+    to be slower than ``late_s`` (theta_high and tau_max) within ``forget_s``. See README.md for
+    departures.
 
     Args:
         sizes_sms: what decodes can have, ascending, up to all (S). Empty if nothing moves the
             border.
-        late_s: theta_high and tau_max; theta_low is ``calm_share`` of it.
-        interval_s: dt; an interval also has at least eight steps, all with the same size.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -61,10 +60,8 @@ class DecodeReserve:
         self.tpot_s = 0.0
 
     def decide(self, *, decodes: bool, waited_s: float | None, now_s: float) -> int:
-        """Return how many SMs decodes have in the next step.
-
-        Args:
-            waited_s: how long ago the oldest prefill came; None without prefills.
+        """Return how many SMs decodes have next; ``waited_s`` is the oldest prefill's, None without
+        any.
         """
         if not self.sizes_sms:
             return 0

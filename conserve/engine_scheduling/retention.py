@@ -22,10 +22,7 @@ class Retention:
     The paper holds it "for a bounded interval", without a formula. Here it is ``factor`` times the
     expected gap, at least ``hold_s``; ``hold_s`` alone if the gap is over ``longest_s``, and
     nothing after a last turn. The gap is what the client says, or a moving average of the
-    conversation's own gaps, or of all (``weight``: of the newest).
-
-    Raises:
-        ValueError: a setting is out of its range.
+    conversation's own, or of all. ValueError if a setting is out of its range.
     """
 
     def __init__(

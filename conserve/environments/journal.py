@@ -20,14 +20,8 @@ class JournalError(RuntimeError):
 class Journal:
     """An append-only file; an entry is on disk when `add` returns.
 
-    If its process dies, an entry that was being written counts whole or not at all. The caller must
-    see to it that only one process writes.
-
-    Args:
-        path: the file, in a folder that exists.
-
-    Raises:
-        JournalError: the file is no journal.
+    If its process dies, an entry that was being written counts whole or not at all. Only one
+    process may write. JournalError if the file is no journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +35,6 @@ class Journal:
 
     @property
     def is_long(self) -> bool:
-        """Return whether it is time for `rewrite`."""
         return self._lines >= _MOST_LINES
 
     def add(self, entry: Entry) -> None:
@@ -83,11 +76,7 @@ class Journal:
 
 
 def read(path: Path) -> list[Entry]:
-    """Return the entries of a journal that another process may be writing; none without a file.
-
-    Raises:
-        JournalError: the file is no journal.
-    """
+    """Return the entries of a journal that another process may be writing; none without a file."""
     return _read(path)[0]
 
 
@@ -96,7 +85,6 @@ def _line(entry: Entry) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[Entry], int]:
-    """Return the whole entries, and how many bytes they take."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

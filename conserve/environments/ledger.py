@@ -33,10 +33,7 @@ class QuotaExceeded(RuntimeError):
 class Quotas:
     """Limits of how many environments there may be.
 
-    Args:
-        most_of_tenant: of one tenant, if there are any.
-        disk_bytes: what all may write, together.
-        unclaimed_s: how long one is kept for a conversation that has not begun.
+    ``unclaimed_s`` is how long one is kept for a conversation that has not begun.
     """
 
     most: int
@@ -46,11 +43,8 @@ class Quotas:
 
 
 class Standing(NamedTuple):
-    """The table's view of a conversation.
-
-    Attributes:
-        state: ``waiting`` is queued; ``live`` is known, or being placed.
-        place: in the queue, from 0.
+    """The table's view of a conversation: queued (``waiting``, at ``place``), ``live``, or
+    unknown.
     """
 
     state: Literal["unknown", "waiting", "live"]
@@ -62,12 +56,7 @@ UNKNOWN = Standing("unknown")
 
 @dataclass(slots=True)
 class Holder:
-    """A conversation that has an environment.
-
-    Attributes:
-        since_s: when it asked for it, or last used it.
-        seen_by: the life of the table that has last known it; None before any has.
-    """
+    """A conversation that has an environment; ``seen_by`` is the table that has last known it."""
 
     since_s: float
     seen_by: int | None = None
@@ -76,14 +65,8 @@ class Holder:
 
 @dataclass(slots=True)
 class Environment:
-    """An environment.
-
-    Attributes:
-        number: unique for ever.
-        slot: which of the places for environments it has: its ports, and its user id.
-        ports: none before it is prepared.
-        wanted: whether a command waits for it.
-        last_holder: the conversation that has last given it up.
+    """An environment; ``slot`` chooses its ports and user id, and a command waits if it is
+    ``wanted``.
     """
 
     number: int
@@ -101,8 +84,7 @@ class Environment:
 class Ledger:
     """All environments, and what has to be done about them.
 
-    Args:
-        record: called with each entry before it counts; if it raises, nothing has changed.
+    ``record`` is called with each entry before it counts; if it raises, nothing has changed.
     """
 
     def __init__(self, quotas: Quotas, record: Callable[[Entry], None] = lambda entry: None):
@@ -124,7 +106,6 @@ class Ledger:
         return self._all.get(number)
 
     def of(self, conversation_id: str) -> list[Environment]:
-        """Return the environments that a conversation has."""
         return [self._all[number] for number in self._held.get(conversation_id, {}).values()]
 
     def find(self, conversation_id: str, name: str) -> Environment | None:
@@ -132,7 +113,6 @@ class Ledger:
         return None if number is None else self._all[number]
 
     def conversations(self) -> Collection[str]:
-        """Return the conversations that have any."""
         return self._held.keys()
 
     def declare(self, conversation_id: str, spec: Spec, now_s: float) -> Environment:
@@ -207,7 +187,6 @@ class Ledger:
         return True
 
     def used(self, conversation_id: str, name: str, now_s: float) -> None:
-        """Note that a conversation uses an environment."""
         found = self.find(conversation_id, name)
         if found is not None:
             found.holders[conversation_id].since_s = now_s
@@ -224,11 +203,7 @@ class Ledger:
 
         A conversation that this table has known, and no longer knows, has ended. One that only an
         earlier table has known gets some time, as one that has not begun: its client may come back.
-
-        Args:
-            table: tells the table's lives apart.
-            standings: conversations that are not in it are unknown.
-            asked: the conversations that the table was asked about; None means all.
+        ``asked`` None means that the table was asked about all.
         """
         for conversation_id in list(self._held if asked is None else asked):
             standing = standings.get(conversation_id, UNKNOWN)
@@ -246,14 +221,10 @@ class Ledger:
                     self._let_go(one, conversation_id)
 
     def to_prepare(self, near: int, most: int) -> list[Environment]:
-        """Return the environments to prepare now: a command waits for them, or will soon.
+        """Return the environments to prepare now, at most ``most`` at a time.
 
-        (ThunderAgent, section 4.4: when a program comes near the head of the queue.)
-
-        Args:
-            near: a conversation that is bound, or has one of this many first places in the queue,
-                will need it soon.
-            most: how many may be prepared at a time.
+        A command waits for them, or their conversation is bound, or among the first ``near`` in the
+        queue (ThunderAgent, section 4.4).
         """
         ranked = [
             (not one.wanted, place, one.number)
@@ -374,7 +345,6 @@ _FIELDS = tuple(Spec.model_fields)
 
 
 def _place(one: Environment, near: int) -> int | None:
-    """Return the best place among its holders; None if none is near."""
     if one.wanted and one.holders:
         return -1
     places = [

@@ -171,7 +171,6 @@ class Run(_Strict):
 
     @property
     def arguments(self) -> list[str]:
-        """Return the program and its arguments."""
         return ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else self.command
 
 

@@ -14,11 +14,9 @@ from conserve.recognition import Chain, Digest, TailIndex
 class Families:
     """Finds histories by their root, in time that does not grow with their number.
 
-    A turn continues the history whose newest tail is the longest among the turn's ends. Candidates
-    are the named conversation's own histories; without a name, those without a name, so that no
-    client gets another's history by saying the same. A history with a running turn is not
-    continued, but left at that point. A first turn that was cut, and is retried under its name,
-    continues what there is of it.
+    A turn continues the history whose newest tail is the longest among the turn's ends: the named
+    conversation's own, or one without a name, so that no client gets another's by saying the same.
+    A history with a running turn is not continued, but left at that point.
     """
 
     def __init__(self, get: Callable[[str], History | None]) -> None:
@@ -49,9 +47,7 @@ class Families:
             self._of[history.root] = known if several else next(iter(known.members))
 
     def set_tails(self, history: History, tails: tuple[Digest, ...], stats: TurnStats) -> bool:
-        """Set the tails that a history's last turn has left, and return whether its family has
-        others.
-        """
+        """Set a history's tails, and return whether its family has others."""
         family = self._of.get(history.root) if history.root is not None else None
         if isinstance(family, _Family):
             family.tails.discard(history.id, _keys(history))
@@ -71,11 +67,7 @@ class Families:
             history.points = points
 
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
-        """Return the history that a turn continues, or None.
-
-        Args:
-            conversation_id: as the client has stated it, scoped to its tenant; None without one.
-        """
+        """Return the history that a turn continues, or None."""
         known = self._of.get(chain.root)
         if known is None:
             return None
@@ -102,10 +94,7 @@ class Families:
         return iter(()) if known is None else reversed(known.members)
 
     def before(self, chain: Chain, conversation_id: str | None) -> Iterator[History]:
-        """Yield the histories that a turn would continue if its newest answer were theirs.
-
-        Those continued last come first.
-        """
+        """Yield the histories that a turn would continue if its newest answer were theirs."""
         known = self._of.get(chain.root)
         if known is None:
             return
@@ -122,7 +111,6 @@ class Families:
         return root in self._of
 
     def is_alone(self, root: Digest) -> bool:
-        """Return whether a root has at most one history."""
         return not isinstance(self._of.get(root), _Family)
 
     def _is_running(self, history_id: str) -> bool:

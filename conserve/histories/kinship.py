@@ -21,11 +21,8 @@ LEAST_SYSTEM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt with which a history begins, or is placed again.
-
-    Attributes:
-        chain: of its messages; None for a completion's.
-        system_tokens: the length of its tools and system messages; 0 if not known.
+    """The prompt with which a history begins, or is placed again; ``chain`` is None for
+    completions.
     """
 
     chain: Chain | None = None
@@ -66,12 +63,7 @@ class Kinship:
         history_id: str = "",
         siblings: Callable[[str], Sequence[History]] = lambda _: (),
     ) -> Shared:
-        """Return how much of a prompt each of some decoders holds already.
-
-        Args:
-            history_id: of the history that the prompt begins.
-            siblings: finds the other histories of a history's conversation.
-        """
+        """Return how much of a prompt, which begins a history, each decoder holds already."""
         if opening.chain is None:
             return NOTHING_SHARED
         tokens: dict[str, int] = {}
@@ -107,7 +99,6 @@ class Kinship:
         return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
 
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
-        """Return the most of a prompt that any decoder holds, in tokens."""
         return max(self.shared(opening, decoders).tokens.values(), default=0)
 
     def opened(self, history: History, opening: Opening) -> None:
@@ -146,9 +137,7 @@ class Kinship:
             self._give_way(history, nearest, tokens)
 
     def evicted(self, history: History) -> list[History]:
-        """Return the idle histories that began with what the engine has lost; they hold nothing
-        now.
-        """
+        """Return idle histories that began with what the engine has lost, and now hold nothing."""
         lost = [
             kin
             for kin in self._kin(history.root, history)
@@ -159,12 +148,8 @@ class Kinship:
         return lost
 
     def _give_way(self, cut: History, other: History, tokens: int) -> None:
-        """Forget a turn that was cut, and beside which its conversation goes on.
-
-        Its client has asked again before its leaving was seen, and goes on with the other history.
-
-        Args:
-            tokens: what the two have in common.
+        """Forget a turn that was cut, whose client has asked again and goes on with the other
+        history.
         """
         if cut.running or cut.held_tokens <= tokens:
             return
@@ -205,7 +190,6 @@ class Kinship:
         return nearest, most
 
     def _kin(self, root: Digest | None, of: History | None = None) -> Iterator[History]:
-        """Yield the newest histories with a root, except ``of``."""
         if root is None:
             return
         others = (id_ for id_ in self.families.newest(root) if of is None or id_ != of.id)
@@ -216,12 +200,10 @@ class Kinship:
 
 
 def _common(kin: History, chain: Chain) -> int:
-    """Return the tokens that a kin is known to have in common with a prompt."""
     return min(Points(kin.points).longest((*chain.ends, chain.root)), kin.held_tokens)
 
 
 def _begins_with(history: History, system: Digest) -> bool:
-    """Return whether a history is counted as beginning with this system part."""
     prefix = history.base
     while prefix is not None and prefix.base is not None:
         prefix = prefix.base

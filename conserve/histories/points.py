@@ -27,13 +27,10 @@ def one_point(digest: Digest, tokens: int) -> bytes:
 def with_point(
     packed: bytes, digest: Digest, tokens: int, before: int = 0, most: int = MOST_POINTS
 ) -> bytes:
-    """Add a newest point to packed ones.
+    """Add a newest point to packed ones after ``before`` other bytes.
 
     Points that are not shorter are dropped: a template may drop the reasoning of earlier answers,
     and of several choices the client may continue a shorter one.
-
-    Args:
-        packed: `Points.packed` after ``before`` other bytes, which stay.
     """
     end = len(packed)
     while end > before and _LENGTH.unpack_from(packed, end - _LENGTH.size)[0] >= tokens:
@@ -53,7 +50,6 @@ def with_point(
 
 
 def newest_mark(packed: bytes, before: int = 0) -> bytes:
-    """Return the mark of the longest point, or nothing without any."""
     end = len(packed) - _POINT.size
     return packed[end : end + _MARK_BYTES] if end >= before else b""
 
@@ -61,10 +57,9 @@ def newest_mark(packed: bytes, before: int = 0) -> bytes:
 class Points:
     """A history's points, shortest first.
 
-    A point is a digest's `mark` and the length of what it stands for. The first and the newest
-    points of a long history are kept, since most that go back go back a little. Those between are
-    kept in about equal ratios. A turn that goes back to a dropped point counts from the next
-    shorter one, so much the same share is known of any beginning.
+    A point is a digest's `mark` and a length. The first and the newest points are kept, since most
+    that go back go back a little; those between in about equal ratios. A turn that goes back to a
+    dropped point counts from the next shorter one.
     """
 
     __slots__ = ("_most", "packed")
@@ -102,9 +97,7 @@ class Points:
         return 0
 
     def common(self, others: "Points") -> int:
-        """Return the tokens of the longest point that others have too, or 0; the smaller if they
-        differ.
-        """
+        """Return the tokens of the longest point that others have too, or 0."""
         known = dict(_POINT.iter_unpack(others.packed))
         return max((min(tokens, known[one]) for one, tokens in self if one in known), default=0)
 

@@ -11,13 +11,8 @@ from conserve.recognition import Digest
 class Prefix(msgspec.Struct, gc=False):
     """A beginning that several histories on one decoder have, or had.
 
-    It counts the tokens that it has beyond its ``base``. It does not know its users, so there are
-    no cycles for a garbage collector to find.
-
-    Attributes:
-        tokens: its whole length.
-        users: histories and longer prefixes whose ``base`` it is.
-        key: decoder and digest of a system part, by which others find it.
+    It counts the tokens beyond its ``base``. Users are histories and longer prefixes; it does not
+    know them, so there are no cycles for a garbage collector to find. A system part has a ``key``.
     """
 
     tokens: int
@@ -41,10 +36,7 @@ class Sharing(Generic[Held]):
     """Keeps what histories hold, and charges what they share once.
 
     A decoder holds the tokens of distinct chains, as far as points are known. Every operation is
-    O(1) in the number of histories; `share` walks the prefixes of one history.
-
-    Args:
-        charge: called with a history and the change in what its decoder (and its tenant) holds.
+    O(1) in the number of histories.
     """
 
     def __init__(self, charge: Callable[[Held, int], None]) -> None:
@@ -52,7 +44,6 @@ class Sharing(Generic[Held]):
         self._systems: dict[tuple[str, Digest], Prefix] = {}
 
     def hold(self, history: Held, tokens: int) -> None:
-        """Set how many tokens a history holds from its beginning on."""
         while history.base is not None and history.base.tokens > tokens:
             self._rebase(history, history.base.base)
         if tokens != history.held_tokens:
@@ -60,10 +51,7 @@ class Sharing(Generic[Held]):
             history.held_tokens = tokens
 
     def share(self, history: Held, other: Held, tokens: int) -> None:
-        """Share the first ``tokens`` of two histories on one decoder.
-
-        It is the longest point that the first has in common with any other.
-        """
+        """Share the first ``tokens`` of two histories, the most that the first shares with any."""
         tokens = min(tokens, history.held_tokens, other.held_tokens)
         if tokens > _length(history.base):
             prefix = self._prefix(other, tokens)
@@ -74,7 +62,6 @@ class Sharing(Generic[Held]):
             self._rebase(history, prefix)
 
     def share_system(self, history: Held, digest: Digest, tokens: int) -> None:
-        """Share a system part with which a history begins."""
         tokens = min(tokens, history.held_tokens)
         if history.decoder_id is None or tokens <= _length(history.base):
             return

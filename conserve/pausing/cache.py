@@ -9,10 +9,10 @@ from typing import NamedTuple
 class EngineCache:
     """Histories whose KV is kept, the longest unused first.
 
-    vLLM keeps the blocks of a request that has ended until it needs them. It takes those unused for
-    longest first, and of one request the last ones first; so do LMCache's server and this. It errs
-    where histories share a beginning (each counts with what it has beyond that), and where a turn
-    that was cut left less than expected.
+    vLLM takes the blocks of ended requests that are unused for longest first, and of one request
+    the last ones first; so do LMCache's server and this. It errs where histories share a beginning
+    (each counts with what it has beyond that), and where a turn that was cut left less than
+    expected.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -36,11 +36,7 @@ class EngineCache:
         return self._free(0)
 
     def use(self, history_id: str, tokens: int) -> list[str]:
-        """Note what a history has there as a turn of it begins or ends.
-
-        Returns:
-            Other histories of which nothing is left now.
-        """
+        """Note what a history has there, and return those of which nothing is left then."""
         left = self._left
         self.tokens += tokens - left.get(history_id, 0)
         left[history_id] = tokens
@@ -48,7 +44,6 @@ class EngineCache:
         return self._free(1) if self.tokens > self._capacity_tokens else []
 
     def drop(self, history_id: str) -> None:
-        """Forget a history of which the engine was seen to have nothing."""
         self.tokens -= self._left.pop(history_id, 0)
 
     def _free(self, stay: int) -> list[str]:
@@ -94,15 +89,11 @@ class HostMemory:
         return self._cache.tokens
 
     def left_tokens(self, key: str) -> int:
-        """Return how many of a history's tokens are there, from its beginning on."""
         if key not in self._cache:
             return 0
         return self._cache.left_tokens(key) + self._uses[key].shared_tokens
 
     def keeps(self, key: str, for_s: float) -> bool:
-        """Return whether a history will be there for some time, judging by the age of the
-        oldest.
-        """
         if key not in self._cache:
             return False
         if self._cache.tokens < _FULL * self._capacity_tokens:
@@ -117,11 +108,9 @@ class HostMemory:
             del self._uses[gone]
 
     def use(self, key: str, tokens: int, now_s: float, shared_tokens: int = 0) -> None:
-        """Note that so much of a history is there now, or as much as there was, if that is more.
+        """Note that at least so much of a history is there now.
 
-        Args:
-            shared_tokens: what of it others begin with, too: it is there once, and counted with the
-                first.
+        ``shared_tokens`` of it others begin with: they are there once, and counted with the first.
         """
         tokens = max(tokens, self.left_tokens(key))
         shared_tokens = min(shared_tokens, tokens)

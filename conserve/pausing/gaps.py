@@ -28,10 +28,8 @@ class Gaps:
         self._tools: dict[str, _Seen] = {}
 
     def returned(self, idle_s: float, tool: str | None = None) -> None:
-        """Note that a turn came after a gap.
-
-        Args:
-            tool: what the answer before it called; empty if nothing, None if not known.
+        """Note a gap; ``tool`` is what the answer before called, empty if nothing, None if not
+        known.
         """
         self._add(idle_s, tool, ended=False)
 
@@ -46,11 +44,7 @@ class Gaps:
         one.
 
         It is the share of those idle for as long that came back within that time, strictly between
-        0 and 1.
-
-        Args:
-            still_idle: how many others that wait for the same tool (for any, if it is not known)
-                are idle for about as long now.
+        0 and 1. ``still_idle`` others that wait for the same tool are idle for about as long now.
         """
         # Clocks differ between nodes.
         idle_s = max(0.0, idle_s)
@@ -78,8 +72,6 @@ class Gaps:
 
 
 class _Seen:
-    """Gaps of some kind."""
-
     def __init__(self) -> None:
         self._returned = [0.0] * len(_BOUNDS_S)
         self._ended = [0.0] * len(_BOUNDS_S)
@@ -100,9 +92,7 @@ class _Seen:
         self._longer = None
 
     def soon_of_idle(self, idle_s: float, within_s: float) -> tuple[float, float]:
-        """Return how many came back within that time, and how many were idle for longer than
-        ``idle_s``.
-        """
+        """Return how many came back within that time, of how many idle for longer."""
         if self._longer is None:
             self._longer = (_from_the_last(self._returned), _from_the_last(self._ended))
         returned, ended = self._longer
@@ -112,7 +102,6 @@ class _Seen:
 
 
 def _prior(than_s: float) -> float:
-    """Return how many gaps are assumed to have been longer."""
     return _PRIOR_WEIGHT * _PRIOR_MEDIAN_S / (_PRIOR_MEDIAN_S + than_s)
 
 

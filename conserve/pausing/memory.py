@@ -48,20 +48,12 @@ class Memory:
     """Pauses idle histories, and knows where they may still be found.
 
     A *paused* history is bound to no decoder and counts nowhere; its next turn is placed anew. Its
-    decoder keeps its KV until the engine needs the room. The reason is
-
-    - ``room``: it is away or parked, and a prompt fits nowhere, or
-    - ``mark``: running turns have grown, and its decoder holds more than it should.
-
-    A *parked* history, paused or not, has a copy in host memory, where a turn left it on a decoder
-    that was filling up (`park`).
-
-    Args:
-        unbind: has a history count nowhere.
+    decoder keeps its KV until the engine needs the room. Reasons are ``room`` (a prompt fits
+    nowhere) and ``mark`` (a decoder's running turns have grown, and it holds more than it should).
+    A *parked* history, paused or not, has a copy in host memory.
 
     Attributes:
         pauses: counts, by reason.
-        paused_tokens: what they were counted with.
         restores: counts of histories that came back: ``kept`` to the decoder that still has them,
             ``reloaded`` from host memory, ``moved`` to another decoder and ``again`` to the same
             one, to be computed again.
@@ -113,7 +105,6 @@ class Memory:
         return 0 if self._host is None else self._host.tokens
 
     def parked_of(self, history: History) -> int:
-        """Return how many tokens of a history host memory has now, from its beginning on."""
         return 0 if self._host is None else self._host.left_tokens(_key(history))
 
     def set_host_tokens(self, tokens: int) -> None:
@@ -126,11 +117,7 @@ class Memory:
             self._host = HostMemory(tokens)
 
     def turn_begins(self, history: History, came_s: float | None) -> None:
-        """Note that a turn of a bound history begins.
-
-        Args:
-            came_s: when it came; None if the history was not idle, or had no turn before.
-        """
+        """Note that a turn begins; ``came_s`` is None unless the history was idle."""
         if came_s is not None:
             wait = self._wait(history)
             policy = self._policy
@@ -173,7 +160,6 @@ class Memory:
         return self._policy.parks(decoder.held_tokens, decoder.capacity_tokens)
 
     def parks_turn(self, turn_id: int) -> None:
-        """Note that a decoder has a turn leave its KV in host memory."""
         if self._host is not None:
             self._parking.add(turn_id)
 
@@ -204,9 +190,6 @@ class Memory:
             self._host.use(_key(history), tokens, history.last_used_s, shared_tokens)
 
     def take_over(self, parked: Iterable[Parked]) -> None:
-        """Take from a decoder, after a table was lost, what host memory should have of its
-        histories.
-        """
         if self._host is None:
             return
         uses = []
@@ -219,11 +202,9 @@ class Memory:
             self._host.take_over(uses)
 
     def turns_lost(self, turn_ids: Iterable[int]) -> None:
-        """Forget turns whose end will not be reported."""
         self._parking.difference_update(turn_ids)
 
     def lost(self, histories: Iterable[History]) -> None:
-        """Note that an engine was seen to have nothing of these any more."""
         for history in histories:
             if history.decoder_id in self._caches:
                 self._caches[history.decoder_id].drop(history.id)
@@ -232,8 +213,7 @@ class Memory:
     def bound(self, history: History, kept: bool) -> bool:
         """Note that a history is bound again, and return whether to another decoder.
 
-        Args:
-            kept: whether its decoder continues with what it, or host memory, has of it.
+        ``kept``: its decoder continues with what it, or host memory, has of it.
         """
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         there = 0 if self._host is None else self._host.left_tokens(_key(history))
@@ -257,7 +237,6 @@ class Memory:
         return moved
 
     def expired(self, history: History, now_s: float) -> None:
-        """Note that a history is about to end for want of turns."""
         self._policy.gaps.ended(now_s - history.last_used_s, history.tool)
 
     def ended(self, history: History) -> None:
@@ -293,11 +272,9 @@ class Memory:
         self._rested.pop(decoder_id, None)
 
     def take_holds(self, decoder_id: str, now_s: float) -> list[Hold]:
-        """Return how long a decoder's engine should hold the histories that became idle there since
-        the last call.
+        """Return how long an engine should hold the histories that became idle since the last call.
 
-        An engine decides by itself if the client has said when the next turn comes, or that none
-        does.
+        It decides by itself if the client has said when the next turn comes, or that none does.
         """
         holds = []
         rested, self._rested[decoder_id] = self._rested.get(decoder_id, {}), {}
@@ -319,9 +296,7 @@ class Memory:
         return forgotten
 
     def left_on(self, decoder_id: str) -> set[str]:
-        """Return the ids of live histories that were on this decoder, and are paused or have
-        moved.
-        """
+        """Return live histories that were on this decoder, and are paused or have moved."""
         paused = {id for id, (was_on, _) in self._paused_on.items() if was_on == decoder_id}
         return paused | {id for id, decoders in self._left.items() if decoder_id in decoders}
 
@@ -351,13 +326,11 @@ class Memory:
         root: Digest | None = None,
         any_runs: bool = True,
     ) -> bool:
-        """Pause histories of one decoder that are away or parked, so that a prompt fits.
-
-        It pauses no more than necessary, where that costs least.
+        """Pause histories of the cheapest decoder that are away or parked, so that a prompt fits.
 
         Args:
             waited_s: how long the turn of a paused history has waited. In the end, or while no turn
-                runs anywhere, any idle history may be paused for it. None for a new history.
+                runs, any idle history may be paused for it. None for a new history.
             root: of the prompt: histories that begin with it stay, if that is enough.
 
         Returns:
@@ -397,12 +370,9 @@ class Memory:
     def relieve(self, decoder: Decoder, others: Collection[Decoder], now_s: float) -> None:
         """Pause idle histories of a decoder that holds more than it should.
 
-        First those that may go, or fit on another decoder; then any idle one. If more are bound
-        than fit, they evict each other, and all are computed again and again (ThunderAgent, section
+        First those that may go, or fit on one of the ``others``; then any. If more are bound than
+        fit, they evict each other, and all are computed again and again (ThunderAgent, section
         4.3).
-
-        Args:
-            others: decoders that histories may move to.
         """
         excess = self._policy.excess_tokens(decoder.held_tokens, decoder.capacity_tokens)
         if not excess or now_s < self._in_vain.get(decoder.id, now_s):
@@ -437,9 +407,7 @@ class Memory:
             self._events.add(kind, history.id, decoder=history.decoder_id, **details)
 
     def _may_leave(self, decoder: Decoder, others: Iterable[Decoder]) -> Callable[[Idle], bool]:
-        """Return a function that says, one after the other, which may go or fit on another
-        decoder.
-        """
+        """Return a function that says in turn which may go, or fit on another decoder."""
         rooms = [
             int(self._policy.mark * other.capacity_tokens) - other.held_tokens
             for other in others
@@ -458,9 +426,6 @@ class Memory:
         return may_leave
 
     def _enough(self, idle: Iterable[Idle], tokens: int) -> tuple[float, list[History]] | None:
-        """Return the cheapest histories that free so much, and their price; None if all free
-        less.
-        """
         if tokens <= 0:
             return 0.0, []
         chosen, freed = self._cheapest(idle, tokens, lambda _: True)
@@ -473,7 +438,7 @@ class Memory:
     def _cheapest(
         self, idle: Iterable[Idle], tokens: int, may_go: Callable[[Idle], bool]
     ) -> tuple[list[tuple[Idle, History]], int]:
-        """Return the cheapest histories until they free so much, and how much they free."""
+        """Return the cheapest histories that free so much, and how much they free."""
         # A shared beginning comes free with the last of its users.
         going = Going()
         chosen: list[tuple[Idle, History]] = []
@@ -509,9 +474,7 @@ class Memory:
     def _idle(
         self, now_s: float, decoder_ids: Iterable[str], most: int | None
     ) -> dict[str, list[Idle]]:
-        """Return idle histories by decoder, of each at most those ``most`` that were unused for
-        longest.
-        """
+        """Return idle histories by decoder, of each at most the ``most`` longest unused."""
         found: list[History] = []
         idle: dict[str, list[Idle]] = {}
         for decoder_id in decoder_ids:
@@ -570,7 +533,6 @@ class Memory:
         )
 
     def _parked(self, history: History) -> int:
-        """Return how much of a history host memory has, and will have for a while."""
         if self._host is None or not self._host.keeps(_key(history), self._policy.kept_s):
             return 0
         return self._host.left_tokens(_key(history))

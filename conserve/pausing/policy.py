@@ -26,13 +26,10 @@ class Idle:
     Attributes:
         freed_tokens: what comes free when it goes, since it is not shared.
         left_tokens: what the engine should still have of it.
-        idle_s: since its last turn ended, or since its client reported the start, or the end, of a
-            tool (`RunningTools`).
-        still_idle: how many others that wait for the same are idle for at least half as long: many
-            that do not come back make it unlikely.
+        idle_s: since its last turn ended, or its client's last report on a tool (`RunningTools`).
+        still_idle: how many others that wait for the same are idle for at least half as long.
         parked_tokens: what is in host memory too, and will be for `Pausing.kept_s`.
-        tool: what it waits for; see `Gaps.returned`.
-        tool_ended: whether that was reported to be done.
+        tool: see `Gaps.returned`.
     """
 
     id: str
@@ -50,31 +47,23 @@ class Idle:
 class Pausing:
     """Pauses idle histories in the order of the expected cost of each token that this frees.
 
-    The cost is the time to compute what the engine has of a history, or to take it from host
-    memory, times the chance that it comes back soon (`Gaps`). Of histories that are equally likely
-    to come back the short ones go first, as in ThunderAgent (equations 8 to 11); there
-    recomputation grows with the square of the length, here with n + n^2 / 32768.
+    The cost is the time to compute or reload what the engine has of a history, times the chance
+    that it comes back soon (`Gaps`). Equally likely ones go by length, the short first, as in
+    ThunderAgent (equations 8 to 11), but recomputation grows with n + n^2 / 32768, not n^2.
 
     While turns run, a new prompt takes the room only of histories that are *away* (unlikely to be
-    back soon, or lost to their engine) or parked. Taking others' room moves work from one prompt to
-    the next: in simulations with recorded sessions more is computed again than is gained
-    (docs/scheduling.md). For the same reason a history is away only if the gaps of its tool and
-    those of all say so.
-
-    It departs from ThunderAgent. The engine keeps paused KV until it needs the room, so a pause
-    costs nothing by itself: nothing is discounted by idle time before it (equation 7), and
-    histories are paused when room is asked for, only as many as necessary.
+    back soon, or lost to their engine) or parked. Taking others' room makes more be computed again
+    than is gained (docs/scheduling.md). Unlike in ThunderAgent (equation 7), idle time is not
+    discounted before a pause, and only as many are paused as necessary: a pause by itself costs
+    nothing.
 
     Args:
         mark: the share of a decoder's capacity (lambda_max) above which idle histories are paused.
         away_chance: a history with a lower chance to be back soon is away.
-        park_mark: the share of its decoder's capacity from which on a turn leaves its KV in host
-            memory too.
-        kept_s: KV that host memory keeps for a shorter time, by the age of the oldest there, counts
-            as not parked.
+        park_mark: the share of its decoder's capacity from which on a turn parks its KV.
+        kept_s: KV that host memory keeps for a shorter time counts as not parked.
         patience_s: a paused history that is back waits at most this long for others to be away.
-        gaps: between turns, by tool.
-        resumes: from the reported end of a tool to the next turn.
+        resumes: gaps from the reported end of a tool to the next turn.
     """
 
     mark: float = 1.0
@@ -86,7 +75,6 @@ class Pausing:
     resumes: Gaps = field(default_factory=Gaps)
 
     def order(self, idle: Iterable[Idle]) -> list[Idle]:
-        """Return the histories, the cheapest first."""
         return sorted(idle, key=self.cost)
 
     def cost(self, one: Idle) -> float:
@@ -94,7 +82,6 @@ class Pausing:
         return self.price(one) / max(1, one.freed_tokens)
 
     def price(self, one: Idle) -> float:
-        """Return the expected cost; it has no unit."""
         reloaded = min(one.left_tokens, one.parked_tokens)
         computed = one.left_tokens - reloaded
         computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
@@ -112,19 +99,13 @@ class Pausing:
         return 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
 
     def parks(self, held_tokens: int, capacity_tokens: int) -> bool:
-        """Return whether a turn on a decoder that holds so much leaves its KV in host memory
-        too.
-        """
         return held_tokens >= self.park_mark * capacity_tokens
 
     def hold_s(self, tool: str | None) -> float:
-        """Return how long an engine should hold a history's KV, from its last turn's end on.
+        """Return how long an engine should hold a history's KV for its next turn.
 
         That is until nine in ten of those that come within a minute are back; 0 if less than half
         of all come.
-
-        Args:
-            tool: what the history waits for; None if not known.
         """
         back = [self.gaps.chance(0.0, within_s, tool=tool) for within_s in _HOLDS_S]
         if back[-1] < 0.5:
@@ -136,7 +117,6 @@ class Pausing:
         )
 
     def excess_tokens(self, held_tokens: int, capacity_tokens: int) -> int:
-        """Return how much of what a decoder holds is above the mark."""
         return max(0, held_tokens - int(self.mark * capacity_tokens))
 
     def _chance(self, one: Idle) -> float:

@@ -17,9 +17,6 @@ def tool_called(answer: Mapping[str, Any]) -> str:
     """Return the name of the tool that an answer calls; of several, sorted; empty if it calls none.
 
     The next turn comes when the slowest of them is done, so several are a tool of their own.
-
-    Args:
-        answer: an assistant's message, as a chat has it.
     """
     calls = answer.get("tool_calls")
     functions = [
@@ -34,13 +31,7 @@ def tool_called(answer: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """A client's report on a tool that it runs.
-
-    Attributes:
-        tool: its name, of at most `MOST_NAME_CHARS`.
-        call_id: tells it from others of its name that run; None means any of them.
-        ended: whether it is done; else it begins.
-    """
+    """A client's report on a tool that it runs; ``call_id`` None means any of its name."""
 
     tool: str
     call_id: str | None = None
@@ -48,19 +39,14 @@ class ToolReport:
 
 
 class Running(NamedTuple):
-    """A tool whose start was reported, and no end yet."""
-
     tool: str
     call_id: str | None
     started_s: float
 
 
 class Wait(NamedTuple):
-    """A tool that an idle history waits for, and since when.
-
-    Attributes:
-        tool: see `conserve.pausing.Gaps.returned`.
-        tool_ended: whether its client has reported the end, so that the turn should come at once.
+    """The tool that an idle history waits for since then; if it has ended, the turn should come at
+    once.
     """
 
     tool: str | None
@@ -69,7 +55,7 @@ class Wait(NamedTuple):
 
 
 class TooManyTools(Exception):
-    """Too many of a history's tools run to note another."""
+    pass
 
 
 @dataclass(slots=True)
@@ -93,23 +79,17 @@ class RunningTools:
         return len(self._reported)
 
     def running(self, history_id: str) -> Collection[Running]:
-        """Return the running tools of a history, the oldest first."""
         reported = self._reported.get(history_id)
         return () if reported is None else reported.running
 
     def report(
         self, history_id: str, report: ToolReport, now_s: float, in_turn: bool = False
     ) -> float | None:
-        """Note what a client says. A start that was reported before, by its call's id, changes
-        nothing.
+        """Note what a client says, and return how long a tool ran that is done now, if that is
+        known.
 
-        Args:
-            in_turn: whether a turn of the history runs. Then an end without a start comes late, and
-                changes nothing.
-
-        Returns:
-            How long a tool has run that is done now; None if its start was not reported, or it
-                begins.
+        A start that was reported before, by its call's id, changes nothing; nor does an end without
+        a start while a turn of the history runs, since it comes late.
 
         Raises:
             TooManyTools: `MOST_RUNNING` of them run.
@@ -146,11 +126,6 @@ class RunningTools:
         )
 
     def wait(self, history_id: str, tool: str | None, idle_since_s: float) -> Wait:
-        """Return what an idle history waits for.
-
-        Args:
-            tool: what its last answer called.
-        """
         reported = self._reported.get(history_id)
         if reported is None:
             return Wait(tool, idle_since_s)
@@ -166,7 +141,6 @@ class RunningTools:
 
 
 def _find(running: Iterable[Running], report: ToolReport) -> Running | None:
-    """Return the oldest running tool that a report may mean."""
     for one in running:
         if one.tool == report.tool and report.call_id in (None, one.call_id):
             return one

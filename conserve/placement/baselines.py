@@ -45,8 +45,7 @@ class CollocatedPlacement(PlacementPolicy):
 class FullDisaggregationPlacement(PlacementPolicy):
     """Every turn through a prefiller, never a prefill on a decoder (ConServe, section 5.1).
 
-    The paper's baseline gives up reuse across turns. This one is stronger: the decoder finds the
-    history in its own cache, and the prefiller finds earlier prompts there and in LMCache.
+    It is stronger than the paper's, which gives up reuse across turns.
     """
 
     def place(
@@ -70,16 +69,14 @@ class FullDisaggregationPlacement(PlacementPolicy):
 
 
 class PerTurnPlacement(PlacementPolicy):
-    """A later turn's prefill on its decoder or on a prefiller, decided turn by turn.
+    """A later turn's prefill on its decoder or on a prefiller, decided turn by turn (section 5.1).
 
-    This is AMPD as ConServe compares with it (section 5.1). With appends of some hundred tokens the
-    decoder is always right, and a cost model that errs sends a turn to a prefiller. That reads the
-    history from LMCache, where decoders leave it under this policy, and the decoder takes back what
-    is new.
+    This is AMPD as ConServe compares with it. With appends of some hundred tokens the decoder is
+    always right, and a cost model that errs sends a turn to a prefiller, which reads the history
+    from LMCache.
 
     Args:
-        wrong_decision_rate: share of later turns sent to a prefiller, drawn for each; the paper
-            reports 0.1.
+        wrong_decision_rate: share of later turns sent to a prefiller; the paper reports 0.1.
     """
 
     prefills_later_turns = True

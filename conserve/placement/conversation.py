@@ -19,21 +19,16 @@ from conserve.placement.state import (
 class ConversationPlacement(PlacementPolicy):
     """One decision a conversation, from what can be observed (ConServe, section 4.2).
 
-    The decoder is the one with the lowest KV occupancy, promised tokens included; among equals the
-    one with fewer conversations. The first turn's prefiller is the one with the fewest tokens still
-    to prefill. Every later turn's prefill runs on the decoder.
-
-    A prompt that goes back into a history, or begins with the system part of its conversation's
-    others, starts *warm* on the decoder that holds most of it; if that is still computed elsewhere,
-    it goes there by a prefiller. A paused history goes back to the decoder that should still have
-    it, on the same terms, or to any without a prefiller if host memory has most of it.
+    The decoder is the one with the lowest KV occupancy, promised tokens included. The first turn's
+    prefiller is the one with the fewest tokens still to prefill; later turns' prefills run on the
+    decoder. A prompt starts *warm* on the decoder that holds most of it, without a prefiller; a
+    paused history goes back to the decoder that should still have it. See README.md.
 
     Args:
-        min_remote_prefill_tokens: a shorter first turn is prefilled by its decoder.
         most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
             prefill would hold up the decoder's decodes.
         most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
-            more than this.
+            more.
     """
 
     only_first_prompts = True
@@ -76,9 +71,7 @@ class ConversationPlacement(PlacementPolicy):
         return Placement(decoder.id, shortest_queue(prefillers) if remote else None)
 
     def _comes_from_host(self, prompt_tokens: int, shared: Shared) -> bool:
-        """Return whether host memory has most of a prompt, and more than a decoder that it could
-        join.
-        """
+        """Return whether host memory has most of a prompt, and more than any decoder."""
         if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
             return False
         return shared.parked_tokens >= (1 - self.most_cold_share) * prompt_tokens
@@ -93,9 +86,6 @@ class ConversationPlacement(PlacementPolicy):
     ) -> Decoder | None:
         """Return the decoder that has, or will have, a prompt's beginning, if the prompt should go
         there.
-
-        Args:
-            cold_tokens: what it has not; None means what is not counted there yet.
         """
         holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:

@@ -26,19 +26,17 @@ _LEAST_TURN_S = 0.5
 class ElasticPlacement(PlacementPolicy):
     """Chooses the home and the place of the first prefill that add the least total waiting time.
 
-    Decoders prefill their own prompts where that is sooner over for all, and a prefiller that is
-    also listed as a decoder *hosts* conversations while first prompts leave it time. The policy is
-    ConServe's own, beyond the paper; README.md has its terms. It takes O(homes x prefillers).
+    It is ConServe's own, beyond the paper; README.md has its terms. It takes O(homes x prefillers).
 
     Args:
         free_share: of each home's KV, what is promised to nothing new while all its conversations
             decode.
         near: homes are those whose load is above the least by at most this share.
         occupancy_weight: how much more a token costs where all KV is held, beyond reading it.
-        host_below: prefillers take new conversations while first prompts ask for less than this
-            share of their time.
-        most_uneven: no history goes back to an engine whose occupancy is above the emptiest home's
-            by more than this.
+        host_below: prefillers take new conversations while first prompts ask for less of their
+            time.
+        most_uneven: no history goes back to an engine whose occupancy is above the emptiest's by
+            more.
     """
 
     hosts_prefillers = True
@@ -146,10 +144,7 @@ def home_loads(
     residual_s: float,
     occupancy_weight: float,
 ) -> dict[str, float]:
-    """Return the seconds that a token takes and delays others by, for each home with room.
-
-    Decoders come before prefillers, whose ids are ``pool``.
-    """
+    """Return the seconds that a token takes and delays others by, for each home with room."""
     decoders = [work[one.id] for one in homes if one.id not in pool]
     hosting = [work[one.id] for one in homes if one.id in pool]
     busy = {
@@ -233,7 +228,6 @@ def cheapest(
 
 
 def _doubt_s(home: Work, here_s: float, other: Work, there_s: float) -> float:
-    """Return the difference in seconds within which two costs count as the same."""
     return math.hypot(home.costs.doubt * here_s, other.costs.doubt * there_s)
 
 
@@ -247,7 +241,5 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
 
 
 def again_s(work: Work, tokens: int) -> float:
-    """Return the seconds to compute evicted tokens again, plus those that decodes wait
-    meanwhile.
-    """
+    """Return the seconds to compute evicted tokens again, and for which decodes wait."""
     return (1 + work.costs.prefill_share * work.decodes) * work.costs.prefill_s(max(0, tokens))

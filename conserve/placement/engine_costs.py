@@ -26,9 +26,7 @@ class EngineCosts:
         per_token_s, per_pair_s, per_cached_token_s: what a prefill adds to an iteration for each
             new token, each pair of a new token and one before it, and each token found cached.
         prefill_constant_s: what an iteration of prefills takes besides, if nothing decodes.
-        prefill_share: of a prefill's time, what running decodes' iterations are longer by: 1 if
-            nothing overlaps.
-        chunk_tokens: most tokens of one iteration.
+        prefill_share: of a prefill's time, what running decodes' iterations are longer by.
         step_s, per_sequence_s, per_kv_token_s: an iteration of decodes, and what each of them and
             each token of KV that they read adds.
         doubt: standard deviation of a prefill's time, relative to it.
@@ -72,11 +70,9 @@ class EngineCosts:
         )
 
     def handoff_s(self, tokens: int) -> float:
-        """Return the seconds until KV has come from elsewhere."""
         return self.handoff_constant_s + self.handoff_per_token_s * tokens if tokens > 0 else 0.0
 
     def decode_s(self, decodes: float, kv_tokens: float = 0) -> float:
-        """Return the seconds of an iteration without a prefill."""
         return self.step_s + self.per_sequence_s * decodes + self.per_kv_token_s * kv_tokens
 
     def times(self, factor: float) -> Self:
@@ -116,13 +112,9 @@ _PRIOR_STEPS = 10.0
 
 
 class Step(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Alike iterations of an engine.
+    """Alike iterations of an engine: their mean time, and the tokens and decodes in each.
 
-    Attributes:
-        lasted_s: how long each took.
-        new_tokens: of prompts, computed in each.
-        pairs: of each prompt's new tokens in it, ``new * (new + 2 * before)``, summed.
-        decodes: requests past their first token in each, which read ``kv_tokens`` of KV.
+    ``pairs`` sums ``new * (new + 2 * before)`` over prompts; ``kv_tokens`` are read by the decodes.
     """
 
     lasted_s: float
@@ -139,11 +131,8 @@ class StepCosts:
     An iteration of decodes takes ``step_s + per_sequence_s decodes + per_kv_token_s kv_tokens``,
     one of prefills ``prefill_constant_s + per_token_s new_tokens + per_pair_s pairs``, and one of
     both the former and ``prefill_share`` times what the latter's tokens add (ConServe, section
-    3.1). Each is a least-squares fit of relative errors, in which older iterations count less with
-    each new one.
-
-    The prior is of shape, not of scale: all constants are scaled to what was seen, and then each
-    may depart from that. So unseen constants keep their ratio to the others.
+    3.1). The prior is of shape, not of scale: all constants are scaled to what was seen, and then
+    each may depart from that.
     """
 
     def __init__(self, prior: EngineCosts) -> None:
@@ -154,11 +143,7 @@ class StepCosts:
         self._alone = 0.0
 
     def add(self, step: Step, prefills: float = 1.0, decodes: float = 1.0) -> None:
-        """Learn from iterations.
-
-        Args:
-            prefills, decodes: how much longer their engine takes for each than others of its kind.
-        """
+        """Learn from iterations; their engine takes these times as long as others of its kind."""
         decodes_s = decodes * self.decodes_s(step)
         if not step.new_tokens:
             x = (1.0, step.decodes, step.kv_tokens)
@@ -178,7 +163,7 @@ class StepCosts:
                 self._prefills.add(x, max(0.0, beside_s) / prefills / self._share, step.count)
 
     def tells(self, step: Step) -> bool:
-        """Return whether iterations with decodes tell of the prefills beside those, through the
+        """Return whether iterations with decodes tell of the prefills beside them, through the
         noise.
         """
         return self._share * self.added_s(step) >= _TELLING * self.decodes_s(step)
@@ -201,7 +186,6 @@ class StepCosts:
 
     @property
     def knows_prefills(self) -> bool:
-        """Return whether enough was seen to tell one engine's prefills from another's."""
         return self._prefills.weight >= _FIRST
 
     @property
@@ -237,11 +221,7 @@ class StepCosts:
 
 
 class EngineStepCosts:
-    """One engine's costs: those of its kind, times its own factors for prefills and for decodes.
-
-    Engines of one kind may differ: one is throttled, or has busy neighbours. The factors follow its
-    last ten iterations or so of either.
-    """
+    """One engine's costs: those of its kind, times its own factors of recent iterations."""
 
     def __init__(self, kind: StepCosts) -> None:
         self._kind = kind
@@ -261,10 +241,7 @@ class EngineStepCosts:
         kind.add(step, prefills.value, decodes.value)
 
     def add_start(self, step: Step) -> None:
-        """Learn from iterations of its start, which say nothing of its own speed.
-
-        Engines that start together slow each other down.
-        """
+        """Learn from iterations of its start, when engines slow each other down."""
         if step.lasted_s > 0:
             self._kind.add(step)
 
@@ -310,14 +287,9 @@ class _Factor:
 
 
 class _Fit:
-    """A decaying least-squares fit of three coefficients, none of them negative.
+    """A decaying least-squares fit of three coefficients, none negative, of relative errors.
 
-    Errors count relative to what is measured. Coefficients are drawn to the prior's, scaled to what
-    was seen (ridge regression).
-
-    Attributes:
-        noise: the mean square of relative errors.
-        weight: how many iterations count.
+    Coefficients are drawn to the prior's, scaled to what was seen (ridge regression).
     """
 
     def __init__(self, prior: Sequence[float]) -> None:

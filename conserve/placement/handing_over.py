@@ -26,10 +26,9 @@ class Price(NamedTuple):
 class HandingOver:
     """Learns the price from prompts whose first token has come.
 
-    No profile has all of it: steps slower than measured, the way through more processes, the
-    decoder's part of a chunk. So the excess over the estimate is fitted over the length, separately
-    for prompts that were handed over and those prefilled at home. What both have in common is an
-    error of the estimate; the difference is the price.
+    The excess over the estimate is fitted over the length, separately for prompts that were handed
+    over and those prefilled at home. What both have in common is an error of the estimate; the
+    difference is the price.
     """
 
     def __init__(self) -> None:
@@ -37,10 +36,8 @@ class HandingOver:
         self._at_home = _Line()
 
     def took(self, seconds: float, estimated_s: float, tokens: int, *, handed_over: bool) -> None:
-        """Learn from a prompt whose first token has come.
-
-        Args:
-            tokens: of the prompt, what was handed over, or would have been.
+        """Learn from a prompt whose first token has come; ``tokens`` were, or would be, handed
+        over.
         """
         most_s = max(_MOST_TIMES * estimated_s, _LEAST_CLIP_S)
         excess_s = min(max(seconds - estimated_s, -most_s), most_s)
@@ -66,7 +63,6 @@ class _Line:
         self._sums = tuple(_KEEP * old + one for old, one in zip(self._sums, new, strict=True))
 
     def fit(self) -> tuple[float, float]:
-        """Return the constant and the slope."""
         weight, x, xx, y, xy = self._sums
         weight, xx = weight + _PRIOR, xx + _PRIOR
         # Never 0, by Cauchy and Schwarz and the prior.

@@ -38,10 +38,9 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         prefill_tokens: of its prompts, what it has not computed yet, beyond what caches had.
         decodes: requests past their first token.
-        step_s: duration of recent iterations without prefill; 0 if not known.
-        prefill_tokens_per_s: recent rate, for people to read; 0 if not known.
-        kept_text_tokens, new_text_tokens: since its start, of prompts' text, what it had tokenized
-            before and what not; 0 if it keeps none.
+        step_s, prefill_tokens_per_s: of recent iterations; 0 if not known.
+        kept_text_tokens, new_text_tokens: of prompts' text, what it had tokenized before and what
+            not.
         steps: the iterations since its last report, alike ones together.
     """
 
@@ -55,14 +54,12 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class Work(NamedTuple):
-    """An engine's work, as far as it is known at some time.
-
-    Rates, shares and means are of about the last 30 seconds.
+    """An engine's work, as far as it is known; rates, shares and means are of about the last 30
+    seconds.
 
     Attributes:
         backlog_tokens, backlog_s: prefills sent there and not done, and how long they take.
         decodes: requests past their first token.
-        step_s: duration of an iteration without prefill.
         own_share: of its time, what prefills for its own conversations take.
         append_share: of that, what later turns append.
         lent_tokens: prefilled for other engines in the last ten seconds.
@@ -86,8 +83,8 @@ class Work(NamedTuple):
     def coming_wait_s(self, held_up_s: float) -> float:
         """Return the total wait of turns that come while the engine is held up.
 
-        They come at the recent rate, but each conversation is held up once: one that sends turns at
-        a rate r waits for ``t - (1 - exp(-r t)) / r`` of the time t on average.
+        Each conversation is held up once: one that sends turns at a rate r waits for ``t - (1 -
+        exp(-r t)) / r`` of the time t on average.
         """
         if not self.conversations or not self.turns_per_s:
             return 0.0
@@ -97,7 +94,6 @@ class Work(NamedTuple):
         return self.conversations * (held_up_s + math.expm1(-rate_per_s * held_up_s) / rate_per_s)
 
     def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Return the seconds until a prefill that comes there now is done."""
         costs = self.costs
         own_s = costs.prefill_s(new_tokens, cached_tokens)
         if not self.decodes:
@@ -107,9 +103,7 @@ class Work(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A prompt whose first token has not come; ``moves_tokens`` of it are, or would be, handed
-    over.
-    """
+    """A prompt without its first token; ``moves_tokens`` of it are, or would be, handed over."""
 
     at_s: float
     estimated_s: float
@@ -120,15 +114,10 @@ class _Placed(NamedTuple):
 class Loads:
     """Knows all engines' work: what they report, and what was sent to them since.
 
-    Engines report every second. A prompt sent since then counts until it is reported done, and the
-    backlog shrinks with time at the engine's own pace, so old reports, or none, are no error. A
-    prompt on its way while its engine reports is not counted for a second.
-
-    Costs are learned from engines' iterations, for each kind together (`StepCosts`). The price of
-    handing over is learned from prompts that find no queue (`HandingOver`).
-
-    Args:
-        prior: costs that are expected before any were seen; None if nothing is known.
+    A prompt sent since an engine's last report counts until it is reported done, and the backlog
+    shrinks with time at the engine's own pace. So old reports, or none, are no error. Costs are
+    learned from engines' iterations, for each kind together (`StepCosts`), and the price of handing
+    over from prompts that find no queue (`HandingOver`).
     """
 
     def __init__(self, prior: EngineCosts | None = None) -> None:
@@ -141,14 +130,13 @@ class Loads:
         self._handing_over = HandingOver()
 
     def joined(self, engine_id: str, kind: str, handoffs: Sequence[tuple[int, float]] = ()) -> None:
-        """Add an engine that is ready.
+        """Add an engine that is ready; those of one ``kind`` have the same hardware, model and
+        arguments.
 
         Args:
-            kind: equal for engines with the same hardware, model and arguments.
             handoffs: tokens, and the seconds by which such a prompt took longer when handed over
-                than when computed, as tried at its start. Engines that start together disturb each
-                other, so the least of a kind counts. More is learned from turns; a price that is
-                too high is never corrected, since no prompt is handed over then.
+                than when computed, as tried at its start. The least of a kind counts: engines that
+                start together disturb each other, and a price that is too high is never corrected.
         """
         known = self._engines.get(engine_id)
         if known is None or known.kind.name != kind:
@@ -168,7 +156,6 @@ class Loads:
     def placed(
         self, history_id: str, tokens: int, placement: Placement, shared: Shared, now_s: float
     ) -> None:
-        """Add a prompt that was placed."""
         home = self._of(placement.decoder_id)
         home.turns.add(history_id, now_s)
         where = placement.prefiller_id
@@ -197,12 +184,8 @@ class Loads:
         *,
         lent: bool,
     ) -> None:
-        """Add what a later turn appends, if its length is known.
-
-        Args:
-            new_tokens: what is computed there.
-            cached_tokens: what is found there, or comes from host memory.
-            lent: whether it is computed for another engine.
+        """Add what a later turn appends: computed, found in caches, and perhaps ``lent`` to another
+        engine.
         """
         engine = self._of(engine_id)
         if lent:
@@ -219,17 +202,13 @@ class Loads:
         self._of(engine_id).turns.add(history_id, now_s)
 
     def left(self, history_id: str, engine_id: str) -> None:
-        """Expect no more turns of a history at an engine. Those that came still count in its
-        rate.
-        """
+        """Expect no more turns of a history; those that came still count in the rate."""
         engine = self._engines.get(engine_id)
         if engine is not None:
             engine.turns.drop(history_id)
 
     def turn_ended(self, history: History, stats: TurnStats | None, now_s: float) -> None:
-        """Note that a turn is over, and so is its prefill; ``stats`` is None if they are
-        unknown.
-        """
+        """Note that a turn, and its prefill, is over; ``stats`` is None if unknown."""
         placed = self._placed.pop(history.id, None)
         if history.decoder_id is None:
             return
@@ -242,12 +221,10 @@ class Loads:
         self.done(history.decoder_id, history.id)
 
     def computed(self, engine_id: str, tokens: int, cached_tokens: int, now_s: float) -> None:
-        """Add what an engine has computed of a later turn."""
         engine = self._of(engine_id)
         engine.appends.add(engine.prefills(tokens, cached_tokens, now_s), now_s)
 
     def done(self, engine_id: str, history_id: str) -> None:
-        """Remove a placed prompt from its engine's queue, if it is there."""
         engine = self._engines.get(engine_id)
         if engine is not None:
             engine.queue.drop(history_id)
@@ -279,15 +256,11 @@ class Loads:
         return self._handing_over.price()
 
     def demand(self, prefillers: int, now_s: float) -> float:
-        """Return the share of all prefillers' time that first prompts ask for, wherever they
-        run.
-        """
+        """Return the share of all prefillers' time that first prompts ask for."""
         return self._demand.per_s(now_s) / max(1, prefillers)
 
     def residual_s(self, prefillers: int, now_s: float) -> float:
-        """Return how long a running first prompt still takes on average, if the prefillers
-        ran all.
-        """
+        """Return how long a running first prompt still takes, if the prefillers ran all."""
         return self._residuals.per_s(now_s) / max(1, prefillers)
 
     def _expect(
@@ -299,11 +272,8 @@ class Loads:
         placement: Placement,
         now_s: float,
     ) -> None:
-        """Remember how long a prompt that is placed now should take.
-
-        Args:
-            past: what of it is not computed.
-            there: what of it its home has.
+        """Remember how long a prompt should take, of which ``past`` is found, and ``there`` on its
+        home.
         """
         where = placement.prefiller_id
         home = self.work(placement.decoder_id, now_s)
@@ -343,7 +313,6 @@ class Loads:
 
 
 def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return a constant and a slope, neither below 0; None without points."""
     if not handoffs:
         return None
     n = len(handoffs)
@@ -357,8 +326,6 @@ def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] 
 
 
 class _Late:
-    """A sum that decays exponentially."""
-
     __slots__ = ("_at_s", "_over_s", "_sum")
 
     def __init__(self, over_s: float) -> None:
@@ -381,8 +348,6 @@ class _Late:
 
 
 class _Turns:
-    """Recent turns, and their histories."""
-
     __slots__ = ("_all", "_last_s")
 
     def __init__(self) -> None:
@@ -402,7 +367,6 @@ class _Turns:
         return self._all.per_s(now_s)
 
     def histories(self, now_s: float) -> int:
-        """Return how many of the histories that are there yet had a recent turn."""
         while self._last_s:
             history_id = next(iter(self._last_s))
             if self._last_s[history_id] > now_s - _FORGOTTEN_S:
@@ -412,10 +376,7 @@ class _Turns:
 
 
 class _Queue:
-    """Prefills that wait, in order of arrival, and get shorter as time passes.
-
-    The key None has what the engine itself has reported, which is the first of them.
-    """
+    """Prefills that wait, in order; None is the key of what the engine itself has reported."""
 
     __slots__ = ("_at_s", "_waiting")
 
@@ -435,7 +396,6 @@ class _Queue:
         self._waiting.pop(key, None)
 
     def left(self, now_s: float) -> tuple[float, float]:
-        """Return tokens and seconds."""
         self._pass(now_s)
         tokens = seconds = 0.0
         for each_tokens, each_s in self._waiting.values():
@@ -457,11 +417,7 @@ class _Queue:
 
 
 class _Kind:
-    """Knowledge about engines that do the same work in the same time.
-
-    Attributes:
-        handoff: seconds for any handoff, and for each token, as tried; None if never tried.
-    """
+    """Knowledge about engines that do the same work in the same time."""
 
     __slots__ = ("_tried", "handoff", "name", "steps")
 
@@ -516,7 +472,6 @@ class _Engine:
             )
 
     def prefills(self, tokens: int, cached_tokens: int, now_s: float) -> float:
-        """Count a prefill, and return how long it takes."""
         seconds = self.costs.prefill_s(tokens, cached_tokens)
         self._seconds.add(seconds, now_s)
         self._tokens.add(tokens, now_s)

@@ -26,7 +26,6 @@ class Decoder:
 
     @property
     def occupancy(self) -> float:
-        """Return the share of the capacity that is held for live conversations."""
         return self.held_tokens / self.capacity_tokens
 
     @property
@@ -41,9 +40,7 @@ class Decoder:
 
 @dataclass(slots=True)
 class Prefiller:
-    """A prefiller as the policy sees it, with the tokens of prefills sent to it and not yet
-    done.
-    """
+    """A prefiller, with the tokens of prefills sent to it and not yet done."""
 
     id: str
     queued_tokens: int = 0
@@ -51,9 +48,7 @@ class Prefiller:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decoder for the conversation's life, and the prefiller for its first turn, if not the
-    decoder.
-    """
+    """The decoder for the conversation's life, and the prefiller for its first turn, if any."""
 
     decoder_id: str
     prefiller_id: str | None
@@ -68,9 +63,8 @@ class Shared:
         warm_on: the decoder with the history that the prompt goes back into, or its conversation's
             others; None if only a system part is shared.
         coming_to: the decoder to which that history is promised while it is computed elsewhere.
-        left_on: the decoder that a paused history was on, if that should still have its KV, which
-            is no longer counted there.
-        left_tokens: what the history had there.
+        left_on, left_tokens: the decoder that should still have a paused history's KV, and how
+            much.
         parked_tokens: what host memory has of the history, for any decoder.
     """
 
@@ -104,11 +98,7 @@ NOTHING_SHARED = Shared({})
 class Appended:
     """A later turn whose prompt's length is known.
 
-    Attributes:
-        decoder_id: where its history is.
-        tokens: of the whole prompt.
-        held_tokens: what of it that decoder has computed already.
-        parked_tokens: what of it host memory has, for any engine.
+    ``held_tokens`` of it are on its decoder, ``parked_tokens`` in host memory.
     """
 
     decoder_id: str
@@ -153,10 +143,7 @@ class PlacementPolicy(ABC):
     ) -> Placement | None:
         """Place a history that is bound to no decoder; None while no decoder has room.
 
-        Args:
-            decoders: those alive; ties go to the one listed first.
-            prefillers: those alive; may be empty.
-            shared: what of the prompt decoders hold already.
+        Ties go to the decoder listed first.
         """
 
     def prefill_later_turn(
@@ -165,11 +152,7 @@ class PlacementPolicy(ABC):
         appended: Appended | None = None,
         now_s: float = 0.0,
     ) -> str | None:
-        """Return the prefiller of a bound history's turn; None means its decoder.
-
-        Args:
-            appended: how much there is to prefill; None if not known.
-        """
+        """Return the prefiller of a bound history's turn; None means its decoder."""
         return None
 
     def homes(

@@ -1,13 +1,9 @@
 """Recognises a conversation by its messages, for agents that send no conversation id.
 
-A turn continues the history whose last turn, its messages and answer, it begins with. After each
-turn the digest of both is kept as the history's *tail* (`Beginning.tails`). When a turn comes, the
-digests of its beginnings are looked up among the tails, longest first (`TailIndex.match`).
-
-Agents do not echo answers byte for byte. So only a message's meaning for the model is hashed: role,
-text, and tool calls by name and arguments. Ids, names, reasoning and unknown fields are left out,
-since clients drop or rewrite them. A mistake costs little: an unknown history is served as a new
-one.
+After each turn the digest of its messages and answer is kept as the history's *tail*
+(`Beginning.tails`). When a turn comes, the digests of its beginnings are looked up among the tails,
+longest first (`TailIndex.match`). Agents do not echo answers byte for byte, so only a message's
+meaning for the model is hashed: role, text, and tool calls by name and arguments.
 """
 
 from conserve.recognition.answers import answers_from_body, answers_from_stream

@@ -18,8 +18,7 @@ class Chain(NamedTuple):
     """The digests of a turn's beginnings.
 
     Attributes:
-        root: of the first prompt, which is all before the first answer. A turn that goes back to an
-            earlier point of a history has the history's root.
+        root: of the first prompt, which is all before the first answer.
         system: of the tools and the system messages at the beginning; None without any.
         ends: for each answer that is followed by anything, or continued, of all up to its end;
             longest first.
@@ -41,11 +40,8 @@ def chain_of(
 ) -> Chain:
     """Return the chain of a turn. Never raises, whatever the JSON in the arguments.
 
-    Args:
-        before: what stands before the messages, by name, such as ``tools``.
-        tenant: no two tenants have a digest in common.
-        most_ends: how many of the longest ends are kept.
-        continues: whether the last message, the assistant's, is to be continued.
+    No two ``tenant``s have a digest in common. ``before`` stands before the messages, such as
+    ``tools``. If it ``continues``, the last message is the assistant's.
     """
     hasher = _hasher(tenant, before)
     given = _as_list(messages)
@@ -157,7 +153,6 @@ class TailIndex:
                 self._owners[digest] = OrderedDict.fromkeys((owners, history_id))
 
     def discard(self, history_id: str, digests: Iterable[Digest]) -> None:
-        """Forget that ``digests`` are tails of the history, as far as they are."""
         for digest in digests:
             owners = self._owners.get(digest)
             if owners == history_id:
@@ -168,7 +163,6 @@ class TailIndex:
                     self._owners[digest] = next(iter(owners))
 
     def newest(self, digest: Digest) -> Iterator[str]:
-        """Return the owners of a tail, the newest first."""
         owners = self._owners.get(digest)
         if isinstance(owners, str):
             return iter((owners,))

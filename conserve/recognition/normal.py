@@ -33,7 +33,6 @@ def normalised(message: Any) -> list[Any]:
 
 
 def continued(message: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Join a message and the answer that continues it."""
     begun = message if isinstance(message, Mapping) else {}
     parts, more = _parts(begun.get("content")), _parts(answer.get("content"))
     if parts and more:

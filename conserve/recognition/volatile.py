@@ -1,15 +1,10 @@
 """Text in requests that changes each time, though nothing else has changed.
 
-Clients put it into the system prompt, at the beginning, so that no history would be recognised and
-no KV found. Two kinds are known:
-
-``billing_header``: a line of Claude Code's with a hash of the request,
-``x-anthropic-billing-header: ...``, as a system block of its own, or as the first line of what a
-translating proxy makes of all blocks. vLLM leaves such a block out of the prompts of
-``/v1/messages``; it means nothing to a model.
-
-``times``: clock times with seconds. They mean something to a model, so they are kept out of what
-recognises a history, and not out of the prompt.
+In the system prompt it would keep histories from being recognised, and their KV from being found.
+``billing_header`` is a line of Claude Code's with a hash of the request,
+``x-anthropic-billing-header: ...``, as a block of its own or a first line. vLLM leaves such a block
+out of prompts; it means nothing to a model. ``times`` are clock times with seconds. They mean
+something to a model, so they stay in the prompt and are only ignored when histories are recognised.
 """
 
 import re

@@ -39,12 +39,9 @@ class KeyFileError(ValueError):
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key, without its secret part.
+    """A key, without its secret part; ``id`` names it in logs.
 
-    Attributes:
-        id: names it in logs; the key's middle part.
-        created: the day, as in 2026-01-31.
-        admin: whether it is for all tenants' conversations, for `/metrics` and for `/v1/engines`.
+    An admin's is for all tenants' conversations, for `/metrics` and for `/v1/engines`.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}$")]
@@ -57,9 +54,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An owner of keys.
 
-    Attributes:
-        shares_cache: whether it shares prefixes' KV with the other tenants that do. Each of them
-            can then tell by its latency what others have sent.
+    Tenants that share their cache can tell by its latency what others of these have sent.
     """
 
     limits: Limits = msgspec.field(default_factory=Limits)
@@ -79,10 +74,8 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(1, secrets.token_hex(32), {}, [])
 
     def with_key(self, tenant: str, created: str, *, admin: bool = False) -> tuple["KeyFile", str]:
-        """Return the file with one more key, and that key, which is kept nowhere.
-
-        Raises:
-            KeyFileError: that is no valid name for a tenant.
+        """Return the file with one more key, and that key; KeyFileError if the name is not
+        valid.
         """
         _check_name(tenant)
         key_id, text = new_key()
@@ -91,11 +84,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, tenants=tenants, keys=[*self.keys, key]), text
 
     def without_key(self, key_id: str) -> "KeyFile":
-        """Return the file without this key; its tenant stays, with its limits.
-
-        Raises:
-            KeyFileError: there is no such key.
-        """
+        """Return the file without this key, whose tenant stays; KeyFileError if there is none."""
         # The whole key is accepted, too.
         whole = _KEY.fullmatch(key_id)
         if whole is not None:
@@ -106,11 +95,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, keys=keys)
 
     def with_tenant(self, name: str, tenant: Tenant) -> "KeyFile":
-        """Return the file with other settings for a tenant.
-
-        Raises:
-            KeyFileError: there is no such tenant.
-        """
+        """Return the file with other settings for a tenant; KeyFileError if there is none."""
         if name not in self.tenants:
             raise KeyFileError(f"there is no tenant {name!r}; `conserve keys add {name}` makes one")
         return msgspec.structs.replace(self, tenants={**self.tenants, name: tenant})
@@ -138,11 +123,7 @@ def digest(key: str) -> bytes:
 
 
 def read(path: Path) -> KeyFile:
-    """Return the file's content.
-
-    Raises:
-        KeyFileError: there is none, or it is not usable.
-    """
+    """Return the file's content; KeyFileError if there is none, or it is not usable."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -155,11 +136,7 @@ def read(path: Path) -> KeyFile:
 
 
 def parsed(raw: bytes, path: Path) -> KeyFile:
-    """Parse a key file that came from ``path``.
-
-    Raises:
-        KeyFileError: it is not usable.
-    """
+    """Parse a key file that came from ``path``; KeyFileError if it is not usable."""
     try:
         found = msgspec.json.decode(raw, type=KeyFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -181,11 +158,7 @@ def parsed(raw: bytes, path: Path) -> KeyFile:
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
-    """Have no other process change the file meanwhile; yields its real path.
-
-    Raises:
-        KeyFileError: another process changes it for too long, or it cannot be locked.
-    """
+    """Have no other process change the file meanwhile; yields its real path."""
     path = path.resolve()
     # Not the file itself, which every change replaces.
     try:
@@ -210,11 +183,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
 
 
 def write(path: Path, content: KeyFile) -> None:
-    """Replace the file in one step; only its owner may read it.
-
-    Raises:
-        KeyFileError: it cannot be written; the old one stays.
-    """
+    """Replace the file in one step; only its owner may read it."""
     try:
         # mkstemp makes it with mode 0600.
         handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
@@ -250,13 +219,7 @@ _Version = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a request's key.
-
-    Attributes:
-        key_id: names the key in logs.
-        admin: whether it may see and end all tenants' conversations.
-        cache_salt: what the tenant's prefixes are stored under.
-    """
+    """The owner of a request's key, which ``key_id`` names in logs."""
 
     key_id: str
     tenant: str
@@ -266,11 +229,7 @@ class Caller:
 
 
 class KeyRing:
-    """Finds callers by their keys. A file that breaks leaves the keys of the last good one.
-
-    Raises:
-        KeyFileError: the file is missing, or not usable.
-    """
+    """Finds callers by their keys. A file that breaks leaves the keys of the last good one."""
 
     def __init__(self, path: Path, now_s: float) -> None:
         self._path = path

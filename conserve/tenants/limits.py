@@ -17,10 +17,9 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """A tenant's limits; None means no limit.
 
     Attributes:
-        turns: turns at a time, those that wait for room included.
-        held_tokens: tokens of KV held for its conversations. At this, no turn begins until
-            conversations have ended; and none is bound that would exceed it.
-        conversations: live conversations; one with several histories counts once for each.
+        turns: at a time, those that wait for room included.
+        held_tokens: at this, no turn begins; and none is bound that would exceed it.
+        conversations: live ones; one with several histories counts once for each.
         new_per_minute: conversations, or further histories, begun within a minute.
     """
 
@@ -32,13 +31,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A limit that a turn would break.
-
-    Attributes:
-        limit: its name, a field of `Limits`.
-        retry_after_s: when to try again.
-        never: whether the same turn would break it then, too.
-    """
+    """A limit (a field of `Limits`) that a turn would break; ``never``: a retry would, too."""
 
     limit: str
     allowed: int
@@ -64,7 +57,6 @@ class TenantUsage:
             self._forget(max(self._began))
 
     def begun_lately(self, now_s: float) -> int:
-        """Return how many histories have begun within the last minute."""
         self._forget(int(now_s))
         return sum(self._began.values())
 
@@ -80,17 +72,13 @@ class TenantUsage:
 
 
 class UsageBook:
-    """Tenants' usage, by name; conversations without a tenant have the name "".
-
-    Names come from the key file, so nothing is ever dropped.
-    """
+    """Tenants' usage, by name; conversations without a tenant have the name ""."""
 
     def __init__(self) -> None:
         self._nobodys = TenantUsage()
         self._usage: dict[str, TenantUsage] = {"": self._nobodys}
 
     def of(self, history_id: str) -> TenantUsage:
-        """Return the usage of this history's tenant."""
         name = identity.tenant_of(history_id)
         return self._nobodys if name is None else self.tenant(name)
 

@@ -18,7 +18,6 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def messages_in(body: Mapping[str, Any]) -> list[Any]:
-    """Return a request's messages; the system prompt is the first."""
     found: list[Any] = []
     system = _system_text(body.get("system"))
     if system:
@@ -157,7 +156,6 @@ _BODY = msgspec.json.Decoder(_Body)
 
 
 def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
-    """Return the answer in a body; none if that is anything else, such as an error."""
     try:
         body = _BODY.decode(b"".join(parts))
     except _UNREADABLE:

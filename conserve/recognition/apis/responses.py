@@ -20,7 +20,6 @@ _WHOLE = ("completed", "incomplete")
 
 
 def messages_in(body: Mapping[str, Any]) -> list[Any]:
-    """Return a request's messages; its instructions are the first."""
     found: list[Any] = []
     instructions = body.get("instructions")
     if instructions:
@@ -146,7 +145,6 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
-    """Return the answer in a body; none if that is anything else, such as an error."""
     try:
         return _answers(_BODY.decode(b"".join(parts)))
     except _UNREADABLE:
