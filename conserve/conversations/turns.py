@@ -183,7 +183,7 @@ class Turns:
 
         Returns:
             The history if this ended it: no turn of it has left anything, or its client cannot come
-                back.
+            back.
         """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None:
