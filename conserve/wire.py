@@ -172,7 +172,7 @@ PREFILL_PREFIX = "/conserve/prefill"
 # After the path of a turn, with or without a prefix: limit the output to the room that there is.
 ROOM_LEFT = "?room_left"
 
-# --- kv_transfer_params, from whoever asks an engine to LMCache's connector and back --------------
+# --- kv_transfer_params, from an engine's client to LMCache's connector and back ------------------
 
 # How much of the conversation LMCache may hold, in tokens: the prompt with which it came to this
 # decoder, or that of the last turn that left its KV there.

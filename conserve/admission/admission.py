@@ -131,7 +131,7 @@ class Admission:
         ticket = self.line.join(history_id, prompt_tokens, now_s, arrived_s, opening, served_tokens)
         # The tickets before it were tried when room last came free, and did not fit.
         if others_wait and any(one is ticket for one in self._candidates(now_s)):
-            return self._let_go(ticket, now_s) or ticket
+            return self._admit_one(ticket, now_s) or ticket
         return ticket
 
     def admit(self, now_s: float) -> list[Admitted]:
@@ -176,13 +176,13 @@ class Admission:
         for ticket in self._candidates(now_s):
             if ticket.history_id in tried:
                 continue
-            admitted = self._let_go(ticket, now_s)
+            admitted = self._admit_one(ticket, now_s)
             if admitted is not None:
                 return admitted
             tried.add(ticket.history_id)
         return None
 
-    def _let_go(self, ticket: Ticket, now_s: float) -> Admitted | None:
+    def _admit_one(self, ticket: Ticket, now_s: float) -> Admitted | None:
         if not self._has_slot(now_s, ticket.joined_s):
             return None
         admitted = self._bind(

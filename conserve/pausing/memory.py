@@ -337,8 +337,8 @@ class Memory:
             False if the others leave too little room everywhere.
         """
         patience_s = self._policy.patience_s
-        anybody = waited_s is not None and (not any_runs or waited_s >= patience_s)
-        until_s, at_least = self._no_room.get(anybody, (now_s, 0))
+        any_idle = waited_s is not None and (not any_runs or waited_s >= patience_s)
+        until_s, at_least = self._no_room.get(any_idle, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
         cheapest: tuple[float, list[History]] | None = None
@@ -346,7 +346,7 @@ class Memory:
             idle = self._idle(now_s, [one.id for one in decoders], most)
             for decoder in decoders:
                 may_go = idle[decoder.id]
-                if not anybody:
+                if not any_idle:
                     may_go = [one for one in may_go if self._policy.may_go(one)]
                 missing = tokens - decoder.free_tokens
                 held_tokens = shared.tokens.get(decoder.id, 0)
@@ -361,7 +361,7 @@ class Memory:
             if cheapest is not None or max(map(len, idle.values()), default=0) < _LOOKED_AT:
                 break
         if cheapest is None:
-            self._no_room[anybody] = (now_s + _IN_VAIN_S, tokens)
+            self._no_room[any_idle] = (now_s + _IN_VAIN_S, tokens)
             return False
         for history in cheapest[1]:
             self.pause(history, "room")

@@ -107,7 +107,7 @@ _FIRST = 3.0
 _TELLING = 0.3
 # Bounds of the share of a prefill's time by which it holds up decodes.
 _LEAST_SHARE, _MOST_SHARE = 0.1, 1.5
-# The prior counts half after so many iterations.
+# The prior counts half after this many iterations.
 _PRIOR_STEPS = 10.0
 
 

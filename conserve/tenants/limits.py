@@ -75,12 +75,12 @@ class UsageBook:
     """Tenants' usage, by name; conversations without a tenant have the name ""."""
 
     def __init__(self) -> None:
-        self._nobodys = TenantUsage()
-        self._usage: dict[str, TenantUsage] = {"": self._nobodys}
+        self._without_tenant = TenantUsage()
+        self._usage: dict[str, TenantUsage] = {"": self._without_tenant}
 
     def of(self, history_id: str) -> TenantUsage:
         name = identity.tenant_of(history_id)
-        return self._nobodys if name is None else self.tenant(name)
+        return self._without_tenant if name is None else self.tenant(name)
 
     def tenant(self, name: str) -> TenantUsage:
         usage = self._usage.get(name)
