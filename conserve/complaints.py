@@ -39,9 +39,7 @@ _TYPES = ("str", "int", "float", "bool", "bytes", "list", "dict", "tuple", "set"
 
 
 class Complaint(NamedTuple):
-    """A sentence on the wrong field, as its client wrote that; the field is empty for the whole
-    body.
-    """
+    """A sentence on the wrong field; the field is empty for the whole body."""
 
     field: str
     message: str

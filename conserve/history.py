@@ -64,8 +64,7 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         return self.decoder_cached_tokens + self.lmcache_tokens
 
     def parked_after(self, tokens: int, parks: bool) -> int | None:
-        """Return how much of the history host memory has after this turn; None if the turn does not
-        tell.
+        """Return how much of the history host memory has after this turn; None if unknown.
 
         If less than half of ``tokens`` is found, all counts as evicted: the server may have
         restarted. A turn that was cut before any output may be neither computed nor looked up.
@@ -174,9 +173,7 @@ class History(msgspec.Struct, gc=False):
         return (newest, *self.further_tails) if newest else ()
 
     def set_tails(self, tails: tuple[Digest, ...], stats: TurnStats) -> None:
-        """Set the stats of its latest turn, and the tails (at least one) of its answer's
-        choices.
-        """
+        """Set the stats of its latest turn, and the tails of its answer's choices."""
         # One assignment, since each copies the packed bytes.
         packed = stats.pack() + self.packed[_PACKED.size :]
         tokens = stats.prompt_tokens + stats.output_tokens

@@ -168,9 +168,7 @@ class Holdings:
         return 0 if held is None else held.held_tokens
 
     def stored_tokens(self, history_id: str) -> int | None:
-        """Return how much of a history LMCache may have, as it came here or parked; None if
-        unknown.
-        """
+        """Return how much of a history LMCache may have; None if unknown."""
         return self._stored_tokens.get(history_id)
 
 

@@ -178,8 +178,7 @@ def response_of(item_id: str) -> str | None:
 
 
 def check_response_tools(body: Mapping[str, Any]) -> None:
-    """Refuse a request of ``/v1/responses`` whose tools have a wrong form, or none of which is
-    served.
+    """Refuse a request of ``/v1/responses`` whose tools are wrong, or none is served.
 
     Tools of other kinds beside functions are left out: clients offer them to any server.
     """

@@ -95,8 +95,7 @@ class Launch:
         timeout_s: float = 600.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> dict[str, float]:
-        """Wait until these numbers of engines are ready, and return the seconds of each phase in
-        order.
+        """Wait until these numbers of engines are ready; return each phase's seconds.
 
         Raises:
             LaunchError: the application ended, or was not ready in time.

@@ -50,9 +50,7 @@ _THINKING = ("thinking", "redacted_thinking")
 
 
 def require_served(body: Mapping[str, Any], path: str) -> None:
-    """Refuse a request that asks for what is not served, with ApiError (400), but for its
-    messages.
-    """
+    """Refuse a request with fields that are not served, with ApiError (400)."""
     messages = is_anthropic(path)
     for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
         asked = body.get(name)
@@ -125,9 +123,7 @@ def _require_served_image(block: Mapping[str, Any], where: str) -> None:
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
-    """Refuse to continue a last message of the assistant's that is complete, in Anthropic's
-    words.
-    """
+    """Refuse to continue a complete last message of the assistant's."""
     position, last = len(body["messages"]) - 1, body["messages"][-1]
     if last.get("role") != "assistant":
         return

@@ -40,9 +40,7 @@ REFUSED_STATUS = 409
 
 
 class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The turn that a router sends straight to a decoder; ``end`` digests all up to the newest
-    answer.
-    """
+    """A turn that a router sends straight to a decoder, without the table."""
 
     router_id: str
     end: bytes = b""
@@ -87,9 +85,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def read(cls, value: str) -> "DecoderTurn":
-        """Read what `header` has written; ValueError or msgspec.DecodeError if it is something
-        else.
-        """
+        """Read what `header` has written; ValueError if it is something else."""
         return _DECODER_TURN.decode(base64.b64decode(value))
 
     @property
@@ -138,9 +134,7 @@ def note(emitted: Sequence[Emitted]) -> bytes:
 
 
 def read_notes(notes: bytes) -> list[Emitted]:
-    """Read the outputs of a stream's events from its notes; msgspec.DecodeError if there are
-    none.
-    """
+    """Read a stream's outputs from its notes; msgspec.DecodeError without any."""
     found = []
     for line in notes.splitlines():
         found += _EMITTED.decode(line.removeprefix(NOTE_MARK))
@@ -270,9 +264,7 @@ def engine_wait(params: Mapping[str, Any] | None) -> tuple[float | None, str | N
 
 
 def kept(tokens: int, for_s: float) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` of an answer with what of its history is pinned, and how
-    long.
-    """
+    """Return ``kv_transfer_params`` with what of an answer's history is pinned."""
     return {KEPT: {"tokens": tokens, "for_s": for_s}}
 
 

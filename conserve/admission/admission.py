@@ -14,8 +14,7 @@ from conserve.placement import Placement
 
 
 def attained_service(histories: Iterable[History]) -> int:
-    """Return the tokens computed for a conversation's live histories, each token once (as in
-    Autellix).
+    """Return the tokens computed for a conversation, each once (as in Autellix).
 
     What is computed again after its room was given away does not count: it would send a paused
     conversation to the end of the queue, to be paused again.

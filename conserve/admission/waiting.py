@@ -14,9 +14,7 @@ from conserve.histories.kinship import Opening
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the queue; ``served_tokens`` is what its conversation's histories were served
-    before.
-    """
+    """A place in the queue; ``served_tokens`` are its conversation's histories'."""
 
     history_id: str
     prompt_tokens: int

@@ -121,9 +121,7 @@ class Agent:
         return function
 
     def call(self, name: str, arguments: str, call_id: str | None = None) -> str:
-        """Carry out a model's call of a tool, report its start and end, and return what to tell the
-        model.
-        """
+        """Carry out a model's call of a tool, and return what to tell the model."""
         tool = self.tools.get(name)
         if tool is None:
             return f"error: there is no tool {name!r}; there are {', '.join(self.tools) or 'none'}"
@@ -160,11 +158,10 @@ class Agent:
         max_turns: int = 20,
         **options: Any,
     ) -> str:
-        """Have the model work, with the tools, until it answers without a call, and return the
-        answer.
+        """Have the model work with the tools until it answers without a call.
 
-        The answer is empty if the agent was stopped after ``max_turns``. ``options`` go to
-        ``chat.completions.create``, which may raise openai.OpenAIError.
+        Returns the answer, or an empty text if it was stopped after ``max_turns``. ``options`` go
+        to ``chat.completions.create``, which may raise openai.OpenAIError.
         """
         if model is None:
             self._model = model = self._model or self.openai.models.list().data[0].id

@@ -94,8 +94,7 @@ class LiveHistories:
         return self._families.match(chain, conversation_id)
 
     def to_be_heard(self, chain: Chain, conversation_id: str | None) -> set[str]:
-        """Return the decoders of running turns that may have ended, and whose answer a turn may
-        follow.
+        """Return the decoders of running turns whose answer a turn may already follow.
 
         Such a turn's messages go on beyond what is known of the history.
         """

@@ -102,9 +102,7 @@ class Membership:
             self._memory.used(held)
 
     def evict(self, decoder_id: str) -> list[str]:
-        """Unbind a decoder's idle histories, and return their ids; the others when their
-        turns end.
-        """
+        """Unbind a decoder's idle histories, the others later, and return their ids."""
         self._engines.evicting.add(decoder_id)
         idle = [
             history
@@ -305,9 +303,7 @@ class ConversationTable:
     def engine_joined(
         self, engine_id: str, kind: str, handoffs: Iterable[tuple[int, float]] = ()
     ) -> None:
-        """Note the kind of an engine, and its handoffs in tokens and seconds; see
-        `Loads.joined`.
-        """
+        """Note an engine's kind and handoffs; see `Loads.joined`."""
         if self.loads is not None:
             self.loads.joined(engine_id, kind, tuple(handoffs))
 

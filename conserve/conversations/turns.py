@@ -54,8 +54,7 @@ class Turns:
         return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
-        """Note that a decoder has begun a turn by itself; False if the history has ended, or is
-        elsewhere.
+        """Note that a decoder has begun a turn by itself; False if its history is not there.
 
         If the history was paused before the decoder heard of that, it is bound there again, room or
         not.
@@ -119,9 +118,7 @@ class Turns:
                 self._memory.parked(history, stored_tokens)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
-        """Note a turn's first token that is not a tool call's; return the conversation's TTFET, if
-        new.
-        """
+        """Note a turn's first token but of a tool call; return the TTFET if it is the first."""
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.asked_s is None or history.ttfet_s is not None:
             return None

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 
 class Notice(NamedTuple):
-    """Orders for a decoder, which it confirms (`Report.heard`): histories and incarnations to give
-    up.
-    """
+    """Orders for a decoder: the histories and incarnations to give up."""
 
     number: int
     given_up: tuple[tuple[str, int], ...] = ()

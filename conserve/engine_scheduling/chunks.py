@@ -10,8 +10,7 @@ _MOST_TIMES = 4.0
 
 
 class StepCost:
-    """A line through recent steps' times over their prefill tokens (least squares, with
-    forgetting).
+    """A line through recent steps' times over their prefill tokens.
 
     AgentServe's controller sees a late step only afterwards; this foresees it.
     """
@@ -52,8 +51,7 @@ class StepCost:
 
 
 class ChunkController:
-    """A budget of prefill tokens a step, by feedback on time per output token (AgentServe,
-    algorithm 1).
+    """A budget of prefill tokens a step, by feedback on TPOT (AgentServe, algorithm 1).
 
     Over an interval with decodes, TPOT is the time of its steps over their number (dL/dK). Above
     ``late_s`` (theta_high) the budget shrinks by an eighth of ``most_tokens`` (B_max). Below

@@ -60,9 +60,7 @@ class DecodeReserve:
         self.tpot_s = 0.0
 
     def decide(self, *, decodes: bool, waited_s: float | None, now_s: float) -> int:
-        """Return how many SMs decodes have next; ``waited_s`` is the oldest prefill's, None without
-        any.
-        """
+        """Return how many SMs decodes have next; ``waited_s`` is the oldest prefill's."""
         if not self.sizes_sms:
             return 0
         if waited_s is None:

@@ -43,9 +43,7 @@ class Quotas:
 
 
 class Standing(NamedTuple):
-    """The table's view of a conversation: queued (``waiting``, at ``place``), ``live``, or
-    unknown.
-    """
+    """The table's view of a conversation; ``place`` is in the queue, from 0."""
 
     state: Literal["unknown", "waiting", "live"]
     place: int = 0
@@ -65,9 +63,7 @@ class Holder:
 
 @dataclass(slots=True)
 class Environment:
-    """An environment; ``slot`` chooses its ports and user id, and a command waits if it is
-    ``wanted``.
-    """
+    """An environment; a command waits for it if it is ``wanted``."""
 
     number: int
     slot: int

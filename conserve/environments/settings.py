@@ -100,7 +100,5 @@ class EnvironmentSettings(BaseModel):
         return self
 
     def folder(self, port: int) -> Path:
-        """Return the folder with environments' files; the router's port tells applications
-        apart.
-        """
+        """Return the folder of the application with this router's port."""
         return Path(self.root or f"{_ROOT}-{os.getuid()}/{port}")

@@ -118,8 +118,7 @@ class Spec(_Strict):
 
     @classmethod
     def asked(cls, body: Any, most: Limits) -> Self:
-        """Read a request for an environment, within the application's limits, which are also the
-        defaults.
+        """Read a request for an environment, within the application's limits.
 
         Raises:
             SpecError: it cannot be had.

@@ -21,9 +21,7 @@ LEAST_SYSTEM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt with which a history begins, or is placed again; ``chain`` is None for
-    completions.
-    """
+    """The prompt with which a history begins; ``chain`` is None for completions."""
 
     chain: Chain | None = None
     system_tokens: int = 0
@@ -148,9 +146,7 @@ class Kinship:
         return lost
 
     def _give_way(self, cut: History, other: History, tokens: int) -> None:
-        """Forget a turn that was cut, whose client has asked again and goes on with the other
-        history.
-        """
+        """Forget a turn that was cut, and whose client goes on with the other history."""
         if cut.running or cut.held_tokens <= tokens:
             return
         if not other.running and other.held_tokens <= tokens:

@@ -28,9 +28,7 @@ class Gaps:
         self._tools: dict[str, _Seen] = {}
 
     def returned(self, idle_s: float, tool: str | None = None) -> None:
-        """Note a gap; ``tool`` is what the answer before called, empty if nothing, None if not
-        known.
-        """
+        """Note a gap; ``tool`` is empty if the answer called none, None if not known."""
         self._add(idle_s, tool, ended=False)
 
     def ended(self, idle_s: float, tool: str | None = None) -> None:
@@ -40,8 +38,7 @@ class Gaps:
     def chance(
         self, idle_s: float, within_s: float, still_idle: int = 0, tool: str | None = None
     ) -> float:
-        """Return the chance that the next turn comes within some time, after ``idle_s`` without
-        one.
+        """Return the chance that the next turn comes soon, after ``idle_s`` without one.
 
         It is the share of those idle for as long that came back within that time, strictly between
         0 and 1. ``still_idle`` others that wait for the same tool are idle for about as long now.

@@ -45,9 +45,7 @@ class Running(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The tool that an idle history waits for since then; if it has ended, the turn should come at
-    once.
-    """
+    """The tool that an idle history waits for; after its end the turn should come at once."""
 
     tool: str | None
     since_s: float
@@ -85,11 +83,11 @@ class RunningTools:
     def report(
         self, history_id: str, report: ToolReport, now_s: float, in_turn: bool = False
     ) -> float | None:
-        """Note what a client says, and return how long a tool ran that is done now, if that is
-        known.
+        """Note what a client says, and return how long a tool ran that is done now.
 
         A start that was reported before, by its call's id, changes nothing; nor does an end without
-        a start while a turn of the history runs, since it comes late.
+        a start while a turn of the history runs, since it comes late. Returns None if no start is
+        known.
 
         Raises:
             TooManyTools: `MOST_RUNNING` of them run.

@@ -19,8 +19,7 @@ from conserve.placement.state import (
 
 @dataclass(frozen=True, slots=True)
 class CollocatedPlacement(PlacementPolicy):
-    """Each conversation on the emptiest replica, prefill and decode batched (ConServe, section
-    5.1).
+    """Each conversation on the emptiest replica, which does all (ConServe, section 5.1).
 
     Set the engines' ``max_num_batched_tokens`` so that a step with a whole chunk of prefill stays
     within the SLO for TBT: the paper's rule is 5 times an unloaded step's time.

@@ -84,9 +84,7 @@ class ConversationPlacement(PlacementPolicy):
         holder_id: str | None,
         cold_tokens: int | None = None,
     ) -> Decoder | None:
-        """Return the decoder that has, or will have, a prompt's beginning, if the prompt should go
-        there.
-        """
+        """Return the decoder that has a prompt's beginning, if the prompt should go there."""
         holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:
             return None

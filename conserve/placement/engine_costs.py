@@ -163,9 +163,7 @@ class StepCosts:
                 self._prefills.add(x, max(0.0, beside_s) / prefills / self._share, step.count)
 
     def tells(self, step: Step) -> bool:
-        """Return whether iterations with decodes tell of the prefills beside them, through the
-        noise.
-        """
+        """Return whether prefills stand out from the noise of the decodes beside them."""
         return self._share * self.added_s(step) >= _TELLING * self.decodes_s(step)
 
     def decodes_s(self, step: Step) -> float:

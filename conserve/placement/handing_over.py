@@ -36,9 +36,7 @@ class HandingOver:
         self._at_home = _Line()
 
     def took(self, seconds: float, estimated_s: float, tokens: int, *, handed_over: bool) -> None:
-        """Learn from a prompt whose first token has come; ``tokens`` were, or would be, handed
-        over.
-        """
+        """Learn from a prompt of which ``tokens`` were, or would be, handed over."""
         most_s = max(_MOST_TIMES * estimated_s, _LEAST_CLIP_S)
         excess_s = min(max(seconds - estimated_s, -most_s), most_s)
         line = self._handed_over if handed_over else self._at_home

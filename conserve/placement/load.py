@@ -54,8 +54,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class Work(NamedTuple):
-    """An engine's work, as far as it is known; rates, shares and means are of about the last 30
-    seconds.
+    """An engine's work; rates, shares and means are of about the last 30 seconds.
 
     Attributes:
         backlog_tokens, backlog_s: prefills sent there and not done, and how long they take.
@@ -130,8 +129,7 @@ class Loads:
         self._handing_over = HandingOver()
 
     def joined(self, engine_id: str, kind: str, handoffs: Sequence[tuple[int, float]] = ()) -> None:
-        """Add an engine that is ready; those of one ``kind`` have the same hardware, model and
-        arguments.
+        """Add an engine; those of one ``kind`` have the same hardware, model and arguments.
 
         Args:
             handoffs: tokens, and the seconds by which such a prompt took longer when handed over
@@ -184,9 +182,7 @@ class Loads:
         *,
         lent: bool,
     ) -> None:
-        """Add what a later turn appends: computed, found in caches, and perhaps ``lent`` to another
-        engine.
-        """
+        """Add what a later turn appends; if it is ``lent``, for another engine."""
         engine = self._of(engine_id)
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
@@ -272,9 +268,7 @@ class Loads:
         placement: Placement,
         now_s: float,
     ) -> None:
-        """Remember how long a prompt should take, of which ``past`` is found, and ``there`` on its
-        home.
-        """
+        """Remember how long a prompt should take; ``there`` tokens are at its home."""
         where = placement.prefiller_id
         home = self.work(placement.decoder_id, now_s)
         engine = home if where is None else self.work(where, now_s)

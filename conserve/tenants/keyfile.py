@@ -74,9 +74,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(1, secrets.token_hex(32), {}, [])
 
     def with_key(self, tenant: str, created: str, *, admin: bool = False) -> tuple["KeyFile", str]:
-        """Return the file with one more key, and that key; KeyFileError if the name is not
-        valid.
-        """
+        """Return the file with one more key, and that key, which is kept nowhere."""
         _check_name(tenant)
         key_id, text = new_key()
         key = Key(key_id, tenant, digest(text).hex(), created, admin)
@@ -111,9 +109,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def new_key() -> tuple[str, str]:
-    """Return a new key's id, and the key, such as ``csk-0f3a5c7e9b1d-...``, with 256 random
-    bits.
-    """
+    """Return a new key's id, and the key, with 256 random bits."""
     key_id = secrets.token_hex(6)
     return key_id, f"csk-{key_id}-{secrets.token_hex(32)}"
 
