@@ -16,11 +16,10 @@ class _Service:
 
 
 class FeedbackQueue:
-    """A multi-level feedback queue over conversations (MARS, section 4.3, Priority-Aware
-    Coordinator).
+    """A multi-level feedback queue over conversations (MARS, section 4.3).
 
-    The paper has rules, no formula: a small footprint starts high, attained service demotes,
-    waiting promotes. Here, with 0 the highest level::
+    The paper's Priority-Aware Coordinator has rules, no formula: a small footprint starts high,
+    attained service demotes, waiting promotes. Here, with 0 the highest level::
 
         begins = the number of `footprints` that context / capacity exceeds
         down   = floor(log2(1 + service / quota_tokens))

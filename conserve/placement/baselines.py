@@ -40,7 +40,6 @@ class CollocatedPlacement(PlacementPolicy):
         return None if decoder is None else Placement(decoder.id, None)
 
 
-@dataclass(frozen=True, slots=True)
 class FullDisaggregationPlacement(PlacementPolicy):
     """Every turn through a prefiller, never a prefill on a decoder (ConServe, section 5.1).
 
@@ -67,7 +66,7 @@ class FullDisaggregationPlacement(PlacementPolicy):
         return shortest_queue(prefillers)
 
 
-class PerTurnPlacement(PlacementPolicy):
+class PerTurnPlacement(FullDisaggregationPlacement):
     """A later turn's prefill on its decoder or on a prefiller, decided turn by turn (section 5.1).
 
     This is AMPD as ConServe compares with it. With appends of some hundred tokens the decoder is
@@ -84,17 +83,6 @@ class PerTurnPlacement(PlacementPolicy):
         self._wrong_decision_rate = wrong_decision_rate
         self._draws = random.Random(seed)
 
-    def place(
-        self,
-        prompt_tokens: int,
-        decoders: Iterable[Decoder],
-        prefillers: Iterable[Prefiller],
-        shared: Shared = NOTHING_SHARED,
-        now_s: float = 0.0,
-    ) -> Placement | None:
-        decoder = emptiest_decoder(prompt_tokens, decoders, shared)
-        return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
-
     def prefill_later_turn(
         self,
         prefillers: Iterable[Prefiller],
@@ -103,4 +91,4 @@ class PerTurnPlacement(PlacementPolicy):
     ) -> str | None:
         if self._draws.random() >= self._wrong_decision_rate:
             return None
-        return shortest_queue(prefillers)
+        return super().prefill_later_turn(prefillers)

@@ -75,17 +75,21 @@ class EngineCosts:
     def decode_s(self, decodes: float, kv_tokens: float = 0) -> float:
         return self.step_s + self.per_sequence_s * decodes + self.per_kv_token_s * kv_tokens
 
-    def times(self, factor: float) -> Self:
-        """Return these costs with all times but those of handoffs multiplied by a factor."""
+    def times(self, prefills: float, decodes: float | None = None) -> Self:
+        """Return these costs with the times of prefills, and of decodes, multiplied by a factor.
+
+        ``decodes`` is by default as ``prefills``. Handoffs take as long as before.
+        """
+        decodes = prefills if decodes is None else decodes
         return replace(
             self,
-            per_token_s=factor * self.per_token_s,
-            per_pair_s=factor * self.per_pair_s,
-            per_cached_token_s=factor * self.per_cached_token_s,
-            prefill_constant_s=factor * self.prefill_constant_s,
-            step_s=factor * self.step_s,
-            per_sequence_s=factor * self.per_sequence_s,
-            per_kv_token_s=factor * self.per_kv_token_s,
+            per_token_s=prefills * self.per_token_s,
+            per_pair_s=prefills * self.per_pair_s,
+            per_cached_token_s=prefills * self.per_cached_token_s,
+            prefill_constant_s=prefills * self.prefill_constant_s,
+            step_s=decodes * self.step_s,
+            per_sequence_s=decodes * self.per_sequence_s,
+            per_kv_token_s=decodes * self.per_kv_token_s,
         )
 
 
@@ -244,23 +248,12 @@ class EngineStepCosts:
             self._kind.add(step)
 
     def costs(self) -> EngineCosts:
-        costs = self._kind.costs()
-        prefills, decodes = self._prefills.value, self._decodes.value
+        costs = self._kind.costs().times(self._prefills.value, self._decodes.value)
         noise = self._kind.prefill_noise
         own = 0.0
         if self._prefills.weight:
             own = noise**2 / (self._prefills.weight + (noise / _ENGINE_SPREAD) ** 2)
-        return replace(
-            costs,
-            step_s=decodes * costs.step_s,
-            per_sequence_s=decodes * costs.per_sequence_s,
-            per_kv_token_s=decodes * costs.per_kv_token_s,
-            prefill_constant_s=prefills * costs.prefill_constant_s,
-            per_token_s=prefills * costs.per_token_s,
-            per_pair_s=prefills * costs.per_pair_s,
-            per_cached_token_s=prefills * costs.per_cached_token_s,
-            doubt=math.hypot(costs.doubt, math.sqrt(own)),
-        )
+        return replace(costs, doubt=math.hypot(costs.doubt, math.sqrt(own)))
 
 
 class _Factor:
