@@ -32,5 +32,5 @@ def test_one_that_takes_more_than_64_bits_is_found(body: dict[str, Any]) -> None
     ],
 )
 def test_others_are_not(body: dict[str, Any]) -> None:
-    """What becomes text on the way may be of any size."""
+    """Numbers that become text may be of any size."""
     assert beyond_64_bits(body) is None

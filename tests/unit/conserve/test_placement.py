@@ -1,4 +1,4 @@
-"""Where a conversation goes."""
+"""Placement policies: where conversations go."""
 
 import pytest
 from hypothesis import given
@@ -74,7 +74,7 @@ def test_the_last_token_fits() -> None:
 
 
 def test_an_empty_decoder_takes_what_can_never_fit() -> None:
-    """Otherwise such a conversation would wait for ever."""
+    """Else such a conversation would wait for ever."""
     assert choose(500, Decoder("a", 100, 10, 1), Decoder("b", 100)) == "b"
 
 
@@ -170,7 +170,7 @@ def test_the_choice_has_room_and_the_lowest_occupancy(
     decoders: list[Decoder],
     prefillers: list[Prefiller],
 ) -> None:
-    """The same decoder under each, so that they differ in where prefills run alone."""
+    """All baselines choose the same decoder, so that they differ only in where prefills run."""
     decision = policy.place(prompt_tokens, iter(decoders), iter(prefillers))
     fitting = {
         d.id: d.held_tokens / d.capacity_tokens

@@ -1,4 +1,4 @@
-"""Which of its tools a chat may call, as engines are told."""
+"""A chat's choice of tools, in the form that engines know."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ def run(
     wanted: int,
     now_s: float = 0.0,
 ) -> list[float]:
-    """Steps of an engine whose prefills want so many tokens; how long each took."""
+    """Steps of an engine with prefills of this size; return how long each took."""
     lasted = []
     for _ in range(steps):
         tokens = min(wanted, controller.allowed_tokens())

@@ -1,4 +1,4 @@
-"""Levels: who goes first, and that nobody waits for ever."""
+"""Levels: the order of calls, and that none starves."""
 
 import math
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class Call:
 def test_nobody_goes_before_one_who_came_longer_ago_than_all_levels_take(
     given_calls: list[tuple[int, int, float]], age_s: float
 ) -> None:
-    """One place, taken by who is first: by level, then by arrival."""
+    """One place, taken in order of level, then of arrival."""
     queue = FeedbackQueue(CAPACITY, age_s=age_s)
     due = sorted((Call(f"c{key}", tokens, came) for key, tokens, came in given_calls),
                  key=lambda call: call.came_s)  # fmt: skip

@@ -1,4 +1,4 @@
-"""How many SMs decodes have to themselves beside prefills."""
+"""The SMs that decodes have to themselves beside prefills."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def base_sms(controller: DecodeReserve, now_s: float) -> int:
 
 
 class Engine:
-    """Steps of an engine whose decodes take so much work, beside a prefill that has just come."""
+    """Steps of an engine with this much decode work, beside a prefill that has just come."""
 
     def __init__(self, controller: DecodeReserve, work_s: float) -> None:
         self.controller = controller
@@ -28,7 +28,9 @@ class Engine:
         self.now_s = 0.0
 
     def run(self, steps: int, waited_s: float = 0.0) -> list[int]:
-        """What decodes had in each step; it lasts as long as their work takes on so many SMs."""
+        """Return the SMs of decodes in each step, which lasts as long as their work takes on
+        these.
+        """
         had = []
         for _ in range(steps):
             sms = self.controller.decide(decodes=True, waited_s=waited_s, now_s=self.now_s)
@@ -59,7 +61,7 @@ def test_less_work_gives_sms_back_and_more_takes_them_again() -> None:
 
 
 def test_a_size_that_was_too_slow_is_not_tried_again_for_a_while() -> None:
-    """Though the next larger one is so fast that the paper's rule would go back at once."""
+    """The next larger one is so fast that the paper's rule would go back at once."""
     engine = Engine(DecodeReserve((10, 100, 200), late_s=0.05, forget_s=30.0), work_s=1.0)
     engine.run(8)
     had = engine.run(1_000)  # 10 ms each: 10 s.

@@ -1,4 +1,4 @@
-"""What is held between turns, and what goes first."""
+"""KV that is held between turns, and the order in which it is given up."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ PINS = st.dictionaries(
 
 @given(PINS)
 def test_nobody_gives_up_before_one_whose_pin_is_worth_less(pins: dict[str, Pin]) -> None:
-    """Against the rules one by one, over all pairs."""
+    """The rules one by one, over all pairs."""
     order = Retention().give_up_order(pins, now_s=10.0)
     assert sorted(order) == sorted(pins)
     for at, key in enumerate(order):

@@ -1,4 +1,4 @@
-"""Text that is another one each time, in what real clients send."""
+"""Text that changes each time, in what real clients send."""
 
 import pytest
 

@@ -163,7 +163,7 @@ def test_real_conversations_interleaved_are_recognised_on_every_turn() -> None:
     assert len(trajectories) == 200
 
     def replay(trajectory: list[Message], server: Server) -> Iterator[bool]:
-        """Yields for each turn after the first whether it was recognised, and rightly."""
+        """Yield for each turn after the first whether it was recognised correctly."""
         first = True
         for place, message in enumerate(trajectory):
             if message["role"] != "assistant":

@@ -1,4 +1,4 @@
-"""A conversation has the same digests in whichever API it is told."""
+"""A conversation has the same digests in every API."""
 
 import json
 import random
