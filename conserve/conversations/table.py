@@ -234,7 +234,7 @@ class ConversationTable:
             self.memory = Memory(
                 pausing, engines.decoders, by_id.get, ledger.unbind, events, ledger.tools
             )
-        ending = Ending(ledger, idleness, self.memory)
+        self._ending = ending = Ending(ledger, idleness, self.memory)
         self._turns = turns = Turns(ledger, engines, ending, self.memory, first_id)
         self._binding = binding = Binding(
             policy, ledger, engines, turns, ending, idleness, self.memory

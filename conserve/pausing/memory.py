@@ -16,6 +16,7 @@ from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.tools import RunningTools, Wait
 from conserve.placement import Decoder, Shared
 from conserve.recognition import Digest
+from conserve.wire import history_key
 
 # Looking at an idle history takes some microseconds. So at most this many are looked at on each
 # decoder, the longest unused, and all only if these are not enough. If that was in vain, the next
@@ -540,4 +541,4 @@ class Memory:
 
 def _key(history: History) -> str:
     """Return a key that tells a history's KV from that of an earlier one with its id."""
-    return f"{history.incarnation} {history.id}"
+    return history_key(history.id, history.incarnation)
