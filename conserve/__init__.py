@@ -1,7 +1,6 @@
 """ConServe: serve multi-turn agents on your own GPUs, scheduled by the conversation.
 
-``serve run conserve.app`` starts it. Importing this package is quick and needs neither Ray nor
-vLLM nor a GPU; only the attribute ``app`` loads them.
+``serve run conserve.app`` starts it. Only the attribute ``app`` loads Ray and vLLM.
 """
 
 from typing import Any

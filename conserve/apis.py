@@ -1,7 +1,7 @@
-"""The APIs that turns come by: their paths, and what their answers look like on the wire.
+"""The APIs that turns come by: their paths, and the form of their answers.
 
-What is said of streams is what vLLM 0.29 writes: an event's JSON on one ``data:`` line, and each
-event as a part of its own.
+Streams are as vLLM 0.29 writes them: an event's JSON on one ``data:`` line, and each event as a
+part of its own.
 """
 
 from dataclasses import dataclass
@@ -15,29 +15,26 @@ COUNT_INPUT = "/v1/responses/input_tokens"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 
-# The fields that say how much output is wanted at most, each API's own.
+# Each API's field for the most output tokens.
 OUTPUT_CAPS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
-# Where a turn goes to, on a router as on an engine.
+# Paths of turns, on routers and on engines.
 TURN_PATHS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
-# How the id of an answer begins that comes by Messages.
+# Prefix of the ids of Messages' answers.
 MESSAGE_ID = "msg_"
-# What an engine answers as it stands.
+# Paths that are passed to an engine unchanged.
 TOKEN_PATHS = (TOKENIZE, DETOKENIZE, COUNT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of an API's answers, as far as it is looked at in passing.
+    """The form of an API's answers, as far as they are looked at in passing.
 
     Attributes:
-        ends: how an event begins after which the answer is whole.
-        error: how an event begins by which an engine says that it cannot go on.
-        opens: how events begin that come before anything is generated.
-        token: what each event that holds output has in it once; None where nearly all hold some.
-        tool_call: what an answer has in it that calls a tool; within a text, its quotes would be
-            escaped.
-        after_error: what comes behind an error.
+        ends, error, opens: beginnings of the last events, of an error, and of the first events.
+        token: occurs once in each event with output; None if nearly all events have some.
+        tool_call: occurs in an answer that calls a tool; its quotes would be escaped in a text.
+        after_error: what follows an error.
     """
 
     ends: tuple[bytes, ...]
@@ -48,12 +45,11 @@ class Form:
     after_error: bytes = b""
 
     def shows_output(self, part: bytes) -> bool:
-        """Whether a part of a stream has an event that comes once something was generated."""
+        """Return whether a part of a stream has an event that comes after the first token."""
         opening = sum(part.count(begins) for begins in self.opens)
         return not self.opens or part.count(b"\n\n") > opening
 
     def outputs_in(self, part: bytes) -> int:
-        """How many events that hold output a part of a stream has."""
         if self.token is not None:
             return part.count(self.token)
         if part.startswith(self.ends):
@@ -90,15 +86,14 @@ _FORMS = {CHAT: _CHAT, COMPLETIONS: _CHAT, MESSAGES: _MESSAGES, RESPONSES: _RESP
 
 
 def form_of(path: str) -> Form:
-    """The form of the answers on a turn's path; of another path, as of a chat's."""
+    """Return the form of the answers on a path; unknown paths are like chats."""
     return _FORMS.get(path, _CHAT)
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path is one of Anthropic's API, and what is said on it has that API's shape."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 def is_dialogue(path: str) -> bool:
-    """Whether a turn on this path has messages, by which its conversation can be recognised."""
+    """Return whether a turn on this path has messages to recognise it by."""
     return path in TURN_PATHS and path != COMPLETIONS

@@ -1,9 +1,8 @@
-"""Bounds what one request may hold, and so what it costs all the others.
+"""Bounds what one request may hold, and so what it costs all others.
 
-A request is parsed, hashed and passed on by the threads that pass everybody's tokens on, here and
-in the engine. The numbers bound what each step may take of them at a time: about 25 ms, measured
-with vLLM's own protocol classes on two slow cores (3 us a message, 10 us a part or a tool call).
-What the engine's model can take is for the engine to say.
+The threads that parse, hash and pass on a request also pass on all tokens, here and in the engine.
+The limits bound each step to about 25 ms, measured with vLLM's own protocol classes on two slow
+cores (3 us a message, 10 us a part or a tool call).
 """
 
 import json
@@ -16,42 +15,41 @@ from conserve.items import ITEMS_A_PART
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
 MOST_VALUES = 65_536
-# Of these, lists and objects: each costs several times what a number does, wherever it is walked.
+# Of these, lists and objects, which cost several times as much as numbers.
 MOST_CONTAINERS = 16_384
 # Lists and objects within each other; the body is the first.
 DEEPEST = 64
-# Messages, parts of their contents and tool calls, together: each is judged against a dozen types,
-# and a part or a call costs as much as three messages. Twelve hundred turns fit, with a call each.
+# Messages, parts of their contents and tool calls, together: each is checked against a dozen types,
+# and a part or a call counts as three messages. Twelve hundred turns fit, with a call each.
 MOST_ITEMS = 6144
 # Prompts of a completion, times the choices asked for: each is a request to the engine.
 MOST_CHOICES = 128
 # Token ids of a completion's prompts, together.
 MOST_TOKEN_IDS = 131_072
-# Of text to be made tokens of, with the JSON around it: some 130,000 tokens, as in a prompt.
+# Text to tokenize, with the JSON around it: some 130,000 tokens, as in a prompt.
 MOST_TOKENIZE_BYTES = 512 * 1024
-# The same where each token's text is wanted beside it, which takes several times as long.
+# The same if each token's text is wanted, which takes several times as long.
 MOST_TOKEN_STRS_BYTES = 64 * 1024
-# Of token ids to be made text of: as many as in a prompt, each with 15 digits and spaces at most.
+# Token ids to detokenize: as many as in a prompt, each with at most 15 digits and spaces.
 MOST_DETOKENIZE_BYTES = 2 * 1024 * 1024
-# Of which the engine makes a grammar before it answers anybody else, at some 2 ms a KiB.
+# The engine makes grammars of these before it answers other requests, at some 2 ms a KiB.
 _GRAMMARS = ("response_format", "structured_outputs", "output_config", "text")
 MOST_GRAMMAR_CHARS = 32 * 1024
-# The same of tools, where one has to be called: at some 0.7 ms a KiB.
+# The same for tools if one must be called, at some 0.7 ms a KiB.
 MOST_TOOL_CHARS = 64 * 1024
-# What is counted at a time, while other threads wait.
+# Counted at a time, while other threads wait.
 _PIECE_BYTES = 64 * 1024
 _LARGEST_TOKEN_ID = 2**31 - 1
-# vLLM 0.29 takes larger whole numbers for many a parameter (``stream_interval``, ``vllm_xargs``),
-# and then cannot write them into the message for its core: 500.
+# vLLM 0.29 accepts larger whole numbers in many parameters, and then cannot send them to its core.
 _LEAST_NUMBER, _MOST_NUMBER = -(2**63), 2**63 - 1
-# These are the prompt, or are compiled: their numbers are text by then.
+# These become the prompt, or are compiled: their numbers are text then.
 _AS_TEXT = frozenset(
     (
         *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
         *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
     )
 )
-# `dict | list` would be made anew for every value.
+# A constant, since `dict | list` would be evaluated for every value.
 _CONTAINER = (dict, list)
 # The engine looks at each of these in one go, or at each output token.
 _MOST_ENTRIES = {
@@ -69,17 +67,10 @@ _LONGEST_CHARS = {"stop": 1024, "stop_sequences": 1024, "bad_words": 256}
 
 
 def check_raw(raw: bytes, chat: bool) -> None:
-    """Refuse a body that holds too much, before it is parsed.
+    """Refuse a body that holds too much, before it is parsed, with ApiError (400).
 
-    To parse 8 MiB of ``[],`` takes 0.3 s or more and 0.4 GB, all of it in one go; to count takes
-    milliseconds, in pieces.
-
-    Args:
-        raw: JSON; where it is not, nothing follows from what is counted.
-        chat: whether it is a chat, and no bare completion.
-
-    Raises:
-        ApiError: 400, whatever the body is, it holds more than `check` would pass.
+    Parsing 8 MiB of ``[],`` takes 0.3 s or more and 0.4 GB at once; counting takes milliseconds, in
+    pieces. Anything but JSON passes.
     """
     most = MOST_VALUES if chat else MOST_VALUES + MOST_TOKEN_IDS
     if raw.count(b",") <= most and raw.count(b"[") + raw.count(b"{") <= MOST_CONTAINERS:
@@ -88,7 +79,7 @@ def check_raw(raw: bytes, chat: bool) -> None:
     in_string = False
     while at < len(raw):
         piece = raw[at : at + _PIECE_BYTES]
-        # Not to part a backslash from what it escapes.
+        # Keep a backslash with the character that it escapes.
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
             piece = raw[at : at + len(piece) + 1]
         at += len(piece)
@@ -107,15 +98,7 @@ def check_raw(raw: bytes, chat: bool) -> None:
 
 
 def check(body: Mapping[str, Any], path: str) -> None:
-    """Refuse a request that is too large in some respect, or is no request at all.
-
-    Args:
-        body: parsed from JSON.
-        path: the turn's, see `conserve.apis`.
-
-    Raises:
-        ApiError: 400; it names the limit and the field.
-    """
+    """Refuse a request that is too large in some respect, or not valid, with ApiError (400)."""
     prompts = 1
     if path == apis.COMPLETIONS:
         prompts = _check_prompt(body.get("prompt"))
@@ -130,7 +113,7 @@ def check(body: Mapping[str, Any], path: str) -> None:
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
-        # vLLM 0.29 looks into it before it looks what it is, and fails.
+        # vLLM 0.29 reads it before it checks its type, and fails.
         raise ApiError(400, "structured_outputs must be an object", param="structured_outputs")
     for name in _GRAMMARS:
         length = len(json.dumps(body.get(name), ensure_ascii=False))
@@ -148,7 +131,7 @@ def check(body: Mapping[str, Any], path: str) -> None:
         if isinstance(cap, int) and cap < 1:
             raise ApiError(400, f"{name} must be at least 1, and is {cap}", param=name)
     n = body.get("n")
-    # The engine would make a number of "2" and of 2.0.
+    # The engine would accept "2" and 2.0.
     if n is not None and type(n) is not int:
         raise ApiError(400, "n must be an integer", param="n")
     if n is not None and n * prompts > MOST_CHOICES:
@@ -161,15 +144,7 @@ def check(body: Mapping[str, Any], path: str) -> None:
 
 
 def check_tokenize(body: Mapping[str, Any], length: int) -> None:
-    """Refuse to have tokens made of what is too large in some respect.
-
-    Args:
-        body: parsed from JSON.
-        length: bytes of that JSON, at most `MOST_TOKENIZE_BYTES`.
-
-    Raises:
-        ApiError: 400; it names the limit and the field.
-    """
+    """Refuse to tokenize JSON of ``length`` bytes that is too large, with ApiError (400)."""
     prompt, messages = body.get("prompt"), body.get("messages")
     if prompt is None and messages is None:
         raise ApiError(400, "send a prompt, which is a string, or messages", param="prompt")
@@ -177,7 +152,7 @@ def check_tokenize(body: Mapping[str, Any], length: int) -> None:
         raise ApiError(400, "prompt must be a string; send one at a time", param="prompt")
     _check_values(body, messages is not None)
     _check_entries("tools", body.get("tools"), _MOST_ENTRIES["tools"])
-    # The engine would make a truth value of "yes" and of 1.
+    # The engine would accept "yes" and 1 as true.
     if body.get("return_token_strs", False) not in (None, False) and length > MOST_TOKEN_STRS_BYTES:
         raise ApiError(
             400,
@@ -188,14 +163,7 @@ def check_tokenize(body: Mapping[str, Any], length: int) -> None:
 
 
 def check_detokenize(body: Mapping[str, Any]) -> None:
-    """Refuse to have text made of what is no list of token ids, or too many.
-
-    Args:
-        body: parsed from JSON.
-
-    Raises:
-        ApiError: 400; it names the limit and the field.
-    """
+    """Refuse to detokenize what is no list of token ids, or too many, with ApiError (400)."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
         raise ApiError(400, "tokens must be a list of token ids", param="tokens")
@@ -205,7 +173,7 @@ def check_detokenize(body: Mapping[str, Any]) -> None:
 
 
 def _check_tool_grammars(body: Mapping[str, Any]) -> None:
-    """Bound the tools of which one has to be called: the engine makes a grammar of them."""
+    """Bound the tools of which one must be called: the engine makes a grammar of them."""
     choice, tools = body.get("tool_choice"), body.get("tools")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice = choice.get("mode")
@@ -286,7 +254,7 @@ def _in_messages(messages: Any) -> tuple[int, list[Any]]:
             raise _unfit(f"messages[{position}].content must be a string or a list of parts")
         if isinstance(content, list):
             items += ITEMS_A_PART * len(content)
-            # vLLM takes ten times as long to refuse any other.
+            # vLLM takes ten times as long to refuse others.
             if not all(isinstance(part, str | dict) for part in content):
                 raise _unfit(f"messages[{position}].content may hold objects and strings only")
         calls = message.get("tool_calls")
@@ -337,7 +305,7 @@ def _check_entries(name: str, value: Any, most: int) -> None:
 
 
 def _check_prompt(prompt: Any) -> int:
-    """How many prompts there are."""
+    """Check a completion's prompt, and return how many prompts it holds."""
     if not prompt:
         raise ApiError(400, "prompt must not be empty", param="prompt")
     if isinstance(prompt, str):

@@ -1,10 +1,9 @@
-"""Requests of ``/v1/responses`` in the one form of each item that vLLM 0.29 takes.
+"""Converts requests of ``/v1/responses`` to the one form of each item that vLLM 0.29 takes.
 
-OpenAI's schema leaves fields out, or has them null, which vLLM requires: ``type``, ``id`` and
+OpenAI's schema allows fields to be absent or null which vLLM requires: ``type``, ``id`` and
 ``status`` of an assistant's message (vllm-project/vllm#54224), ``detail`` of an image, ``summary``
-of reasoning. vLLM also takes the first text alone of an assistant's message and of reasoning, and
-fails on a message without parts and on refusals. A request that `conserve.items` lets through is
-changed here as far as it has to be, and means the same to the model.
+of reasoning. vLLM also takes only the first text of an assistant's message and of reasoning, and
+fails on a message without parts and on refusals. The changed request means the same to the model.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,23 +13,18 @@ from conserve.items import FUNCTION, NAMESPACE, TEXTS, is_served
 
 Json = dict[str, Any]
 
-# What OpenAI's servers look at, and nothing here: which program may call a tool, and where a cache
-# should end.
+# Only OpenAI's servers use these: which program may call a tool, and where a cache should end.
 _NOT_FOR_ENGINES = ("caller", "prompt_cache_breakpoint")
-# What OpenAI has and vLLM does not know of: there are no tiers here, and no searches whose results
-# could be included.
+# vLLM does not know these values of OpenAI's: there are no tiers here, and no searches whose
+# results could be included.
 _TIERS = ("fast", "ultrafast")
 _INCLUDED = ("web_search_call.results", "web_search_call.action.sources")
-# vLLM goes on with a last item that is not whole, whichever it is; only an answer can be.
+# vLLM continues any last item that is not whole, but only an answer can be continued.
 _PARTIAL = ("in_progress", "incomplete")
 
 
 def canonical(body: Json) -> Json:
-    """Return a request as vLLM takes it; the same object where it is that already.
-
-    Args:
-        body: parsed from JSON, and let through by `conserve.items`.
-    """
+    """Return a request that `conserve.items` has accepted as vLLM takes it."""
     own = {name: value for name, value in body.items() if value is not None}
     given = own["input"]
     if isinstance(given, list):
@@ -49,11 +43,7 @@ def canonical(body: Json) -> Json:
 
 
 def unserved_tools(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of a request's tools that are left out of it, each once.
-
-    Args:
-        body: parsed from JSON, and let through by `conserve.items`.
-    """
+    """Return the kinds of tools that are left out of a request, each once."""
     kinds = [
         inner["type"]
         for tool in body.get("tools") or ()
@@ -63,7 +53,6 @@ def unserved_tools(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _all_canonical(given: list[Json], one: Callable[[Json], Json]) -> list[Json]:
-    """Objects in their canonical form; the same list where they are in it."""
     found = [one(item) for item in given]
     same = all(made is item for made, item in zip(found, given, strict=True))
     return given if same else found
@@ -95,7 +84,7 @@ def _stripped(given: Json) -> Json:
 def _make_assistants(own: Json) -> None:
     content = own["content"]
     if isinstance(content, str):
-        # With an id or a status, vLLM takes a text for a list of letters.
+        # With an id or a status, vLLM treats a text as a list of letters.
         if "id" in own or "status" in own:
             own |= {"type": "message", "content": [_output_text(content)]}
         return
@@ -141,7 +130,7 @@ def _output_text(text: str) -> Json:
 
 
 def _joined(parts: Iterable[Json]) -> str:
-    """The text of parts, joined as vLLM joins those of a chat's message."""
+    """Return the text of parts, joined as vLLM joins those of a chat's message."""
     return "\n".join(part[TEXTS[part["type"]]] for part in parts)
 
 
@@ -157,7 +146,6 @@ def _without_unserved(tool: Json) -> Json:
 
 
 def _allowed(tools: list[Json], allowed: Iterable[Json]) -> list[Json]:
-    """The tools that ``allowed_tools`` names."""
     names = {one["name"] for one in allowed if one["type"] == FUNCTION}
     found = []
     for tool in tools:

@@ -6,9 +6,9 @@ _AT_MONOTONIC_ZERO_S = time.time() - time.monotonic()
 
 
 def unix_s() -> float:
-    """Seconds since 1970, as this process's clock had it at its start, and counted on since.
+    """Return seconds since 1970 by this process's clock at its start, counted on since.
 
-    A machine's clock that is set meanwhile must not end conversations as idle, or make latencies
-    of hours. So two processes may differ by as much as it was set; compare readings of one alone.
+    If the machine's clock is set, no conversation becomes idle by it. So clocks of two processes
+    may differ; compare only readings of one.
     """
     return _AT_MONOTONIC_ZERO_S + time.monotonic()

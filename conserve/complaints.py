@@ -1,7 +1,7 @@
-"""The one complaint about a request's body that its client can do something about.
+"""Chooses the one validation error of a request's body that its client can act on.
 
-Pydantic judges a field that may be of several kinds against each of them, and complains of all: of
-a user's message, say, that it is no system's. Places are told with the names of Python's types.
+Pydantic checks a field that may be of several kinds against each of them, and reports all errors:
+that a user's message is no system message, say. It names places by Python's types.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# By these members a client says of which kind an object is.
+# Members by which a client says of which kind an object is.
 _KINDS = ("role", "type")
 _WANTED = {
     "string_type": "a string",
@@ -29,7 +29,7 @@ _WANTED = {
     "bool_parsing": "true or false",
     "none_required": "null",
 }
-# How the rest begins, as of a number that is too large or a list that is too long.
+# Beginnings of the other messages, such as of a number that is too large.
 _SHOULD = re.compile(r"^(?:Input|String|List|Dictionary|Value|Data) should ")
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|[^\s,]+(?=,| or |$)")
 _VALUE_ERROR = "Value error, "
@@ -39,7 +39,7 @@ _TYPES = ("str", "int", "float", "bool", "bytes", "list", "dict", "tuple", "set"
 
 
 class Complaint(NamedTuple):
-    """Names what is wrong and the field, as its client wrote it; empty for the whole body."""
+    """A sentence on the wrong field; the field is empty for the whole body."""
 
     field: str
     message: str
@@ -50,12 +50,7 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """One of Pydantic's errors.
-
-    Attributes:
-        place: where it is in the body.
-        kinds: what the body was taken for on the way there, with the place of each.
-    """
+    """One of Pydantic's errors, with what the body was taken for on the way, and where."""
 
     place: Place
     kinds: tuple[tuple[Place, str], ...]
@@ -65,22 +60,16 @@ class _Error:
 
     @property
     def says_kind(self) -> bool:
-        """Whether it complains of the member by which an object says of which kind it is."""
+        """Return whether it is about the member that says of which kind an object is."""
         literal_or_missing = self.type in ("literal_error", "missing", "enum")
         return literal_or_missing and bool(self.place) and self.place[-1] in _KINDS
 
 
 def complaint(errors: Sequence[Mapping[str, Any]], body: Any) -> Complaint:
-    """Choose of a body's validation errors the one to tell.
+    """Choose one of a body's validation errors, as Pydantic's or FastAPI's ``errors()`` has them.
 
-    Of the kinds that something may be of, that one counts which has the ``role`` or the ``type``
-    that the client wrote; then the one whose complaint is about the innermost member, since all
-    around that was right.
-
-    Args:
-        errors: as Pydantic's ``errors()`` has them, at least one, of the body or of a part of it;
-            FastAPI's begin with ``body``.
-        body: parsed from JSON.
+    Of the kinds that a field may be of, the one counts whose ``role`` or ``type`` the client wrote.
+    Then it is the error about the innermost member, since all around that was right.
     """
     base, at = _base(errors[0], body)
     about = list(_of_the_right_kind([_located(error, base, at) for error in errors], 0))
@@ -91,15 +80,11 @@ def complaint(errors: Sequence[Mapping[str, Any]], body: Any) -> Complaint:
 
 
 def complaint_in(text: str) -> Complaint | None:
-    """Choose from errors of which the text alone is left, as of a body that was rewritten before.
-
-    Args:
-        text: Pydantic's, of one error or several; of another text nothing is said.
-    """
+    """Choose one of the errors in a text of Pydantic's; None if the text is none."""
     told = _AS_TEXT.findall(text) if "validation error" in text else ()
     errors = []
     for where, message, type_ in told:
-        # Names of types are no fields, nor are places in a list whose field is not known.
+        # Leave out names of types, and positions in a list whose field is not known.
         steps: Place = ()
         for step in where.split("."):
             if (_FIELD.fullmatch(step) and step not in _TYPES) or (steps and step.isdigit()):
@@ -112,7 +97,7 @@ def complaint_in(text: str) -> Complaint | None:
 
 
 def _rank(error: _Error) -> int:
-    """Later in order, what is missing for one kind and may be there for another."""
+    """Rank last what is missing for one kind and may be there for another."""
     return 1 if error.says_kind else 2 if error.type == "missing" else 0
 
 
@@ -122,9 +107,9 @@ def _location(error: Mapping[str, Any]) -> Sequence[str | int]:
 
 
 def _base(error: Mapping[str, Any], body: Any) -> tuple[Place, Any]:
-    """The part of a body from which on an error's place is told, and the place of that.
+    """Return the part of a body that an error's place is relative to, and the place of that.
 
-    vLLM 0.29 looks at what messages consist of only when it comes to them, and by itself.
+    vLLM 0.29 validates the parts of messages later, and by themselves.
     """
     for place, part in _parts(body):
         at, location = part, _location(error)
@@ -137,7 +122,6 @@ def _base(error: Mapping[str, Any], body: Any) -> tuple[Place, Any]:
 
 
 def _parts(body: Any) -> Iterator[tuple[Place, Any]]:
-    """A body and all lists and objects in it, the outer ones first."""
     level: list[tuple[Place, Any]] = [((), body)]
     while level:
         yield from level
@@ -166,7 +150,6 @@ def _located(error: Mapping[str, Any], place: Place, at: Any) -> _Error:
 
 
 def _member(of: Any, step: str | int) -> tuple[Any, bool]:
-    """A member, and that it is there; else the same again."""
     if isinstance(of, dict) and step in of:
         return of[step], True
     if isinstance(of, list) and isinstance(step, int) and 0 <= step < len(of):
@@ -175,7 +158,7 @@ def _member(of: Any, step: str | int) -> tuple[Any, bool]:
 
 
 def _of_the_right_kind(errors: Sequence[_Error], level: int) -> Iterator[_Error]:
-    """Leave out what is said of kinds that something is not of, from the outermost on."""
+    """Leave out errors about kinds that a field is not of, from the outermost on."""
     points: dict[Place, dict[str, list[_Error]]] = {}
     for error in errors:
         if len(error.kinds) <= level:
@@ -188,7 +171,7 @@ def _of_the_right_kind(errors: Sequence[_Error], level: int) -> Iterator[_Error]
             kind: [error for error in said if error.says_kind and error.place[:-1] == place]
             for kind, said in kinds.items()
         }
-        # Kinds that are told by how they are judged have one name, and not all need be meant.
+        # Kinds that a function validates all have one name.
         right = [kind for kind in kinds if not of_other[kind] or kind.startswith("function-")]
         for kind in right:
             yield from _of_the_right_kind(kinds[kind], level + 1)

@@ -1,21 +1,20 @@
-"""The console of all programs: tables are whole in a pipe or a file, whatever the width."""
+"""The console of all programs, which does not cut tables in pipes and files."""
 
 from rich.console import Console, ConsoleDimensions
 
-# Of what is no terminal. Tables take no more than they need of it.
+# Width of what is no terminal. Tables take only what they need.
 _UNBOUNDED = 100_000
 
 
 class WholeConsole(Console):
-    """A console that cuts and folds nothing where its output is no terminal.
+    """A console that cuts and folds nothing if its output is no terminal.
 
-    Rich takes 80 columns there, or those of a terminal that happens to be behind another of the
-    process's files, and cuts tables down to that. ``COLUMNS`` in the environment still counts.
+    Rich would take 80 columns, or those of a terminal at another of the process's files.
+    ``COLUMNS`` in the environment still counts.
     """
 
     @property
     def size(self) -> ConsoleDimensions:
-        """The terminal's; or room for whatever is printed."""
         found = super().size
         asked = self._width is not None or self._environ.get("COLUMNS", "").isdigit()
         if asked or self.is_terminal:
@@ -28,10 +27,9 @@ class WholeConsole(Console):
 
 
 def new_console(*, stderr: bool = False, least_width: int = 0) -> Console:
-    """A console for everything that a program prints.
+    """Return a console for all output of a program.
 
     Args:
-        stderr: whether it prints there.
         least_width: what its tables need; a narrower terminal wraps their lines.
     """
     console = WholeConsole(stderr=stderr)

@@ -16,7 +16,7 @@ class _Turn:
     tokens: int
     had_tokens: int
     began_s: float
-    # What a token of it had used by then.
+    # `_Decoder.used_s` at its begin.
     used_s: float
     remote_tokens: int = 0
 
@@ -26,17 +26,16 @@ class _Decoder:
     capacity_tokens: int
     looked_s: float
     held_tokens: int = 0
-    # The sum of the turns' tokens, and what one of these has used so far, in seconds.
+    # The sum of the turns' tokens, and the seconds that each of these has used so far.
     running_tokens: int = 0
     used_s: float = 0.0
     turns: set[Hashable] = field(default_factory=set)
     terms: dict[Term, float] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
 
     def go_on(self, now_s: float) -> None:
-        """Count what passed since it was looked at last."""
         passed_s = max(0.0, now_s - self.looked_s)
         self.looked_s = max(self.looked_s, now_s)
-        # What is held beyond the capacity is nowhere: what is there are as many tokens of each.
+        # Tokens held beyond the capacity are scaled down to it.
         there = min(self.held_tokens, self.capacity_tokens)
         running = min(self.running_tokens, self.held_tokens) * there / max(1, self.held_tokens)
         if self.running_tokens:
@@ -48,44 +47,18 @@ class _Decoder:
 class SpaceTimeCosts:
     """Divides each decoder's KV space, times the time, by what it is used for.
 
-    The terms are those of ThunderAgent's equation 3, each an integral of tokens over time (equation
-    2). Here they are taken from the account of what is held, and from what engines report at a
-    turn's end:
+    The terms are those of ThunderAgent's equation 3, integrals of tokens over time (equation 2):
 
-    - ``unused``: what nothing is held of. That includes paused histories, of which an engine may
-      have the KV yet, since they have no claim to it (in the paper, a pause frees memory).
-    - ``caching``: what is held for histories of which no turn runs, and for running ones beyond
-      what they held as their turns began.
-    - ``decode``, ``prefill``, ``recompute``: what histories held as a turn of theirs began (a first
-      turn, or one that is placed anew: its prompt), until that turn's end. The time from its first
-      to its last token, as its engine says it, is ``decode``; the time before and around that, in
-      which it waits, is prefilled, handed off and passed on, is divided as the computed tokens are:
-      what was computed beyond what the prompt has grown by since the last turn is ``recompute``,
-      the rest ``prefill``. What prefillers compute for a turn counts with it, on its decoder, where
-      the room is kept. A turn whose engine does not tell when its tokens came counts as decode, and
-      one of which nothing is known as prefill.
+    - ``unused``: held for no history; includes paused histories.
+    - ``caching``: held for idle histories, and for running ones beyond what they held as their
+      turns began.
+    - ``decode``, ``prefill``, ``recompute``: what histories held as a turn began, until its end.
+      ``decode`` is the time from the first token to the last. The rest is divided as the computed
+      tokens are: those beyond what the prompt has grown by are ``recompute``, the others
+      ``prefill``. Without times it is all decode, and without stats all prefill.
 
-    It departs from the paper in that a turn's growth counts from its end on alone, as it does in
-    the account; that what is held above the capacity (by the account) is scaled down to it; and
-    that what running turns have in common counts once, divided among them.
-
-    The five add up to the capacity times the time since a decoder was added, but for turns that run
-    yet, which are counted as they end (`running`). It takes a step for each event. Of turns
-    that began before a decoder was added, under a table that was lost, the room counts as caching.
-
-    Attributes:
-        recomputed_tokens: how many were computed again.
-
-    Example:
-        >>> costs = SpaceTimeCosts()
-        >>> costs.add("d", 1000, now_s=0.0)
-        >>> costs.look("d", 400, now_s=0.0)
-        >>> costs.begin("turn", "d", 400, had_tokens=0, now_s=0.0)
-        >>> costs.end("turn", TurnStats(400, 50, 0, 0, decode_s=8.0), now_s=10.0)
-        >>> costs.look("d", 450, now_s=10.0)
-        >>> costs.look("d", 450, now_s=20.0)
-        >>> {term: round(cost) for term, cost in costs.terms("d").items()}
-        {'decode': 3200, 'prefill': 800, 'recompute': 0, 'unused': 11500, 'caching': 4500}
+    Unlike in the paper, a turn's growth counts only from its end on, tokens above the capacity are
+    scaled down to it, and what running turns share counts once.
     """
 
     def __init__(self) -> None:
@@ -95,31 +68,27 @@ class SpaceTimeCosts:
 
     @property
     def decoders(self) -> list[str]:
-        """Ids of those that are there."""
         return list(self._decoders)
 
     def terms(self, decoder_id: str) -> dict[Term, float]:
-        """A decoder's costs until it was looked at last."""
+        """Return a decoder's costs until it was last looked at."""
         return dict(self._decoders[decoder_id].terms)
 
     def running(self, decoder_id: str) -> float:
-        """Return what turns have used that run yet: it will be decode, prefill or recompute."""
+        """Return what running turns have used, which will be decode, prefill or recompute."""
         decoder = self._decoders[decoder_id]
         return sum(self._used(self._turns[turn], decoder) for turn in decoder.turns)
 
     def add(self, decoder_id: str, capacity_tokens: int, now_s: float) -> None:
-        """A decoder is there from now on, and holds nothing yet."""
         if decoder_id not in self._decoders:
             self._decoders[decoder_id] = _Decoder(capacity_tokens, now_s)
 
     def remove(self, decoder_id: str) -> None:
-        """A decoder is gone; so are its costs, and its turns."""
         decoder = self._decoders.pop(decoder_id, None)
         for turn in () if decoder is None else decoder.turns:
             del self._turns[turn]
 
     def look(self, decoder_id: str, held_tokens: int, now_s: float) -> None:
-        """A decoder holds so much from now on; nothing if it is unknown."""
         decoder = self._decoders.get(decoder_id)
         if decoder is not None:
             decoder.go_on(now_s)
@@ -128,11 +97,11 @@ class SpaceTimeCosts:
     def begin(
         self, turn: Hashable, decoder_id: str, tokens: int, had_tokens: int, now_s: float
     ) -> None:
-        """A turn begins.
+        """Note that a turn begins.
 
         Args:
             tokens: what its history holds on its decoder; 0 if another turn of it runs.
-            had_tokens: how long the history was after its last turn; 0: it had none.
+            had_tokens: the history's length after its last turn.
         """
         decoder = self._decoders.get(decoder_id)
         if decoder is None or turn in self._turns:
@@ -143,16 +112,11 @@ class SpaceTimeCosts:
         self._turns[turn] = _Turn(decoder_id, tokens, had_tokens, now_s, decoder.used_s)
 
     def prefilled(self, turn: Hashable, tokens: int) -> None:
-        """A prefiller has computed so many tokens for a turn that runs."""
         if turn in self._turns:
             self._turns[turn].remote_tokens += tokens
 
     def end(self, turn: Hashable, stats: TurnStats | None, now_s: float) -> None:
-        """A turn has ended; nothing if that is known already, or it never began here.
-
-        Args:
-            stats: what its engine did; None if that is not known.
-        """
+        """Note that a turn has ended; ``stats`` is None if its engine's work is not known."""
         one = self._turns.pop(turn, None)
         if one is None:
             return

@@ -20,7 +20,7 @@ def model_source(model: str) -> str:
 
 
 def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments; what an operator sets goes over them."""
+    """Return vLLM's engine arguments; what an operator sets overrides them."""
     arguments: dict[str, Any] = {"max_num_batched_tokens": 8192}
     if not gpu:
         arguments = {
@@ -28,24 +28,23 @@ def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
             "dtype": "bfloat16",
             "distributed_executor_backend": "mp",
         }
-    # Answers say how much of the prompt was found in caches, and not computed.
+    # Answers then say how much of the prompt was found in caches.
     arguments["enable_prompt_tokens_details"] = True
     if model == EMBEDDED_MODEL:
         arguments |= {
             "max_model_len": 16384,
             "enable_auto_tool_choice": True,
             "tool_call_parser": "hermes",
-            # Unsure of what comes next, the model would write white space, which JSON allows,
-            # for ever.
+            # A model that is unsure could write white space for ever, which JSON allows.
             "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         }
     return arguments
 
 
 def engine_environment(model: str, gpu: bool) -> dict[str, str]:
-    """The environment of an engine's processes; what an operator sets goes over it."""
+    """Return the environment of an engine's processes; what an operator sets overrides it."""
     environment = {
-        # Prefix hashes have to be the same in every process, or nothing is found in LMCache.
+        # Processes find KV in LMCache only if their prefix hashes are the same.
         "PYTHONHASHSEED": "0",
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_DISABLE_BANNER": "1",
@@ -56,18 +55,18 @@ def engine_environment(model: str, gpu: bool) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            # With `enforce_eager`, vLLM still compiles a few functions: of its sampler, and for log
-            # probabilities. That takes a C++ compiler, and most of a start.
+            # Even with `enforce_eager`, vLLM compiles a few functions of its sampler. That takes a
+            # C++ compiler, and most of a start.
             "TORCH_COMPILE_DISABLE": "1",
         }
     if Path(model_source(model)).is_dir():
-        # What lies in a folder is not looked for elsewhere.
+        # A model in a folder is not looked for elsewhere.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
 
 
 def allocator_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of PyTorch's allocator that have to change, as they have to be.
+    """Return the variables of PyTorch's allocator that have to change, with their new values.
 
     With ``expandable_segments`` memory cannot be shared by CUDA IPC.
     """
@@ -82,16 +81,10 @@ def allocator_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def server_command(
     source: str, served_model: str, port: int, arguments: Mapping[str, Any]
 ) -> list[str]:
-    """The command line of vLLM's own OpenAI server on loopback: an engine without ConServe.
+    """Return the command line of vLLM's own OpenAI server on loopback: an engine without ConServe.
 
-    It runs by its module because ``vllm serve`` wants to be installed under the name ``vllm``,
-    which the CPU build is not. It needs the environment that `engine_environment` gives.
-
-    Args:
-        source: where the model is loaded from, see `model_source`.
-        served_model: the name to ask it for.
-        port: the port that it listens on.
-        arguments: vLLM's engine arguments.
+    It runs the module, since ``vllm serve`` requires a distribution named ``vllm``, which the CPU
+    build is not. It needs the environment of `engine_environment`.
     """
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -102,7 +95,6 @@ def server_command(
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as vLLM's command line takes them."""
     found = []
     for name, value in arguments.items():
         option = name.replace("_", "-")

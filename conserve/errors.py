@@ -1,4 +1,4 @@
-"""Errors as clients see them: their API's shape, the right status, and what to do."""
+"""Errors as clients see them: in their API's form, with the right status, and what to do."""
 
 import json
 import re
@@ -13,10 +13,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class Told(NamedTuple):
-    """An error in words: what is wrong and what to do, and the request's field, if one is to blame.
-
-    Anthropic's API tells the message alone.
-    """
+    """An error's message, and the request's field that is to blame, if any."""
 
     message: str
     param: str | None
@@ -47,22 +44,20 @@ class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error")
     request_id: str | None
 
 
-# Messages become chats before vLLM judges them: what it blames, and what their client wrote.
+# Messages become chats before vLLM checks them: the field that it blames, and the client's.
 _IN_MESSAGES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
 _OF_CHATS = re.compile(rf"^(?:{'|'.join(_IN_MESSAGES)})\b")
 
 
 class ApiError(Exception):
-    """A refusal or failure to be told to a client.
+    """A refusal or failure, for a client.
 
     Args:
-        status: HTTP status.
-        message: what is wrong and what to do, for a person.
-        code: what is wrong, for a program (OpenAI's ``error.code``; Anthropic's shape has none).
+        message: what is wrong and what to do, for people.
+        code: what is wrong, for programs (OpenAI's ``error.code``; Anthropic's form has none).
         param: the request's field, if one is to blame.
-        retry_after_s: when to try again, sent as ``Retry-After``.
-        final: the same request will not do any better later; sent as ``x-should-retry: false``, by
-            which OpenAI's clients leave it at that.
+        final: whether a retry is useless; sent as ``x-should-retry: false``, which OpenAI's clients
+            obey.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class ApiError(Exception):
         self.final = final
 
     def told(self, path: str) -> Told:
-        """The error in the words of the API that a path is of."""
         if not apis.is_anthropic(path):
             return Told(self.message, self.param)
         message = _OF_CHATS.sub(lambda field: _IN_MESSAGES[field[0]], self.message)
@@ -93,11 +87,7 @@ class ApiError(Exception):
         return Told(f"prompt is too long: {message}" if too_long else message, None)
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The response's JSON body: Anthropic's shape on its paths, else OpenAI's.
-
-        Args:
-            path: what was asked for.
-        """
+        """Return the response's JSON body: Anthropic's form on its paths, else OpenAI's."""
         message, param = self.told(path)
         told: Error | AnthropicError
         if apis.is_anthropic(path):
@@ -109,12 +99,7 @@ class ApiError(Exception):
         return body
 
     def event(self, path: str, number: int = 0) -> bytes:
-        """The event by which a stream that has begun ends with this error.
-
-        Args:
-            path: the turn's.
-            number: of the event within the stream, where its events are numbered.
-        """
+        """Return the event by which a stream that has begun ends with this error."""
         if path == apis.MESSAGES:
             return b"event: error\ndata: " + json.dumps(self.body(path)).encode() + b"\n\n"
         if path != apis.RESPONSES:
@@ -138,7 +123,7 @@ def _error_type(status: int) -> str:
     )
 
 
-# https://docs.anthropic.com/en/api/errors; 529 is "overloaded", which OpenAI's clients say by 503.
+# https://docs.anthropic.com/en/api/errors; 503 stands for 529, "overloaded".
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -156,17 +141,10 @@ def _anthropic_type(status: int) -> str:
     return known or ("api_error" if status >= 500 else "invalid_request_error")
 
 
-# --- What does not fit into a model's context -----------------------------------------------------
-
-
 class PromptTooLong(ApiError):
     """A prompt that leaves no room for an answer: its client has to shorten the history.
 
-    Args:
-        length: the prompt's, in tokens.
-        max_model_len: the longest that prompt plus output may be, in tokens.
-        characters: whether the length is in characters, as of one that was not tokenized: with so
-            many it cannot fit.
+    ``length`` is in tokens, or in ``characters`` of a prompt that was not tokenized.
     """
 
     def __init__(self, length: int, max_model_len: int, *, characters: bool = False) -> None:
@@ -176,7 +154,7 @@ class PromptTooLong(ApiError):
         super().__init__(400, self._said("messages"), CONTEXT_LENGTH_EXCEEDED, param="messages")
 
     def told(self, path: str) -> Told:
-        """OpenAI's words, or Anthropic's, by which Claude Code knows that it has to compact."""
+        """Return OpenAI's words, or Anthropic's that make Claude Code compact its history."""
         if apis.is_anthropic(path):
             unit = "" if self._length.endswith("tokens") else "tokens "
             return Told(
@@ -192,21 +170,15 @@ class PromptTooLong(ApiError):
         )
 
 
-# Where a prompt is no list of messages, by how the path begins.
+# The fields of prompts that are no list of messages, by the path's prefix.
 _PROMPTS = {apis.COMPLETIONS: "prompt", apis.RESPONSES: "input"}
 
 
 class OutputTooLong(ApiError):
-    """More output asked for than the context has room for, behind a prompt that fits.
+    """More output asked for than the context has room for after a prompt that fits.
 
-    No word of it may be one by which clients know that they have to compact their history: they
-    would do so again and again.
-
-    Args:
-        output_tokens: what was asked for.
-        max_model_len: the longest that prompt plus output may be.
-        prompt_tokens: the prompt's length; None where that is not known.
-        param: the field by which it was asked for.
+    Its words must not be those by which clients know that they have to compact their history: they
+    would do so again and again. ``param`` is the field by which the output was asked for.
     """
 
     def __init__(
@@ -224,7 +196,7 @@ class OutputTooLong(ApiError):
         )
 
     def told(self, path: str) -> Told:
-        """Blame the cap alone where it is too large; Claude Code asks for less by the other."""
+        """Blame only the cap if it is too large by itself."""
         if not apis.is_anthropic(path):
             return super().told(path)
         prompt_tokens, output_tokens, most_tokens = self._tokens
@@ -241,7 +213,7 @@ class OutputTooLong(ApiError):
         )
 
 
-# vLLM's ways to say it, of a prompt with the output asked for, or of one of them.
+# vLLM's messages about a prompt and the output asked for, or about one of them.
 _TOO_LONG = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -258,7 +230,7 @@ _TOO_LONG = [
         r"characters",
     )
 ]
-# Other words for it, without numbers to go by.
+# Other messages about it, without numbers.
 _CONTEXT = re.compile(r"maximum (?:context|model) length|context length is only", re.IGNORECASE)
 
 
@@ -279,12 +251,9 @@ def _does_not_fit(message: str, param: Any) -> ApiError | None:
     return None
 
 
-# --- What engines say ----------------------------------------------------------------------------
-
-# What is of use to programmers alone, at a message's end: fields as vLLM names them, and all the
-# parameters of a class.
+# Endings of messages for vLLM's programmers: its own names of fields, and a class's parameters.
 _INNER = re.compile(r"(?: \(parameter=[\w.]+(?:, value=.*)?\)|: \{'json': .*\})\Z", re.DOTALL)
-# What Python says of values that some code did not expect.
+# Python's messages about values that some code did not expect.
 _PYTHONS = re.compile(
     r"'\w+' object|got multiple values|unsupported operand|instance, \w+ found"
     r"|can only concatenate|indices must be|TextEncodeInput"
@@ -293,17 +262,12 @@ _NO_MEDIA = re.compile(r"\S+ is not a multimodal model")
 
 
 def from_engine(status: int, body: Any) -> ApiError:
-    """An engine's error response as ours: same status and message, the API's own codes and words.
-
-    Args:
-        status: the engine's HTTP status.
-        body: its parsed JSON body, of any shape.
-    """
+    """Convert an engine's error: same status and message, the API's own codes and words."""
     error = body.get("error", body) if isinstance(body, dict) else {}
     message = error.get("message") if isinstance(error, dict) else None
     param = error.get("param") if isinstance(error, dict) else None
     if status < 400:
-        status = 502  # An error was expected; whatever this is, it must not pass for a success.
+        status = 502  # An error was expected, so this must not count as a success.
     if status < 500 and not isinstance(message, str):
         return ApiError(status, "the engine refused the request and did not say why")
     if status >= 500 or not isinstance(message, str):
@@ -337,7 +301,6 @@ def from_engine(status: int, body: Any) -> ApiError:
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    """The 404 that says which model there is instead."""
     return ApiError(
         404,
         f"the model {asked[:100]!r} is not served here; use {served!r}",

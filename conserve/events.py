@@ -30,23 +30,16 @@ Kind = Literal[
 ]
 """Of a turn: ``wait`` (for room), ``refuse``, ``place`` (its history, on a decoder), ``start``,
 ``prefilled`` (remotely), ``end`` or ``cut`` (on its decoder), ``answered`` (as its router saw it).
-Of a history: ``park``, ``pause``, ``restore``, ``ended``. Of an agent's tools, as its client says:
-``tool_start``, ``tool_end``; and of an ``environment`` that they run in. And of engines, and of the
-admission ``window``."""
+Of a history: ``park``, ``pause``, ``restore``, ``ended``. Of tools, as clients report them:
+``tool_start``, ``tool_end``. The others are of tools' environments, of engines, and of the
+admission window."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MOST_EVENTS = 4096
 
 
 class Event(NamedTuple):
-    """One event.
-
-    Attributes:
-        number: one more than that of the event before.
-        at_s: Unix time.
-        history_id: of which history, as it is kept; empty: of an engine.
-        details: what else there is to say of it, as JSON.
-    """
+    """One event; ``history_id`` is empty for an engine's."""
 
     number: int
     at_s: float
@@ -56,24 +49,9 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """The newest events, for whoever asks for those after the last one seen; all are counted.
+    """The newest events, for listeners that ask for those after the last one seen; all are counted.
 
-    Args:
-        clock: Unix time.
-        first: the first event's number. A log that succeeds another must start above it.
-        most: so many are kept.
-
-    Attributes:
-        counts: how many there were, by kind, kept or not.
-
-    Example:
-        >>> log = EventLog(lambda: 5.0, most=2)
-        >>> for tokens in (100, 200, 300):
-        ...     log.add("pause", "c", tokens=tokens)
-        >>> log.missed(after=0), [one.details["tokens"] for one in log.after(0)]
-        (1, [200, 300])
-        >>> [one.number for one in log.after(2)], log.counts["pause"]
-        ([3], 3)
+    A log that succeeds another must start above it, with ``first``.
     """
 
     def __init__(self, clock: Callable[[], float], first: int = 1, most: int = MOST_EVENTS) -> None:
@@ -81,17 +59,17 @@ class EventLog:
         self.first = self._next = first
         self._most = most
         self._kept: deque[Event] = deque()
-        # The same, by conversation: each may be asked for at any rate.
+        # The same by conversation, so that clients may ask often.
         self._of: dict[str, deque[Event]] = {}
         self.counts: Counter[str] = Counter()
 
     @property
     def newest(self) -> int:
-        """The number of the last event; of the one before the first, while there is none."""
+        """Return the number of the last event; without one, that before the first."""
         return self._next - 1
 
     def add(self, kind: Kind, history_id: str = "", **details: Any) -> None:
-        """Something has happened. What is None is left out of the details."""
+        """Add an event. Details that are None are left out."""
         said = {name: value for name, value in details.items() if value is not None}
         event = Event(self._next, self._clock(), kind, history_id, said)
         self._next += 1
@@ -109,20 +87,18 @@ class EventLog:
             del self._of[conversation_id]
 
     def missed(self, after: int) -> int:
-        """How many of those after a number are not kept any more, as far as this log goes."""
+        """Return how many of this log's events after a number are no longer kept."""
         kept_from = self._kept[0].number if self._kept else self._next
         return max(0, kept_from - 1 - max(after, self.first - 1))
 
     def after(
         self, number: int, kinds: Collection[str] = (), mine: Callable[[str], bool] | None = None
     ) -> list[Event]:
-        """The kept ones after a number, the oldest first.
+        """Return the kept events after a number, the oldest first.
 
-        Args:
-            kinds: of these alone; none: of all.
-            mine: whether a history's are wanted, by its id; None: all are.
+        No ``kinds`` means all; ``mine`` says whether a history's are wanted.
         """
-        # From the newest back: whoever listens has seen all but a few.
+        # From the newest back, since a listener has seen all but a few.
         new: list[Event] = []
         for one in reversed(self._kept):
             if one.number <= number:
@@ -132,5 +108,4 @@ class EventLog:
         return new[::-1]
 
     def newest_of(self, conversation_id: str, most: int) -> list[Event]:
-        """The newest of a conversation, by its id as it is kept; the oldest of them first."""
         return list(islice(reversed(self._of.get(conversation_id, ())), most))[::-1]

@@ -1,7 +1,6 @@
 """Reads hints for scheduling, which a client gives beside a conversation's messages.
 
-Each system has its own names for them; `NAMES` lists those that are understood, with what each
-means and whose it is. They are read and kept here, and decide nothing.
+Each system has its own names for them; `NAMES` lists those that are understood.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 
 from conserve.identity import agentic_context
 
-# What is further off than a day is no expectation.
+# Times of more than a day are no hint.
 MOST_S = 86_400.0
 MOST_PRIORITY = 2**31 - 1
 MOST_OUTPUT_TOKENS = 2**31 - 1
@@ -22,9 +21,9 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,12}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?", re.
 
 
 class InvalidHint(ValueError):
-    """A hint by a name of our own that cannot be used; the message says why, for the client.
+    """A hint by a name of our own that cannot be used; the message tells the client why.
 
-    ``source`` is the name of the header that held it.
+    ``source`` is the header.
     """
 
     def __init__(self, source: str, problem: str) -> None:
@@ -34,16 +33,13 @@ class InvalidHint(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Tells what a request hints at; None where it says nothing.
+    """A request's hints; None where it gives none.
 
     Attributes:
-        priority: what is higher is more important; 0 is what says nothing.
-        deadline_s: until when the whole answer is wanted, counted from the request.
-        first_token_s: until when the answer's first token is wanted, counted from the request.
-        expected_resume_s: how long after the answer the next turn is expected: what the tools that
-            it calls will take.
-        last_step: whether no turn is to follow; False: one will.
-        expected_output_tokens: how long the answer is expected to be.
+        priority: higher is more important; 0 is the default.
+        deadline_s, first_token_s: until when the answer and its first token are wanted.
+        expected_resume_s: how long after the answer the next turn is expected.
+        last_step: whether no turn will follow; False means that one will.
     """
 
     priority: int | None = None
@@ -59,13 +55,9 @@ class Name:
     """A name by which clients give a hint.
 
     Attributes:
-        meaning: the attribute of `Hints`.
-        name: the header, or the body's field; of a field within another, both with a dot between.
-        source: whose name it is.
-        read: the hint that a value stands for, which is any JSON, and of a header a string; None:
-            it stands for none.
-        in_body: whether it is a field of the body.
-        must_be: what a value has to be, where another one is refused; None: it is ignored.
+        name: the header, or the body's field, with dots for fields within another.
+        read: converts a value, which is any JSON or a header's string; None if it is no hint.
+        must_be: what a value has to be, if others are refused; None if they are ignored.
     """
 
     meaning: str
@@ -77,10 +69,7 @@ class Name:
 
 
 def _number(value: Any) -> float | int | None:
-    """A number, or a header's text of one; None if it is none, or none that can be reckoned with.
-
-    A truth value is a number to Python, and none here.
-    """
+    """Return a finite number, or a header's text of one; else None, also for a truth value."""
     if isinstance(value, str) and _NUMBER.fullmatch(text := value.strip()):
         value = int(text) if text.lstrip("+-").isdigit() else float(text)
     if type(value) is int:
@@ -121,7 +110,7 @@ def _closes(value: Any) -> bool | None:
 
 
 _PRIORITY = partial(_whole, least=-MOST_PRIORITY - 1, most=MOST_PRIORITY)
-# In vLLM's the lowest goes first.
+# In vLLM the lowest goes first.
 _LOWEST_FIRST = partial(_PRIORITY, sign=-1)
 _LENGTH = partial(_whole, least=0, most=MOST_OUTPUT_TOKENS)
 _MILLISECONDS = partial(_seconds, unit_s=0.001)
@@ -129,14 +118,14 @@ _MILLISECONDS = partial(_seconds, unit_s=0.001)
 _A_PRIORITY = f"a whole number from {-MOST_PRIORITY - 1} to {MOST_PRIORITY}, the highest first"
 _SOME_SECONDS = f"a number of seconds from 0 to {MOST_S:g}"
 
-# For each meaning, the first that stands for a hint wins. Headers of Dynamo's and vLLM's go before
-# their fields, as they do there.
+# For each meaning, the first name with a hint wins. Headers of Dynamo and vLLM go before their
+# fields, as they do there.
 NAMES = (
     Name("priority", "X-ConServe-Priority", "ConServe", _PRIORITY, must_be=_A_PRIORITY),
     Name("priority", "x-dynamo-request-priority", "Dynamo", _PRIORITY),
     Name("priority", "nvext.agent_hints.priority", "Dynamo", _PRIORITY, in_body=True),
     Name("priority", "X-Vllm-Priority", "vLLM", _LOWEST_FIRST),
-    # SGLang has the same, where the highest goes first by default. Engines here are vLLM's.
+    # SGLang has the same field, by default with the highest first. Engines here are vLLM's.
     Name("priority", "priority", "vLLM", _LOWEST_FIRST, in_body=True),
     Name("deadline_s", "X-ConServe-Deadline-S", "ConServe", _seconds, must_be=_SOME_SECONDS),
     Name("deadline_s", "x-envoy-expected-rq-timeout-ms", "Envoy", _MILLISECONDS),
@@ -154,7 +143,7 @@ NAMES = (
     Name("last_step", "x-dynamo-session-final", "Dynamo", _flag),
     Name("last_step", "nvext.session_control.action", "Dynamo, earlier", _closes, in_body=True),
     Name("last_step", "is_last_step", "Continuum", _flag, in_body=True),
-    # Its field expected_resume.
+    # The field expected_resume in it.
     Name("last_step", "vllm_xargs.agentic_context", "AgentInfer", _ends, in_body=True),
     Name("last_step", "agent_hint.expected_resume", "AgentInfer", _not, in_body=True),
     Name(
@@ -174,15 +163,11 @@ _KEYS = tuple(
 
 
 def hints(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hints:
-    """Read a request's hints.
-
-    Args:
-        headers: with lower-cased names.
-        body: parsed from JSON; any of it may be any JSON.
+    """Read a request's hints; ``headers`` have lower-cased names.
 
     Raises:
-        InvalidHint: a name of our own has a value that is none. Others' that are not understood are
-            ignored: their clients may speak to what is behind, or mean another version.
+        InvalidHint: a name of our own has a wrong value. Others' wrong values are ignored: they may
+            be meant for what is behind, or of another version.
     """
     found: dict[str, Any] = {}
     for name, (first, *inner) in _KEYS:

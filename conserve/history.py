@@ -1,7 +1,7 @@
-"""One conversation, as the table and the decoder that holds it keep it, and its turns.
+"""One history, as the table and its decoder keep it, and its turns.
 
-What a table keeps a million of goes without the cyclic garbage collector, which would visit each of
-them (``gc=False``): nothing in them can lead back to them.
+The structs have ``gc=False``: the garbage collector would visit a million of them, and nothing in
+them leads back to them.
 """
 
 import struct
@@ -17,10 +17,10 @@ from conserve.recognition import Digest
 
 
 class TurnKey(NamedTuple):
-    """Names one turn: of a conversation, and of that one among all conversations that had its id.
+    """The name of one turn.
 
     Attributes:
-        incarnation: tells the conversation from an earlier one of the same id.
+        incarnation: tells its history from an earlier one of the same id.
         turn_id: numbers the turns of a table, over all conversations.
     """
 
@@ -30,23 +30,19 @@ class TurnKey(NamedTuple):
 
 
 class TurnStats(msgspec.Struct, frozen=True, gc=False):
-    """Tells what an engine reports of one turn, in tokens.
+    """An engine's report of one turn.
 
     Attributes:
-        prompt_tokens: the turn's whole prompt, history included.
-        output_tokens: tokens generated (by the longest choice, where there are several).
+        output_tokens: of the longest choice, if there are several.
         decoder_cached_tokens: prompt tokens found in the decoder's own prefix cache.
         lmcache_tokens: prompt tokens taken from LMCache.
-        tool: what the answer calls (`conserve.pausing.tool_called`); None: it was not read.
-        decode_s: from the first token to the last, by the engine's clock; None: it does not say.
-        missed_tokens: prompt tokens that a prefiller had just stored in LMCache, and that the
-            decoder did not find there.
+        tool: what the answer calls (`conserve.pausing.tool_called`); None if it was not read.
+        decode_s: from the first token to the last, by the engine's clock; None if unknown.
+        missed_tokens: just stored by a prefiller, but not found by the decoder.
         late: whether it looked them up more than once.
-        engine_wait_s: how long it waited in the decoder's engine before it ran; None: that does not
-            say (``engine_scheduler: vllm``).
-        engine_wait_for: what for (`conserve.engine_scheduling.WaitFor`); None: it was not seen to.
-        kept_tokens, kept_s: what of its history is in the engine's cache now, and for how long it
-            is kept there whoever else comes (0: as anything cached); None: it does not say.
+        engine_wait_s: wait in the decoder's engine; None under ``engine_scheduler: vllm``.
+        engine_wait_for: see `conserve.engine_scheduling.WaitFor`.
+        kept_tokens, kept_s: what of its history the engine has now, and for how long it is pinned.
     """
 
     prompt_tokens: int
@@ -64,22 +60,27 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def found_tokens(self) -> int:
-        """Prompt tokens that were found, and not computed."""
+        """Return the prompt tokens that were found, and not computed."""
         return self.decoder_cached_tokens + self.lmcache_tokens
 
-    def misses(self, parked_tokens: int) -> bool:
-        """Whether what host memory should have of the prompt is not there any more.
+    def parked_after(self, tokens: int, parks: bool) -> int | None:
+        """Return how much of the history host memory has after this turn; None if unknown.
 
-        Of a part that was dropped the rest is found, so at less than half of it all is taken for
-        gone: its server may have been started anew.
+        If less than half of ``tokens`` is found, all counts as evicted: the server may have
+        restarted. A turn that was cut before any output may be neither computed nor looked up.
 
         Args:
-            parked_tokens: what it should have, from the history's beginning on; 0: nothing.
+            tokens: what host memory should have had.
+            parks: whether the turn left its prompt's KV there.
         """
-        return 2 * self.found_tokens < min(self.prompt_tokens, parked_tokens)
+        evicted = 2 * self.found_tokens < min(self.prompt_tokens, tokens)
+        if not self.output_tokens or not (evicted or parks or self.lmcache_tokens):
+            return None
+        kept_tokens = 0 if evicted else tokens
+        return max(kept_tokens, self.prompt_tokens) if parks else kept_tokens
 
     def pack(self) -> bytes:
-        """The numbers in one small object, not five, for a table of a million conversations."""
+        """Pack the counts into one object, since a table has a million histories."""
         return _PACKED.pack(
             self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens
         )
@@ -90,30 +91,23 @@ _NO_TURN = bytes(_PACKED.size)
 
 
 class History(msgspec.Struct, gc=False):
-    """A live conversation. Times are seconds of the clock whose readings are passed in.
+    """A live history. Times are seconds of the clock whose readings are passed in.
 
     Attributes:
-        incarnation: tells it from an earlier conversation of the same id.
-        decoder_id: where it is bound; None before its first turn and after a decoder was lost.
-        held_tokens: its KV on that decoder; from binding to the first turn's end, the promised
-            prompt length.
-        turns: number of completed turns.
-        running: ids of the turns under way.
+        incarnation: tells it from an earlier history of the same id.
+        decoder_id: None while it is bound nowhere.
+        held_tokens: its KV on that decoder; until its first turn's end, the promised prompt length.
         moves: how often it was bound again because its decoder was lost.
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
-        packed: `last_turn` and `points`, as they are kept: one small object, not several.
+        packed: `last_turn` and `points` in one small object.
         further_tails: of an answer with several choices, `tails` but for the first.
         finished: id of the latest turn known to have ended.
-        promised: whether what it holds is a promise: no turn on this decoder has computed it yet.
-        asked_s: when its first request came; None where that is not known, because the table was
-            lost since.
-        ttfet_s: time from then to the first token of its first answer that was not a tool call.
-        period: the period of the table in which to look next whether it is idle.
-        energy_j: its share of what its engines' GPUs have used, estimated; 0 where none report.
-        root: the digest of its first prompt; None where that was no chat's.
+        promised: whether no turn on this decoder has computed what it holds yet.
+        asked_s: when its first request came; None if the table was lost since.
+        period: the table's period in which to look next whether it is idle.
+        energy_j: estimated share of what its engines' GPUs have used; 0 if none report.
+        root: the digest of its first prompt; None for completions.
         base: in a table, what it begins with as others on its decoder do.
-        hints: the newest that its client gave; None without any.
-        tool: what its last answer called; see `TurnStats`.
     """
 
     id: str
@@ -142,7 +136,7 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def last_turn(self) -> TurnStats | None:
-        """Return what the engine reported of its latest turn; None before one has left anything."""
+        """Return the engine's report of its latest turn; None before one has left anything."""
         return TurnStats(*_PACKED.unpack_from(self.packed)) if self.has_last_turn else None
 
     @last_turn.setter
@@ -151,23 +145,21 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def has_last_turn(self) -> bool:
-        """Whether a turn has left anything."""
         return not self.packed.startswith(_NO_TURN)
 
     @property
     def last_tokens(self) -> int:
-        """How long it was after its latest turn; 0 before one has left anything."""
+        """Return its length after its latest turn; 0 before one has left anything."""
         last = self.last_turn
         return 0 if last is None else last.prompt_tokens + last.output_tokens
 
     @property
     def has_points(self) -> bool:
-        """Whether any point is known."""
         return len(self.packed) > _PACKED.size
 
     @property
     def points(self) -> bytes:
-        """`Points.packed`: beginnings whose length is known, at which others may leave it."""
+        """Return `Points.packed`: beginnings of known length, at which others may leave it."""
         return self.packed[_PACKED.size :]
 
     @points.setter
@@ -176,19 +168,13 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def tails(self) -> tuple[bytes, ...]:
-        """The marks by which its next turn is recognised: the newest point's, and others'."""
+        """Return the marks by which its next turn is recognised: the newest point's first."""
         newest = newest_mark(self.packed, _PACKED.size)
         return (newest, *self.further_tails) if newest else ()
 
     def set_tails(self, tails: tuple[Digest, ...], stats: TurnStats) -> None:
-        """Note a turn that is its latest, and by what the next one is recognised.
-
-        Args:
-            tails: of the answer's choices, of which there is at least one. The engine does not
-                tell their lengths apart; the first one's is a point.
-            stats: what the engine reported of the turn.
-        """
-        # At once: each assignment makes the packed bytes anew.
+        """Set the stats of its latest turn, and the tails of its answer's choices."""
+        # One assignment, since each copies the packed bytes.
         packed = stats.pack() + self.packed[_PACKED.size :]
         tokens = stats.prompt_tokens + stats.output_tokens
         self.packed = with_point(packed, tails[0], tokens, _PACKED.size)
@@ -196,14 +182,10 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def newest_turn(self) -> TurnKey:
-        """The turn that began last, of those under way.
-
-        Raises:
-            IndexError: no turn is under way.
-        """
+        """Return the turn that began last, of those under way; IndexError without any."""
         return TurnKey(self.id, self.incarnation, self.running[-1])
 
     @property
     def can_go_on(self) -> bool:
-        """Whether its client can come back to it: by an answer that it has, or by its name."""
+        """Return whether its client can come back to it, by an answer or by its name."""
         return bool(self.running or self.turns) or not identity.is_generated(self.id)

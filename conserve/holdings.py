@@ -1,8 +1,4 @@
-"""A decoder's own account of the histories bound to it.
-
-The conversation table is rebuilt from these after its loss, so a decoder keeps, beside the KV,
-what is needed to go on: the id, the tokens, and the digests that recognise the next turn.
-"""
+"""A decoder's own account of its histories, from which a lost conversation table is rebuilt."""
 
 import copy
 from typing import NamedTuple
@@ -16,12 +12,7 @@ from conserve.recognition import Digest, TailIndex
 
 
 class Parked(NamedTuple):
-    """Tells what host memory had of a history when a turn of it left or found it there.
-
-    Attributes:
-        tokens: from its beginning on.
-        at_s: Unix time.
-    """
+    """Tokens that host memory had of a history, from its beginning on, at a Unix time."""
 
     id: str
     incarnation: int
@@ -30,22 +21,18 @@ class Parked(NamedTuple):
 
 
 class Holdings:
-    """Conversations on one decoder, by id."""
-
     def __init__(self) -> None:
         self._held: dict[str, History] = {}
         self._stored_tokens: dict[str, int] = {}
         self._parked: dict[str, Parked] = {}
         self._continued_by = TailIndex()
-        # Histories that the table has taken back, and its turn under way that may undo that.
+        # Histories that the table has taken back, and the table's running turn that may undo that.
         self._given_up: dict[str, int | None] = {}
 
     def all(self) -> list[History]:
-        """A copy of every record."""
         return [copy.copy(history) for history in self._held.values()]
 
     def parked(self) -> list[Parked]:
-        """Return what host memory should have of these histories."""
         return list(self._parked.values())
 
     def begin(
@@ -55,12 +42,10 @@ class Holdings:
         points: bytes = b"",
         look_up: bool = False,
     ) -> None:
-        """Note that a turn arrives.
+        """Note that a turn arrives; ``root`` and ``points`` are its history's, if that begins here.
 
-        Args:
-            root, points: of its history, if that begins here; see `History`.
-            look_up: LMCache may have more of it than is known here: a prefiller has stored its
-                prompt, it was elsewhere since, or others may have stored what it begins with.
+        ``look_up``: LMCache may have more of it than is known here, since it was computed
+        elsewhere.
         """
         if look_up:
             self._stored_tokens.pop(turn.history_id, None)
@@ -89,17 +74,12 @@ class Holdings:
         completed: bool,
         parked: bool = False,
     ) -> None:
-        """Note that a turn has ended.
-
-        Args:
-            stats: None: the engine did nothing for it.
-            parked: it was to leave its prompt's KV in host memory.
-        """
+        """Note that a turn has ended; ``stats`` is None if the engine did nothing for it."""
         held = self._held.get(turn.history_id)
         if held is None or held.incarnation != turn.incarnation:
             return
         held.running = tuple(id for id in held.running if id != turn.turn_id)
-        # So that a table rebuilt from this refuses what it is told of the turn again.
+        # A table rebuilt from this then ignores further reports of the turn.
         held.finished = max(held.finished, turn.turn_id)
         held.last_used_s = unix_s()
         if stats is not None:
@@ -109,16 +89,14 @@ class Holdings:
             if parked:
                 self._stored_tokens[turn.history_id] = stats.prompt_tokens
             self._stored_tokens.setdefault(turn.history_id, stats.prompt_tokens)
-            # One that was cut before it put anything out may not have been computed, nor looked up.
-            if stats.output_tokens:
-                self._note_parked(held, stats, parked)
+            self._note_parked(held, stats, parked)
         if completed:
             held.turns += 1
             if tails and stats is not None:
                 self._continued_by.discard(held.id, _keys(held))
                 held.set_tails(tails, stats)
                 self._continued_by.add(held.id, _keys(held))
-            # What is no chat has no tails.
+            # A completion has no tails.
             newest = held.root is None or tails
             if newest and stats is not None and self._given_up.get(held.id) == turn.turn_id:
                 del self._given_up[held.id]
@@ -126,7 +104,7 @@ class Holdings:
             self.drop(turn.history_id, turn.incarnation)
 
     def drop(self, history_id: str, incarnation: int) -> None:
-        """Drop a conversation that ended, or lives elsewhere. A later one of the same id stays."""
+        """Drop a history that ended, or lives elsewhere. A later one of the same id stays."""
         held = self._held.get(history_id)
         if held is not None and held.incarnation == incarnation:
             del self._held[history_id]
@@ -136,21 +114,19 @@ class Holdings:
             self._parked.pop(history_id, None)
 
     def give_up(self, history_id: str, incarnation: int) -> None:
-        """The table has taken a history back: what is here may not be the newest of it.
+        """Note that the table has taken a history back, so that its record here may be outdated.
 
-        That lasts until a turn that the table has sent comes to its end.
+        That lasts until a turn that the table has sent ends.
         """
         held = self._held.get(history_id)
         if held is not None and held.incarnation == incarnation:
             self._given_up[history_id] = None
 
     def continued(self, root: Digest, end: Digest, conversation_id: str | None) -> History | None:
-        """The history whose newest answer a turn follows; None if there is none that is idle.
+        """Return the idle history whose newest answer a turn follows, or None.
 
-        Args:
-            root: of the turn's messages; empty of a completion, as is ``end``.
-            end: of the same, up to the newest answer.
-            conversation_id: as the client has stated it, scoped to its tenant; None without one.
+        ``root`` and ``end`` digest its first prompt, and all up to the newest answer; empty of
+        completions.
         """
         if not end:
             return None if conversation_id is None else self._completions_of(conversation_id)
@@ -158,7 +134,7 @@ class Holdings:
 
         def busy(history_id: str) -> bool:
             if one and identity.conversation_of(history_id) != conversation_id:
-                return True  # Its client states the id that it was given: no twin will do.
+                return True  # Its client states an id that was generated for it.
             return history_id in self._given_up or self._held[history_id].running != ()
 
         key = root + mark(end) + scope_for(conversation_id)
@@ -166,8 +142,7 @@ class Holdings:
         return None if found is None else self._held[found]
 
     def _completions_of(self, conversation_id: str) -> History | None:
-        """The history of a conversation's completions; see `continued`."""
-        # Beside those of chats, or by itself.
+        # It has an id of its own if the conversation has chats, too.
         for history_id in (identity.further(conversation_id, 0), conversation_id):
             held = self._held.get(history_id)
             if held is not None and held.root is None and not held.tails:
@@ -177,34 +152,28 @@ class Holdings:
 
     def _note_parked(self, held: History, stats: TurnStats, parked: bool) -> None:
         known = self._parked.get(held.id)
-        known_tokens = 0 if known is None else known.tokens
-        if stats.misses(known_tokens):
-            del self._parked[held.id]
-            known_tokens = 0
-        elif stats.lmcache_tokens:
-            # A prefiller has left it there, or another decoder.
-            known_tokens = max(known_tokens, stats.found_tokens)
-        if parked:
-            known_tokens = max(known_tokens, stats.prompt_tokens)
-        if known_tokens and (parked or stats.lmcache_tokens):
+        tokens = 0 if known is None else known.tokens
+        if stats.lmcache_tokens:
+            # A prefiller or another decoder may have left it there.
+            tokens = max(tokens, stats.found_tokens)
+        found = stats.parked_after(tokens, parked)
+        if found:
             used_s = held.last_used_s
-            self._parked[held.id] = Parked(held.id, held.incarnation, known_tokens, used_s)
+            self._parked[held.id] = Parked(held.id, held.incarnation, found, used_s)
+        elif found == 0:
+            self._parked.pop(held.id, None)
 
     def held_tokens(self, history_id: str) -> int:
-        """How much KV of it was here after its last turn, in tokens."""
         held = self._held.get(history_id)
         return 0 if held is None else held.held_tokens
 
     def stored_tokens(self, history_id: str) -> int | None:
-        """How much of it LMCache may have, in tokens; None: that is not known.
-
-        It is the prompt with which it came here, the last time, or a later one that was parked.
-        """
+        """Return how much of a history LMCache may have; None if unknown."""
         return self._stored_tokens.get(history_id)
 
 
 def _keys(held: History) -> list[bytes]:
-    """Return what turns that continue a history begin with; nothing for one that is no chat."""
+    """Return what turns that continue a history begin with; nothing for completions."""
     if held.root is None:
         return []
     return [held.root + tail + scope_of(held) for tail in held.tails]

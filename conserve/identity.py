@@ -1,10 +1,9 @@
 """Finds the conversation id that a request states, in its headers or its body.
 
-Agents and routers name the same thing differently; `SOURCES` lists every name that is understood,
-in order of precedence, with who sends it. A request without any of them is recognised by its
-messages instead (see ``conserve.recognition``). An id says which conversation a turn belongs to and
-nothing of what was said in it: turns of one id that do not continue each other are told apart by
-their messages, so a name that many share does no harm but that they are listed and ended together.
+`SOURCES` lists every name that is understood, in order of precedence. A request without any is
+recognised by its messages (``conserve.recognition``). An id only says which conversation a turn
+belongs to. Its histories are told apart by their messages, so a name that many share does no harm,
+except that they are listed and ended together.
 
 An agent within a conversation (`AGENT_HEADERS`) is a conversation of its own, which its clients
 address as ``conversation/agent``.
@@ -29,7 +28,7 @@ _SESSION_HEADER = "session-id"
 _THREAD_HEADER = "thread-id"
 _AGENTIC_CONTEXT = "agentic_context"
 
-# A longer JSON text in a field is not read; the one that AgentInfer defines has at most this.
+# A longer JSON text in a field is not read. AgentInfer's limit.
 _MOST_JSON_CHARS = 16 * 1024
 
 _Read = Callable[[Any], str | None]
@@ -40,13 +39,9 @@ class Source:
     """A name by which clients state which conversation a request belongs to.
 
     Attributes:
-        name: the header, or the body's field; of a field within another, both with a dot between.
-        sender: who sends it, and what it is to them.
-        in_body: whether it is a field of the body.
-        strict: whether a value that cannot be an id is refused. It is where the name is there to
-            be sent to a server like this one; elsewhere such a value is hashed, or, if it is no
-            string, ignored: its client may not have meant to name anything here.
-        read: finds the id in the field's value; None: the value is the id.
+        strict: whether a value that cannot be an id is refused, since the name is for a server like
+            this one. Else such a value is hashed, or ignored if it is no string.
+        read: finds the id in the field's value; None if the value is the id.
     """
 
     name: str
@@ -70,14 +65,14 @@ def _context_id(value: Any) -> str | None:
     if program is not None:
         return program
     session = session or _text(context.get("task_id"))
-    # "lead" is whoever has the session to itself.
+    # "lead" is the session's own agent.
     if session is None or agent in (None, "lead"):
         return session
     return within(_usable(session), agent)
 
 
 def _claude_session(value: Any) -> str | None:
-    """The session within Claude Code's ``user_id``; another user's id names no conversation."""
+    """Return the session within Claude Code's ``user_id``; None for others' ids."""
     if not isinstance(value, str):
         return None
     found = _json_object(value)
@@ -89,9 +84,9 @@ def _claude_session(value: Any) -> str | None:
     return session
 
 
-# In order: the first that has an id is taken. What named a conversation in the first version comes
-# first, so that the names that were added since change no request's; what is shared by many comes
-# last. Headers come before fields because a proxy can set them without touching the body.
+# The first that has an id is taken. Names of the first version come first, so that later ones
+# change no request's id; names that many conversations share come last. Headers come before fields
+# because a proxy can set them without touching the body.
 SOURCES = (
     Source("X-Conversation-Id", "ConServe's own", strict=True),
     Source("x-session-id", "opencode, crush; what vLLM itself reads", strict=True),
@@ -119,10 +114,10 @@ SOURCES = (
 
 HEADERS = tuple(source.name for source in SOURCES if not source.in_body)
 
-# Those of our own, which an engine does not know: they are taken out of what it gets.
+# Our own fields, which an engine does not know and does not get.
 BODY_FIELDS = tuple(source.name for source in SOURCES if source.in_body and source.strict)
 
-# Headers that say which agent within the conversation speaks, if any.
+# Headers that name the agent within the conversation.
 AGENT_HEADERS = {
     _CLAUDE_AGENT_HEADER: "Claude Code from 2.1.139 on: a sub-agent; the main one sends none",
     _THREAD_HEADER: f"Codex: beside {_SESSION_HEADER}, where both differ",
@@ -130,14 +125,13 @@ AGENT_HEADERS = {
 
 _GENERATED = re.compile(r"conv-[0-9a-f]{24}")
 
-# How much of a refused value an error message shows. It may be long, or a secret put in the
-# wrong field.
+# Error messages show no more of a refused value, which may be long, or a secret.
 _MAX_ECHO_CHARS = 40
 
-# Between a tenant and its client's own id, in an id as ConServe keeps it. It is not printable, so
-# no client's id holds it; and a header may.
+# Between a tenant and its client's own id. No client's id has it, since it is not printable, but it
+# may stand in a header.
 _SCOPE = "\t"
-# Between a conversation and the number of one of its histories, but for the first.
+# Between a conversation and the number of a history other than its first.
 _FURTHER = "\t\t"
 
 _WITHIN = "/"
@@ -157,10 +151,7 @@ _JSON_TYPES: dict[type, str] = {
 
 
 class InvalidConversationId(ValueError):
-    """A stated conversation id that cannot be used; the message says why, for the client.
-
-    ``source`` is the name of the header or body field that held it.
-    """
+    """A stated id in ``source`` (a header or field) that cannot be used; the message says why."""
 
     def __init__(self, source: str, problem: str) -> None:
         super().__init__(f"{source} {problem}")
@@ -168,13 +159,11 @@ class InvalidConversationId(ValueError):
 
 
 def explicit_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
-    """The conversation id that a request states, or None.
+    """Return the conversation id that a request states, or None.
 
-    The first of `SOURCES` that has an id wins; those after it are not looked at. Surrounding white
-    space is no part of an id, and an empty value is none. An id is at most ``MAX_ID_CHARS``
-    printable ASCII characters, and neither ``.`` nor ``..``, so that it can stand in response
-    headers, URLs (percent-encoded by the client where needed) and logs. An agent within the
-    conversation is part of it, see `within`.
+    The first of `SOURCES` that has an id wins. An id is at most ``MAX_ID_CHARS`` printable ASCII
+    characters, and neither ``.`` nor ``..``, so that it can stand in headers, URLs and logs. An
+    agent within the conversation is part of it, see `within`.
 
     Args:
         headers: with lower-cased names.
@@ -213,23 +202,16 @@ def _agent(headers: Mapping[str, str]) -> str | None:
         return agent
     session = headers.get(_SESSION_HEADER, "").strip()
     thread = headers.get(_THREAD_HEADER, "").strip()
-    # The main thread has the session's id; without a session a thread is what there is.
+    # The main thread has the session's id. Without a session the thread is the conversation.
     return thread if session and thread and thread != session else None
 
 
 def within(conversation_id: str, agent: str) -> str:
-    """The conversation of an agent within another one: ``conversation/agent``.
+    """Return the id of an agent within a conversation, ``conversation/agent``.
 
-    Two agents of one conversation have two, and so have agents of the same name in two.
-
-    Args:
-        conversation_id: at most ``MAX_ID_CHARS`` printable ASCII characters.
-        agent: any text. What is not fit for an id is hashed.
-
-    Returns:
-        Again an id. Where both together are too long for one, it ends in a hash.
+    Text that is not fit for an id is hashed, and so is the end of an id that is too long.
     """
-    # So that the last slash is the one between them.
+    # The last slash is then the one between them.
     own = _usable(agent).replace("%", "%25").replace(_WITHIN, "%2F")
     whole = f"{conversation_id}{_WITHIN}{own}"
     if len(whole) <= MAX_ID_CHARS:
@@ -239,18 +221,14 @@ def within(conversation_id: str, agent: str) -> str:
 
 
 def is_final(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that this is the conversation's last turn.
-
-    ``headers`` has lower-cased names.
-    """
     return headers.get(FINAL_HEADER, "").strip().lower() == "true"
 
 
 def without_identity(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``body`` without what names a conversation and an engine may refuse.
+    """Copy ``body`` without fields that name a conversation and that an engine may refuse.
 
-    That is the fields of our own, and an ``agentic_context`` that is an object: vLLM takes no
-    objects in ``vllm_xargs``. The others are the engine's as much as ours.
+    These are our own fields, and an ``agentic_context`` that is an object: vLLM takes no objects in
+    ``vllm_xargs``.
     """
     own = {name: value for name, value in body.items() if name not in BODY_FIELDS}
     extra = own.get("vllm_xargs")
@@ -260,48 +238,43 @@ def without_identity(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_id() -> str:
-    """A fresh id, such as ``conv-0f3a...`` (24 hexadecimal digits)."""
+    """Return a new id, such as ``conv-0f3a...`` (24 hexadecimal digits)."""
     return f"conv-{secrets.token_hex(12)}"
 
 
 def is_generated(conversation_id: str) -> bool:
-    """Whether an id is one of `new_id`, whosever it is, and no client's own."""
+    """Return whether an id is one of `new_id`, and not a client's own."""
     return _GENERATED.fullmatch(own_id(conversation_id)) is not None
 
 
 def scoped(tenant: str | None, conversation_id: str) -> str:
-    """A client's id as it is kept: of one tenant, and equal to no other tenant's.
-
-    Args:
-        tenant: None where there are no keys; the id is then kept as it is.
-    """
+    """Return a client's id as it is kept, so that no other tenant has it."""
     return conversation_id if tenant is None else f"{tenant}{_SCOPE}{conversation_id}"
 
 
 def further(conversation_id: str, number: int) -> str:
-    """The id of one more history of a conversation whose first has the conversation's own."""
+    """Return the id of a history of a conversation other than its first."""
     return f"{conversation_id}{_FURTHER}{number}"
 
 
 def is_further(history_id: str) -> bool:
-    """Whether a history is not the one that bears its conversation's id."""
     return _FURTHER in history_id
 
 
 def number_of(history_id: str) -> int | None:
-    """Return what tells a history from the one with its conversation's id; None: it is that one."""
+    """Return a history's number; None for the one with its conversation's id."""
     _, further, number = history_id.rpartition(_FURTHER)
     return int(number) if further else None
 
 
 def conversation_of(history_id: str) -> str:
-    """The id, as it is kept, of the conversation that a history belongs to."""
-    # Asked several times a turn, and most have no tab in them.
+    """Return the id, as it is kept, of the conversation that a history belongs to."""
+    # Called several times a turn; most ids have no tab.
     return history_id.partition(_FURTHER)[0] if _SCOPE in history_id else history_id
 
 
 def tenant_of(conversation_id: str) -> str | None:
-    """The tenant of an id as it is kept, or of a history's; None if it has none."""
+    """Return the tenant of an id as it is kept, or of a history's; None if it has none."""
     if _SCOPE not in conversation_id:
         return None
     tenant, scope, _ = conversation_of(conversation_id).partition(_SCOPE)
@@ -309,14 +282,14 @@ def tenant_of(conversation_id: str) -> str | None:
 
 
 def own_id(conversation_id: str) -> str:
-    """An id, or that of a history's conversation, as its client knows it."""
+    """Return an id, or that of a history's conversation, as its client knows it."""
     if _SCOPE not in conversation_id:
         return conversation_id
     return conversation_of(conversation_id).rpartition(_SCOPE)[2]
 
 
 def _required(source: str, value: Any) -> str | None:
-    """The id that a strict source states; None if it is empty."""
+    """Return the id that a strict source states; None if it is empty."""
     if not isinstance(value, str):
         kind = _JSON_TYPES.get(type(value), type(value).__name__)
         raise InvalidConversationId(
@@ -338,8 +311,8 @@ def _checked(source: str, value: str) -> str:
     if value in (".", ".."):
         raise InvalidConversationId(
             source,
-            f'must not be "{value}": clients take it out of a URL, so the conversation could be '
-            "neither looked at nor ended there",
+            f'must not be "{value}", which clients remove from URLs, so that the conversation '
+            "could be neither read nor ended; choose another id",
         )
     if value.isascii() and value.isprintable():
         return value
@@ -356,13 +329,11 @@ def _checked(source: str, value: str) -> str:
 
 
 def is_id(value: str) -> bool:
-    """Whether a client can name a conversation so."""
     fits = 0 < len(value) <= MAX_ID_CHARS and value not in (".", "..")
     return fits and value.isascii() and value.isprintable()
 
 
 def _usable(value: str) -> str:
-    """An id that stands for a text: itself where it is fit for one; empty for an empty one."""
     return value if not value or is_id(value) else _hashed(value)
 
 
@@ -371,12 +342,10 @@ def _hashed(value: str) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """A text that is not empty."""
     return (value.strip() or None) if isinstance(value, str) else None
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
-    """The object that a text is the JSON of; None if it is not, or is too long to look."""
     if len(text) > _MOST_JSON_CHARS or not text.lstrip().startswith("{"):
         return None
     try:
@@ -387,7 +356,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _shown(value: str) -> str:
-    """The start of a refused value, quoted and escaped so that it is harmless in any log."""
+    """Return the start of a refused value, quoted and escaped so that it is harmless in any log."""
     escaped = ascii(value[:_MAX_ECHO_CHARS])[1:-1]
     if len(value) <= _MAX_ECHO_CHARS and len(escaped) <= _MAX_ECHO_CHARS:
         return f'"{escaped}"'

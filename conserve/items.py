@@ -1,9 +1,9 @@
-"""Reads the items of Messages and Responses: of which form they are, and how much they hold.
+"""Checks the items of Messages and Responses, and counts them.
 
-vLLM 0.29 judges an item of ``/v1/responses`` against some thirty types: 0.1 ms each on two slow
-cores, and 2 ms where none fits. So what cannot be served is refused here, in words that say which
-item and why; and a request may have fewer items than a chat has messages. What is let through,
-vLLM takes in the form that `conserve.canonical_items` gives it.
+vLLM 0.29 checks an item of ``/v1/responses`` against some thirty types: 0.1 ms each on two slow
+cores, and 2 ms if none fits. So what cannot be served is refused here, with the item and the
+reason, and the number of items is bounded. Accepted items are converted by
+`conserve.canonical_items`.
 """
 
 import re
@@ -14,12 +14,12 @@ from conserve.errors import ApiError
 from conserve.served import require_continuable, require_served_block
 
 ITEMS_A_PART = 3
-# What an item costs vLLM, in messages of a chat (3 us).
+# Cost of an item for vLLM, in messages of a chat (3 us).
 _ITEM_COSTS = {"message": 30, "function_call_output": 30, "function_call": 6, "reasoning": 6}
 # Together some 100 ms; 700 turns fit, each of a call, its result and its reasoning.
 MOST_RESPONSE_ITEMS = 32_768
 
-# An item that stands for another one, which a decoder keeps; see `deployments.router.stored`.
+# An item that names another one, which a decoder keeps; see `deployments.router.stored`.
 REFERENCE = "item_reference"
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -27,10 +27,10 @@ _STATUSES = (None, "in_progress", "completed", "incomplete")
 _PHASES = (None, "commentary", "final_answer")
 _DETAILS = (None, "auto", "low", "high", "original")
 _INPUT_PARTS = ("input_text", "input_image")
-# A client's own messages of an assistant have the parts of any other message.
+# An assistant's messages that clients write themselves have input parts.
 _ASSISTANT_PARTS = ("output_text", "refusal", "input_text")
 _REASONING_PARTS = ("reasoning_text", "summary_text")
-# Which member of a part has to be a text.
+# The member of a part that has to be a text.
 TEXTS = {
     "input_text": "text",
     "output_text": "text",
@@ -42,7 +42,7 @@ TEXTS = {
 FUNCTION, NAMESPACE = "function", "namespace"
 _TOOL_CHOICES = (None, "auto", "none", "required")
 _ALLOWED_MODES = ("auto", "required")
-# A client is told of the kinds of tools that are left out, in a header.
+# Kinds of tools that are left out are listed in a header.
 _KIND = re.compile(r"[a-z0-9_]{1,64}")
 
 _RESPONSE = "resp_"
@@ -51,13 +51,9 @@ _ITEM_ID = re.compile(r"[a-z]+_(.+)_[0-9]+")
 
 
 def message_items(body: Mapping[str, Any]) -> int:
-    """How many messages a request of ``/v1/messages`` has, parts counted as `ITEMS_A_PART` each.
+    """Count the messages of a request of ``/v1/messages``, parts as `ITEMS_A_PART` each.
 
-    Args:
-        body: parsed from JSON; its messages are known to be a list of objects.
-
-    Raises:
-        ApiError: 400, a block is not of the form that one has, or none that is served.
+    Raises ApiError (400) for a block that has the wrong form, or is not served.
     """
     messages = body["messages"]
     items = len(messages) + ITEMS_A_PART * _blocks(body.get("system"), "system", "system")
@@ -77,7 +73,7 @@ def _blocks(content: Any, where: str, role: str) -> int:
     for position, block in enumerate(content):
         if not isinstance(block, dict):
             raise ApiError(400, f"{where} must be a string or a list of blocks", param=where)
-        # Text may stand anywhere, and is most of what there is.
+        # Text is allowed anywhere, and most blocks are text.
         if block.get("type") != "text":
             require_served_block(block, f"{where}[{position}]", role)
         inner = block.get("content")
@@ -87,11 +83,7 @@ def _blocks(content: Any, where: str, role: str) -> int:
 
 
 def response_items(body: Mapping[str, Any]) -> int:
-    """Return what a request of ``/v1/responses`` costs to read, in messages of a chat.
-
-    Raises:
-        ApiError: 400, an item is none that can be served.
-    """
+    """Return what a request of ``/v1/responses`` costs to read, in messages of a chat."""
     given = body.get("input")
     if isinstance(given, str):
         return 1
@@ -164,46 +156,31 @@ def _part(part: Any, where: str, allowed: tuple[str, ...]) -> None:
         return
     if part.get("file_id") is not None:
         raise _unfit(f"{where}.file_id", "names a file, and none are kept here; send its image_url")
-    # With a name, an image that the engine has may be meant.
+    # With a uuid, it may be an image that the engine has.
     _require_text(part, where, "image_url", optional=part.get("uuid") is not None)
     _require_one_of(part, where, "detail", _DETAILS)
 
 
-# --- Names ----------------------------------------------------------------------------------------
-
-
 def item_id(response_id: str, kind: str, position: int) -> str:
-    """Return the id of an item that a response has put out; `response_of` is the other way."""
+    """Return the id of an item in a response's output; `response_of` is the inverse."""
     name = _PREFIXES.get(kind, "item")
     return f"{name}_{response_id.removeprefix(_RESPONSE)}_{position}"
 
 
 def call_id(response_id: str, position: int) -> str:
-    """Return the id by which the result of a streamed call names it."""
     return f"call_{response_id.removeprefix(_RESPONSE)}_{position}"
 
 
 def response_of(item_id: str) -> str | None:
-    """Return the id of the response that an item is of, by the item's id; None if by no response's.
-
-    Args:
-        item_id: of the client's, any text.
-    """
+    """Return the id of the response that an item is of, by the item's id; None if it is none's."""
     found = _ITEM_ID.fullmatch(item_id)
     return None if found is None else _RESPONSE + found[1]
 
 
-# --- Tools ----------------------------------------------------------------------------------------
-
-
 def check_response_tools(body: Mapping[str, Any]) -> None:
-    """Refuse a request of ``/v1/responses`` whose tools are of no form, or of none that is served.
+    """Refuse a request of ``/v1/responses`` whose tools are wrong, or none is served.
 
-    Beside functions, tools of other kinds are left out (`conserve.canonical_items`): clients offer
-    them to whichever server.
-
-    Raises:
-        ApiError: 400, it names the tool.
+    Tools of other kinds beside functions are left out: clients offer them to any server.
     """
     _check_tools(body.get("tools"))
     _check_tool_choice(body.get("tool_choice"))
@@ -269,7 +246,7 @@ def _check_tool_choice(choice: Any) -> None:
 
 
 def is_served(tool: Mapping[str, Any]) -> bool:
-    """Whether a tool is one that is shown to the model, or has such tools under its name."""
+    """Return whether a tool is shown to the model, or has such tools under its name."""
     if tool["type"] == NAMESPACE:
         return any(inner["type"] == FUNCTION for inner in tool["tools"])
     return bool(tool["type"] == FUNCTION)
@@ -280,9 +257,6 @@ def _kind(tool: Any, where: str) -> str:
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
         raise _unfit(where, "must be an object with a type")
     return kind
-
-
-# --- Words ----------------------------------------------------------------------------------------
 
 
 def _require_text(item: Mapping[str, Any], where: str, name: str, optional: bool = False) -> None:

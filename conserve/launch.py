@@ -1,8 +1,4 @@
-"""Run the application as a child, wait for it, and leave no process behind.
-
-Used by ``conserve serve``, ``conserve demo``, the tests and the benchmarks; each starts what a
-user would: ``serve run conserve.app``.
-"""
+"""Runs the application as a child, waits for it, and leaves no process behind."""
 
 import contextlib
 import ctypes
@@ -32,20 +28,19 @@ _KILLED_WITHIN_S = 20.0
 
 
 class LaunchError(RuntimeError):
-    """The application did not come up; the message says what was seen last and where."""
+    """The application did not start; the message has its last errors, and names the log."""
 
 
 class Launch:
     """A running application, as a context manager.
 
-    Everything that it starts (Ray, Serve, engines, LMCache) becomes a descendant of this
-    process for good, so that `stop` finds all of it, whatever died on the way.
+    All processes that it starts (Ray, Serve, engines, LMCache) remain descendants of this process,
+    so that `stop` finds them even if those between have died.
 
     Args:
-        arguments: what ``serve run conserve.app`` is given: ``decoders=3``, ...
-        log: file for the application's output.
+        arguments: for ``serve run conserve.app``, such as ``decoders=3``.
         environment: variables on top of this process's own.
-        command: what to run instead of ``serve run``, for peers.
+        command: runs instead of ``serve run``, for peers.
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class Launch:
         _adopt_orphans()
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("wb") as log:
-            # It has a session of its own, so that Ctrl-C reaches it when we say so, and once.
+            # A session of its own, so that Ctrl-C reaches it only through `stop`.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -86,11 +81,9 @@ class Launch:
 
     @property
     def running(self) -> bool:
-        """Whether the application's own process lives."""
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> int:
-        """Wait for the application to end by itself; returns its exit status."""
         assert self._process is not None
         return self._process.wait()
 
@@ -102,10 +95,7 @@ class Launch:
         timeout_s: float = 600.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> dict[str, float]:
-        """Wait until these numbers of engines are ready to serve.
-
-        Returns:
-            The phases of the start, in their order, each with its seconds.
+        """Wait until these numbers of engines are ready; return each phase's seconds.
 
         Raises:
             LaunchError: the application ended, or was not ready in time.
@@ -145,7 +135,7 @@ class Launch:
         known = {process.pid: process for process in _descendants()}
         in_memory = shared_memory.mapped(known)
         if self._process.poll() is None:
-            # What Ctrl-C does: Serve shuts the application down, then Ray goes.
+            # Like Ctrl-C: Serve shuts the application down, then Ray ends.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -156,7 +146,7 @@ class Launch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
         _, left = psutil.wait_procs(left, timeout=5)
-        # Those that end may start others on their way, and a busy kernel takes its time.
+        # Processes that end may start others, and a busy kernel needs time.
         deadline_s = time.monotonic() + _KILLED_WITHIN_S
         while (left := [*left, *_descendants()]) and time.monotonic() < deadline_s:
             for process in left:
@@ -174,7 +164,7 @@ class Launch:
 
 
 def _phase(state: Mapping[str, Any], engines: int) -> str:
-    """Return what the engines that are furthest behind do, by what `health` has said."""
+    """Return the phase of the engines that are furthest behind, from the answer of `health`."""
     if not state:
         return "starting Ray and Serve"
     starting = state.get("starting", {})
@@ -185,15 +175,11 @@ def _phase(state: Mapping[str, Any], engines: int) -> str:
 
 
 def _errors(log: str) -> list[str]:
-    """Return the lines of a log that speak of errors, each once: the first, which name causes,
-    and the last, which say what came of them.
-
-    Serve starts a replica three times before it gives up, so that a log has each error thrice.
-    """
+    """Return a log's lines about errors, each once: the first ones and the last."""
     found: dict[str, str] = {}
     for line in log.splitlines():
         if "Error" in line or "error" in line:
-            # Without colours, and the names of the processes in front.
+            # Without colours and process names.
             bare = re.sub(r"^(\([^)]*\)\s*)+", "", re.sub(r"\x1b\[[0-9;]*m", "", line))
             found.setdefault(re.sub(r"\d+", "", bare), bare)
     lines = list(found.values())
@@ -201,18 +187,14 @@ def _errors(log: str) -> list[str]:
 
 
 def require_free(url: str) -> None:
-    """Refuse to start beside an application that answers at this address already.
-
-    Raises:
-        LaunchError: one does; requests would go to it.
-    """
+    """Raise LaunchError if an application answers at this address already."""
     if health(url):
         raise LaunchError(f"something serves at {url} already: stop it, or choose another port")
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore the signals that would leave processes behind; works in the main thread alone."""
+    """Ignore signals that would leave processes behind; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -226,7 +208,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def health(url: str) -> dict[str, Any]:
-    """The body of ``GET /health``, whatever its status; empty if nobody answers."""
+    """Return the body of ``GET /health``, whatever its status; empty without an answer."""
     try:
         with urllib.request.urlopen(url + "/health", timeout=15) as response:
             body = json.loads(response.read())

@@ -1,13 +1,10 @@
-"""Which addresses nobody but this machine can reach."""
+"""Recognises addresses that only this machine can reach."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or ``localhost``, is this machine's own; other names are taken not to be.
-
-    An IPv4 address may be written as IPv6, as a socket that serves both has it.
-    """
+    """Return whether an address, also an IPv4 one in IPv6's form, or ``localhost`` is loopback."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

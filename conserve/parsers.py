@@ -1,9 +1,8 @@
-"""The table of vLLM's parsers: which one reads a model's tool calls, and which its reasoning.
+"""Chooses vLLM's parsers of a model's tool calls and reasoning.
 
-vLLM has a parser for each way in which models write tool calls and reasoning, and takes none by
-itself: without one it refuses ``tools``, and leaves reasoning in the answer. Which way a model
-writes, its chat template says: that is what it is prompted with, and what it sees of its own
-earlier calls. Where the template does not say it, or there is none, the architecture does.
+vLLM chooses none by itself: without one it refuses ``tools``, and leaves reasoning in the answer. A
+model's chat template shows how it writes calls. If that shows none, or there is none, the
+architecture decides.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -18,23 +17,19 @@ TOOL_CALL_PARSER = "tool_call_parser"
 REASONING_PARSER = "reasoning_parser"
 AUTO_TOOL_CHOICE = "enable_auto_tool_choice"
 
-# Whether a model reasons before it answers: unless it is asked not to, only if it is asked to, or
-# its prompt does not say.
+# Whether a model reasons before it answers: unless asked not to, only if asked to, or not known.
 Thinking = Literal["on", "off", "unsaid"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """Says what is known of how a model is prompted.
+    """Knowledge of how a model is prompted.
 
     Attributes:
-        architectures: those of its ``config.json``.
-        template: its chat template for requests with tools; None: it has none, or vLLM renders its
-            prompts by code of its own.
-        shows_tools: whether that template shows the model the tools of a request.
-        thinking: what the template says, by how a prompt for the next answer ends.
-        tokens: which of the tokens that parsers want are in its vocabulary; None: not known.
-        packages: which of the packages that parsers want are installed.
+        template: its chat template for requests with tools; None if vLLM renders its prompts by its
+            own code, or it has none.
+        thinking: what the end of a prompt for the next answer says.
+        tokens, packages: which of those that parsers require it has; None if not known.
     """
 
     architectures: tuple[str, ...]
@@ -47,13 +42,9 @@ class Prompting:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """vLLM's parsers for a model.
+    """vLLM's parsers for a model; without a tool parser, tools are refused.
 
-    Attributes:
-        tool: of its tool calls; None: none, and tools are refused.
-        reasoning: of its reasoning; None: none.
-        why: by what `tool` was chosen; empty without one.
-        problem: what an operator should know, and what to do; None: nothing.
+    ``problem`` tells an operator what to do.
     """
 
     tool: str | None = None
@@ -62,7 +53,6 @@ class Parsers:
     problem: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return these as vLLM's engine arguments."""
         chosen: dict[str, Any] = {}
         if self.tool is not None:
             chosen |= {AUTO_TOOL_CHOICE: True, TOOL_CALL_PARSER: self.tool}
@@ -73,16 +63,16 @@ class Parsers:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way in which models write tool calls, and the parsers that read what they write.
+    """A way in which models write tool calls, and the parsers that read it.
 
     Attributes:
-        tool: vLLM's parser of the calls; None: it has none.
-        marks: the template of a model that writes so has all of them; none: it shows no calls.
-        reasoning: the parser for models that reason unless they are asked not to. Such a parser
-            takes an answer for reasoning until that ends, so others must not have it.
+        tool: vLLM's parser of the calls, if it has one.
+        marks: the template of a model that writes so has all of them; empty if it shows no calls.
+        reasoning: the parser for models that reason unless they are asked not to. It takes an
+            answer for reasoning until that ends, so other models must not have it.
         on_request: the parser for models that reason only if they are asked to.
-        sign: a text by which the template shows that the model reasons, where the end of a prompt
-            does not; empty: all of these models do. None: the end of a prompt says it.
+        sign: a text of the template that shows that the model reasons; empty if all of these models
+            do. None if the end of a prompt says it.
     """
 
     tool: str | None
@@ -93,7 +83,7 @@ class Format:
 
 
 def _deepseek(name: str) -> str:
-    """A token of DeepSeek's, whose bars are full-width."""
+    """Return a token of DeepSeek's, whose bars are full-width."""
     return f"<\uff5c{name}\uff5c>"
 
 
@@ -128,10 +118,10 @@ _MUSE = Format("muse_glimmer", ("<atem:invoke",), "muse_glimmer", sign="")
 _GIGACHAT3 = Format("gigachat3", ("<|role_sep|>", "function call"))
 _MINICPM5 = Format("minicpm5", ("<function name=",))
 _HUNYUAN = Format("hunyuan_a13b", ("<tool_calls>",), "hunyuan_a13b", sign="<think>")
-# A suffix of the model's own comes before the bracket.
+# The model's own suffix comes before the bracket.
 _HY_MARKS = ("<tool_calls", "<tool_call", "<arg_key")
 
-# Told apart by their marks. Where two that have as many are in one template, the earlier counts.
+# Told apart by their marks; of two with as many in one template, the earlier counts.
 FORMATS = (
     _KIMI_K2, _MINIMAX_M2, _MINIMAX_M3, _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK_V31, _SEED,
     _LONGCAT, _DOTS, _GEMMA4, _LFM2, _APERTUS, _INTERNLM, _STEP3, _MUSE, _MISTRAL, _GPT_OSS,
@@ -149,7 +139,7 @@ def _of(names: str, of: Format) -> dict[str, Format]:
     return dict.fromkeys(names.split(), of)
 
 
-# By architecture, for a template that says nothing; and for one with marks that several have.
+# By architecture, for templates without marks, or with marks of several formats.
 ARCHITECTURES: dict[str, Format] = {
     **_of(
         "Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration"
@@ -247,8 +237,8 @@ ARCHITECTURES: dict[str, Format] = {
 
 _THINK = ("<think>", "</think>")
 _DEEPSEEK_TOKENS = (_DEEPSEEK_CALLS, _deepseek("tool▁calls▁end"))
-# What each of these parsers wants in a model's vocabulary as one token; without it, it fails every
-# request. (`hy_v3` and `hy_v4` put a suffix of the model's behind theirs.)
+# Tokens that these parsers require in a model's vocabulary; without them every request fails.
+# (Those of `hy_v3` and `hy_v4` end in a suffix of the model's.)
 TOOL_TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek_v3": _DEEPSEEK_TOKENS,
     "deepseek_v31": _DEEPSEEK_TOKENS,
@@ -266,7 +256,7 @@ REASONING_TOKENS: dict[str, tuple[str, ...]] = {
     "step3": ("</think>",),
     "step3p5": _THINK,
 }
-# What these import, which vLLM does not bring.
+# Packages that these parsers import, and that vLLM does not require.
 PACKAGES = {"cohere_command3": "cohere_melody", "cohere_command4": "cohere_melody"}
 
 
@@ -274,9 +264,7 @@ PACKAGES = {"cohere_command3": "cohere_melody", "cohere_command4": "cohere_melod
 class Choice:
     """Settings with the parsers of the model that is served.
 
-    Attributes:
-        said: which they are and why, for a log.
-        problem: what an operator should know, and what to do; None: nothing.
+    ``said`` tells which they are and why, for a log; ``problem`` tells an operator what to do.
     """
 
     settings: Settings
@@ -285,11 +273,7 @@ class Choice:
 
 
 def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str = "") -> Choice:
-    """Return settings with parsers for the model, where they say nothing of them.
-
-    Args:
-        known: None: nothing is known of the model, and ``why_unknown`` says why.
-    """
+    """Return settings with parsers for the model, unless they name some."""
     default = engine_arguments(settings.model, gpu=False)
     if TOOL_CALL_PARSER in default:
         found = Parsers(default[TOOL_CALL_PARSER], why="as the embedded model writes them")
@@ -305,7 +289,7 @@ def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str =
     settings = settings.model_copy(update={"engine": chosen | _plain(settings.engine)})
     for name in ("decoders", "prefillers"):
         role = getattr(settings, name)
-        # Which fields are set says elsewhere what was asked for.
+        # Change only what differs: elsewhere the fields that are set tell what was asked for.
         if (plain := _plain(role.engine)) != role.engine:
             settings = settings.model_copy(update={name: role.model_copy(update={"engine": plain})})
     said = _said(found, {**default, **settings.engine, **settings.decoders.engine})
@@ -313,10 +297,10 @@ def with_parsers(settings: Settings, known: Prompting | None, why_unknown: str =
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments of an operator's, as vLLM takes them: with or without a parser of calls."""
+    """Return an operator's engine arguments as vLLM takes them, with or without a parser."""
     plain = dict(arguments)
     if TOOL_CALL_PARSER in plain:
-        # To vLLM an empty name is that of a parser which it does not have.
+        # vLLM would look for a parser with an empty name.
         plain[TOOL_CALL_PARSER] = plain[TOOL_CALL_PARSER] or None
         plain.setdefault(AUTO_TOOL_CHOICE, plain[TOOL_CALL_PARSER] is not None)
     if REASONING_PARSER in plain:
@@ -325,7 +309,6 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(found: Parsers, told: Mapping[str, Any]) -> str:
-    """Which parsers decoders are told, and why."""
     tool = told.get(TOOL_CALL_PARSER) if told.get(AUTO_TOOL_CHOICE) else None
     why = f" ({found.why})" if tool else ""
     if told.get(TOOL_CALL_PARSER) != found.tool:
@@ -338,7 +321,6 @@ def _said(found: Parsers, told: Mapping[str, Any]) -> str:
 
 
 def choose(known: Prompting) -> Parsers:
-    """Return the parsers for a model."""
     name = known.architectures[0] if known.architectures else "no architecture"
     candidates = list(_candidates(known))
     reasoning = _reasoning(known, candidates[0][0] if candidates else None)
@@ -379,7 +361,6 @@ def choose(known: Prompting) -> Parsers:
 
 
 def _candidates(known: Prompting) -> Iterator[tuple[Format, str]]:
-    """Formats that a model may write in, the likeliest first, and by what."""
     name = next((name for name in known.architectures if name in ARCHITECTURES), None)
     own = None if name is None else ARCHITECTURES[name]
     if known.template is not None:
@@ -415,7 +396,7 @@ def _reasoning(known: Prompting, of: Format | None) -> str | None:
     elif known.thinking == "on":
         found = own if of is not None and of.sign is None else None
         if found is None:
-            # Models by many hands write <think>; those that can be asked not to, as Qwen3's.
+            # Many models write <think>; those that can be asked not to do it as Qwen3 does.
             found = "qwen3" if "enable_thinking" in template else "deepseek_r1"
     elif known.thinking == "off" and of is not None:
         found = of.on_request

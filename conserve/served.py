@@ -1,8 +1,7 @@
-"""Judges what the schemas of chats and Messages allow and vLLM 0.29 misses or misunderstands.
+"""Checks for what the schemas of chats and Messages allow, and vLLM 0.29 ignores or misunderstands.
 
-What asks for something that is not served is refused by its name. What vLLM would serve if it were
-said otherwise is said otherwise. Fields that only advise (who the user is, how long to cache, which
-service tier) have no effect, and are let through.
+A request for what is not served is refused, with the field's name. What vLLM would serve in another
+form is converted. Fields that only advise (user, cache times, service tier) have no effect.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ UNSERVED = {
         "moderation": "call a moderation model from the client",
     },
 }
-# Values of such fields that ask for nothing either.
+# Values of such fields that ask for nothing.
 _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -48,7 +47,7 @@ _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 # Roles of a chat's messages that may hold what is not served.
 _ROLES_TO_JUDGE = ("assistant", "function")
-# By Anthropic's schema any block may stand in any message. vLLM drops the others without a word.
+# By Anthropic's schema any block may stand in any message; vLLM silently drops all but these.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
     "assistant": (
@@ -63,17 +62,9 @@ _THINKING = ("thinking", "redacted_thinking")
 
 
 def as_served(body: Json, path: str) -> Json:
-    """Return a request that says in vLLM's words what it says in the schema's.
+    """Return a request in vLLM's terms; the same object if nothing changes.
 
-    Args:
-        body: parsed from JSON, and let through by `conserve.budget`; it is not changed.
-        path: as `conserve.apis` has it.
-
-    Returns:
-        The same object, if there is nothing to say otherwise.
-
-    Raises:
-        ApiError: 400, it asks for what is not served; the error names the field.
+    The body has passed `conserve.budget`. Raises ApiError (400) for what is not served.
     """
     _require_served(body, path)
     if path == CHAT:
@@ -105,15 +96,7 @@ def _require_served(body: Mapping[str, Any], path: str) -> None:
 
 
 def require_served_block(block: Mapping[str, Any], where: str, role: str) -> None:
-    """Refuse a block of Messages that the model would not be shown.
-
-    Args:
-        where: its place in the request.
-        role: of the message that it stands in.
-
-    Raises:
-        ApiError: 400; it names the field.
-    """
+    """Refuse a block of Messages that the model would not be shown, with ApiError (400)."""
     kind = block.get("type")
     allowed = _BLOCKS.get(role)
     if allowed is None or kind is None:
@@ -143,14 +126,7 @@ def _require_served_image(block: Mapping[str, Any], where: str) -> None:
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
-    """Refuse to have a last message of the assistant's continued that is whole.
-
-    Args:
-        body: of Messages; its messages are known to be a list of objects, and not empty.
-
-    Raises:
-        ApiError: 400, in Anthropic's words.
-    """
+    """Refuse to continue a complete last message of the assistant's."""
     position, last = len(body["messages"]) - 1, body["messages"][-1]
     if last.get("role") != "assistant":
         return
@@ -182,7 +158,7 @@ def require_continuable(body: Mapping[str, Any]) -> None:
 
 
 def _with_schema(body: Json) -> Json:
-    """A chat whose answer is to be any JSON object, where the schema that it is to have is none."""
+    """Ask for any JSON object if the chat's response format has no schema."""
     wanted = body.get("response_format")
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
         return body
@@ -193,7 +169,7 @@ def _with_schema(body: Json) -> Json:
 
 
 def _with_messages_served(body: Json) -> Json:
-    """Judge a chat's messages, and make of answers that were refusals answers of that content."""
+    """Check a chat's messages, and give answers that were refusals these as their content."""
     messages = body["messages"]
     told = {}
     for position, message in enumerate(messages):
@@ -223,9 +199,9 @@ def _require_served_message(message: Mapping[str, Any], where: str) -> None:
 
 
 def _without_empty_end(body: Json) -> Json:
-    """Messages without a last one of the assistant's that says nothing: there is no more to it.
+    """Drop a last message of the assistant's that is empty.
 
-    To continue it would be to begin an answer, which the model's template has its own way to do.
+    Continuing it would mean to begin an answer, for which the model's template has its own way.
     """
     *others, last = body["messages"]
     if not others or last.get("role") != "assistant" or not _says_nothing(last.get("content")):
@@ -260,3 +236,72 @@ def _unserved_block(where: str, kind: Any, within: str, allowed: tuple[str, ...]
         "unsupported_value",
         param=field,
     )
+
+
+_FIELD = "tool_choice"
+_ALLOWED = f"{_FIELD}.allowed_tools"
+_MODES = ("auto", "required")
+
+
+def resolved(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request whose ``tool_choice`` engines know, with the tools that it may call.
+
+    Only chats change. ApiError (400) if it chooses tools that are not served, or not among its
+    tools.
+    """
+    choice = body.get(_FIELD)
+    if path != CHAT or not isinstance(choice, dict):
+        return body
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _with_allowed(body, choice.get("allowed_tools"))
+    if isinstance(kind, str) and kind != "function":
+        raise ApiError(
+            400,
+            f"{_FIELD}.type {kind[:40]!r} is not served; choose a function by type "
+            '"function", or some of them by "allowed_tools"',
+            "unsupported_value",
+            param=f"{_FIELD}.type",
+        )
+    return body
+
+
+def _with_allowed(body: dict[str, Any], choice: Any) -> dict[str, Any]:
+    if not isinstance(choice, dict):
+        raise _unfit(_ALLOWED, "must be an object with a mode and tools")
+    mode, listed, tools = choice.get("mode"), choice.get("tools"), body.get("tools")
+    if mode not in _MODES:
+        raise _unfit(f"{_ALLOWED}.mode", f"must be {' or '.join(_MODES)}")
+    where = f"{_ALLOWED}.tools"
+    if not isinstance(listed, list) or not listed:
+        raise _unfit(
+            where, f'must be a list with at least one tool; for none send {_FIELD}: "none"'
+        )
+    if not isinstance(tools, list):
+        raise ApiError(400, f"{_ALLOWED} allows some of tools; send these too", param="tools")
+    names = {_required_name(one, f"{where}[{position}]") for position, one in enumerate(listed)}
+    kept = [tool for tool in tools if _name_of(tool) in names]
+    missing = names - {_name_of(tool) for tool in kept}
+    if missing:
+        raise _unfit(where, f"names {min(missing)[:100]!r}, which is not one of tools")
+    return {**body, "tools": kept, _FIELD: mode}
+
+
+def _required_name(tool: Any, where: str) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise _unfit(f"{where}.type", f"is {kind[:40]!r}, and only functions are served")
+    name = _name_of(tool)
+    if name is None:
+        raise _unfit(where, 'must be {"type": "function", "function": {"name": ...}}')
+    return name
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _unfit(where: str, what: str) -> ApiError:
+    return ApiError(400, f"{where} {what}", param=where)

@@ -1,9 +1,7 @@
-"""Removes what processes leave in shared memory when they are killed.
+"""Removes the shared memory of processes that were killed.
 
-POSIX shared memory and semaphores that Python makes are files in /dev/shm. A process that ends
-removes its own; one that is killed leaves them until the machine starts again. A running engine
-has none (deployments/engine/engine_end.py); one that loads has a lock for its workers, and what
-else runs beside ConServe may have more.
+POSIX shared memory and semaphores that Python makes are files in /dev/shm, which a killed process
+leaves. A running engine has none (deployments/engine/engine_end.py), but other processes may.
 """
 
 import contextlib
@@ -15,18 +13,18 @@ _MADE_BY_PYTHON = ("psm_", "sem.mp-")
 
 
 def mapped(pids: Iterable[int]) -> set[Path]:
-    """The shared memory and semaphores, made by Python, that these processes have in use."""
+    """Return the shared memory and semaphores, made by Python, that these processes use."""
     inodes = set()
     for pid in pids:
         try:
             text = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
-            continue  # It has ended, or is somebody else's.
+            continue  # It has ended, or is another user's.
         for line in text.splitlines():
             # address, permissions, offset, device, inode, path
             if "/dev/shm/" in line:
                 inodes.add(int(line.split(maxsplit=5)[4]))
-    # Names as shown there would not do: a semaphore had another name when it was mapped.
+    # By inode, since a semaphore had another name when it was mapped.
     return {file for file in _files() if _inode(file) in inodes} if inodes else set()
 
 
@@ -42,7 +40,6 @@ def _inode(file: Path) -> int | None:
 
 
 def remove(files: Iterable[Path]) -> int:
-    """Remove the files that are still there; returns how many they were."""
     removed = 0
     for file in files:
         with contextlib.suppress(FileNotFoundError):

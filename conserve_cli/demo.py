@@ -150,7 +150,7 @@ def demo(
     if json_path is not None:
         write_json(outcome, json_path)
     wrong = outcome.verdict(
-        conversations, turns, always_handed_off=chosen.placement == "conversation"
+        conversations, turns, always_handed_off=chosen.policy_class.only_first_prompts
     )
     for problem in wrong:
         console.print(f"[red]Not as promised:[/red] {problem}")

@@ -24,7 +24,7 @@ from conserve.direct import LARGE_TOKENS
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
-from conserve.pausing.host import HostMemory
+from conserve.pausing.cache import HostMemory
 from conserve.placement import Step, make_policy
 from conserve.recognition import Chain
 

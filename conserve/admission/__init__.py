@@ -1,14 +1,7 @@
-"""Decides who goes to a decoder now, who waits for room in which order, and who is turned away.
-
-Plain Python with the time as an argument: the conversation table's actor and the simulator run the
-same `Admission`.
-"""
+"""Decides which conversations go to a decoder now, and which wait, in which order."""
 
 from conserve.admission.admission import Admission, Admitted
-from conserve.admission.first_come import FirstCome
-from conserve.admission.levels import Levels
-from conserve.admission.ticket import LineOrder, Ticket
-from conserve.admission.waiting import QueueFull, WaitingLine
+from conserve.admission.waiting import FirstCome, Levels, LineOrder, QueueFull, Ticket, WaitingLine
 from conserve.admission.window import Pressure, Window
 
 __all__ = [

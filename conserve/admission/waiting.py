@@ -1,14 +1,170 @@
-"""The line of conversations that wait for a decoder with room: bounded, in some order."""
+"""The queue of conversations that wait for a decoder with room, and its orders."""
 
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple, Protocol
 
-from conserve.admission.first_come import FirstCome
-from conserve.admission.ticket import LineOrder, Ticket
+from conserve import identity
 from conserve.histories.kinship import Opening
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A place in the queue; ``served_tokens`` are its conversation's histories'."""
+
+    history_id: str
+    prompt_tokens: int
+    joined_s: float
+    arrived_s: float
+    deadline_s: float
+    opening: Opening | None = None
+    served_tokens: int = 0
+
+
+class LineOrder(Protocol):
+    """Orders the queue, and says which tickets others may overtake."""
+
+    def join(self, ticket: Ticket) -> None: ...
+
+    def leave(self, ticket: Ticket, *, went: bool) -> None:
+        """Remove a ticket; ``went`` says whether it was admitted."""
+
+    def tickets(self, now_s: float) -> Iterator[Ticket]:
+        """Yield the tickets in their order. None may join or leave meanwhile."""
+
+    def holds_up(self, ticket: Ticket, now_s: float) -> bool:
+        """Return whether those behind have to wait until this one fits."""
+
+
+class FirstCome:
+    """Serves tickets in order of arrival; none overtakes (the ConServe paper's queue)."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[str, Ticket] = {}
+
+    def join(self, ticket: Ticket) -> None:
+        self._tickets[ticket.history_id] = ticket
+
+    def leave(self, ticket: Ticket, *, went: bool) -> None:
+        del self._tickets[ticket.history_id]
+
+    def tickets(self, now_s: float) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def holds_up(self, ticket: Ticket, now_s: float) -> bool:
+        return True
+
+
+# Above every level: tickets that none may overtake any more.
+_AGED = -1
+
+
+class _Place(NamedTuple):
+    level: int
+    since_s: float
+    number: int
+    ticket: Ticket
+
+
+class Levels:
+    """Orders tickets by their conversations' attained service, in few levels; waiting raises them.
+
+    A conversation that was served less than ``first_tokens`` starts on level 0; each further level
+    reaches up to ``growth`` times as far. After each ``rise_s`` a ticket rises by one level, and
+    from level 0 it becomes *aged*. Aged tickets go first, by the time they became aged; then level
+    after level in order of arrival. Later tickets may overtake any but the aged, for which room is
+    kept. So:
+
+    - No ticket that comes later than (level + 1) x ``rise_s`` after another goes before it.
+    - Once a ticket is aged, only aged tickets that wait already go before it.
+
+    Tenants take turns, and both bounds hold within a tenant. With T tenants waiting, while m
+    tickets of its own tenant go before an aged one, at most (m + 1) x (T - 1) of others do.
+    """
+
+    def __init__(
+        self, first_tokens: int = 4096, growth: int = 4, levels: int = 4, rise_s: float = 10.0
+    ) -> None:
+        self._first_tokens = first_tokens
+        self._growth = growth
+        self._levels = levels
+        self._rise_s = rise_s
+        # By tenant, the one whose turn it is first.
+        self._lines: OrderedDict[str | None, list[_Place]] = OrderedDict()
+        self._places: dict[str, _Place] = {}
+        # When tickets rise, as a heap; some of them may have left.
+        self._rises: list[tuple[float, int, str]] = []
+        self._numbers = count()
+
+    def level(self, served_tokens: int) -> int:
+        level, below_tokens = 0, self._first_tokens
+        while level < self._levels - 1 and served_tokens >= below_tokens:
+            level += 1
+            below_tokens *= self._growth
+        return level
+
+    def join(self, ticket: Ticket) -> None:
+        place = _Place(
+            self.level(ticket.served_tokens), ticket.joined_s, next(self._numbers), ticket
+        )
+        self._put(place)
+        heappush(self._rises, (ticket.joined_s + self._rise_s, place.number, ticket.history_id))
+
+    def leave(self, ticket: Ticket, *, went: bool) -> None:
+        """Remove a ticket; if it was admitted, its tenant's next comes after the other tenants'."""
+        self._take(self._places[ticket.history_id])
+        tenant = identity.tenant_of(ticket.history_id)
+        if went and tenant in self._lines:
+            self._lines.move_to_end(tenant)
+
+    def tickets(self, now_s: float) -> Iterator[Ticket]:
+        self._let_rise(now_s)
+        if len(self._lines) == 1:
+            (line,) = self._lines.values()
+            yield from (place.ticket for place in line)
+            return
+        for at in range(max(map(len, self._lines.values()), default=0)):
+            for line in self._lines.values():
+                if at < len(line):
+                    yield line[at].ticket
+
+    def holds_up(self, ticket: Ticket, now_s: float) -> bool:
+        self._let_rise(now_s)
+        return self._places[ticket.history_id].level == _AGED
+
+    def _let_rise(self, now_s: float) -> None:
+        while self._rises and self._rises[0][0] <= now_s:
+            at_s, number, key = heappop(self._rises)
+            place = self._places.get(key)
+            if place is None or place.number != number:
+                continue
+            self._take(place)
+            if place.level == 0:
+                self._put(place._replace(level=_AGED, since_s=at_s))
+                continue
+            self._put(place._replace(level=place.level - 1))
+            heappush(self._rises, (at_s + self._rise_s, number, key))
+
+    def _put(self, place: _Place) -> None:
+        tenant = identity.tenant_of(place.ticket.history_id)
+        insort(self._lines.setdefault(tenant, []), place)
+        self._places[place.ticket.history_id] = place
+
+    def _take(self, place: _Place) -> None:
+        del self._places[place.ticket.history_id]
+        tenant = identity.tenant_of(place.ticket.history_id)
+        line = self._lines[tenant]
+        del line[bisect_left(line, place)]
+        if not line:
+            del self._lines[tenant]
+
+
 class QueueFull(Exception):
-    """As many conversations wait already as may. ``retry_after_s`` is when to try again."""
+    """The queue has no place free. ``retry_after_s`` is when to try again."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         if limit == 0:
@@ -23,13 +179,7 @@ class QueueFull(Exception):
 
 
 class WaitingLine:
-    """A bounded line with a longest wait.
-
-    Args:
-        limit: places in the line; 0 means that nobody may wait.
-        timeout_s: the longest wait.
-        order: who goes first; by default whoever came first.
-    """
+    """A bounded queue with a longest wait; by default in order of arrival."""
 
     def __init__(self, limit: int, timeout_s: float, order: LineOrder | None = None) -> None:
         self._limit = limit
@@ -43,11 +193,10 @@ class WaitingLine:
 
     @property
     def tokens(self) -> int:
-        """Return the sum of everybody's prompts in the line."""
         return sum(ticket.prompt_tokens for ticket in self._line.values())
 
     def tokens_of(self, beginning: str) -> int:
-        """Return the sum of the prompts of those whose ids begin so."""
+        """Return the sum of the prompts of histories whose ids have this prefix."""
         line = self._line.values()
         return sum(
             ticket.prompt_tokens for ticket in line if ticket.history_id.startswith(beginning)
@@ -63,10 +212,6 @@ class WaitingLine:
         served_tokens: int = 0,
     ) -> Ticket:
         """Take a place.
-
-        Args:
-            arrived_s: when its first request came, if that was before now.
-            opening, served_tokens: as in `Ticket`.
 
         Raises:
             QueueFull: no place is free.
@@ -86,26 +231,20 @@ class WaitingLine:
         return ticket
 
     def leave(self, history_id: str, *, went: bool = False) -> Ticket | None:
-        """Give the place up; None if it has none.
-
-        Args:
-            went: it does not wait any longer because there is room for it.
-        """
+        """Give the place up; None if it has none. ``went`` says whether it is admitted."""
         ticket = self._line.pop(history_id, None)
         if ticket is not None:
             self._order.leave(ticket, went=went)
         return ticket
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        """Everybody, who goes first first. Nobody may join or leave meanwhile."""
         return self._order.tickets(now_s)
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether those behind it have to wait until it fits."""
         return self._order.holds_up(ticket, now_s)
 
     def retry_after_s(self, now_s: float) -> int:
-        """When a place is free at the latest, in whole seconds, at least 1."""
+        """Return the time until a place is free at the latest, in whole seconds from 1 to 60."""
         oldest = next(iter(self._line.values()), None)
         wait_s = oldest.deadline_s - now_s if oldest is not None else self._timeout_s
         return max(1, min(int(wait_s) + 1, 60))

@@ -1,12 +1,11 @@
-"""How many histories may be at work at a time, by what presses on engines and on tools' machine."""
+"""Limits how many histories are active, by the pressure on engines and on tools' machine."""
 
 import math
 from dataclasses import dataclass
 
-# Of the tokens that prompts should have found, the share that was computed again: above the first
-# engines work for what they have dropped, below the second they do not.
+# Bounds of `Pressure.kv`: above the first it counts as high, below the second as low.
 _KV_HIGH, _KV_LOW = 0.2, 0.1
-# The same for the CPUs on which tools run.
+# The same of `Pressure.cpu`.
 _CPU_HIGH, _CPU_LOW = 0.9, 0.7
 
 
@@ -34,12 +33,11 @@ class _Overload:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Tells what presses, from 0 to 1.
+    """The pressures that a window observes, from 0 to 1.
 
     Attributes:
-        kv: of the tokens that prompts had before and should have found, the share that was not
-            there and is computed again.
-        cpu: of the machine that tools run on; 0 where none do.
+        kv: of the tokens that prompts should have found cached, the share computed again.
+        cpu: of the machine that tools run on; 0 without one.
     """
 
     kv: float = 0.0
@@ -47,37 +45,17 @@ class Pressure:
 
 
 class Window:
-    """The most histories that may be at work, W = min(W_adm, W_cpu, W_kv), or no bound at all.
+    """The most histories that may be active: W = min(W_adm, W_cpu, W_kv), or no bound.
 
-    W_adm follows additive increase and multiplicative decrease (MARS, algorithm 1): while either
-    pressure is an overload, each ``interval_s`` it becomes ``shrink`` times what it was, or what is
-    at work, if that is less; while neither is, it grows by ``grow``. There is none before the first
-    overload, and none any more once it has been twice what is at work for ``forget_s``. While a
-    pressure is an overload, W_cpu and W_kv are what would bring it to its bound if it were
-    proportional to what is at work.
+    W_adm follows additive increase and multiplicative decrease (MARS, algorithm 1), but has no
+    bound before the first overload, nor once it has been twice the active histories for
+    ``forget_s``. During an overload, W_cpu and W_kv would bring that pressure to its bound if it
+    were proportional to the active histories. An overload begins when a pressure has been high for
+    ``persists_s``, and ends when it is low.
 
-    A pressure is an overload from when it has been high for ``persists_s`` until it is low.
-
-    Settings:
-        least: it is never less than this.
-        grow, shrink, interval_s, persists_s, forget_s: see above.
-        follows_kv: whether ``Pressure.kv`` counts. Simulated, it should where histories are parked;
-            without host memory those who are kept waiting are computed again all the same.
-
-    Attributes:
-        limit: the window; infinite where there is no bound.
-        pressure: what was observed last.
-
-    Example:
-        >>> window = Window(interval_s=10, persists_s=10)
-        >>> for now_s in (0, 10, 20):
-        ...     window.observe(now_s, 40, Pressure(kv=0.25))
-        >>> window.limit
-        19
-        >>> for now_s in (30, 40):
-        ...     window.observe(now_s, 18, Pressure(kv=0.05))
-        >>> window.limit
-        21
+    Args:
+        follows_kv: whether ``Pressure.kv`` counts. It should where histories are parked; else those
+            that wait are computed again all the same.
     """
 
     def __init__(
@@ -105,11 +83,9 @@ class Window:
         self.pressure = Pressure()
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to observe."""
         return now_s - self._observed_s >= self.interval_s
 
     def observe(self, now_s: float, active: int, pressure: Pressure) -> None:
-        """Set the window anew; sooner than `is_due`, nothing changes."""
         if not self.is_due(now_s):
             return
         self._observed_s = now_s

@@ -1,6 +1,6 @@
 """For agents: a conversation, its tools, and the environment in which they run.
 
-Plain Python on ``openai`` and ``httpx``; needs nothing of the server's but its address::
+It needs only the server's address::
 
     from conserve.client import Agent
 

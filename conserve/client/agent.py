@@ -23,23 +23,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HEADER = "X-Conversation-Id"
 _TIMEOUT_S = 600.0
 _CONNECT_S = 10.0
-# What is told beside the work does not hold it up for longer.
+# Reports hold up the agent's work for no longer.
 _REPORT_S = 5.0
 
 
 class Agent:
-    """A conversation, as a context manager: what it has on the server goes when it is left.
+    """A conversation, as a context manager: on exit, what it has on the server is removed.
 
     Args:
         url: of the server, without a path.
-        conversation: its id; None: a new one.
-        key: an API key, where the server wants one.
-        max_retries: how often the ``openai`` client sends a request again that was cut.
-
-    Attributes:
-        conversation: the id.
-        openai: a client whose requests belong to the conversation.
-        tools: by name, what `tool` was given.
+        conversation: its id; None means a new one.
+        key: an API key, if the server wants one.
+        max_retries: how often the ``openai`` client retries a request that was cut.
     """
 
     def __init__(
@@ -80,12 +75,12 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """End the conversation, and with it all that it has on the server.
+        """End the conversation and remove its environments; failures are logged.
 
-        A server that cannot be asked ends it by itself, after its idle time; that is logged.
+        A server that does not answer ends it by itself, after its idle time.
         """
         try:
-            # One that has not begun is unknown, and its environments are removed by name.
+            # The server does not know a conversation that has not begun, so name its environments.
             for one in self._environments():
                 with contextlib.suppress(Exception):
                     asked(self._http, "DELETE", f"{self._path}/environments/{one}", None, _REPORT_S)
@@ -105,44 +100,28 @@ class Agent:
             return []  # This server has none.
         return [one["id"] for one in answer["data"]]
 
-    # --- tools -------------------------------------------------------------------------------
-
     def environment(self, name: str = "main", **asked_for: Any) -> Environment:
-        """Have an environment; the server prepares it when the conversation needs it soon.
+        """Get an environment; the server prepares it when the conversation needs it soon.
 
         Args:
-            name: by which it is known within the conversation.
             asked_for: ``ports``, ``setup``, ``limits``, ``kind``, ``image``, ``shared``: see
                 docs/environments.md.
 
         Raises:
             EnvironmentRefused: it cannot be had here; says why.
-            httpx.HTTPError: the server does not answer.
         """
         path = f"{self._path}/environments"
         asked(self._http, "POST", path, {"name": name, **asked_for})
         return Environment(self._http, f"{path}/{quote(name, safe='')}")
 
     def tool(self, function: _Function) -> _Function:
-        """Let the model call a function; a decorator.
-
-        Raises:
-            TypeError: it has parameters that a model cannot name.
-        """
+        """Let the model call a function; a decorator. TypeError if a parameter has no name."""
         made = Tool.of(function)
         self.tools[made.name] = made
         return function
 
     def call(self, name: str, arguments: str, call_id: str | None = None) -> str:
-        """Carry out a model's call of a tool, and report its start and end.
-
-        Args:
-            arguments: JSON, as the model wrote it.
-            call_id: the model's name for the call.
-
-        Returns:
-            What the model is told; of a tool that there is not, too.
-        """
+        """Carry out a model's call of a tool, and return what to tell the model."""
         tool = self.tools.get(name)
         if tool is None:
             return f"error: there is no tool {name!r}; there are {', '.join(self.tools) or 'none'}"
@@ -157,7 +136,7 @@ class Agent:
     def report(self, event: str, **details: Any) -> None:
         """Tell the server that a tool starts or ends, for its scheduling.
 
-        A server that has no use for it does not stop an agent; it is told no more.
+        If the server does not take reports, it gets no more.
         """
         if not self._reports:
             return
@@ -171,8 +150,6 @@ class Agent:
             self._reports = False
             logger.info("this server does not take reports of tools")
 
-    # --- turns -------------------------------------------------------------------------------
-
     def run(
         self,
         messages: str | Sequence[Mapping[str, Any]],
@@ -181,19 +158,10 @@ class Agent:
         max_turns: int = 20,
         **options: Any,
     ) -> str:
-        """Have the model work, with the tools, until it answers without a call.
+        """Have the model work with the tools until it answers without a call.
 
-        Args:
-            messages: as OpenAI's API has them, or what the user says.
-            model: None: the first that the server lists.
-            max_turns: after so many the agent is stopped.
-            options: passed to ``chat.completions.create``.
-
-        Returns:
-            The answer; empty if it was stopped before it gave one.
-
-        Raises:
-            openai.OpenAIError: a turn failed.
+        Returns the answer, or an empty text if it was stopped after ``max_turns``. ``options`` go
+        to ``chat.completions.create``, which may raise openai.OpenAIError.
         """
         if model is None:
             self._model = model = self._model or self.openai.models.list().data[0].id
@@ -219,7 +187,7 @@ class Agent:
 
 
 def _is_about_conversation(answer: httpx.Response) -> bool:
-    """Whether what is not there is the conversation, which has not begun, and not the path."""
+    """Return whether a 404 means that the conversation has not begun."""
     try:
         return bool(answer.json()["error"]["code"] == "conversation_not_found")
     except (ValueError, KeyError, TypeError):

@@ -8,22 +8,17 @@ from typing import Any
 
 import httpx
 
-# For an answer to come back once a command's time is up, and for it to wait for its turn before.
+# For a command's wait before it runs, and for its answer's way back.
 _MARGIN_S = 120.0
 _LONGEST_S = 86_400.0
-# Together most of a minute: a server's part that was lost is there again by then.
+# The attempts take most of a minute in all, in which a lost part of the server is restarted.
 _ATTEMPTS = 10
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
 
 
 class EnvironmentRefused(RuntimeError):
-    """The server does not do what was asked for; the message is the server's.
-
-    Attributes:
-        status: of its HTTP answer.
-        code: what is wrong, for a program.
-    """
+    """The server refuses a request; the message is the server's, ``code`` is for programs."""
 
     def __init__(self, status: int, message: str, code: str | None) -> None:
         super().__init__(message)
@@ -33,14 +28,12 @@ class EnvironmentRefused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """Tells what became of a command.
+    """A finished command.
 
     Attributes:
-        exit_code: as a shell says it.
         truncated: whether some of the outputs is missing.
-        timed_out: whether its time was up.
         reason: why the server has ended it, if it has.
-        isolation: what kept it from the rest of the server's machine.
+        isolation: what separated it from the rest of the server's machine.
     """
 
     exit_code: int
@@ -54,7 +47,6 @@ class CommandResult:
 
     @property
     def output(self) -> str:
-        """All of it in one text, as a model may be told."""
         parts = [self.stdout, self.stderr]
         if self.truncated:
             parts.append("(the rest is left out)")
@@ -66,12 +58,7 @@ class CommandResult:
 
 
 class Environment:
-    """An environment of a conversation's; `Agent.environment` makes them.
-
-    Args:
-        http: a client of the server's.
-        path: of the environment.
-    """
+    """A conversation's environment; `Agent.environment` makes it."""
 
     def __init__(self, http: httpx.Client, path: str) -> None:
         self._http = http
@@ -87,16 +74,12 @@ class Environment:
     ) -> CommandResult:
         """Run a command; the first one waits until the environment is prepared.
 
-        A connection that breaks is asked for the result again, and the command is not run twice. Of
-        one that was ended because the server's manager was restarted, the caller is told.
-
-        Args:
-            command: of a shell, or a program with its arguments.
-            timeout_s: how long it may take; None: as long as the environment's limit says.
-            tool: what the agent calls it.
+        If the connection breaks, the result is asked for again, and the command is not run twice.
+        ``timeout_s`` None means the environment's limit.
 
         Raises:
-            EnvironmentRefused: it is not run, or was ended with the manager (``command_cut``).
+            EnvironmentRefused: it is not run, or it was cut since the server's manager was
+                restarted (``command_cut``).
             httpx.HTTPError: the server does not answer.
         """
         body: dict[str, Any] = {
@@ -112,27 +95,20 @@ class Environment:
         return CommandResult(**{field.name: said[field.name] for field in fields(CommandResult)})
 
     def state(self) -> dict[str, Any]:
-        """How far it is, its ports and limits, as the server says it."""
+        """Return its state, ports and limits, as the server reports them."""
         return asked(self._http, "GET", self._path)
 
     def ports(self) -> list[int]:
-        """The ports that it has; none before it is prepared."""
         return list(self.state()["ports"])
 
     def remove(self) -> None:
-        """Have it no more, before the conversation ends."""
         asked(self._http, "DELETE", self._path)
 
 
 def asked(
     http: httpx.Client, method: str, path: str, body: Any = None, timeout_s: float = 60.0
 ) -> dict[str, Any]:
-    """Return the server's answer; ask again where it cannot be reached or says that it is busy.
-
-    Raises:
-        EnvironmentRefused: it refuses.
-        httpx.HTTPError: it does not answer.
-    """
+    """Return the server's answer; retry while it cannot be reached or is busy."""
     pause_s = _FIRST_PAUSE_S
     for attempt in range(1, _ATTEMPTS + 1):
         try:

@@ -13,24 +13,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call.
-
-    Attributes:
-        name: the function's.
-        schema: in the form in which it goes into a request's ``tools``.
-
-    Example:
-        >>> def add(first: int, second: int = 1) -> int:
-        ...     "Add two numbers."
-        ...     return first + second
-        >>> tool = Tool.of(add)
-        >>> tool.schema["function"]["parameters"]["required"]
-        ['first']
-        >>> tool.call('{"first": 2}')
-        '3'
-        >>> tool.call('{"first": "two"}')
-        'error: first: Input should be a valid integer, unable to parse string as an integer'
-    """
+    """A function that a model may call; ``schema`` goes into a request's ``tools``."""
 
     name: str
     schema: Json
@@ -39,16 +22,12 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Tool":
-        """The tool that a function is: parameters by their annotations, the rest by its docstring.
-
-        Raises:
-            TypeError: it has parameters that a model cannot name.
-        """
+        """Make a tool of a function, from its annotations and docstring."""
         name = function.__name__
         fields: dict[str, Any] = {}
         for one in inspect.signature(function, eval_str=True).parameters.values():
             if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-                raise TypeError(f"{name}: a tool's parameters have names; {one} has none")
+                raise TypeError(f"{name}: a tool's parameters need names; replace {one}")
             annotation = Any if one.annotation is one.empty else one.annotation
             fields[one.name] = (annotation, ... if one.default is one.empty else one.default)
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
@@ -62,15 +41,7 @@ class Tool:
         )
 
     def call(self, arguments: str) -> str:
-        """Call the function as a model asks for it.
-
-        Args:
-            arguments: JSON, as the model wrote it.
-
-        Returns:
-            What the model is told: the result, or what was wrong with its call. What the function
-            raises is told too, so that the model may go on.
-        """
+        """Call the function, and return its result, or what was wrong, to tell the model."""
         try:
             parsed = self.arguments.validate_json(arguments or "{}")
         except ValidationError as error:

@@ -1,18 +1,16 @@
-"""Binding histories to decoders, and having others make room for them."""
+"""Binds histories to decoders, and has others make room for them."""
 
-from conserve.conversations.ending import Ending
+from conserve.conversations.ending import Ending, Idleness
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
 from conserve.conversations.turns import Turns
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import held_alone
 from conserve.history import History
-from conserve.idleness import Idleness
 from conserve.pausing import Memory
 from conserve.placement import (
     NOTHING_SHARED,
     Decoder,
-    ElasticPlacement,
     Placement,
     PlacementPolicy,
     Shared,
@@ -21,18 +19,7 @@ from conserve.recognition import Digest
 
 
 class Binding:
-    """Asks the policy where histories go, and binds them there.
-
-    Args:
-        turns: the turn starts with which a history is bound.
-        ending: of what conversations left behind, where there is no pausing.
-        idleness: looks at new histories.
-        memory: who is paused; None without pausing.
-
-    Attributes:
-        recomputed_tokens: of prompts of paused histories, what had been computed before, and a
-            prefiller computes again.
-    """
+    """Asks the policy where histories go, and binds them there."""
 
     def __init__(
         self,
@@ -62,10 +49,16 @@ class Binding:
         history_id: str,
         prompt_tokens: int,
         now_s: float,
-        arrived_s: float | None,
-        opening: Opening | None,
+        arrived_s: float | None = None,
+        opening: Opening | None = None,
     ) -> Placement | None:
-        """See `ConversationTable.bind`."""
+        """Start a turn of a history that is new or paused, or whose decoder was lost.
+
+        Returns None while no decoder has room.
+
+        Raises:
+            ValueError: it is bound already; use `begin`.
+        """
         known = self._live.by_id.get(history_id)
         if known is not None and known.decoder_id is not None:
             raise ValueError(f"conversation {history_id!r} is bound to {known.decoder_id}")
@@ -81,7 +74,7 @@ class Binding:
         while placement is None and self._make_room(
             history_id, prompt_tokens, shared, now_s, waited_s, root
         ):
-            # What was shared with those that went is not there any more.
+            # What was shared with the evicted histories is gone.
             shared = self._shared(known, history_id, opening)
             placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         if placement is None:
@@ -105,7 +98,7 @@ class Binding:
         if was_known:
             kept = placement.prefiller_id is None
             if self._loads is not None:
-                # Prompts of which nothing is there may stay without a prefiller, too.
+                # A prompt of which the decoder has little may stay without a prefiller, too.
                 kept = kept and 2 * shared.found(placement.decoder_id) >= prompt_tokens
             last = known.last_turn
             if last is not None and not kept:
@@ -123,16 +116,14 @@ class Binding:
         return placement
 
     def held(self, opening: Opening) -> int:
-        """See `ConversationTable.held`."""
         return self._kinship.held(opening, self._engines.accepting_decoders)
 
     def take_displaced(self) -> list[History]:
-        """See `ConversationTable.take_displaced`."""
+        """Return the histories that `bind` has ended since, to make room for others of theirs."""
         displaced, self._displaced = self._displaced, []
         return displaced
 
     def _shared(self, known: History | None, history_id: str, opening: Opening) -> Shared:
-        """Return what decoders have of a prompt already."""
         shared = NOTHING_SHARED
         if self._kinship.has_any(opening):
             decoders = self._engines.accepting_decoders
@@ -140,8 +131,6 @@ class Binding:
         if self._memory is not None and known is not None:
             shared = self._memory.found(history_id, shared)
         return shared
-
-    # --- making room -------------------------------------------------------------------------
 
     def _make_room(
         self,
@@ -152,33 +141,24 @@ class Binding:
         waited_s: float | None,
         root: Digest | None,
     ) -> bool:
-        """Have idle histories make room for a prompt that fits nowhere; whether any did."""
-        decoders = self._homes(now_s)
+        """Have idle histories make room for a prompt that fits nowhere; return whether any did."""
+        decoders = self._policy.homes(
+            self._engines.accepting_decoders, self._engines.accepting_prefillers, now_s
+        )
         memory = self._memory
         if memory is None:
             return self._displace(history_id, prompt_tokens, decoders)
         any_runs = self._ledger.reasoning > 0
         if memory.make_room(prompt_tokens, decoders, shared, now_s, waited_s, root, any_runs):
             return True
-        # A conversation that is compacted would wait for itself.
+        # Else a conversation that was compacted would wait for itself.
         in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
         if in_the_way is not None:
             memory.pause(in_the_way, "room")
         return in_the_way is not None
 
-    def _homes(self, now_s: float) -> list[Decoder]:
-        """The decoders to which the policy would bind a conversation, had they room."""
-        decoders = self._engines.accepting_decoders
-        if isinstance(self._policy, ElasticPlacement):
-            return self._policy.homes(decoders, self._engines.accepting_prefillers, now_s)
-        return decoders
-
     def _displace(self, history_id: str, prompt_tokens: int, decoders: list[Decoder]) -> bool:
-        """End what a conversation left behind, where a new history of it fits nowhere.
-
-        Returns:
-            Whether a decoder has room now.
-        """
+        """End what a conversation left behind, if that makes room for a new history of it."""
         in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
         if in_the_way is None:
             return False
@@ -189,10 +169,9 @@ class Binding:
     def _in_the_way(
         self, history_id: str, prompt_tokens: int, decoders: list[Decoder]
     ) -> History | None:
-        """The history that a conversation has left for a new one, which fits nowhere else.
+        """Return the history that a conversation has left for a new one, which fits nowhere else.
 
-        A conversation that is compacted would wait for itself. Which history it has left its client
-        does not say: it is clear where there is one alone that is idle and in the way.
+        Clients do not say so: it is clear if only one is idle and in the way.
         """
         in_the_way = [
             one

@@ -1,19 +1,15 @@
-"""The engines of a table: which there are, which get something new, and prefillers' queues."""
+"""The engines of a table: which are there, which accept new work, and prefillers' queues."""
 
 from conserve.history import History
 from conserve.placement import Decoder, EngineLoad, Loads, Prefiller
 
 
 class Engines:
-    """Decoders and prefillers, as far as placement asks for them.
-
-    Args:
-        loads: is told what is known of their work; None where the policy does not ask.
+    """Decoders and prefillers, as placement sees them.
 
     Attributes:
-        decoders, prefillers: by id.
-        evicting: ids of decoders from which histories go as soon as none of their turns runs.
-        loads: as given.
+        evicting: ids of decoders whose histories are unbound as soon as none of their turns runs.
+        loads: what is known of their work; None if the policy does not ask.
     """
 
     def __init__(self, loads: Loads | None) -> None:
@@ -23,35 +19,27 @@ class Engines:
         self.evicting: set[str] = set()
         self._leaving: set[str] = set()
 
-    # --- which there are ---------------------------------------------------------------------
-
     def add_prefiller(self, prefiller_id: str) -> None:
-        """Take in a prefiller that is ready."""
         self.prefillers.setdefault(prefiller_id, Prefiller(prefiller_id))
 
     def add_decoder(self, decoder_id: str, capacity_tokens: int) -> None:
-        """Take in a decoder that is ready."""
         if decoder_id not in self.decoders:
             self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
 
     def remove_prefiller(self, prefiller_id: str) -> None:
-        """Forget a prefiller that was known."""
         del self.prefillers[prefiller_id]
         self._forget(prefiller_id)
 
     def remove_decoder(self, decoder_id: str) -> None:
-        """Forget a decoder that was known."""
         del self.decoders[decoder_id]
         self.evicting.discard(decoder_id)
         self._forget(decoder_id)
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
-        """See `ConversationTable.engine_says`."""
         if self.loads is not None and (engine_id in self.decoders or engine_id in self.prefillers):
             self.loads.says(engine_id, load, now_s)
 
     def left(self, history: History) -> None:
-        """A conversation that is bound is about to be bound there no more."""
         if self.loads is not None and history.decoder_id is not None:
             self.loads.left(history.id, history.decoder_id)
 
@@ -60,40 +48,35 @@ class Engines:
         if self.loads is not None:
             self.loads.gone(engine_id)
 
-    # --- which get something new -------------------------------------------------------------
-
     def leave(self, engine_id: str) -> None:
-        """Let an engine go: it gets nothing new, and keeps what it has."""
+        """Give an engine nothing new; it keeps what it has."""
         self._leaving.add(engine_id)
 
     def is_leaving(self, engine_id: str) -> bool:
-        """Whether `leave` was called for this engine."""
         return engine_id in self._leaving
 
     @property
     def accepting_decoders(self) -> list[Decoder]:
-        """The decoders to which conversations may be bound."""
+        """Return the decoders to which conversations may be bound."""
         if not self._leaving:
             return list(self.decoders.values())
         return [one for one in self.decoders.values() if one.id not in self._leaving]
 
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
-        """The prefillers to which prompts may be sent."""
+        """Return the prefillers to which prompts may be sent."""
         if not self._leaving:
             return list(self.prefillers.values())
         return [one for one in self.prefillers.values() if one.id not in self._leaving]
 
-    # --- prefillers' queues ------------------------------------------------------------------
-
     def join_queue(self, history: History, prefiller_id: str, tokens: int) -> None:
-        """So many tokens of a conversation, of which none waits yet, wait for a prefiller."""
+        """Queue a history's tokens, of which none are queued yet, at a prefiller."""
         history.prefiller_id = prefiller_id
         history.prefill_tokens = tokens
         self.prefillers[prefiller_id].queued_tokens += tokens
 
     def leave_queue(self, history: History) -> None:
-        """Nothing of a conversation waits for a prefiller any more, if anything did."""
+        """Take a history out of its prefiller's queue, if it is in one."""
         if history.prefiller_id is None:
             return
         if self.loads is not None:

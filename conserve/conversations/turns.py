@@ -1,33 +1,21 @@
-"""Turns: they begin, run, and are complete, or come to nothing."""
+"""Begins turns, and ends them when they are complete or have failed."""
 
 from sys import intern
 
 from conserve.conversations.ending import Ending
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
-from conserve.direct.numbering import STRIDE, first_asked
+from conserve.direct.desk import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
 from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import Memory
 from conserve.recognition import Digest
-from conserve.tenants.usage import TenantUsage
+from conserve.tenants.limits import TenantUsage
 
 
 class Turns:
-    """Starts turns and ends them, with what follows for their histories.
-
-    Args:
-        ending: for those whose first turn comes to nothing.
-        memory: where there is pausing.
-        first_id: as for `ConversationTable`.
-
-    Attributes:
-        first_id: the first number of a turn or an incarnation.
-        next_id: the next one.
-        expected_cached_tokens, missing_cached_tokens: of prompts, what the account had of their
-            beginnings, and what of it no engine had.
-    """
+    """Starts turns and ends them, with what follows for their histories."""
 
     def __init__(
         self,
@@ -50,10 +38,8 @@ class Turns:
         self.expected_cached_tokens = 0
         self.missing_cached_tokens = 0
 
-    # --- they begin --------------------------------------------------------------------------
-
-    def begin(self, history_id: str, now_s: float, hints: Hints | None) -> History | None:
-        """See `ConversationTable.begin`."""
+    def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
+        """Start a turn of a bound history; None if it is unknown or unbound."""
         history = self._by_id.get(history_id)
         if history is None or history.decoder_id is None:
             return None
@@ -67,8 +53,12 @@ class Turns:
             self._loads.turn_came(history.id, history.decoder_id, now_s)
         return history
 
-    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool) -> bool:
-        """See `ConversationTable.began`."""
+    def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
+        """Note that a decoder has begun a turn by itself; False if its history is not there.
+
+        If the history was paused before the decoder heard of that, it is bound there again, room or
+        not.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or decoder_id not in self._engines.decoders:
             return False
@@ -95,13 +85,7 @@ class Turns:
         arrived_s: float | None = None,
         turn_id: int | None = None,
     ) -> None:
-        """Start a turn of a bound history.
-
-        Args:
-            usage: its tenant's.
-            arrived_s: when its first request came, if that was before now.
-            turn_id: its number; None: the next one.
-        """
+        """Start a turn of a bound history, with this number or the next one."""
         if turn_id is None:
             turn_id = self.next_id
             self.next_id += STRIDE
@@ -122,10 +106,11 @@ class Turns:
         if self._memory is not None:
             self._memory.bound(history, kept=True)
 
-    # --- they go on --------------------------------------------------------------------------
+    def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
+        """Note that the remote prefill of a history is over, done or failed.
 
-    def prefilled(self, turn: TurnKey, stored_tokens: int) -> None:
-        """See `ConversationTable.prefilled`."""
+        ``stored_tokens`` of its prompt are left in host memory.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is not None:
             self._engines.leave_queue(history)
@@ -133,7 +118,7 @@ class Turns:
                 self._memory.parked(history, stored_tokens)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
-        """See `ConversationTable.answered`."""
+        """Note a turn's first token but of a tool call; return the TTFET if it is the first."""
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.asked_s is None or history.ttfet_s is not None:
             return None
@@ -148,8 +133,6 @@ class Turns:
         history.ttfet_s = at_s - asked_s
         return history.ttfet_s
 
-    # --- they end ----------------------------------------------------------------------------
-
     def advance(
         self,
         turn: TurnKey,
@@ -158,7 +141,11 @@ class Turns:
         tails: tuple[Digest, ...],
         now_s: float,
     ) -> bool:
-        """See `ConversationTable.advance`."""
+        """Complete a turn; False, with nothing changed, if it was reported before, or is elsewhere.
+
+        A turn that this table does not know counts too, if it is newer than all that have ended: it
+        began under a table that was lost.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.decoder_id != decoder_id:
             return False
@@ -185,7 +172,16 @@ class Turns:
         stats: TurnStats | None,
         now_s: float,
     ) -> History | None:
-        """See `ConversationTable.abandon`."""
+        """End a turn that did not complete: it was refused, or failed, or its client left.
+
+        Args:
+            decoder_id: the decoder that says so, if one does.
+            stats: what the engine had done by then, if anything.
+
+        Returns:
+            The history if this ended it: no turn of it has left anything, or its client cannot come
+            back.
+        """
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None:
             return None
@@ -201,13 +197,13 @@ class Turns:
                 history.last_turn = stats
             self._finish(history, turn.turn_id, stats, now_s)
             if stats is not None:
-                # Its engine may have had nothing of it any more, and has computed it again.
+                # Its engine may have lost the history, and computed it again.
                 self._kinship.advanced(history)
         if not history.running:
             if not history.has_last_turn or not history.can_go_on:
                 return self._ending.release(turn.history_id)
             if history.promised:
-                # Nothing of it ever got to the decoder that it was to move to.
+                # Nothing of it reached the decoder that it was bound to.
                 self._ledger.unbind(history)
         return None
 
@@ -220,7 +216,7 @@ class Turns:
         self._ledger.turn_ends(history, turn_id, now_s)
         if stats is not None:
             history.promised = False
-            # One object for all histories that wait for the same.
+            # All histories that wait for the same tool share one object.
             history.tool = None if stats.tool is None else intern(stats.tool)
             self._ledger.hold(history, stats.prompt_tokens + stats.output_tokens)
         history.last_used_s = now_s
@@ -229,25 +225,25 @@ class Turns:
             self._memory.turn_ended(history, turn_id, stats)
 
     def _compare(self, history: History, stats: TurnStats) -> None:
-        """Compare what the account has of a history with what its engine had at a turn's begin."""
+        """Compare what a history should have cached with what its engine had at a turn's begin."""
         base = history.base
         if not history.promised:
             expected = history.held_tokens
         elif base is not None:
             expected = base.tokens
         else:
-            return  # Nothing is expected, as of most first turns.
+            return  # A first turn mostly expects nothing.
         found = stats.found_tokens
         self.expected_cached_tokens += expected
         self.missing_cached_tokens += max(0, expected - found)
         if base is not None and found < base.tokens // 2:
-            # The engine had to compute it anew: whoever else began with it has lost it too.
+            # The engine has computed it again, so all others that begin with it have lost it too.
             lost = self._kinship.evicted(history)
             if self._memory is not None:
                 self._memory.lost(lost)
         elif found < expected and not history.promised:
-            # A template may drop the reasoning of earlier answers: the turn does not begin with all
-            # that the one before it left.
+            # A template may drop the reasoning of earlier answers, so the turn does not begin with
+            # all that the one before it left.
             points = Points(history.points)
             points.clip(found)
             history.points = points.packed

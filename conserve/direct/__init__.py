@@ -1,13 +1,23 @@
-"""Later turns that ask nobody: what routers, decoders and the table keep so that they can.
+"""State of routers, decoders and the table for later turns that do not ask the table.
 
-See docs/later-turns.md, which has the protocol.
+docs/later-turns.md has the protocol.
 """
 
-from conserve.direct.desk import LEASE_S, Continued, Desk
+from conserve.direct.desk import (
+    LEASE_S,
+    STRIDE,
+    Began,
+    Continued,
+    Desk,
+    Ended,
+    Outbox,
+    Report,
+    first_asked,
+    is_direct,
+    next_direct,
+)
 from conserve.direct.homes import LARGE_TOKENS, Home, Homes
 from conserve.direct.notices import Notice, Notices
-from conserve.direct.numbering import STRIDE, first_asked, is_direct, next_direct
-from conserve.direct.outbox import Began, Ended, Outbox, Report
 
 __all__ = [
     "LARGE_TOKENS",

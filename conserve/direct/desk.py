@@ -1,31 +1,136 @@
-"""A decoder's end: which turns it may begin without the table, and how they are called."""
+"""A decoder's side: the turns that it begins without asking the table, and its reports."""
 
 from typing import NamedTuple
 
 from conserve.direct.notices import Notice
-from conserve.direct.numbering import next_direct
-from conserve.direct.outbox import Began, Outbox
-from conserve.history import TurnKey
+from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
 
-LEASE_S = 5.0
-"""For so long after it has asked for notices a decoder may begin turns by itself.
+STRIDE = 256
+"""The table numbers turns by multiples of this; numbers between them are the decoder's."""
 
-It is shorter than the silence after which it is taken for lost (15 s), and than the time that a
-table which succeeds another waits for decoders to register (8 s): whoever is unknown to the table
-begins nothing.
+
+def first_asked(above: int) -> int:
+    return -(-above // STRIDE) * STRIDE
+
+
+def next_direct(last: int) -> int | None:
+    """Return a decoder's next number for a history's turn; None if they are used up.
+
+    A history gets a number of the table's whenever it comes to a decoder, so numbers are unique.
+    """
+    return last + 1 if (last + 1) % STRIDE else None
+
+
+def is_direct(turn_id: int) -> bool:
+    return turn_id % STRIDE != 0
+
+
+# With this many unreported events no turn begins without the table. While the table does not know
+# the decoder, this many ends are kept for it.
+_MOST_EVENTS = 4096
+
+
+class Began(NamedTuple):
+    """A turn has begun without the table; ``parks``: it leaves its prompt's KV in host memory."""
+
+    turn: TurnKey
+    router_id: str
+    parks: bool = False
+
+
+class Ended(NamedTuple):
+    """A turn has ended; ``stats`` is None if the engine has done nothing."""
+
+    turn: TurnKey
+    stats: TurnStats | None
+    tails: tuple[Digest, ...]
+    completed: bool
+
+
+class Report(NamedTuple):
+    """Events since the report before, and the number of the last `Notice` obeyed (``heard``)."""
+
+    number: int
+    events: tuple[Began | Ended, ...]
+    heard: int
+
+
+class Outbox:
+    """A decoder's reports: in order, one at a time, repeated until answered.
+
+    A registration tells all that a decoder holds. Ends are reported after it all the same: the
+    table may have planned those turns. Told twice, they change nothing.
+    """
+
+    def __init__(self) -> None:
+        self.registration = 0
+        self.heard = 0
+        self._is_open = False
+        self._number = 0
+        self._told = 0
+        self._events: list[Began | Ended] = []
+        self._under_way: Report | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._events) >= _MOST_EVENTS
+
+    def register(self) -> int:
+        """Begin a registration, which tells all that the decoder holds, and return its number."""
+        self.close()
+        self.registration += 1
+        self.heard = self._told = self._number = 0
+        self._is_open = True
+        return self.registration
+
+    def close(self) -> None:
+        """Stop reporting to a table that does not know this decoder; keep the ends."""
+        unanswered = () if self._under_way is None else self._under_way.events
+        events = (*unanswered, *self._events)
+        ends: list[Began | Ended] = [one for one in events if isinstance(one, Ended)]
+        self._events = ends[-_MOST_EVENTS:]
+        self._under_way = None
+        self._is_open = False
+
+    def add(self, event: Began | Ended) -> None:
+        if self._is_open or (isinstance(event, Ended) and not self.is_full):
+            self._events.append(event)
+
+    def obeyed(self, number: int) -> None:
+        self.heard = max(self.heard, number)
+
+    def next(self) -> Report | None:
+        """Return the unanswered report, else a new one; None if there is nothing to report."""
+        if self._under_way is not None or not self._is_open:
+            return self._under_way
+        if self._events or self.heard > self._told:
+            self._number += 1
+            self._under_way = Report(self._number, tuple(self._events), self.heard)
+            self._events = []
+        return self._under_way
+
+    def answered(self, number: int) -> None:
+        report = self._under_way
+        if report is not None and report.number == number:
+            self._told = report.heard
+            self._under_way = None
+
+
+LEASE_S = 5.0
+"""How long after it asked for notices a decoder may begin turns by itself.
+
+Shorter than the silence after which it counts as lost (15 s), and than a new table's wait for
+decoders to register (8 s): a decoder that the table does not know begins nothing.
 """
 
 
 class Continued(NamedTuple):
-    """Names what a turn goes on with: by its messages, or, of a completion, by its conversation's
-    id.
+    """The history that a turn continues: by its messages, or a completion by its conversation's id.
 
-    Attributes:
-        root: digest of the first prompt; empty of a completion, as is ``end``.
-        end: digest of all up to its newest answer.
-        conversation_id: as its client states it, scoped to the tenant; None: it does not.
+    ``root`` and ``end`` digest the first prompt, and all up to the newest answer; empty of
+    completions.
     """
 
     root: Digest
@@ -34,36 +139,11 @@ class Continued(NamedTuple):
 
 
 class Desk:
-    """Takes turns that come straight to a decoder, where they are plainly the next one.
+    """Accepts turns that come straight to a decoder, if each is plainly the next of its history.
 
-    That is: the turn goes on from the newest answer of a history that this decoder holds (or is a
-    completion, and this decoder holds those of its conversation), of which no turn runs, and which
-    the table has not asked back. Whatever is not so plain (a first turn, a retry, an edit, a
-    branch, two at a time) is the table's to decide, and so is what has been idle for half the time
-    after which it ends: the table may be about to end it.
-
-    Args:
-        holdings: what the decoder holds.
-        idle_timeout_s: a history not used for so long has ended.
-
-    Attributes:
-        outbox: what the table is to be told.
-        parks: whether a turn that begins now leaves its prompt's KV in host memory.
-
-    Example:
-        >>> from conserve.history import TurnStats
-        >>> holdings, turn = Holdings(), TurnKey("c", 1, 256)
-        >>> desk = Desk(holdings, idle_timeout_s=60)
-        >>> holdings.begin(turn, root=b"root")
-        >>> holdings.finish(turn, TurnStats(9, 1, 0, 0), (b"answered",), completed=True)
-        >>> now_s = holdings.all()[0].last_used_s
-        >>> asked = Continued(b"root", b"answered", "c")
-        >>> desk.begin(asked, "router", now_s)  # Not before the table is heard of.
-        >>> _ = desk.outbox.register()
-        >>> desk.hear(Notice(1), asked_s=now_s)
-        >>> desk.begin(asked, "router", now_s)
-        TurnKey(history_id='c', incarnation=1, turn_id=257)
-        >>> desk.begin(asked, "router", now_s)  # One runs.
+    It continues the newest answer of a history that this decoder holds, no turn of which runs, and
+    which the table has not taken back. Histories idle for half of ``idle_timeout_s`` are the
+    table's, which may be about to end them.
     """
 
     def __init__(self, holdings: Holdings, idle_timeout_s: float) -> None:
@@ -75,11 +155,7 @@ class Desk:
         self.parks = False
 
     def hear(self, notice: Notice, asked_s: float) -> None:
-        """Obey a notice of the table.
-
-        Args:
-            asked_s: when it was asked for.
-        """
+        """Obey a notice, which was asked for at ``asked_s``."""
         for history_id, incarnation in notice.given_up:
             self._holdings.give_up(history_id, incarnation)
         for history_id, incarnation in notice.ended:
@@ -94,21 +170,16 @@ class Desk:
         self.outbox.close()
 
     def close(self) -> None:
-        """Begin nothing any more: the engine leaves, or ends."""
         self._closed = True
 
     def begin(self, asked: Continued, router_id: str, now_s: float) -> TurnKey | None:
-        """Begin a turn; None: its router has to ask the table.
-
-        Args:
-            router_id: who has sent it.
-        """
+        """Begin a turn; None means that its router has to ask the table."""
         if self._closed or now_s >= self._until_s or self.outbox.is_full:
             return None
         held = self._holdings.continued(asked.root, asked.end, asked.conversation_id)
         if held is None or now_s - held.last_used_s >= self._longest_idle_s:
             return None
-        # No turn of it runs.
+        # No turn of this history runs.
         number = next_direct(held.finished)
         if number is None:
             return None

@@ -1,17 +1,12 @@
 """The embedded model: a small Qwen3-architecture checkpoint that needs no download.
 
-It exists so that the whole system can be run, tested and measured anywhere. It is a tool-using
-agent, if a small one: trained (``scripts/embedded``) on the tasks of ``benchmarks.agent``, it reads
-tools' schemas, calls one a turn in the Hermes format, and answers with the results. To what has
-no tools it answers with parts of what was said to it.
+With it the whole system can be run, tested and measured anywhere. ``scripts/embedded`` trained it
+on the tasks of ``benchmarks.agent``: it reads tools' schemas, calls one a turn in the Hermes
+format, and answers with the results. Without tools it answers with parts of what was said to it.
 
-Two properties matter to a server of conversations and are built in:
-
-- *Its text round-trips.* An agent sends an answer back as text, and the decoder finds that
-  history in its prefix cache only if the text becomes the very tokens that were generated. The
-  model says only tokens that training had it say (the others are ruled out in its weights), and
-  the tokenizer cuts any sequence of those as it was said.
-- *Its output depends on the conversation*, so a wrong or stale KV cache shows in the text.
+Its weights rule out all tokens but those that training had it say, and the tokenizer cuts any
+sequence of those as it was said. So an answer sent back as text is found in the prefix cache. Its
+output depends on the conversation, so a wrong or stale KV cache shows in the text.
 """
 
 import json
@@ -31,20 +26,17 @@ _SHIPPED = ("tokenizer.json", "chat_template.jinja", "model.safetensors")
 
 
 def model_path(root: Path | None = None) -> Path:
-    """Directory of the embedded checkpoint, made on first use (10 MB).
+    """Return the directory of the embedded checkpoint, made on first use (10 MB).
 
-    Args:
-        root: where to keep it; default ``$CONSERVE_HOME``, else ``~/.cache/conserve``.
-
-    Raises:
-        OSError: the directory cannot be written; set ``CONSERVE_HOME`` to one that can.
+    By default it is in ``$CONSERVE_HOME``, else in ``~/.cache/conserve``. OSError if that is not
+    writable.
     """
     base = root or Path(os.environ.get("CONSERVE_HOME") or Path.home() / ".cache" / "conserve")
     target = base / "models" / f"{MODEL_NAME}-v{VERSION}"
     if (target / "model.safetensors").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may get here at once: each makes its own, and the first rename wins.
+    # Several processes may do this at once: each makes its own, and the first rename wins.
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         write_checkpoint(staging)
@@ -60,7 +52,6 @@ def model_path(root: Path | None = None) -> Path:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Write config, tokenizer, chat template and weights of the embedded model."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
@@ -82,7 +73,6 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def _config(vocab_size: int, eos: int) -> dict[str, Any]:
-    """The model's config, as ``scripts/embedded/model.py`` has it."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

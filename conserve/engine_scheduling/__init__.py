@@ -1,17 +1,17 @@
-"""Decides what runs next inside one engine and what it keeps, knowing conversations.
+"""Decides what runs next inside one engine and which KV it keeps between turns; see README.md."""
 
-They know no engine and no clock; time is an argument. `deployments.engine.scheduler` has vLLM obey
-them. README.md says what each reads and decides.
-"""
-
-from conserve.engine_scheduling.chunks import ChunkController
+from conserve.engine_scheduling.calls import (
+    KINDS,
+    Kind,
+    PrefillLane,
+    SchedulerLoad,
+    WaitFor,
+    kind_of,
+)
+from conserve.engine_scheduling.chunks import ChunkController, StepCost
 from conserve.engine_scheduling.feedback import FeedbackQueue
-from conserve.engine_scheduling.kinds import KINDS, Kind, WaitFor, kind_of
-from conserve.engine_scheduling.lane import PrefillLane
-from conserve.engine_scheduling.load import SchedulerLoad
 from conserve.engine_scheduling.reserve import DecodeReserve
 from conserve.engine_scheduling.retention import Pin, Retention
-from conserve.engine_scheduling.step_cost import StepCost
 
 __all__ = [
     "KINDS",

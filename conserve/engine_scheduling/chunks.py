@@ -1,58 +1,73 @@
-"""How much a step may prefill beside decodes."""
+"""Limits how much a step may prefill beside decodes, by what steps have taken."""
 
-from conserve.engine_scheduling.step_cost import StepCost
+# Forgets within some fifty steps: contexts grow, and decodes come and go.
+_KEEP = 0.98
+_ENOUGH = 8.0
+# Steps whose prefills hardly differ do not tell a slope from noise.
+_LEAST_SPREAD_TOKENS = 16.0
+# A step on a busy machine counts as at most this many times what was expected.
+_MOST_TIMES = 4.0
+
+
+class StepCost:
+    """A line through recent steps' times over their prefill tokens.
+
+    AgentServe's controller sees a late step only afterwards; this foresees it.
+    """
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        # Means, and sums of squares and products around them.
+        self._mean_tokens = self._mean_s = 0.0
+        self._square = self._product = 0.0
+
+    def add(self, lasted_s: float, prefill_tokens: int) -> None:
+        line = self.line()
+        if line is not None:
+            base_s, token_s = line
+            lasted_s = min(lasted_s, _MOST_TIMES * (base_s + token_s * prefill_tokens))
+        self._weight = _KEEP * self._weight + 1.0
+        off_tokens = prefill_tokens - self._mean_tokens
+        self._mean_tokens += off_tokens / self._weight
+        self._mean_s += (lasted_s - self._mean_s) / self._weight
+        self._square = _KEEP * self._square + off_tokens * (prefill_tokens - self._mean_tokens)
+        self._product = _KEEP * self._product + off_tokens * (lasted_s - self._mean_s)
+
+    def line(self) -> tuple[float, float] | None:
+        """Return a step's fixed seconds, and those a prefilled token adds; None while unknown."""
+        if self._weight < _ENOUGH or self._square < self._weight * _LEAST_SPREAD_TOKENS**2:
+            return None
+        token_s = self._product / self._square
+        base_s = self._mean_s - token_s * self._mean_tokens
+        # Noise may make either negative.
+        return max(base_s, 1e-6), max(token_s, 1e-9)
+
+    def affordable_tokens(self, within_s: float) -> int | None:
+        line = self.line()
+        if line is None:
+            return None
+        base_s, token_s = line
+        return max(0, int((within_s - base_s) / token_s + 1e-6))
 
 
 class ChunkController:
-    """A budget of prefill tokens a step, fed back on time per output token (AgentServe, algorithm
-    1), and never more than the step's fitted cost allows.
+    """A budget of prefill tokens a step, by feedback on TPOT (AgentServe, algorithm 1).
 
     Over an interval with decodes, TPOT is the time of its steps over their number (dL/dK). Above
-    ``late_s`` the budget shrinks by an eighth of ``most_tokens``; below ``calm_share * late_s`` it
-    grows by as much, and no more than doubles: the step's cost is known after the first few. The
-    paper gives no constants: these are ours. So are two departures, since taken literally the
-    budget drifts to its most while all is calm, and the next long prefill hits the decodes at full
-    size:
-
-    - It grows only after an interval in which it was what a prefill was cut to. A calm interval
-      without one says nothing about what larger prefills would do.
-    - What `StepCost` says would make a step last longer than nine tenths of ``late_s`` is not
-      allowed, however large the budget. Where that cuts, the budget need not grow.
-
-    The paper's R, the SMs that decodes have to themselves, is `DecodeReserve`'s.
-
-    What is allowed lies between ``least_tokens`` and ``most_tokens`` always: prefills come to an
-    end beside any decodes.
+    ``late_s`` (theta_high) the budget shrinks by an eighth of ``most_tokens`` (B_max). Below
+    ``calm_share`` of that (theta_low) it grows by as much, at most to twice, if it limited a
+    prefill. See README.md for departures.
 
     Args:
-        least_tokens: B_min. More than a block and a usual append: below that an append, which is
-            what decodes should not wait for a lane for, would be cut.
-        most_tokens: B_max; what the engine computes in a step.
-        late_s: theta_high, the bound of time per output token.
-        calm_share: theta_low, as a share of ``late_s``.
-        interval_s: dt: so long at least, and eight steps.
+        least_tokens: B_min. More than a block and a usual append, so that appends are not cut.
 
     Raises:
-        ValueError: a setting is out of its range; says which.
-
-    Example:
-        >>> chunks = ChunkController(least_tokens=64, most_tokens=1024, late_s=0.05)
-        >>> chunks.allowed_tokens()
-        64
-        >>> for step in range(1, 9):
-        ...     chunks.was_cut()
-        ...     chunks.step(0.006, 64, now_s=step * 0.01)
-        >>> chunks.allowed_tokens()  # Calm, and the budget was too small.
-        128
-        >>> for step in range(1, 9):
-        ...     chunks.step(0.2, 128, now_s=1 + step * 0.2)
-        >>> chunks.allowed_tokens()  # Late.
-        64
+        ValueError: a setting is out of its range.
     """
 
     _LEAST_STEPS = 8
     _PARTS = 8
-    # Steps that are meant to last just as long as they may would be late half of the time.
+    # Steps aimed at the bound itself would be late half of the time.
     _AIM = 0.9
 
     def __init__(
@@ -82,34 +97,26 @@ class ChunkController:
         self._since_s: float | None = None
         self._lasted_s = 0.0
         self._steps = 0
-        # Of the last interval.
+        # In the last interval.
         self.tpot_s = 0.0
 
     @property
     def budget_tokens(self) -> int:
-        """B: what the feedback allows."""
         return self._budget
 
     def allowed_tokens(self) -> int:
-        """How many tokens the next step may prefill, if anybody decodes in it."""
         affordable = self._affordable_tokens()
         if affordable is None:
             return self._budget
         return max(self._least, min(self._budget, affordable))
 
     def was_cut(self) -> None:
-        """A prefill got less than it could have used, since no more was allowed."""
+        """Note that a prefill got less than it could have used."""
         affordable = self._affordable_tokens()
         if affordable is None or self._budget <= affordable:
             self._was_cut = True
 
     def step(self, lasted_s: float, prefill_tokens: int, now_s: float) -> None:
-        """A step with decodes is over.
-
-        Args:
-            lasted_s: from its beginning, or the end of the step before, to its end.
-            prefill_tokens: that it computed beside them.
-        """
         self._cost.add(lasted_s, prefill_tokens)
         self._lasted_s += lasted_s
         self._steps += 1

@@ -1,6 +1,5 @@
-"""Environments in which agents' tools run: what may be asked for, and who holds which.
-
-Pure: what is prepared, run and removed is in `deployments.environments`.
+"""Environments in which agents' tools run: what may be asked for, and which conversation has
+which.
 """
 
 from conserve.environments.ledger import (

@@ -9,7 +9,7 @@ from typing import Any
 
 Entry = dict[str, Any]
 
-# A journal that has grown by so many lines since it was written anew is written anew.
+# A journal that has grown by this many lines should be rewritten.
 _MOST_LINES = 4096
 
 
@@ -20,24 +20,8 @@ class JournalError(RuntimeError):
 class Journal:
     """An append-only file; an entry is on disk when `add` returns.
 
-    A process may die at any point: of an entry that was being written, either all is there or
-    nothing counts. One process writes it at a time, which is for the caller to see to.
-
-    Args:
-        path: the file, in a folder that exists.
-
-    Raises:
-        JournalError: what is there is no journal.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> journal = Journal(Path(folder.name, "journal"))
-        >>> journal.add({"op": "declare", "number": 1})
-        >>> journal.close()
-        >>> Journal(Path(folder.name, "journal")).found
-        [{'op': 'declare', 'number': 1}]
-        >>> folder.cleanup()
+    If its process dies, an entry that was being written counts whole or not at all. Only one
+    process may write. JournalError if the file is no journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,15 +35,10 @@ class Journal:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time for `rewrite`."""
         return self._lines >= _MOST_LINES
 
     def add(self, entry: Entry) -> None:
-        """Write an entry.
-
-        Raises:
-            OSError: it is not written.
-        """
+        """Write an entry, or raise OSError and leave the file as it was."""
         line = _line(entry)
         try:
             written = os.write(self._file, line)
@@ -76,11 +55,7 @@ class Journal:
         self._lines += 1
 
     def rewrite(self, entries: Iterable[Entry]) -> None:
-        """Put these entries in the place of all that it has, at once.
-
-        Raises:
-            OSError: it is as it was.
-        """
+        """Replace all entries in one step, or raise OSError and leave the file as it was."""
         lines = [_line(entry) for entry in entries]
         fresh = self._path.with_suffix(".new")
         file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -97,17 +72,11 @@ class Journal:
         _sync_folder(self._path.parent)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a journal that another process may be writing; none where there is no file.
-
-    Raises:
-        JournalError: it is none.
-        OSError: it cannot be read.
-    """
+    """Return the entries of a journal that another process may be writing; none without a file."""
     return _read(path)[0]
 
 
@@ -116,12 +85,11 @@ def _line(entry: Entry) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[Entry], int]:
-    """Whole entries, and how many bytes they take."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
-    # What comes after the last line's end was being written when its process died.
+    # A part of a line was being written when the process died.
     whole, end, _ = data.rpartition(b"\n")
     found: list[Entry] = []
     for number, line in enumerate(whole.split(b"\n") if end else [], 1):

@@ -1,7 +1,7 @@
-"""Keeps account of who holds which environment, how far each is, and what may be had.
+"""Keeps which conversation has which environment, and decides what is prepared and removed.
 
-Event-sourced: each change is an entry, recorded before it counts, and a ledger that is made from
-the entries of another is the same. Nothing is read from a clock.
+Event-sourced: each change is an entry that is recorded before it counts, and a ledger made from
+another's entries equals it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,15 +18,11 @@ State = Literal["declared", "preparing", "ready", "failed", "removing"]
 
 
 class Conflict(ValueError):
-    """The name is taken by an environment that is another one; the message says how it differs."""
+    """The name is taken by another environment; the message says how it differs."""
 
 
 class QuotaExceeded(RuntimeError):
-    """There are as many environments as there may be.
-
-    Attributes:
-        setting: the setting that says so; None: it is not one.
-    """
+    """A quota is used up; ``setting`` is its name, or None for a constant."""
 
     def __init__(self, message: str, setting: str | None) -> None:
         super().__init__(message)
@@ -35,13 +31,9 @@ class QuotaExceeded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """How many environments there may be.
+    """Limits of how many environments there may be.
 
-    Args:
-        most: at a time.
-        most_of_tenant: of one tenant, where there are any.
-        disk_bytes: what all may write, together.
-        unclaimed_s: how long one is kept for a conversation that has not begun.
+    ``unclaimed_s`` is how long one is kept for a conversation that has not begun.
     """
 
     most: int
@@ -51,13 +43,7 @@ class Quotas:
 
 
 class Standing(NamedTuple):
-    """How a conversation stands with the table.
-
-    Attributes:
-        state: ``unknown``: it has none such; ``waiting``: in the line; ``live``: known, or being
-            placed.
-        place: in the line, from 0.
-    """
+    """The table's view of a conversation; ``place`` is in the queue, from 0."""
 
     state: Literal["unknown", "waiting", "live"]
     place: int = 0
@@ -68,13 +54,7 @@ UNKNOWN = Standing("unknown")
 
 @dataclass(slots=True)
 class Holder:
-    """A conversation that has an environment.
-
-    Attributes:
-        since_s: when it asked for it, or was last at work in it.
-        seen_by: the life of the table that has known it last; None: none has, yet.
-        standing: as it was seen last.
-    """
+    """A conversation that has an environment; ``seen_by`` is the table that has last known it."""
 
     since_s: float
     seen_by: int | None = None
@@ -83,17 +63,7 @@ class Holder:
 
 @dataclass(slots=True)
 class Environment:
-    """One environment.
-
-    Attributes:
-        number: never given twice.
-        slot: which of the places for environments it has: its ports, and its user id.
-        tenant: whose it is.
-        ports: those that it has, once it is prepared.
-        error: why it could not be prepared.
-        wanted: whether somebody waits for it.
-        last_holder: the conversation that has let go of it last; empty if that is not known.
-    """
+    """An environment; a command waits for it if it is ``wanted``."""
 
     number: int
     slot: int
@@ -108,21 +78,9 @@ class Environment:
 
 
 class Ledger:
-    """All environments, and what is to be done about them.
+    """All environments, and what has to be done about them.
 
-    Args:
-        record: is given each entry before it counts; what it raises, the caller of the change gets,
-            and nothing has changed.
-
-    Example:
-        >>> ledger = Ledger(Quotas(10, 10, 2**40, unclaimed_s=60.0))
-        >>> made = ledger.declare("fix-42", Spec(), now_s=0.0)
-        >>> ledger.observe(1, {"fix-42": Standing("live")}, now_s=1.0)
-        >>> [one.number for one in ledger.to_prepare(near=4, most=2)]
-        [1]
-        >>> ledger.observe(1, {}, now_s=2.0)  # It has ended.
-        >>> [one.number for one in ledger.to_remove()]
-        [1]
+    ``record`` is called with each entry before it counts; if it raises, nothing has changed.
     """
 
     def __init__(self, quotas: Quotas, record: Callable[[Entry], None] = lambda entry: None):
@@ -130,11 +88,9 @@ class Ledger:
         self._record = record
         self._next = 1
         self._all: dict[int, Environment] = {}
-        # Numbers of those that a conversation holds, by name.
+        # By conversation, the numbers of its environments by name.
         self._held: dict[str, dict[str, int]] = {}
         self._shared: dict[tuple[str | None, str], int] = {}
-
-    # --- what there is -----------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._all)
@@ -143,29 +99,23 @@ class Ledger:
         return iter(self._all.values())
 
     def get(self, number: int) -> Environment | None:
-        """An environment by its number; None once it is gone."""
         return self._all.get(number)
 
     def of(self, conversation_id: str) -> list[Environment]:
-        """Return the environments that a conversation holds."""
         return [self._all[number] for number in self._held.get(conversation_id, {}).values()]
 
     def find(self, conversation_id: str, name: str) -> Environment | None:
-        """The one that a conversation holds by this name."""
         number = self._held.get(conversation_id, {}).get(name)
         return None if number is None else self._all[number]
 
     def conversations(self) -> Collection[str]:
-        """Return the conversations that hold any."""
         return self._held.keys()
 
-    # --- what clients do ---------------------------------------------------------------------
-
     def declare(self, conversation_id: str, spec: Spec, now_s: float) -> Environment:
-        """Have a conversation hold an environment; asked for twice, it is the same.
+        """Give a conversation an environment; the same one if it asks again.
 
         Raises:
-            Conflict: it holds another one of that name.
+            Conflict: it has another one of that name.
             QuotaExceeded: there are too many.
         """
         tenant = identity.tenant_of(conversation_id)
@@ -186,7 +136,8 @@ class Ledger:
                 return found
         if len(self._held.get(conversation_id, ())) >= MOST_OF_CONVERSATION:
             raise QuotaExceeded(
-                f"the conversation has {MOST_OF_CONVERSATION} environments, and no more may be",
+                f"the conversation has {MOST_OF_CONVERSATION} environments, which is the most; "
+                "remove one",
                 None,
             )
         if found is None:
@@ -224,7 +175,7 @@ class Ledger:
         return next(slot for slot in range(self._quotas.most) if slot not in taken)
 
     def let_go(self, conversation_id: str, name: str) -> bool:
-        """Have a conversation hold an environment no more; False if it does not."""
+        """Take an environment from a conversation; False if it does not have it."""
         found = self.find(conversation_id, name)
         if found is None:
             return False
@@ -232,13 +183,10 @@ class Ledger:
         return True
 
     def used(self, conversation_id: str, name: str, now_s: float) -> None:
-        """Note that a conversation is at work in an environment, which it therefore wants."""
         found = self.find(conversation_id, name)
         if found is not None:
             found.holders[conversation_id].since_s = now_s
             found.wanted = True
-
-    # --- what is seen of conversations ------------------------------------------------------
 
     def observe(
         self,
@@ -247,16 +195,11 @@ class Ledger:
         now_s: float,
         asked: Collection[str] | None = None,
     ) -> None:
-        """Take in how conversations stand; those that have ended hold nothing any more.
+        """Take in how conversations stand; those that have ended lose their environments.
 
-        One that this table has known, and knows no more, has ended. One that only a table before
-        it has known may have been lost with that, and its client may come back; as one that has
-        not begun, it has some time.
-
-        Args:
-            table: tells the table's lives apart.
-            standings: who is not in it is unknown.
-            asked: of whom the table was asked; None: of all in `conversations`.
+        A conversation that this table has known, and no longer knows, has ended. One that only an
+        earlier table has known gets some time, as one that has not begun: its client may come back.
+        ``asked`` None means that the table was asked about all.
         """
         for conversation_id in list(self._held if asked is None else asked):
             standing = standings.get(conversation_id, UNKNOWN)
@@ -273,17 +216,11 @@ class Ledger:
                 elif holder.seen_by == table or now_s - holder.since_s > self._quotas.unclaimed_s:
                     self._let_go(one, conversation_id)
 
-    # --- what is to be done -----------------------------------------------------------------
-
     def to_prepare(self, near: int, most: int) -> list[Environment]:
-        """Declared environments whose turn it is: somebody waits for it, or will soon.
+        """Return the environments to prepare now, at most ``most`` at a time.
 
-        (ThunderAgent, section 4.4: when a program comes near the head of the line.)
-
-        Args:
-            near: who has one of the first so many places in the line will need it soon, and so does
-                who is bound.
-            most: so many may be under preparation, those that are so already included.
+        A command waits for them, or their conversation is bound, or among the first ``near`` in the
+        queue (ThunderAgent, section 4.4).
         """
         ranked = [
             (not one.wanted, place, one.number)
@@ -295,36 +232,29 @@ class Ledger:
         return [self._all[number] for *_, number in sorted(ranked)[:free]]
 
     def to_remove(self) -> list[Environment]:
-        """Environments that nobody holds; one under preparation is let be until that is over."""
+        """Return the environments without a holder, except those that are being prepared."""
         return [one for one in self._all.values() if not one.holders and one.state != "preparing"]
 
     def preparing(self, number: int) -> None:
-        """An environment is being prepared from now on."""
         self._do({"op": "state", "number": number, "state": "preparing"})
 
     def ready(self, number: int, ports: Collection[int] = ()) -> None:
-        """An environment is prepared."""
         self._do({"op": "state", "number": number, "state": "ready", "ports": [*ports]})
 
     def failed(self, number: int, error: str) -> None:
-        """An environment could not be prepared."""
         self._do({"op": "state", "number": number, "state": "failed", "error": error})
 
     def removing(self, number: int) -> None:
-        """An environment is being removed from now on."""
         self._do({"op": "state", "number": number, "state": "removing"})
 
     def removed(self, number: int) -> None:
-        """Nothing is left of an environment."""
         self._do({"op": "removed", "number": number})
 
-    # --- from one life to the next ----------------------------------------------------------
-
     def recover(self, entries: Iterable[Entry], now_s: float) -> None:
-        """Go on from a predecessor's entries, in a ledger that is new.
+        """Continue from a predecessor's entries, in a new ledger.
 
-        What it was preparing is prepared again. Conversations that no table has known have as long
-        to begin as if they had asked now.
+        What it was preparing is prepared again. Conversations that no table has known get their
+        time anew.
         """
         for entry in entries:
             self._apply(entry)
@@ -335,7 +265,7 @@ class Ledger:
                 holder.since_s = now_s
 
     def snapshot(self) -> list[Entry]:
-        """Entries from which the same ledger is made."""
+        """Return entries that make an equal ledger."""
         entries: list[Entry] = [{"op": "next", "number": self._next}]
         for one in self._all.values():
             entries.append(
@@ -352,8 +282,6 @@ class Ledger:
                 if holder.seen_by is not None:
                     entries.append({"op": "seen", **named, "table": holder.seen_by})
         return entries
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _let_go(self, one: Environment, conversation_id: str) -> None:
         self._do({"op": "let_go", "number": one.number, "conversation": conversation_id})
@@ -401,7 +329,7 @@ class Ledger:
         if not names:
             del self._held[conversation_id]
         if not one.holders:
-            # It is removed from now on; whoever asks for its name gets another.
+            # It will be removed; a conversation that asks for its name gets another.
             self._unshare(one)
 
     def _unshare(self, one: Environment) -> None:
@@ -413,7 +341,6 @@ _FIELDS = tuple(Spec.model_fields)
 
 
 def _place(one: Environment, near: int) -> int | None:
-    """The best place of a holder's; None: it is not near."""
     if one.wanted and one.holders:
         return -1
     places = [

@@ -78,12 +78,12 @@ class EnvironmentSettings(BaseModel):
         default=4,
         ge=0,
         description="An environment is prepared when its conversation is bound, or has one of the "
-        "first so many places in the line.",
+        "first places, this many, in the queue.",
     )
     unclaimed_s: float = Field(
         default=120.0,
         gt=0,
-        description="An environment whose conversation has not begun after so long is removed.",
+        description="An environment whose conversation has not begun after this time is removed.",
     )
 
     @field_validator("root", mode="after")
@@ -100,9 +100,5 @@ class EnvironmentSettings(BaseModel):
         return self
 
     def folder(self, port: int) -> Path:
-        """Return the folder with environments' files.
-
-        Args:
-            port: the router's, which tells the machine's applications apart.
-        """
+        """Return the folder of the application with this router's port."""
         return Path(self.root or f"{_ROOT}-{os.getuid()}/{port}")

@@ -1,4 +1,4 @@
-"""Reads what a client asks for: an environment for its agent's tools, and a command there."""
+"""Validates a client's request for an environment, or for a command there."""
 
 import re
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,7 +16,7 @@ MOST_PORTS = 8
 MOST_COMMAND_CHARS = 64 * 1024
 MOST_ARGUMENTS = 256
 MOST_STDIN_CHARS = 1024 * 1024
-# Of an image's name, with its registry, tag and digest.
+# An image's name, with its registry, tag and digest.
 _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}$"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -29,10 +29,9 @@ Command = Annotated[str, StringConstraints(min_length=1, max_length=MOST_COMMAND
 
 
 class SpecError(ValueError):
-    """Refuses what was asked for; the message names the field and says what is wrong.
+    """Refuses a request; the message names the field and says what is wrong.
 
-    Attributes:
-        field: the field's name; None: it is no object at all.
+    ``field`` is None if the request is no object.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -97,21 +96,10 @@ class Spec(_Strict):
     """An environment, as a client asks for it.
 
     Attributes:
-        name: by which the conversation knows it.
-        kind: ``process``: in a sandbox on the head node; ``container``: of an image.
-        image: the container's.
-        limits: what it may use.
+        kind: ``process`` runs in a sandbox on the head node, ``container`` from an image.
         ports: how many TCP ports are reserved for it.
         setup: a shell command that is run once, before anything else.
         shared: whether all conversations of the tenant that ask for this name have the same one.
-
-    Example:
-        >>> Spec.asked({"ports": 1, "limits": {"wall_s": 30}}, Limits()).limits.wall_s
-        30.0
-        >>> Spec.asked({"ports": 99}, Limits())
-        Traceback (most recent call last):
-        ...
-        conserve.environments.spec.SpecError: ports: Input should be less than or equal to 8
     """
 
     name: Name = MAIN
@@ -130,11 +118,7 @@ class Spec(_Strict):
 
     @classmethod
     def asked(cls, body: Any, most: Limits) -> Self:
-        """Read a request for an environment, within what the application allows.
-
-        Args:
-            body: parsed from JSON.
-            most: the application's limits, and what holds where the client names none.
+        """Read a request for an environment, within the application's limits.
 
         Raises:
             SpecError: it cannot be had.
@@ -155,13 +139,12 @@ class Spec(_Strict):
 
 
 class Run(_Strict):
-    """A command that is to be run in an environment.
+    """A command to run in an environment.
 
     Attributes:
         command: of a shell, or a program with its arguments.
-        stdin: what it can read.
-        timeout_s: how long it may take; None: as long as the environment's limit says.
-        tool: what the agent calls it, for `/v1/events`.
+        timeout_s: None means the environment's limit.
+        tool: the agent's name for it, for `/v1/events`.
         call_id: names this call: asked for twice, it is run once.
     """
 
@@ -176,7 +159,7 @@ class Run(_Strict):
         """Read a request for a command.
 
         Raises:
-            SpecError: it cannot be done.
+            SpecError: it cannot be run.
         """
         if not isinstance(body, dict):
             raise SpecError("the body must be a JSON object")
@@ -187,13 +170,7 @@ class Run(_Strict):
 
     @property
     def arguments(self) -> list[str]:
-        """The program and its arguments."""
         return ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else self.command
-
-
-def is_name(text: str) -> bool:
-    """Whether an environment can have this name."""
-    return _NAME.fullmatch(text) is not None
 
 
 def _validated(model: type[_Model], value: Any, prefix: str) -> _Model:
@@ -202,7 +179,7 @@ def _validated(model: type[_Model], value: Any, prefix: str) -> _Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = [str(part) for part in first["loc"]]
-        # Of a command that is neither, the first of two complaints says enough.
+        # A command of neither kind has two errors, of which the first says enough.
         field = prefix + (where[0] if where else "")
         if first["type"] == "extra_forbidden":
             there = ", ".join(model.model_fields)

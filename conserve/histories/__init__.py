@@ -1,1 +1,1 @@
-"""Knows what histories have in common: points where others may leave them, KV counted once."""
+"""Relations between histories: points where others may leave them, and KV counted once."""

@@ -1,6 +1,6 @@
-"""Live histories by their first prompts: which one a turn continues, and which it may leave.
+"""Finds live histories by their first prompts: the one that a turn continues, or may leave.
 
-A *family* are the histories of one root. Most have one member, and take one entry here.
+A *family* is the histories of one root. Most have one member, and take one entry here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,14 +14,9 @@ from conserve.recognition import Chain, Digest, TailIndex
 class Families:
     """Finds histories by their root, in time that does not grow with their number.
 
-    A turn continues the history whose last turn it begins with: the one whose newest tail is the
-    longest of the turn's ends that is any's. Of a named conversation those are its own histories;
-    without a name, those that nobody has named, or a client could be given another's by saying the
-    same. Who has a turn under way is not continued, but left at that point. A first turn that was
-    cut, and is tried again under its name, continues what there is of it.
-
-    Args:
-        get: the live history of an id.
+    A turn continues the history whose newest tail is the longest among the turn's ends: the named
+    conversation's own, or one without a name, so that no client gets another's by saying the same.
+    A history with a running turn is not continued, but left at that point.
     """
 
     def __init__(self, get: Callable[[str], History | None]) -> None:
@@ -29,7 +24,6 @@ class Families:
         self._of: dict[Digest, str | _Family] = {}
 
     def join(self, history: History) -> None:
-        """A history lives from now on."""
         if history.root is None:
             return
         known = self._of.setdefault(history.root, history.id)
@@ -43,10 +37,9 @@ class Families:
         known.join(history)
 
     def leave(self, history: History) -> None:
-        """It does not any more."""
         if history.root is None:
             return
-        # Most are alone: one look where two would be needed to see that first.
+        # Most are alone, and then this takes one look-up instead of two.
         known = self._of.pop(history.root, None)
         if isinstance(known, _Family):
             known.leave(history)
@@ -54,11 +47,7 @@ class Families:
             self._of[history.root] = known if several else next(iter(known.members))
 
     def set_tails(self, history: History, tails: tuple[Digest, ...], stats: TurnStats) -> bool:
-        """A history's last turn has left these; see `History.set_tails`.
-
-        Returns:
-            Whether its family has others.
-        """
+        """Set a history's tails, and return whether its family has others."""
         family = self._of.get(history.root) if history.root is not None else None
         if isinstance(family, _Family):
             family.tails.discard(history.id, _keys(history))
@@ -69,7 +58,6 @@ class Families:
         return False
 
     def set_points(self, history: History, points: bytes) -> None:
-        """A history begins with these; see `History.points`."""
         family = self._of.get(history.root) if history.root is not None else None
         if isinstance(family, _Family):
             family.tails.discard(history.id, _keys(history))
@@ -79,16 +67,12 @@ class Families:
             history.points = points
 
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
-        """The history that a turn continues, or None.
-
-        Args:
-            conversation_id: as the client has stated it, scoped to its tenant; None without one.
-        """
+        """Return the history that a turn continues, or None."""
         known = self._of.get(chain.root)
         if known is None:
             return None
         scope = scope_for(conversation_id)
-        # The root is the tail of what has no answer yet.
+        # A history without an answer yet has the root as its tail.
         ends = (*chain.ends, chain.root) if scope else chain.ends
         if isinstance(known, _Family):
             return known.tails.match((mark(end) + scope for end in ends), self._is_running)
@@ -103,20 +87,14 @@ class Families:
         return None
 
     def newest(self, root: Digest) -> Iterator[str]:
-        """Ids of a family's members, the newest first."""
+        """Return the ids of a family's members, the newest first."""
         known = self._of.get(root)
         if isinstance(known, str):
             return iter((known,))
         return iter(()) if known is None else reversed(known.members)
 
     def before(self, chain: Chain, conversation_id: str | None) -> Iterator[History]:
-        """Histories that a turn would continue if its newest answer were theirs.
-
-        The ones that were continued last come first.
-
-        Args:
-            conversation_id: as the client has stated it, scoped to its tenant; None without one.
-        """
+        """Yield the histories that a turn would continue if its newest answer were theirs."""
         known = self._of.get(chain.root)
         if known is None:
             return
@@ -130,11 +108,9 @@ class Families:
                 yield history
 
     def knows(self, root: Digest) -> bool:
-        """Whether any has this root."""
         return root in self._of
 
     def is_alone(self, root: Digest) -> bool:
-        """Whether a root is one history's at most."""
         return not isinstance(self._of.get(root), _Family)
 
     def _is_running(self, history_id: str) -> bool:
@@ -143,7 +119,7 @@ class Families:
 
 
 class _Family:
-    """Members, the oldest first, and by which tails they are continued."""
+    """A root's histories, the oldest first, and the tails by which they are continued."""
 
     __slots__ = ("members", "tails")
 
@@ -170,12 +146,11 @@ def _keys(history: History) -> Sequence[bytes]:
 
 
 def scope_of(history: History) -> bytes:
-    """Return the scope of the turns that may continue a history."""
     return scope_for(identity.conversation_of(history.id))
 
 
 def scope_for(conversation_id: str | None) -> bytes:
-    """Return the scope of a turn's conversation: empty for one that nobody has named."""
+    """Return the scope of a turn's conversation: empty without a client's name for it."""
     if conversation_id is None or identity.is_generated(conversation_id):
         return b""
     return conversation_id.encode()

@@ -1,4 +1,4 @@
-"""Which histories begin alike, where their KV is, and that it counts once."""
+"""Finds histories that begin alike and where their KV is, and has it counted once."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest
 
-# Of histories with one root, so many are looked at: the newest.
+# Only this many histories with one root are looked at, the newest.
 _LOOKED_AT = 32
 # Shorter system parts are not worth an account of their own.
 LEAST_SYSTEM_TOKENS = 64
@@ -21,13 +21,7 @@ LEAST_SYSTEM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Tells what is known of the prompt with which a history begins, or is placed again.
-
-    Attributes:
-        chain: of its messages; None for a completion's.
-        system_tokens: the length of its tools and system messages; 0 where that is not known.
-        hints: what its client says beside its messages; None without any.
-    """
+    """The prompt with which a history begins; ``chain`` is None for completions."""
 
     chain: Chain | None = None
     system_tokens: int = 0
@@ -35,19 +29,14 @@ class Opening:
 
     @property
     def system(self) -> Digest | None:
-        """The digest of its system part, if that is worth an account of its own."""
+        """Return the digest of its system part, if that is long enough to count by itself."""
         if self.system_tokens < LEAST_SYSTEM_TOKENS or self.chain is None:
             return None
         return self.chain.system
 
 
 class Kinship:
-    """Finds a history's kin, by its root, and links it to the nearest of them on its decoder.
-
-    Args:
-        get: the live history of an id.
-        charge: for `Sharing`.
-    """
+    """Finds a history's kin, by its root, and links it to the nearest of them on its decoder."""
 
     def __init__(
         self,
@@ -59,7 +48,7 @@ class Kinship:
         self.sharing: Sharing[History] = Sharing(charge)
 
     def has_any(self, opening: Opening) -> bool:
-        """Whether a prompt may have kin at all; most have none."""
+        """Return whether a prompt may have kin; most have none."""
         chain = opening.chain
         if chain is None:
             return False
@@ -72,17 +61,11 @@ class Kinship:
         history_id: str = "",
         siblings: Callable[[str], Sequence[History]] = lambda _: (),
     ) -> Shared:
-        """Return where how much of a prompt is held already.
-
-        Args:
-            decoders: those that it may go to.
-            history_id: the history's that the prompt begins.
-            siblings: finds the other histories of a history's conversation.
-        """
+        """Return how much of a prompt, which begins a history, each decoder holds already."""
         if opening.chain is None:
             return NOTHING_SHARED
         tokens: dict[str, int] = {}
-        # What is promised is not computed yet: a prompt that began with it would be cold.
+        # What is promised is not computed yet, so it makes no prompt warm.
         computed: dict[str, int] = {}
         promised: dict[str, int] = {}
         conversation_id = identity.conversation_of(history_id)
@@ -91,7 +74,7 @@ class Kinship:
                 continue
             common = _common(kin, opening.chain)
             tokens[kin.decoder_id] = max(tokens.get(kin.decoder_id, 0), common)
-            # Conversations that begin with equal prompts go back into nothing: they are spread.
+            # Other conversations that begin with an equal prompt are spread over decoders.
             if opening.chain.ends or identity.conversation_of(kin.id) == conversation_id:
                 known = promised if kin.promised else computed
                 known[kin.decoder_id] = max(known.get(kin.decoder_id, 0), common)
@@ -101,7 +84,7 @@ class Kinship:
         if system is not None:
             for decoder in decoders:
                 held = self.sharing.system_tokens(decoder.id, system)
-                # One that was counted as longer is not shared; see `Sharing.share_system`.
+                # If it was counted as longer, it is not shared; see `Sharing.share_system`.
                 if tokens.get(decoder.id, 0) < held <= opening.system_tokens:
                     tokens[decoder.id] = held
             if warm_on is None:
@@ -114,11 +97,10 @@ class Kinship:
         return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
 
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
-        """The most of a prompt that any decoder holds, in tokens."""
         return max(self.shared(opening, decoders).tokens.values(), default=0)
 
     def opened(self, history: History, opening: Opening) -> None:
-        """A history was bound; what it promises to hold is charged, and shared from now on."""
+        """Charge a history that was bound with what it will hold, and share that from now on."""
         chain = opening.chain
         if chain is None:
             return
@@ -138,7 +120,7 @@ class Kinship:
             self.sharing.share_system(history, opening.system, opening.system_tokens)
 
     def advanced(self, history: History) -> None:
-        """A history has a new point, or has come to a decoder with its points."""
+        """Share what a history has in common, which has a new point or a new decoder."""
         if history.root is None or self.families.is_alone(history.root):
             return
         points = Points(history.points)
@@ -153,11 +135,7 @@ class Kinship:
             self._give_way(history, nearest, tokens)
 
     def evicted(self, history: History) -> list[History]:
-        """The engine has lost what this began with: so have the idle ones that began with it.
-
-        Returns:
-            Those; they hold nothing now.
-        """
+        """Return idle histories that began with what the engine has lost, and now hold nothing."""
         lost = [
             kin
             for kin in self._kin(history.root, history)
@@ -168,14 +146,7 @@ class Kinship:
         return lost
 
     def _give_way(self, cut: History, other: History, tokens: int) -> None:
-        """Forget a turn that was cut, and beside which its conversation goes on.
-
-        Its client has asked again, before it was seen that it had left. It comes back to the other
-        history, which ends with this one; without a name they end each for itself.
-
-        Args:
-            tokens: what the two have in common.
-        """
+        """Forget a turn that was cut, and whose client goes on with the other history."""
         if cut.running or cut.held_tokens <= tokens:
             return
         if not other.running and other.held_tokens <= tokens:
@@ -187,7 +158,7 @@ class Kinship:
             self.sharing.hold(cut, tokens)
 
     def _learnt(self, history: History, chain: Chain) -> bytes:
-        """A history's points, with those that its kin know of its prompt."""
+        """Return a history's points, with those that its kin know of its prompt."""
         beginnings = {mark(digest) for digest in (*chain.ends, chain.root)}
         lengths = dict(Points(history.points))
         for kin in self._kin(chain.root, history):
@@ -196,7 +167,7 @@ class Kinship:
                     if known in beginnings:
                         lengths.setdefault(known, tokens)
         points = Points()
-        # Of equal ones the history's own is the last: by the newest it is gone on with.
+        # Of equally long ones its own comes last, since the newest is the one to continue.
         newest = history.tails[:1]
         for known, tokens in sorted(lengths.items(), key=lambda one: (one[1], one[0] in newest)):
             points.add(known, tokens)
@@ -205,7 +176,7 @@ class Kinship:
     def _nearest(
         self, history: History, root: Digest, common: Callable[[History], int]
     ) -> tuple[History | None, int]:
-        """Find the history on its decoder with which it has most in common, and how much."""
+        """Return the history on its decoder with which it has most in common, and how much."""
         nearest, most = None, 0
         for kin in self._kin(root, history):
             if kin.decoder_id == history.decoder_id:
@@ -215,7 +186,6 @@ class Kinship:
         return nearest, most
 
     def _kin(self, root: Digest | None, of: History | None = None) -> Iterator[History]:
-        """The newest of those with a root, but for one."""
         if root is None:
             return
         others = (id_ for id_ in self.families.newest(root) if of is None or id_ != of.id)
@@ -226,12 +196,10 @@ class Kinship:
 
 
 def _common(kin: History, chain: Chain) -> int:
-    """The tokens that a kin has in common with a prompt, as far as is known."""
     return min(Points(kin.points).longest((*chain.ends, chain.root)), kin.held_tokens)
 
 
 def _begins_with(history: History, system: Digest) -> bool:
-    """Whether a history is counted as beginning with this system part."""
     prefix = history.base
     while prefix is not None and prefix.base is not None:
         prefix = prefix.base

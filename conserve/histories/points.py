@@ -1,4 +1,4 @@
-"""Points of a history: beginnings whose length in tokens is known, in as few bytes as they take."""
+"""Points of a history: beginnings of known length in tokens, packed into few bytes."""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from conserve.recognition import Digest
 
 MOST_POINTS = 12
-"""Of one history: a table may have a million of them."""
 
-# Of these, so many are the newest, whatever lies between them.
+# The newest points are kept, whatever lies between them.
 _NEWEST = 4
 
 _MARK_BYTES = 8
@@ -17,26 +16,21 @@ _LENGTH = struct.Struct("<I")
 
 
 def mark(digest: Digest) -> bytes:
-    """Return what points keep of a digest: enough to tell apart those of one root."""
+    """Return the part of a digest that points keep, enough to tell apart those of one root."""
     return digest[:_MARK_BYTES]
 
 
 def one_point(digest: Digest, tokens: int) -> bytes:
-    """A single point, packed."""
     return _POINT.pack(digest, tokens)
 
 
 def with_point(
     packed: bytes, digest: Digest, tokens: int, before: int = 0, most: int = MOST_POINTS
 ) -> bytes:
-    """Points and a newest one, packed.
+    """Add a newest point to packed ones after ``before`` other bytes.
 
-    Those that are no shorter are none any more: a template may drop the reasoning of earlier
-    answers, and of several choices the client may go on with a shorter one.
-
-    Args:
-        packed: `Points.packed`, behind so many other bytes as ``before`` says; they stay.
-        most: how many points are kept.
+    Points that are not shorter are dropped: a template may drop the reasoning of earlier answers,
+    and of several choices the client may continue a shorter one.
     """
     end = len(packed)
     while end > before and _LENGTH.unpack_from(packed, end - _LENGTH.size)[0] >= tokens:
@@ -56,26 +50,16 @@ def with_point(
 
 
 def newest_mark(packed: bytes, before: int = 0) -> bytes:
-    """The mark of the longest point; empty without any.
-
-    Args:
-        packed: `Points.packed`, behind so many other bytes.
-    """
     end = len(packed) - _POINT.size
     return packed[end : end + _MARK_BYTES] if end >= before else b""
 
 
 class Points:
-    """A history's points, shortest first; what is packed is all that is kept of them.
+    """A history's points, shortest first.
 
-    A point is a digest's `mark` and the length of what it stands for. Of a long history the first
-    stays, and the newest, since most that go back go back a little; those between are kept so that
-    each is about as much longer than the one before as any. Who goes back to one that is gone is
-    counted as from the next shorter one: so of any beginning much the same share is known.
-
-    Args:
-        packed: `packed` of others.
-        most: how many are kept.
+    A point is a digest's `mark` and a length. The first and the newest points are kept, since most
+    that go back go back a little; those between in about equal ratios. A turn that goes back to a
+    dropped point counts from the next shorter one.
     """
 
     __slots__ = ("_most", "packed")
@@ -91,11 +75,10 @@ class Points:
         return len(self.packed) // _POINT.size
 
     def add(self, digest: Digest, tokens: int) -> None:
-        """Add the newest point; see `with_point`."""
         self.packed = with_point(self.packed, digest, tokens, most=self._most)
 
     def clip(self, tokens: int) -> None:
-        """The newest is no longer than that: so much of it stands in what came after it."""
+        """Note that only so many tokens of the newest point stand in what came after it."""
         if not self.packed:
             return
         *older, (newest, length) = self
@@ -105,7 +88,7 @@ class Points:
             self.packed = self.packed[:end] + _POINT.pack(newest, max(tokens, shortest))
 
     def longest(self, digests: Iterable[Digest]) -> int:
-        """The tokens of the first of these, given longest first, that is a point; 0 without."""
+        """Return the tokens of the first of these, given longest first, that is a point, or 0."""
         for digest in digests:
             at = self._find(digest)
             if at is not None:
@@ -114,10 +97,7 @@ class Points:
         return 0
 
     def common(self, others: "Points") -> int:
-        """The tokens of the longest point that is among the others too; 0 without one.
-
-        Where the two know other lengths of it, the smaller.
-        """
+        """Return the tokens of the longest point that others have too, or 0."""
         known = dict(_POINT.iter_unpack(others.packed))
         return max((min(tokens, known[one]) for one, tokens in self if one in known), default=0)
 

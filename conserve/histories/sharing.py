@@ -11,13 +11,8 @@ from conserve.recognition import Digest
 class Prefix(msgspec.Struct, gc=False):
     """A beginning that several histories on one decoder have, or had.
 
-    It counts the tokens that it has beyond its ``base``. Nothing leads from a prefix to its users,
-    so there are no cycles for a garbage collector to find.
-
-    Attributes:
-        tokens: its length, from the first token on.
-        users: histories and longer prefixes whose ``base`` it is.
-        key: of a system part: decoder and digest, by which others find it.
+    It counts the tokens beyond its ``base``. Users are histories and longer prefixes; it does not
+    know them, so there are no cycles for a garbage collector to find. A system part has a ``key``.
     """
 
     tokens: int
@@ -27,7 +22,7 @@ class Prefix(msgspec.Struct, gc=False):
 
 
 class Holder(Protocol):
-    """A history, as far as this is concerned: on a decoder, or with nothing held."""
+    """A history on a decoder, or with nothing held."""
 
     decoder_id: str | None
     held_tokens: int
@@ -38,14 +33,10 @@ Held = TypeVar("Held", bound=Holder)
 
 
 class Sharing(Generic[Held]):
-    """Keeps what histories hold, and has what they share charged once.
+    """Keeps what histories hold, and charges what they share once.
 
-    What a decoder holds is then the tokens of distinct chains there, as far as their points are
-    known: of two histories that have a point in common, all up to it counts once. Every operation
-    is O(1) in the number of histories; only `share` walks the prefixes of the one history.
-
-    Args:
-        charge: called with a history and what its decoder (and its tenant) holds more, or less.
+    A decoder holds the tokens of distinct chains, as far as points are known. Every operation is
+    O(1) in the number of histories.
     """
 
     def __init__(self, charge: Callable[[Held, int], None]) -> None:
@@ -53,7 +44,6 @@ class Sharing(Generic[Held]):
         self._systems: dict[tuple[str, Digest], Prefix] = {}
 
     def hold(self, history: Held, tokens: int) -> None:
-        """A history holds so many tokens now, from its beginning on; 0: nothing any more."""
         while history.base is not None and history.base.tokens > tokens:
             self._rebase(history, history.base.base)
         if tokens != history.held_tokens:
@@ -61,42 +51,36 @@ class Sharing(Generic[Held]):
             history.held_tokens = tokens
 
     def share(self, history: Held, other: Held, tokens: int) -> None:
-        """Two histories on one decoder begin with the same tokens, so many.
-
-        It is the longest point that the first has in common with any other.
-        """
+        """Share the first ``tokens`` of two histories, the most that the first shares with any."""
         tokens = min(tokens, history.held_tokens, other.held_tokens)
         if tokens > _length(history.base):
             prefix = self._prefix(other, tokens)
-            # What the one is known to begin with, so does the other, and whoever shares that.
+            # The other, and all that share its beginning, begin with what the first begins with.
             known = history.base
             if _length(known) > _length(prefix.base):
                 self._rebase(history, known, prefix)
             self._rebase(history, prefix)
 
     def share_system(self, history: Held, digest: Digest, tokens: int) -> None:
-        """A history begins with a system part of so many tokens."""
         tokens = min(tokens, history.held_tokens)
         if history.decoder_id is None or tokens <= _length(history.base):
             return
         key = (history.decoder_id, digest)
         system = self._systems.get(key)
         if system is not None and system.tokens > tokens:
-            return  # Not as it was counted then; nothing is known to be shared.
+            return  # It was counted as longer, so nothing is known to be shared.
         if system is None:
-            # Charged by `_rebase`, as if it had been there: what the history has itself is less.
+            # `_rebase` takes off what the history holds itself by as much.
             system = self._systems[key] = Prefix(tokens, 0, None, key)
             self._charge(history, tokens)
         self._rebase(history, system)
 
     def system_tokens(self, decoder_id: str, digest: Digest) -> int:
-        """The tokens of a system part, if the decoder holds it, else 0."""
+        """Return the tokens of a system part, if the decoder holds it, else 0."""
         return _length(self._systems.get((decoder_id, digest)))
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _rebase(self, history: Held, base: Prefix | None, prefix: Prefix | None = None) -> None:
-        """A history, or a prefix on its decoder, begins with another prefix from now on."""
+        """Have a history, or a prefix on its decoder, begin with another prefix."""
         longer = history if prefix is None else prefix
         old, longer.base = longer.base, base
         if base is not None:
@@ -113,12 +97,12 @@ class Sharing(Generic[Held]):
             old = old.base
 
     def _prefix(self, other: Held, tokens: int) -> Prefix:
-        """The prefix of ``other`` that ends there, made by splitting where there is none."""
+        """Return the prefix of ``other`` that ends at ``tokens``, splitting one if necessary."""
         longer: Held | Prefix = other
         while True:
             base = longer.base
             while base is not None and base.users == 1 and base.key is None:
-                # Whoever shared it has gone: it is a part of the one that is left.
+                # Its other users have gone, so it is a part of the one that is left.
                 base = longer.base = base.base
             if base is None or base.tokens < tokens:
                 # Counted already, as a part of the longer one.
@@ -130,7 +114,7 @@ class Sharing(Generic[Held]):
 
 
 def held_alone(history: Holder) -> int:
-    """Return the tokens of a history with which nobody else begins: what goes if it ends."""
+    """Return the tokens that come free if a history goes."""
     held, prefix = history.held_tokens - _length(history.base), history.base
     while prefix is not None and prefix.users == 1:
         held += prefix.tokens - _length(prefix.base)
@@ -139,18 +123,13 @@ def held_alone(history: Holder) -> int:
 
 
 class Going:
-    """Tells what comes free as histories go, one after the other: a beginning with its last user.
-
-    Attributes:
-        tokens: so many, if those that were added go.
-    """
+    """Counts the tokens that come free as histories go; a beginning goes with its last user."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self._gone: dict[int, int] = {}
 
     def add(self, history: Holder) -> None:
-        """This one goes too."""
         self.tokens += history.held_tokens - _length(history.base)
         prefix = history.base
         while prefix is not None:
@@ -161,7 +140,6 @@ class Going:
             prefix = prefix.base
 
     def remove(self, history: Holder) -> None:
-        """This one, which was added, stays."""
         self.tokens -= history.held_tokens - _length(history.base)
         prefix = history.base
         while prefix is not None:

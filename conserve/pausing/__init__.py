@@ -1,8 +1,4 @@
-"""Decides whose KV stays: which idle histories give up their room, and where those may be found.
-
-Plain Python with the time as an argument: the conversation table and the simulator run the same
-same classes.
-"""
+"""Decides which idle histories give up their room, and knows where those may still be found."""
 
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.gaps import Gaps

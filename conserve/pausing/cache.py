@@ -1,23 +1,18 @@
-"""Follows what an engine's own prefix cache still has, as far as can be told from outside."""
+"""Follows what engines' caches and host memory still have of histories, seen from outside."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from math import inf
+from typing import NamedTuple
 
 
 class EngineCache:
-    """Histories of which KV is kept, the longest unused first.
+    """Histories whose KV is kept, the longest unused first.
 
-    vLLM keeps the blocks of a request that has ended until it needs them, and takes those unused
-    for longest first, of one request the last ones first, whether its conversation lives or not. So
-    does this (and LMCache's server): a history's beginning stays longest. It errs where histories
-    share a beginning (each is counted with what it has beyond that), and where a turn that was cut
-    left less than is thought.
-
-    Args:
-        capacity_tokens: of the engine's KV space, or host memory's.
-
-    Attributes:
-        tokens: so many are there.
+    vLLM takes the blocks of ended requests that are unused for longest first, and of one request
+    the last ones first; so do LMCache's server and this. It errs where histories share a beginning
+    (each counts with what it has beyond that), and where a turn that was cut left less than
+    expected.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -32,24 +27,16 @@ class EngineCache:
         return history_id in self._left
 
     def left_tokens(self, history_id: str) -> int:
-        """How many of a history's tokens are there yet, from its beginning on."""
+        """Return how many of a history's tokens are there yet, from its beginning on."""
         return self._left.get(history_id, 0)
 
     def resize(self, capacity_tokens: int) -> list[str]:
-        """There is so much room from now on; what is too much goes.
-
-        Returns:
-            Those of which nothing is left by that.
-        """
+        """Change the room, and return the histories of which nothing is left then."""
         self._capacity_tokens = capacity_tokens
         return self._free(0)
 
     def use(self, history_id: str, tokens: int) -> list[str]:
-        """A turn of a history begins or ends: it has so many tokens there.
-
-        Returns:
-            Those of which nothing is left by that. It stays itself.
-        """
+        """Note what a history has there, and return those of which nothing is left then."""
         left = self._left
         self.tokens += tokens - left.get(history_id, 0)
         left[history_id] = tokens
@@ -57,7 +44,6 @@ class EngineCache:
         return self._free(1) if self.tokens > self._capacity_tokens else []
 
     def drop(self, history_id: str) -> None:
-        """The engine was seen to have nothing of this one any more."""
         self.tokens -= self._left.pop(history_id, 0)
 
     def _free(self, stay: int) -> list[str]:
@@ -72,3 +58,80 @@ class EngineCache:
             else:
                 self._left[oldest] = left - lost
         return gone
+
+
+# Memory that is fuller than this evicts the oldest for all that comes.
+_FULL = 0.9
+
+
+class _Use(NamedTuple):
+    now_s: float
+    shared_tokens: int
+
+
+class HostMemory:
+    """Histories of which host memory has a copy, the longest unused first.
+
+    As in `EngineCache` the oldest are evicted first, each from its end on. The age of the oldest is
+    what others may reach, at the recent rate of new KV.
+    """
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._cache = EngineCache(capacity_tokens)
+        self._uses: dict[str, _Use] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._cache
+
+    @property
+    def tokens(self) -> int:
+        return self._cache.tokens
+
+    def left_tokens(self, key: str) -> int:
+        if key not in self._cache:
+            return 0
+        return self._cache.left_tokens(key) + self._uses[key].shared_tokens
+
+    def keeps(self, key: str, for_s: float) -> bool:
+        if key not in self._cache:
+            return False
+        if self._cache.tokens < _FULL * self._capacity_tokens:
+            oldest_s = -inf
+        else:
+            oldest_s = self._uses[next(iter(self._cache))].now_s
+        return self._uses[key].now_s - oldest_s >= for_s
+
+    def resize(self, capacity_tokens: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        for gone in self._cache.resize(capacity_tokens):
+            del self._uses[gone]
+
+    def use(self, key: str, tokens: int, now_s: float, shared_tokens: int = 0) -> None:
+        """Note that at least so much of a history is there now.
+
+        ``shared_tokens`` of it others begin with: they are there once, and counted with the first.
+        """
+        tokens = max(tokens, self.left_tokens(key))
+        shared_tokens = min(shared_tokens, tokens)
+        self._uses[key] = _Use(now_s, shared_tokens)
+        # Of a history that is longer than the memory, only the beginning stays.
+        for gone in self._cache.use(key, min(tokens - shared_tokens, self._capacity_tokens)):
+            del self._uses[gone]
+
+    def take_over(self, uses: Iterable[tuple[str, int, float, int]]) -> None:
+        """Note what was used under a table before this one, in any order.
+
+        Args:
+            uses: arguments of `use`. Later uses that are known here stay.
+        """
+        known = [(key, self.left_tokens(key), *self._uses[key]) for key in self._cache]
+        times_s = {key: used.now_s for key, used in self._uses.items()}
+        new = [use for use in uses if use[2] > times_s.get(use[0], -inf)]
+        self._cache, self._uses = EngineCache(self._capacity_tokens), {}
+        for key, tokens, now_s, shared_tokens in sorted(known + new, key=lambda use: use[2]):
+            self.use(key, tokens, now_s, shared_tokens)
+
+    def drop(self, key: str) -> None:
+        self._cache.drop(key)
+        self._uses.pop(key, None)

@@ -1,4 +1,4 @@
-"""How long conversations were idle between turns, and what that says of those that are."""
+"""How long conversations are idle between turns, and how likely idle ones are to come back."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from itertools import accumulate
 
 # Bounds of the buckets in which gaps are counted, in seconds: each a quarter above the one before.
 _BOUNDS_S = (0.0, *(0.1 * 1.25**i for i in range(60)))
-# Before any was seen: half of the gaps are longer than this, a third of those three times as long.
+# The prior: half of the gaps are longer than this, half of those three times as long.
 _PRIOR_MEDIAN_S = 10.0
-# As many gaps that were seen count as much as that; of a tool, as much as those of all together.
+# The prior counts as this many gaps that were seen; so do all gaps beside those of one tool.
 _PRIOR_WEIGHT = 8.0
-# After so many, those before count half: agents change.
+# After this many, those before count half: agents change.
 _MOST = 4096
 MOST_TOOLS = 64
 
@@ -18,20 +18,9 @@ MOST_TOOLS = 64
 class Gaps:
     """The idle times that were seen, of all and by the tool that was called: 122 numbers each.
 
-    A shell is done in a second, a search in ten, and a user answers in minutes, if at all. Of a
-    tool that was seen seldom the gaps of all together say most (they count as much as eight of its
-    own), of one that was seen often its own. So many tools are told apart at most; then the one
-    that was seen least is forgotten, and starts again from what holds for all.
-
-    Example:
-        >>> gaps = Gaps()
-        >>> for _ in range(100):
-        ...     gaps.returned(2.0, "bash")
-        ...     gaps.ended(1800.0, "")  # An answer without a call: its user has read it, and left.
-        >>> [round(gaps.chance(1.0, within_s=30, tool=tool), 2) for tool in ("bash", "", None)]
-        [0.96, 0.04, 0.51]
-        >>> gaps.chance(60.0, within_s=30, tool="bash") < 0.2  # Longer than it ever took.
-        True
+    A shell is done in a second, a search in ten, and a user answers in minutes, if at all. The gaps
+    of all together count as much as eight of a tool's own. When too many tools are known, the one
+    seen least is forgotten.
     """
 
     def __init__(self) -> None:
@@ -39,30 +28,20 @@ class Gaps:
         self._tools: dict[str, _Seen] = {}
 
     def returned(self, idle_s: float, tool: str | None = None) -> None:
-        """A turn came after so many seconds.
-
-        Args:
-            tool: what the answer before it called; empty: nothing. None: that is not known.
-        """
+        """Note a gap; ``tool`` is empty if the answer called none, None if not known."""
         self._add(idle_s, tool, ended=False)
 
     def ended(self, idle_s: float, tool: str | None = None) -> None:
-        """A conversation ended when it had been idle for so long: no turn came until then."""
+        """Note that a conversation ended without a turn after ``idle_s``."""
         self._add(idle_s, tool, ended=True)
 
     def chance(
         self, idle_s: float, within_s: float, still_idle: int = 0, tool: str | None = None
     ) -> float:
-        """The chance that the next turn comes within so many seconds, after so many without one.
+        """Return the chance that the next turn comes soon, after ``idle_s`` without one.
 
-        Args:
-            still_idle: how many others that wait for the same tool (for any, where that is not
-                known) are idle for about as long now: they have not come back either.
-            tool: see `returned`.
-
-        Returns:
-            Of those that were idle for as long, the share that came back within that time. It lies
-            strictly between 0 and 1.
+        It is the share of those idle for as long that came back within that time, strictly between
+        0 and 1. ``still_idle`` others that wait for the same tool are idle for about as long now.
         """
         # Clocks differ between nodes.
         idle_s = max(0.0, idle_s)
@@ -70,7 +49,7 @@ class Gaps:
         soon, idle = self._all.soon_of_idle(idle_s, within_s)
         soon, idle = soon + prior - later_prior, idle + prior
         if tool is not None:
-            # As many of all gaps as the prior weighs, spread as they are.
+            # All gaps together, weighed like the prior.
             share = _PRIOR_WEIGHT / (_PRIOR_WEIGHT + self._all.number)
             soon, idle = share * soon, share * idle
             if (seen := self._tools.get(tool)) is not None:
@@ -90,17 +69,11 @@ class Gaps:
 
 
 class _Seen:
-    """Gaps that were seen, of some kind.
-
-    Attributes:
-        number: how many.
-    """
-
     def __init__(self) -> None:
         self._returned = [0.0] * len(_BOUNDS_S)
         self._ended = [0.0] * len(_BOUNDS_S)
         self.number = 0.0
-        # Of each, how many are in a bucket or a later one; None: to be counted.
+        # Of both, how many are in each bucket or a later one; None until counted again.
         self._longer: tuple[Sequence[float], Sequence[float]] | None = None
 
     def add(self, idle_s: float, ended: bool) -> None:
@@ -116,7 +89,7 @@ class _Seen:
         self._longer = None
 
     def soon_of_idle(self, idle_s: float, within_s: float) -> tuple[float, float]:
-        """How many came back within that time, of how many that were idle for longer."""
+        """Return how many came back within that time, of how many idle for longer."""
         if self._longer is None:
             self._longer = (_from_the_last(self._returned), _from_the_last(self._ended))
         returned, ended = self._longer
@@ -126,7 +99,6 @@ class _Seen:
 
 
 def _prior(than_s: float) -> float:
-    """How many gaps are assumed to have been longer."""
     return _PRIOR_WEIGHT * _PRIOR_MEDIAN_S / (_PRIOR_MEDIAN_S + than_s)
 
 
@@ -135,7 +107,7 @@ def _from_the_last(counts: Sequence[float]) -> Sequence[float]:
 
 
 def _beyond(longer: Sequence[float], than_s: float) -> float:
-    """How many were longer; within a bucket they are taken to be spread evenly."""
+    """Return how many were longer, taken to be spread evenly within a bucket."""
     at = bisect_right(_BOUNDS_S, than_s) - 1
     if at + 1 == len(_BOUNDS_S):
         return 0.0

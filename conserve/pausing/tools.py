@@ -7,26 +7,16 @@ from typing import Any, NamedTuple
 from conserve.history import History
 
 MOST_NAME_CHARS = 64
-# Of one history at a time: more is a client that reports no ends.
+# Of one history at a time: a client with more reports no ends.
 MOST_RUNNING = 64
-# What an answer calls besides is left out of its name: calls are known by those that come often.
+# Names beyond these are left out, so that calls of many tools have few names.
 _MOST_NAMED = 3
 
 
 def tool_called(answer: Mapping[str, Any]) -> str:
-    """The name of what an answer calls: a tool's; those of several, sorted; empty: it calls none.
+    """Return the name of the tool that an answer calls; of several, sorted; empty if it calls none.
 
     The next turn comes when the slowest of them is done, so several are a tool of their own.
-
-    Args:
-        answer: an assistant's message, as a chat has it.
-
-    Example:
-        >>> call = {"type": "function", "function": {"name": "read", "arguments": "{}"}}
-        >>> tool_called({"role": "assistant", "tool_calls": [call, call]})
-        'read'
-        >>> tool_called({"role": "assistant", "content": "Which file?"})
-        ''
     """
     calls = answer.get("tool_calls")
     functions = [
@@ -41,13 +31,7 @@ def tool_called(answer: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """Tells of a tool that a client runs.
-
-    Attributes:
-        tool: its name, of at most `MOST_NAME_CHARS`.
-        call_id: tells it from others of its name that run; None: any of them is meant.
-        ended: whether it is done; else it begins.
-    """
+    """A client's report on a tool that it runs; ``call_id`` None means any of its name."""
 
     tool: str
     call_id: str | None = None
@@ -55,21 +39,13 @@ class ToolReport:
 
 
 class Running(NamedTuple):
-    """A tool of which the start was reported, and no end yet."""
-
     tool: str
     call_id: str | None
     started_s: float
 
 
 class Wait(NamedTuple):
-    """Tells what an idle history waits for.
-
-    Attributes:
-        tool: see `conserve.pausing.Gaps.returned`.
-        since_s: since when.
-        tool_ended: whether its client has reported that it is done: the turn comes at once.
-    """
+    """The tool that an idle history waits for; after its end the turn should come at once."""
 
     tool: str | None
     since_s: float
@@ -77,7 +53,7 @@ class Wait(NamedTuple):
 
 
 class TooManyTools(Exception):
-    """So many of a history's tools run that no other is noted."""
+    pass
 
 
 @dataclass(slots=True)
@@ -87,25 +63,11 @@ class _Reported:
 
 
 class RunningTools:
-    """Which tools run, of each history, as their clients report it.
+    """The tools of each history that run, as their clients report it.
 
-    A report sharpens what is observed, and nothing relies on it: what was reported of a history is
-    forgotten when its next turn begins, or it ends. While a tool runs, the history waits for that
-    one, from its start on, whatever its answer called; after the last one's end it waits for
-    nothing, and its turn should come at once.
-
-    Example:
-        >>> tools = RunningTools()
-        >>> tools.report("c", ToolReport("bash"), now_s=10.0)
-        >>> tools.wait("c", "bash,search", idle_since_s=5.0)
-        Wait(tool='bash', since_s=10.0, tool_ended=False)
-        >>> tools.report("c", ToolReport("bash", ended=True), now_s=12.5)
-        2.5
-        >>> tools.wait("c", "bash,search", idle_since_s=5.0)
-        Wait(tool='bash', since_s=12.5, tool_ended=True)
-        >>> tools.forget("c")
-        >>> tools.wait("c", "bash,search", idle_since_s=5.0)
-        Wait(tool='bash,search', since_s=5.0, tool_ended=False)
+    Reports are forgotten when the history's next turn begins, or it ends. While a tool runs, the
+    history waits for that one from its start on, whatever its answer called. After the last one's
+    end its turn should come at once.
     """
 
     def __init__(self) -> None:
@@ -115,21 +77,17 @@ class RunningTools:
         return len(self._reported)
 
     def running(self, history_id: str) -> Collection[Running]:
-        """Return the tools that run of a history, the oldest first."""
         reported = self._reported.get(history_id)
         return () if reported is None else reported.running
 
     def report(
         self, history_id: str, report: ToolReport, now_s: float, in_turn: bool = False
     ) -> float | None:
-        """Note what a client says. A start that was told before, by its call's id, changes nothing.
+        """Note what a client says, and return how long a tool ran that is done now.
 
-        Args:
-            in_turn: whether a turn of the history runs. Then an end without a start comes late: it
-                was that turn's, which has begun since, and changes nothing.
-
-        Returns:
-            How long a tool has run that is done now; None if its start was not told, or it begins.
+        A start that was reported before, by its call's id, changes nothing; nor does an end without
+        a start while a turn of the history runs, since it comes late. Returns None if no start is
+        known.
 
         Raises:
             TooManyTools: `MOST_RUNNING` of them run.
@@ -151,13 +109,10 @@ class RunningTools:
         return None if meant is None else max(0.0, now_s - meant.started_s)
 
     def meant(self, histories: Iterable[History], report: ToolReport) -> History:
-        """The history that a client most likely speaks of, which names a conversation alone.
+        """Return the history that a client most likely means if it names only a conversation.
 
-        One of which the tool runs, if it is done; else one that is idle, and whose last answer
-        called it; of several the one that was used last.
-
-        Args:
-            histories: the conversation's, at least one.
+        That is one whose tool runs, if it is done; else an idle one whose last answer called it; of
+        several the one used last.
         """
         return max(
             histories,
@@ -169,12 +124,6 @@ class RunningTools:
         )
 
     def wait(self, history_id: str, tool: str | None, idle_since_s: float) -> Wait:
-        """Return what an idle history waits for.
-
-        Args:
-            tool: what its last answer called.
-            idle_since_s: when its last turn ended.
-        """
         reported = self._reported.get(history_id)
         if reported is None:
             return Wait(tool, idle_since_s)
@@ -186,12 +135,10 @@ class RunningTools:
         return ended._replace(since_s=max(idle_since_s, ended.since_s))
 
     def forget(self, history_id: str) -> None:
-        """Its next turn begins, or it has ended."""
         self._reported.pop(history_id, None)
 
 
 def _find(running: Iterable[Running], report: ToolReport) -> Running | None:
-    """The oldest that a report may mean."""
     for one in running:
         if one.tool == report.tool and report.call_id in (None, one.call_id):
             return one

@@ -1,18 +1,16 @@
-"""Decides where a conversation goes, and where its turns are prefilled: one policy a file.
-
-`conversation` is the paper's, `elastic` goes beyond it; the others are what they are compared with.
-See README.md.
-"""
+"""Decides where a conversation goes, and where its turns are prefilled: see README.md."""
 
 from typing import Literal
 
-from conserve.placement.collocated import CollocatedPlacement
+from conserve.placement.baselines import (
+    CollocatedPlacement,
+    FullDisaggregationPlacement,
+    PerTurnPlacement,
+)
 from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.elastic import ElasticPlacement
-from conserve.placement.engine_costs import EngineCosts
-from conserve.placement.full_disaggregation import FullDisaggregationPlacement
+from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.load import EngineLoad, Loads
-from conserve.placement.per_turn import PerTurnPlacement
 from conserve.placement.state import (
     NOTHING_SHARED,
     Appended,
@@ -22,12 +20,20 @@ from conserve.placement.state import (
     Prefiller,
     Shared,
 )
-from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
 PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 
+POLICIES: dict[PolicyName, type[PlacementPolicy]] = {
+    "conversation": ConversationPlacement,
+    "elastic": ElasticPlacement,
+    "collocated": CollocatedPlacement,
+    "full_disaggregation": FullDisaggregationPlacement,
+    "per_turn": PerTurnPlacement,
+}
+
 __all__ = [
     "NOTHING_SHARED",
+    "POLICIES",
     "Appended",
     "CollocatedPlacement",
     "ConversationPlacement",
@@ -57,11 +63,10 @@ def make_policy(
     wrong_decision_rate: float = 0.0,
     costs: EngineCosts | None = None,
 ) -> PlacementPolicy:
-    """The policy of this name, with the settings that are its own.
+    """Return the policy of this name, with its own settings.
 
     Args:
-        costs: for ``elastic``: engines' measured ones, from which it begins to learn; None: nothing
-            is known of them.
+        costs: measured costs of engines, from which ``elastic`` begins to learn; None if unknown.
     """
     match name:
         case "conversation":

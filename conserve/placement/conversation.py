@@ -1,13 +1,13 @@
-"""ConServe's own policy: one decision a conversation."""
+"""The ConServe paper's policy, which decides once a conversation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conserve.placement.state import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     Placement,
+    PlacementPolicy,
     Prefiller,
     Shared,
     emptiest_decoder,
@@ -16,38 +16,24 @@ from conserve.placement.state import (
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationPlacement:
+class ConversationPlacement(PlacementPolicy):
     """One decision a conversation, from what can be observed (ConServe, section 4.2).
 
-    *Decoder*: the one with the lowest KV occupancy, in tokens held by live conversations,
-    counting those promised and not yet arrived, against its capacity; among equals the one with
-    fewer conversations.
-    *Warm starts*: a prompt that goes back into a history, or begins with the system part of its
-    own conversation's others, goes to the decoder that holds most of it, if that has room for the
-    rest, and is prefilled there: what is appended is no more than a later turn's. Where that
-    beginning is still on its way, it goes to the same decoder, by a prefiller. A history that was
-    paused goes back to the decoder that should still have it, on the same terms; or to any, without
-    a prefiller, where host memory has most of it.
-    *Prefiller*: the one with the fewest tokens still to prefill, for the first turn. Every later
-    turn's prefill runs on the decoder.
+    The decoder is the one with the lowest KV occupancy, promised tokens included. The first turn's
+    prefiller is the one with the fewest tokens still to prefill; later turns' prefills run on the
+    decoder. A prompt starts *warm* on the decoder that holds most of it, without a prefiller; a
+    paused history goes back to the decoder that should still have it. See README.md.
 
-    It ignores on purpose how long the conversation may get, what it will call and how busy a
-    decoder's batch is: none of that can be known, and the pool is provisioned for it instead.
-
-    Settings:
-        min_remote_prefill_tokens: a shorter first turn is prefilled by its decoder. 0 (the
-            default, as in the paper): every first turn goes to a prefiller.
-        most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
-            more than this.
+    Args:
         most_cold_share: a prompt of which a greater share is held nowhere does not start warm: its
-            prefill would stand beside the decoder's decodes.
-
-    Example:
-        >>> policy = ConversationPlacement()
-        >>> policy.place(900, [Decoder("d1", 8000, 5000, 2), Decoder("d2", 8000, 100, 1)],
-        ...              [Prefiller("p1")])
-        Placement(decoder_id='d2', prefiller_id='p1')
+            prefill would hold up the decoder's decodes.
+        most_uneven: no prompt starts warm on a decoder whose occupancy is above the emptiest's by
+            more.
     """
+
+    only_first_prompts = True
+    keeps_later_turns = True
+    pauses = True
 
     min_remote_prefill_tokens: int = 0
     most_cold_share: float = 0.5
@@ -85,18 +71,10 @@ class ConversationPlacement:
         return Placement(decoder.id, shortest_queue(prefillers) if remote else None)
 
     def _comes_from_host(self, prompt_tokens: int, shared: Shared) -> bool:
-        """Whether host memory has most of a prompt, and more than a decoder that it could join."""
+        """Return whether host memory has most of a prompt, and more than any decoder."""
         if shared.parked_tokens <= shared.tokens.get(shared.warm_on or "", 0):
             return False
         return shared.parked_tokens >= (1 - self.most_cold_share) * prompt_tokens
-
-    def prefill_later_turn(
-        self,
-        prefillers: Iterable[Prefiller],
-        appended: Appended | None = None,
-        now_s: float = 0.0,
-    ) -> str | None:
-        return None
 
     def _near(
         self,
@@ -106,11 +84,7 @@ class ConversationPlacement:
         holder_id: str | None,
         cold_tokens: int | None = None,
     ) -> Decoder | None:
-        """The decoder that has a prompt's beginning, or is to, if the prompt should go there.
-
-        Args:
-            cold_tokens: what it has not; None: what is not counted there yet.
-        """
+        """Return the decoder that has a prompt's beginning, if the prompt should go there."""
         holder = next((one for one in decoders if one.id == holder_id), None)
         if holder is None:
             return None

@@ -6,81 +6,43 @@ from dataclasses import dataclass, field, replace
 
 from conserve.placement.handing_over import Price
 from conserve.placement.load import Loads, Work
-from conserve.placement.state import NOTHING_SHARED, Appended, Decoder, Placement, Prefiller, Shared
+from conserve.placement.state import (
+    NOTHING_SHARED,
+    Appended,
+    Decoder,
+    Placement,
+    PlacementPolicy,
+    Prefiller,
+    Shared,
+)
 
-# A home whose time seems to be all taken counts as so much busy, and no more.
+# A home counts as at most this busy.
 _BUSIEST = 0.95
-# A turn decodes for so long at least.
+# A turn counts as decoding for at least this long.
 _LEAST_TURN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticPlacement:
-    """Home and place of the first prefill together, where all conversations wait least for it.
+class ElasticPlacement(PlacementPolicy):
+    """Chooses the home and the place of the first prefill that add the least total waiting time.
 
-    An engine's role is what it mostly does: decoders prefill prompts of their own where that is
-    sooner over for everybody, and a prefiller that is also listed as a decoder *hosts*
-    conversations while first prompts leave it time.
+    It is ConServe's own, beyond the paper; README.md has its terms. It takes O(homes x prefillers).
 
-    *Homes*: those with room whose load is near the least. The load is what a token of the
-    conversation will take there, and delay others by: an iteration with one decode more than run
-    there on average, and by what that one lengthens it for each of those, over the share of the
-    engine's time that prefills leave to decodes (its own conversations', the mean of all decoders'
-    or prefillers', since one engine's is noise; and for prefillers what they compute for others).
-    Times ``1 + occupancy``, the prompt included: a full engine pushes histories out. Of equal
-    loads decoders go first. The engines that hold the prompt's beginning, or should have what a
-    paused history has left there, are homes too, unless they are much fuller than the emptiest.
-
-    *Prefill*: at the home or at any prefiller, by the least sum, in seconds, of
-
-    - the prompt's own time until it is done: what waits there before it, itself, the iterations
-      that it shares with running decodes (its chunks take one each), and the way of the KV: to the
-      home, with what prompts that were handed over took beyond their estimates (`HandingOver`),
-      or from host memory,
-    - the delay of others: of each decode that runs there, by as much as prefills hold up its
-      iterations; and of the turns that come while it runs, at the rate at which they came of late,
-      but of each conversation that is there one at most,
-    - where a prompt is handed over by a prefiller that hosts: what its copy there pushes out for
-      want of room, beside what was lent in the last ten seconds. That is computed again.
-
-    Costs are known within a standard deviation (`EngineCosts.doubt`). Where a prefill elsewhere is
-    not cheaper by more than that, it is a tie, and ties stay home.
-
-    What the engine has already is not computed (`Shared`), so a history that comes back goes where
-    it costs least to have it again.
-
-    *Later turns* are prefilled at home, unless it is known that they append so much that a
-    prefiller costs less, by the same sum: it takes from host memory what that has of the history,
-    computes the rest and what is appended, and the home takes over the latter. Where host memory
-    has nothing of a history, that is seldom so.
-
-    Of each home's KV a tenth is promised to nobody while all its conversations decode, and less as
-    some of them are idle: running turns grow into it, and would push out the histories of those.
-
-    It predicts nothing: neither how long answers get, nor how many turns come. The policy reads the
-    engines' state by `Loads`, in O(homes x prefillers). It is ConServe's own, beyond the paper;
-    what it is worth, and where it is not, is in docs/simulation.md.
-
-    Settings:
-        loads: what is known of engines' work.
-        free_share: of each home's KV, what nothing new is promised where everybody decodes.
-        near: homes are those whose load is above the least by this share at most.
-        occupancy_weight: how much dearer a token is where all KV is held, beyond reading it.
-        host_below: prefillers take new conversations while first prompts ask for less than this
-            share of their time.
-        most_uneven: nobody goes back to where more of the capacity is held, by this, than on the
-            emptiest home.
-
-    Example:
-        >>> from conserve.placement import EngineCosts, EngineLoad
-        >>> policy = ElasticPlacement(Loads(EngineCosts(per_token_s=1e-3, step_s=0.01)))
-        >>> homes = [Decoder("d1", 8000, 1000, 1)]
-        >>> policy.place(900, homes, [Prefiller("p1")])
-        Placement(decoder_id='d1', prefiller_id=None)
-        >>> policy.loads.says("d1", EngineLoad(decodes=30, step_s=0.02), now_s=1.0)
-        >>> policy.place(900, homes, [Prefiller("p1")], now_s=1.0)
-        Placement(decoder_id='d1', prefiller_id='p1')
+    Args:
+        free_share: of each home's KV, what is promised to nothing new while all its conversations
+            decode.
+        near: homes are those whose load is above the least by at most this share.
+        occupancy_weight: how much more a token costs where all KV is held, beyond reading it.
+        host_below: prefillers take new conversations while first prompts ask for less of their
+            time.
+        most_uneven: no history goes back to an engine whose occupancy is above the emptiest's by
+            more.
     """
+
+    hosts_prefillers = True
+    keeps_later_turns = True
+    moves_appends = True
+    pauses = True
 
     loads: Loads = field(default_factory=Loads)
     free_share: float = 0.1
@@ -90,9 +52,9 @@ class ElasticPlacement:
     most_uneven: float = 0.5
 
     def homes(
-        self, decoders: Iterable[Decoder], prefillers: Sequence[Prefiller], now_s: float
+        self, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller], now_s: float
     ) -> list[Decoder]:
-        """Decoders that new conversations may go to, with or without room, as they may be filled.
+        """Return the decoders that new conversations may go to, with or without room.
 
         Prefillers that host are not among them while first prompts ask for most of their time.
         """
@@ -182,13 +144,7 @@ def home_loads(
     residual_s: float,
     occupancy_weight: float,
 ) -> dict[str, float]:
-    """Return the seconds that a token takes and delays others by, for each home with room.
-
-    Decoders come before prefillers.
-
-    Args:
-        pool: the prefillers' ids.
-    """
+    """Return the seconds that a token takes and delays others by, for each home with room."""
     decoders = [work[one.id] for one in homes if one.id not in pool]
     hosting = [work[one.id] for one in homes if one.id in pool]
     busy = {
@@ -202,8 +158,8 @@ def home_loads(
     decodes = sum(work[one.id].mean_decodes for one in homes)
     conversations = sum(work[one.id].conversations for one in homes)
     turns_per_s = sum(work[one.id].turns_per_s for one in homes)
-    # Of the time, for how much a conversation decodes, half before it is known; and for how long in
-    # a turn.
+    # The share of time in which a conversation decodes (half before any is known), and how long a
+    # turn decodes.
     duty = min(1.0, (decodes + 0.5) / (conversations + 1))
     turn_s = max(_LEAST_TURN_S, decodes / turns_per_s if turns_per_s else 0.0)
     loads = {}
@@ -217,8 +173,7 @@ def home_loads(
         step_s = costs.decode_s(others + 1, held_tokens + tokens)
         delay_s = others * (step_s - costs.decode_s(others, held_tokens))
         hosts = one.id in pool
-        # A turn that waits for a second at its beginning is as slow as one that decodes for as
-        # much longer.
+        # A second's wait at a turn's beginning counts like a second more of decoding.
         slower = (1 + waits_s[hosts] / turn_s) / (1 - min(_BUSIEST, busy[hosts]))
         fullness = (one.held_tokens + new_tokens) / one.capacity_tokens
         loads[one.id] = (step_s + delay_s) * (1 + occupancy_weight * fullness) * slower
@@ -234,16 +189,14 @@ def cheapest(
     room: Mapping[str, int],
     price: Price,
 ) -> Placement | None:
-    """Choose the pair of a home and where it has its prompt prefilled that costs least.
+    """Choose the cheapest pair of a home and the place where its prompt is prefilled.
 
-    Of equal costs the least loaded home's, and the home itself; also where it is dearer by no more
-    than what is not known of either.
+    Of equal costs the least loaded home's, and the home itself, also if it is dearer by no more
+    than the doubt about either.
 
     Args:
         homes: their loads, by id.
-        room: of prefillers that have histories of their own, the tokens for which nothing of those
-            has to go.
-        price: of handing over, beyond what work and ways are estimated to take.
+        room: of prefillers that host, the tokens for which none of their histories is evicted.
     """
     elsewhere = {}
     for one in prefillers:
@@ -275,12 +228,11 @@ def cheapest(
 
 
 def _doubt_s(home: Work, here_s: float, other: Work, there_s: float) -> float:
-    """Within how many seconds two costs are the same, for all that is known."""
     return math.hypot(home.costs.doubt * here_s, other.costs.doubt * there_s)
 
 
 def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
-    """Until a prefill is done at an engine, and what others there are delayed by it, in seconds."""
+    """Return the seconds until a prefill is done, plus those that others there are delayed."""
     costs = work.costs
     own_s = costs.prefill_s(new_tokens, cached_tokens)
     running_s = costs.prefill_share * work.decodes * own_s
@@ -289,5 +241,5 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
 
 
 def again_s(work: Work, tokens: int) -> float:
-    """Until so much that was pushed out is there again, and what decodes wait meanwhile."""
+    """Return the seconds to compute evicted tokens again, and for which decodes wait."""
     return (1 + work.costs.prefill_share * work.decodes) * work.costs.prefill_s(max(0, tokens))

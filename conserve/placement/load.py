@@ -9,46 +9,39 @@ from typing import NamedTuple
 import msgspec
 
 from conserve.history import History, TurnStats
-from conserve.placement.engine_costs import EngineCosts
+from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.handing_over import HandingOver, Price
 from conserve.placement.state import Placement, Shared
-from conserve.placement.step_costs import EngineStepCosts, Step, StepCosts
 
-# Over so many seconds turns and prefills are averaged, and first prompts of the whole pool.
+# Turns and prefills are averaged over the first, first prompts of the whole pool over the second.
 _LATE_S = 30.0
 _DEMAND_S = 60.0
-# Copies of what was handed over stay in a prefiller's cache for about so long.
+# Copies of what was handed over stay in a prefiller's cache for about this long.
 _LENT_S = 10.0
-# Prompts of which so much of the time is to be spent in line say nothing of their way.
+# A prompt that waits for a greater share of its time says nothing of handing over.
 _WAITS = 0.1
-# So many prompts are remembered of which the first token has not come, the newest.
+# At most this many prompts whose first token has not come are remembered, the newest.
 _MOST_PLACED = 1_024
 # Engines' reports, one a second, are averaged over as long.
 _SHARE = 1 / _LATE_S
-# Of a turn: below that, what is held up is worked out by the first term of the series.
+# Below this many turns, what is held up is computed by the first term of the series.
 _HARDLY_ANY = 1e-4
-# Histories that had no turn for so long are not about to send one.
+# Histories that had no turn for this long are not expected to send one.
 _FORGOTTEN_S = 5 * _LATE_S
 # A prompt's length, to tell seconds from tokens before any was computed.
 _USUAL_TOKENS = 1_000
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """Tells of an engine's work, with each beat.
+    """An engine's work, as it reports it with each beat.
 
     Attributes:
-        prefill_tokens: of the prompts that it has and has not computed yet, beyond what caches had.
+        prefill_tokens: of its prompts, what it has not computed yet, beyond what caches had.
         decodes: requests past their first token.
-        step_s: how long an iteration without prefill has taken of late; 0: not known.
-        prefill_tokens_per_s: how fast it has computed prompts of late, for people to read; 0: not
-            known.
-        kept_text_tokens, new_text_tokens: since its start, of prompts' text, what it had tokenized
-            before and what not; 0 where it keeps nothing of that.
-        steps: the iterations that it has taken since it spoke last, alike ones together.
-
-    Example:
-        >>> EngineLoad(prefill_tokens=1800, decodes=12, step_s=0.03).decodes
-        12
+        step_s, prefill_tokens_per_s: of recent iterations; 0 if not known.
+        kept_text_tokens, new_text_tokens: of prompts' text, what it had tokenized before and what
+            not.
+        steps: the iterations since its last report, alike ones together.
     """
 
     prefill_tokens: int = 0
@@ -61,21 +54,16 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class Work(NamedTuple):
-    """An engine's work, as far as it is known at some time.
+    """An engine's work; rates, shares and means are of about the last 30 seconds.
 
     Attributes:
-        costs: how long work takes there.
         backlog_tokens, backlog_s: prefills sent there and not done, and how long they take.
         decodes: requests past their first token.
-        step_s: how long an iteration without prefill takes.
-        turns_per_s: turns that have come there to be answered, of late.
-        conversations: those that are there yet and had one of late.
-        own_share: of its time, what prefills for conversations of its own have taken of late.
-        append_share: of that, what later turns have appended.
+        own_share: of its time, what prefills for its own conversations take.
+        append_share: of that, what later turns append.
         lent_tokens: prefilled for other engines in the last ten seconds.
-        lent_share: of its time, what that has taken of late.
-        mean_decodes: how many requests were past their first token of late, on average.
-        residual_s: how long the prefill that runs is to take yet, on average over time.
+        conversations: those that are there yet and had a turn lately.
+        residual_s: how long the running prefill still takes, on average over time.
     """
 
     costs: EngineCosts
@@ -88,15 +76,13 @@ class Work(NamedTuple):
     append_share: float = 0.0
     lent_tokens: int = 0
     conversations: int = 0
-    lent_share: float = 0.0
     mean_decodes: float = 0.0
     residual_s: float = 0.0
 
     def coming_wait_s(self, held_up_s: float) -> float:
-        """Return what turns that come meanwhile wait in all, if the engine is held up for so long.
+        """Return the total wait of turns that come while the engine is held up.
 
-        They come as often as of late. But a conversation sends its next turn when it has the last
-        answer, so each that is there is held up once: if it sends turns at a rate r, for ``t - (1 -
+        Each conversation is held up once: one that sends turns at a rate r waits for ``t - (1 -
         exp(-r t)) / r`` of the time t on average.
         """
         if not self.conversations or not self.turns_per_s:
@@ -107,7 +93,6 @@ class Work(NamedTuple):
         return self.conversations * (held_up_s + math.expm1(-rate_per_s * held_up_s) / rate_per_s)
 
     def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Until a prefill that comes there now is done, in seconds."""
         costs = self.costs
         own_s = costs.prefill_s(new_tokens, cached_tokens)
         if not self.decodes:
@@ -117,11 +102,7 @@ class Work(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A prompt whose first token has not come.
-
-    Attributes:
-        moves_tokens: what is handed over of it, or would be.
-    """
+    """A prompt without its first token; ``moves_tokens`` of it are, or would be, handed over."""
 
     at_s: float
     estimated_s: float
@@ -130,29 +111,12 @@ class _Placed(NamedTuple):
 
 
 class Loads:
-    """Knows all engines' work: what they say, and what was sent to them since.
+    """Knows all engines' work: what they report, and what was sent to them since.
 
-    Engines speak every second. A prompt sent since then counts until it is reported done, and what
-    waits grows shorter as time passes, at the engine's own pace. So an engine's word a second old
-    is nearly as good as a new one. Older words, or none, are no error: what was sent then counts
-    for as long as it should take. A prompt that is on its way while its engine speaks is not
-    counted for the second until it speaks again.
-
-    Of prompts that find no line it is kept in mind how long they should take until their first
-    token, and learned what those that are handed over take beyond that (`HandingOver`).
-
-    What work costs is learned from the iterations that engines tell of (`StepCosts`), by engines
-    of the same kind together.
-
-    Args:
-        prior: what work is expected to cost before anything was seen; None: nothing is known.
-
-    Example:
-        >>> loads = Loads(EngineCosts(per_token_s=0.0005))
-        >>> loads.says("p1", EngineLoad(prefill_tokens=5000), now_s=10)
-        >>> loads.placed("c", 1000, Placement("d1", "p1"), Shared({}), now_s=10.5)
-        >>> loads.work("p1", now_s=11.0).backlog_s
-        2.0
+    A prompt sent since an engine's last report counts until it is reported done, and the backlog
+    shrinks with time at the engine's own pace. So old reports, or none, are no error. Costs are
+    learned from engines' iterations, for each kind together (`StepCosts`), and the price of handing
+    over from prompts that find no queue (`HandingOver`).
     """
 
     def __init__(self, prior: EngineCosts | None = None) -> None:
@@ -165,16 +129,12 @@ class Loads:
         self._handing_over = HandingOver()
 
     def joined(self, engine_id: str, kind: str, handoffs: Sequence[tuple[int, float]] = ()) -> None:
-        """An engine is ready.
+        """Add an engine; those of one ``kind`` have the same hardware, model and arguments.
 
         Args:
-            kind: engines of one kind do the same work in the same time: same hardware, same model,
-                same arguments.
-            handoffs: tokens, and the seconds by which a prompt of so many took longer when it was
-                handed over than when it was computed here, as tried at its start. Engines start
-                side by side and disturb each other, so of those of a kind the least counts: what
-                handing over costs beyond that is learned from turns, while nothing corrects a price
-                at which nobody hands over.
+            handoffs: tokens, and the seconds by which such a prompt took longer when handed over
+                than when computed, as tried at its start. The least of a kind counts: engines that
+                start together disturb each other, and a price that is too high is never corrected.
         """
         known = self._engines.get(engine_id)
         if known is None or known.kind.name != kind:
@@ -184,7 +144,6 @@ class Loads:
             engine.learn(())
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
-        """An engine says what it does."""
         engine = self._of(engine_id)
         engine.learn(load.steps)
         engine.load = load
@@ -195,7 +154,6 @@ class Loads:
     def placed(
         self, history_id: str, tokens: int, placement: Placement, shared: Shared, now_s: float
     ) -> None:
-        """A prompt goes where it was placed."""
         home = self._of(placement.decoder_id)
         home.turns.add(history_id, now_s)
         where = placement.prefiller_id
@@ -209,7 +167,8 @@ class Loads:
         self._expect(history_id, tokens, past, there, placement, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
-        (home.first_prompts if where is None else engine.lending).add(seconds, now_s)
+        if where is None:
+            home.first_prompts.add(seconds, now_s)
         self._demand.add(seconds, now_s)
         self._residuals.add(seconds * seconds / 2, now_s)
 
@@ -223,44 +182,29 @@ class Loads:
         *,
         lent: bool,
     ) -> None:
-        """Note that what a later turn appends goes to an engine, where its length is known.
-
-        Args:
-            new_tokens: what is computed there.
-            cached_tokens: what is found there, or comes from host memory.
-            lent: whether it is computed for another engine.
-        """
+        """Add what a later turn appends; if it is ``lent``, for another engine."""
         engine = self._of(engine_id)
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
             seconds = engine.prefills(new_tokens, cached_tokens, now_s)
-            engine.lending.add(seconds, now_s)
             self._demand.add(seconds, now_s)
             self._residuals.add(seconds * seconds / 2, now_s)
         else:
-            # It counts among what the engine has computed when that is known.
+            # `computed` counts it when it is done.
             seconds = engine.costs.prefill_s(new_tokens, cached_tokens)
         engine.queue.add(history_id, new_tokens, seconds, now_s)
 
     def turn_came(self, history_id: str, engine_id: str, now_s: float) -> None:
-        """A later turn goes to its engine; what it adds is not known yet."""
         self._of(engine_id).turns.add(history_id, now_s)
 
     def left(self, history_id: str, engine_id: str) -> None:
-        """A history has ended, or is bound there no more: no turn of it comes there.
-
-        Those that came count as before: where some end, others begin.
-        """
+        """Expect no more turns of a history; those that came still count in the rate."""
         engine = self._engines.get(engine_id)
         if engine is not None:
             engine.turns.drop(history_id)
 
     def turn_ended(self, history: History, stats: TurnStats | None, now_s: float) -> None:
-        """A turn of a history is over, and so is its prefill.
-
-        Args:
-            stats: what its engine did; None if that is not known.
-        """
+        """Note that a turn, and its prefill, is over; ``stats`` is None if unknown."""
         placed = self._placed.pop(history.id, None)
         if history.decoder_id is None:
             return
@@ -273,22 +217,18 @@ class Loads:
         self.done(history.decoder_id, history.id)
 
     def computed(self, engine_id: str, tokens: int, cached_tokens: int, now_s: float) -> None:
-        """An engine has computed what a later turn has added."""
         engine = self._of(engine_id)
         engine.appends.add(engine.prefills(tokens, cached_tokens, now_s), now_s)
 
     def done(self, engine_id: str, history_id: str) -> None:
-        """The prefill of a history that was placed is over there, if it is not known yet."""
         engine = self._engines.get(engine_id)
         if engine is not None:
             engine.queue.drop(history_id)
 
     def gone(self, engine_id: str) -> None:
-        """An engine is lost, or has left."""
         self._engines.pop(engine_id, None)
 
     def work(self, engine_id: str, now_s: float) -> Work:
-        """An engine's work at this time."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return Work(self._prior)
@@ -304,23 +244,19 @@ class Loads:
             min(1.0, engine.appends.per_s(now_s)),
             engine.lent_tokens(now_s),
             engine.turns.histories(now_s),
-            min(1.0, engine.lending.per_s(now_s)),
             engine.mean_decodes,
             engine.residuals.per_s(now_s),
         )
 
     def price(self) -> Price:
-        """Return what it takes to hand a prompt over, beyond what is estimated."""
         return self._handing_over.price()
 
     def demand(self, prefillers: int, now_s: float) -> float:
-        """Return the share of so many prefillers' time that first prompts ask for, wherever they
-        run.
-        """
+        """Return the share of all prefillers' time that first prompts ask for."""
         return self._demand.per_s(now_s) / max(1, prefillers)
 
     def residual_s(self, prefillers: int, now_s: float) -> float:
-        """How long a first prompt that runs is to take yet, on average, if so many run all."""
+        """Return how long a running first prompt still takes, if the prefillers ran all."""
         return self._residuals.per_s(now_s) / max(1, prefillers)
 
     def _expect(
@@ -332,12 +268,7 @@ class Loads:
         placement: Placement,
         now_s: float,
     ) -> None:
-        """Keep in mind how long a prompt that is placed now should take.
-
-        Args:
-            past: what of it is not computed.
-            there: what of it its home has.
-        """
+        """Remember how long a prompt should take; ``there`` tokens are at its home."""
         where = placement.prefiller_id
         home = self.work(placement.decoder_id, now_s)
         engine = home if where is None else self.work(where, now_s)
@@ -345,14 +276,14 @@ class Loads:
         seconds = home.costs.handoff_s(comes_tokens) + engine.prefill_wait_s(tokens - past, past)
         self._placed.pop(history_id, None)
         if engine.backlog_s > _WAITS * seconds:
-            # It would say how well a line's length is known.
+            # It would tell more about the queue's estimate.
             return
         self._placed[history_id] = _Placed(now_s, seconds, tokens - there, where is not None)
         if len(self._placed) > _MOST_PLACED:
             del self._placed[next(iter(self._placed))]
 
     def _first_token_came(self, placed: _Placed, stats: TurnStats, now_s: float) -> None:
-        # What should have been handed over, and was not, was computed twice: that is no price.
+        # If the handoff failed, the prompt was computed twice, which says nothing of the price.
         arrived = stats.lmcache_tokens > 0 or not placed.handed_over
         if stats.decode_s is not None and arrived:
             seconds = now_s - stats.decode_s - placed.at_s
@@ -376,7 +307,6 @@ class Loads:
 
 
 def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Seconds for any, and for each token, neither below 0; None without points."""
     if not handoffs:
         return None
     n = len(handoffs)
@@ -390,8 +320,6 @@ def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] 
 
 
 class _Late:
-    """A sum that decays: what came of late."""
-
     __slots__ = ("_at_s", "_over_s", "_sum")
 
     def __init__(self, over_s: float) -> None:
@@ -404,7 +332,6 @@ class _Late:
         self._sum += amount
 
     def per_s(self, now_s: float) -> float:
-        """How much in a second."""
         self._decay(now_s)
         return self._sum / self._over_s
 
@@ -415,13 +342,11 @@ class _Late:
 
 
 class _Turns:
-    """Turns that came of late, and whose."""
-
     __slots__ = ("_all", "_last_s")
 
     def __init__(self) -> None:
         self._all = _Late(_LATE_S)
-        # Of histories that are there yet, when their last turn came; the latest is last.
+        # When the last turn came of each history that is there yet; the latest is last.
         self._last_s: dict[str, float] = {}
 
     def add(self, history_id: str, now_s: float) -> None:
@@ -433,11 +358,9 @@ class _Turns:
         self._last_s.pop(history_id, None)
 
     def per_s(self, now_s: float) -> float:
-        """How many in a second."""
         return self._all.per_s(now_s)
 
     def histories(self, now_s: float) -> int:
-        """How many histories that are there yet had one."""
         while self._last_s:
             history_id = next(iter(self._last_s))
             if self._last_s[history_id] > now_s - _FORGOTTEN_S:
@@ -447,10 +370,7 @@ class _Turns:
 
 
 class _Queue:
-    """Prefills that wait, first come first served, and get shorter as time passes.
-
-    What their engine has said is the first of them, under the key None.
-    """
+    """Prefills that wait, in order; None is the key of what the engine itself has reported."""
 
     __slots__ = ("_at_s", "_waiting")
 
@@ -470,7 +390,6 @@ class _Queue:
         self._waiting.pop(key, None)
 
     def left(self, now_s: float) -> tuple[float, float]:
-        """Tokens and seconds."""
         self._pass(now_s)
         tokens = seconds = 0.0
         for each_tokens, each_s in self._waiting.values():
@@ -492,11 +411,7 @@ class _Queue:
 
 
 class _Kind:
-    """Knows what engines have in common that do the same work in the same time.
-
-    Attributes:
-        handoff: seconds for any handoff, and for each token, as tried; None: nobody has.
-    """
+    """Knowledge about engines that do the same work in the same time."""
 
     __slots__ = ("_tried", "handoff", "name", "steps")
 
@@ -507,18 +422,15 @@ class _Kind:
         self.handoff: tuple[float, float] | None = None
 
     def tried(self, handoffs: Iterable[tuple[int, float]]) -> None:
-        """One of them has tried what prompts of so many tokens take beyond computing them."""
         for tokens, seconds in handoffs:
             self._tried[tokens] = min(seconds, self._tried.get(tokens, math.inf))
         self.handoff = _line_through(list(self._tried.items()))
 
 
 class _Engine:
-    """One engine's."""
-
     __slots__ = (
         "_model", "_seconds", "_started", "_tokens", "appends", "costs", "first_prompts", "kind",
-        "lending", "lent", "load", "mean_decodes", "queue", "residuals", "turns",
+        "lent", "load", "mean_decodes", "queue", "residuals", "turns",
     )  # fmt: skip
 
     def __init__(self, kind: _Kind) -> None:
@@ -530,23 +442,21 @@ class _Engine:
         self.mean_decodes = 0.0
         self.queue = _Queue()
         self.turns = _Turns()
-        # What prefills take, for its own conversations and for other engines.
+        # Seconds of prefills for its own conversations.
         self.first_prompts = _Late(_LATE_S)
         self.appends = _Late(_LATE_S)
-        self.lending = _Late(_LATE_S)
         self.lent: deque[tuple[float, int]] = deque()
         self.residuals = _Late(_LATE_S)
         self._seconds = _Late(_LATE_S)
         self._tokens = _Late(_LATE_S)
 
     def learn(self, steps: Sequence[Step]) -> None:
-        """It has taken these iterations."""
         for step in steps:
             if self._started:
                 self._model.add(step)
             else:
                 self._model.add_start(step)
-        # Its first report with any has those of its start.
+        # The first report with steps has those of its start.
         self._started |= bool(steps)
         self.costs = self._model.costs()
         if self.kind.handoff is not None:
@@ -556,7 +466,6 @@ class _Engine:
             )
 
     def prefills(self, tokens: int, cached_tokens: int, now_s: float) -> float:
-        """It computes so much; how long that takes."""
         seconds = self.costs.prefill_s(tokens, cached_tokens)
         self._seconds.add(seconds, now_s)
         self._tokens.add(tokens, now_s)
@@ -564,7 +473,7 @@ class _Engine:
         return seconds
 
     def token_s(self, now_s: float) -> float:
-        """How long a token takes of prompts such as have come of late."""
+        """Return the seconds that a token of recent prompts takes."""
         tokens = self._tokens.per_s(now_s)
         if tokens < 1.0:
             return self.costs.prefill_s(_USUAL_TOKENS) / _USUAL_TOKENS

@@ -1,13 +1,12 @@
-"""The state that a placement policy reads, what it decides, and the seat that it sits in.
+"""The state that a placement policy reads, its decision, and its base class."""
 
-A policy reads observed state alone (a first turn's length in tokens, engines' loads) and
-returns a decision. It knows neither Ray nor vLLM nor a clock, so the live system, a simulator
-and the tests run the same class, and a baseline is another class in the same seat.
-"""
-
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from conserve.placement.load import Loads
 
 
 @dataclass(slots=True)
@@ -16,7 +15,7 @@ class Decoder:
 
     Attributes:
         held_tokens: for live conversations, those promised included.
-        kept_tokens: of its capacity, what nothing new is promised.
+        kept_tokens: of its capacity, what is promised to nothing new.
     """
 
     id: str
@@ -27,22 +26,21 @@ class Decoder:
 
     @property
     def occupancy(self) -> float:
-        """Tokens held for live conversations, as a share of the capacity."""
         return self.held_tokens / self.capacity_tokens
 
     @property
     def free_tokens(self) -> int:
-        """So many more may be promised; negative where more are held than should be."""
+        """Return how many more tokens may be promised; negative if too many are held."""
         return self.capacity_tokens - self.kept_tokens - self.held_tokens
 
     def has_room(self, tokens: int) -> bool:
-        """Whether ``tokens`` more fit. An empty decoder takes what it is given."""
+        """Return whether ``tokens`` more fit. An empty decoder takes any prompt."""
         return tokens <= self.free_tokens or self.conversations == 0
 
 
 @dataclass(slots=True)
 class Prefiller:
-    """A prefiller as the policy sees it: tokens of prefills sent to it and not yet done."""
+    """A prefiller, with the tokens of prefills sent to it and not yet done."""
 
     id: str
     queued_tokens: int = 0
@@ -50,10 +48,7 @@ class Prefiller:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A decision: the decoder for the conversation's life, the prefiller for its first turn.
-
-    ``prefiller_id`` is None where the decoder is to prefill by itself.
-    """
+    """The decoder for the conversation's life, and the prefiller for its first turn, if any."""
 
     decoder_id: str
     prefiller_id: str | None
@@ -61,18 +56,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Tells what decoders hold of a prompt already, as the beginning of other histories.
+    """The part of a prompt that decoders hold already, as the beginning of other histories.
 
     Attributes:
         tokens: by decoder; only those that hold any.
-        warm_on: the decoder that holds the history which the prompt goes back into, or its
-            conversation's others; None where it has nothing but a system part in common.
-        coming_to: the decoder to which what it goes back into is yet to come: it is promised there,
-            and computed elsewhere.
-        left_on: the decoder that a paused history was on, if that should have its KV still. It is
-            not counted there any more.
-        left_tokens: so many the history had there.
-        parked_tokens: so many of the history host memory has, for any decoder to take.
+        warm_on: the decoder with the history that the prompt goes back into, or its conversation's
+            others; None if only a system part is shared.
+        coming_to: the decoder to which that history is promised while it is computed elsewhere.
+        left_on, left_tokens: the decoder that should still have a paused history's KV, and how
+            much.
+        parked_tokens: what host memory has of the history, for any decoder.
     """
 
     tokens: Mapping[str, int]
@@ -83,20 +76,18 @@ class Shared:
     parked_tokens: int = 0
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
-        """Return how much of a prompt of so many tokens a decoder does not hold yet."""
+        """Return how much of a prompt of ``tokens`` a decoder does not hold yet."""
         return max(0, tokens - self.tokens.get(decoder_id, 0))
 
     def there(self, engine_id: str) -> int:
-        """Return how much of a prompt an engine has computed and should have yet."""
+        """Return how much of a prompt an engine has computed and should still have."""
         tokens = self.tokens.get(engine_id, 0)
         if engine_id == self.coming_to and engine_id != self.warm_on:
             tokens = 0
         return max(tokens, self.left_tokens) if engine_id == self.left_on else tokens
 
     def found(self, decoder_id: str) -> int:
-        """Return how much of a prompt a decoder has, or gets from host memory, and does not
-        compute.
-        """
+        """Return how much of a prompt a decoder has, or gets from host memory."""
         return max(self.there(decoder_id), self.parked_tokens)
 
 
@@ -105,13 +96,9 @@ NOTHING_SHARED = Shared({})
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A turn of a conversation that is bound, whose prompt's length is known.
+    """A later turn whose prompt's length is known.
 
-    Attributes:
-        decoder_id: where its history lives.
-        tokens: the whole prompt's.
-        held_tokens: what of it that decoder has computed already.
-        parked_tokens: what of it host memory has, for any engine to take.
+    ``held_tokens`` of it are on its decoder, ``parked_tokens`` in host memory.
     """
 
     decoder_id: str
@@ -120,9 +107,32 @@ class Appended:
     parked_tokens: int
 
 
-class PlacementPolicy(Protocol):
-    """The seat of a placement policy."""
+class PlacementPolicy(ABC):
+    """A placement policy: it reads observed state and knows no clock.
 
+    Attributes:
+        uses_prefillers: whether any prompt is sent to a prefiller.
+        hosts_prefillers: whether conversations are bound to prefillers, too.
+        only_first_prompts: whether prefillers get all first prompts and nothing else.
+        keeps_later_turns: whether a bound history's turn may run on its decoder without asking.
+        prefills_later_turns: whether prefillers continue histories, read from host memory.
+        moves_appends: whether prefillers may compute what later turns append.
+        pauses: whether idle histories may be paused.
+        loads: what is known of engines' work; None if the policy does not ask.
+    """
+
+    __slots__ = ()
+
+    uses_prefillers: ClassVar[bool] = True
+    hosts_prefillers: ClassVar[bool] = False
+    only_first_prompts: ClassVar[bool] = False
+    keeps_later_turns: ClassVar[bool] = False
+    prefills_later_turns: ClassVar[bool] = False
+    moves_appends: ClassVar[bool] = False
+    pauses: ClassVar[bool] = False
+    loads: "Loads | None" = None
+
+    @abstractmethod
     def place(
         self,
         prompt_tokens: int,
@@ -131,19 +141,10 @@ class PlacementPolicy(Protocol):
         shared: Shared = NOTHING_SHARED,
         now_s: float = 0.0,
     ) -> Placement | None:
-        """Decide for a history that is bound to no decoder.
+        """Place a history that is bound to no decoder; None while no decoder has room.
 
-        Args:
-            prompt_tokens: length of its prompt, in tokens of the served model.
-            decoders: those alive; ties go to the one listed first.
-            prefillers: those alive; may be empty.
-            shared: what of the prompt decoders hold already.
-            now_s: the time, for policies that know what was some time ago.
-
-        Returns:
-            The decision, or None while no decoder has room.
+        Ties go to the decoder listed first.
         """
-        ...
 
     def prefill_later_turn(
         self,
@@ -151,17 +152,14 @@ class PlacementPolicy(Protocol):
         appended: Appended | None = None,
         now_s: float = 0.0,
     ) -> str | None:
-        """Decide for a turn of a conversation that is bound to a decoder.
+        """Return the prefiller of a bound history's turn; None means its decoder."""
+        return None
 
-        Args:
-            prefillers: those alive; may be empty.
-            appended: how much there is to prefill, where that is known; None: it is not.
-            now_s: the time, for policies that know what was some time ago.
-
-        Returns:
-            Id of the prefiller that is to run the turn's prefill, or None: its decoder does.
-        """
-        ...
+    def homes(
+        self, decoders: Iterable[Decoder], prefillers: Iterable[Prefiller], now_s: float
+    ) -> list[Decoder]:
+        """Return the decoders that new conversations may go to, with or without room."""
+        return list(decoders)
 
 
 def emptiest_decoder(
@@ -182,7 +180,7 @@ def emptiest_decoder(
 
 
 def shortest_queue(prefillers: Iterable[Prefiller]) -> str | None:
-    """Id of the prefiller with the fewest tokens still to prefill, or None without any."""
+    """Return the prefiller with the fewest tokens still to prefill, or None without any."""
     best: Prefiller | None = None
     for prefiller in prefillers:
         if best is None or prefiller.queued_tokens < best.queued_tokens:

@@ -1,4 +1,4 @@
-"""Answers in what a client was sent: as a body, or as a stream of events."""
+"""Reads answers in what a client was sent: a body, or a stream of events."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -47,8 +47,6 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Answer:
-    """One choice of a streamed answer, while it is put together."""
-
     __slots__ = ("calls", "finished", "text")
 
     def __init__(self) -> None:
@@ -83,10 +81,7 @@ class _CallParts:
 
 
 def answers_from_body(body: bytes) -> list[dict[str, Any]]:
-    """The answers in a chat completion that was not streamed: one message a choice.
-
-    Empty for a body that is anything else, such as an error.
-    """
+    """Return the answers in a chat completion, one message a choice; none in an error."""
     try:
         choices = _BODY.decode(body).choices
     except _UNREADABLE:
@@ -95,12 +90,11 @@ def answers_from_body(body: bytes) -> list[dict[str, Any]]:
 
 
 def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The answers in a streamed chat completion: one message a choice that was finished.
+    """Return the answers in a streamed chat completion, one message a finished choice.
 
-    ``chunks`` are the raw bytes of the server-sent events, cut anywhere. Each event's JSON is
-    taken to stand on one ``data:`` line, as vLLM writes it. Reasoning is left out. A choice
-    without a finish reason (the stream was cut, or ended in an error event) is left out too: the
-    client cannot echo what neither side knows to be whole. Events that cannot be read are skipped.
+    Args:
+        chunks: the bytes of the server-sent events, cut anywhere. Each event's JSON is on one
+            ``data:`` line, as vLLM writes it; unreadable events are skipped.
     """
     answers: dict[int, _Answer] = {}
     for line in b"".join(chunks).splitlines():

@@ -1,28 +1,28 @@
-"""Digests of a turn's beginnings: a hash chain over its tools and its messages in normal form."""
+"""Digests of a turn's beginnings, and the histories that they continue."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from conserve.recognition.normal import continued, encoded, normalised
 
 Digest = bytes
-"""16 bytes (BLAKE2b) that stand for a list of messages, and the tools before them."""
+"""16 bytes (BLAKE2b) for a list of messages, and the tools before them."""
 
 _DIGEST_BYTES = 16
 _LEADING = ("system", "developer")
 
 
 class Chain(NamedTuple):
-    """Tells where a turn's messages may have been heard before.
+    """The digests of a turn's beginnings.
 
     Attributes:
-        root: the first prompt, which is all before the first answer. Whatever goes back to an
-            earlier point of a history has its root.
-        system: the tools and the system messages at the beginning; None where there are neither.
-        ends: for each answer that is followed by anything, or continued, all up to its end;
+        root: of the first prompt, which is all before the first answer.
+        system: of the tools and the system messages at the beginning; None without any.
+        ends: for each answer that is followed by anything, or continued, of all up to its end;
             longest first.
-        ends_with_root: whether the turn is its first prompt and nothing else.
+        ends_with_root: whether the turn is only its first prompt.
     """
 
     root: Digest
@@ -38,14 +38,10 @@ def chain_of(
     most_ends: int | None = None,
     continues: bool = False,
 ) -> Chain:
-    """The chain of a turn. Never raises, whatever JSON stands in the arguments.
+    """Return the chain of a turn. Never raises, whatever the JSON in the arguments.
 
-    Args:
-        before: what else the beginning of a prompt is made of, by name: ``tools`` stand before
-            the messages. Another one is another chain.
-        tenant: whose messages they are; no two tenants have a digest in common.
-        most_ends: of the longest beginnings, so many.
-        continues: whether the last message, the assistant's, is to be continued.
+    No two ``tenant``s have a digest in common. ``before`` stands before the messages, such as
+    ``tools``. If it ``continues``, the last message is the assistant's.
     """
     hasher = _hasher(tenant, before)
     given = _as_list(messages)
@@ -75,36 +71,8 @@ def chain_of(
     return Chain(root, system, tuple(ends[:most_ends]), first)
 
 
-def candidate_digests(
-    messages: Sequence[Mapping[str, Any]], tenant: str | None = None
-) -> list[Digest]:
-    """The tails that these messages may continue, longest first: a chain's ``ends``."""
-    return list(chain_of(messages, tenant=tenant).ends)
-
-
-def tail_digest(
-    messages: Sequence[Mapping[str, Any]],
-    answer: Mapping[str, Any],
-    tenant: str | None = None,
-) -> Digest:
-    """The digest of a finished turn: its messages, then its answer.
-
-    It is among the ``candidate_digests`` of every turn of this tenant that begins with these
-    messages and this answer. Never raises, whatever JSON stands in the arguments.
-    """
-    return Beginning(messages, tenant=tenant).tail_digest(answer)
-
-
 class Beginning:
-    """A turn's messages, hashed once for all the answers that it may get.
-
-    Args:
-        messages: the turn's.
-        before: as `chain_of` has it, and the others.
-
-    Attributes:
-        root: as `Chain` has it.
-    """
+    """A turn's messages, hashed once for all the answers that it may get; see `chain_of`."""
 
     __slots__ = ("_continued", "_hasher", "root")
 
@@ -125,15 +93,11 @@ class Beginning:
             self._hasher.update(encoded(normalised(message)))
         self.root = self._hasher.digest() if root is None else root
 
-    def tail_digest(self, answer: Mapping[str, Any]) -> Digest:
-        """As `tail_digest` has it."""
-        return self.tails(answer)[0]
-
     def tails(self, answer: Mapping[str, Any]) -> tuple[Digest, ...]:
-        """The digests by which the next turn may be recognised, the likeliest first.
+        """Return the digests by which the next turn may be recognised, the likeliest first.
 
-        There are two where a message is continued: its client may keep that message and the answer
-        as one message, or as two.
+        There are two if a message is continued: its client may keep that message and the answer as
+        one, or as two.
         """
         last = self._continued
         if last is None:
@@ -161,5 +125,64 @@ def _is_answer(message: Any) -> bool:
 
 
 def _as_list(messages: Any) -> Sequence[Any]:
-    # Called before the request is validated: "messages" may be any JSON value.
+    # The request is not validated yet, so "messages" may be any JSON value.
     return messages if isinstance(messages, list | tuple) else [messages]
+
+
+class TailIndex:
+    """Finds the histories that a turn which begins with a digest may continue. Not thread-safe.
+
+    Histories with the same messages and answers have the same tail. They stay apart: each
+    continuing turn takes one of them, whose tail then moves on. Every operation takes constant time
+    for each digest, but ``match`` may pass over busy histories with the same tail.
+    """
+
+    __slots__ = ("_owners",)
+
+    def __init__(self) -> None:
+        # Most tails have one owner, which is then stored bare. Several are an ordered set:
+        # OrderedDict, because finding a dict's first key takes time for all keys removed before.
+        self._owners: dict[Digest, str | OrderedDict[str, None]] = {}
+
+    def add(self, history_id: str, digests: Iterable[Digest]) -> None:
+        for digest in digests:
+            owners = self._owners.setdefault(digest, history_id)
+            if not isinstance(owners, str):
+                owners[history_id] = None
+            elif owners != history_id:
+                self._owners[digest] = OrderedDict.fromkeys((owners, history_id))
+
+    def discard(self, history_id: str, digests: Iterable[Digest]) -> None:
+        for digest in digests:
+            owners = self._owners.get(digest)
+            if owners == history_id:
+                del self._owners[digest]
+            elif isinstance(owners, OrderedDict):
+                owners.pop(history_id, None)
+                if len(owners) == 1:
+                    self._owners[digest] = next(iter(owners))
+
+    def newest(self, digest: Digest) -> Iterator[str]:
+        owners = self._owners.get(digest)
+        if isinstance(owners, str):
+            return iter((owners,))
+        return iter(()) if owners is None else reversed(owners)
+
+    def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
+        """Return the history that a turn with these digests continues, or None.
+
+        The first digest that is a tail decides. Of several histories with it, the least recently
+        matched that is not ``busy`` (has no turn running) is taken; None if all are busy.
+        """
+        for digest in candidates:
+            owners = self._owners.get(digest)
+            if owners is None:
+                continue
+            if isinstance(owners, str):
+                return None if busy(owners) else owners
+            chosen = next((owner for owner in owners if not busy(owner)), None)
+            if chosen is not None:
+                # It will be busy, so the next match should try the others first.
+                owners.move_to_end(chosen)
+            return chosen
+        return None

@@ -1,4 +1,4 @@
-"""The normal form of a message: what it means for the model, in canonical bytes."""
+"""The normal form of a message: its meaning for the model, in canonical bytes."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _REASONING_TYPES = ("thinking", "reasoning")
 _THINK_OPEN = "<think>"
 _THINK_CLOSE = "</think>"
 
-# Arguments that may hold more values are compared as text. To parse 8 MiB of "[]," takes seconds.
+# Arguments that may hold more values are compared as text: parsing 8 MiB of "[]," takes seconds.
 _MOST_SEPARATORS = 16_384
 # Numbers as doubles, as JavaScript clients echo them: 1 is 1.0, and digits past the 53rd bit may
 # change. Not strict: models write raw line breaks into argument strings, clients escape them.
@@ -19,7 +19,7 @@ _ARGUMENTS = json.JSONDecoder(parse_int=float, strict=False)
 
 
 def normalised(message: Any) -> list[Any]:
-    """A message reduced to what counts: [role, segments, calls]; or [junk]."""
+    """Reduce a message to [role, segments, calls]; or [junk]."""
     if not isinstance(message, Mapping):
         return [message]
     role = message.get("role")
@@ -33,7 +33,6 @@ def normalised(message: Any) -> list[Any]:
 
 
 def continued(message: Any, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """A message and the answer that continues it, as one: text goes on where it ended."""
     begun = message if isinstance(message, Mapping) else {}
     parts, more = _parts(begun.get("content")), _parts(answer.get("content"))
     if parts and more:
@@ -56,10 +55,10 @@ def _raw_text(part: Any) -> str | None:
 
 
 def _segments(content: Any) -> list[Any]:
-    """Content as a list: a str for a run of text, a one-element list for anything else.
+    """Return content as a list: a str for a run of text, a one-element list for anything else.
 
-    Text parts side by side are joined by a line break, which is how vLLM renders them for chat
-    templates that take plain strings.
+    Adjacent text parts are joined by a line break, as vLLM renders them for chat templates that
+    take plain strings.
     """
     if isinstance(content, str):
         text = content.strip()
@@ -83,7 +82,7 @@ def _segments(content: Any) -> list[Any]:
 
 
 def _part_text(part: Any) -> str | None:
-    """The trimmed text of a content part, "" for reasoning, None if it is not text."""
+    """Return the trimmed text of a content part, "" for reasoning, None if it is not text."""
     if isinstance(part, str):
         return part.strip()
     if not isinstance(part, Mapping):
@@ -98,12 +97,12 @@ def _part_text(part: Any) -> str | None:
 
 
 def _without_thinking(text: str) -> str:
-    """Trimmed assistant text without the reasoning that it begins with.
+    """Return trimmed assistant text without the reasoning that it begins with.
 
     Without a reasoning parser the engine leaves reasoning in the content. The block may lack its
     end (the answer was cut) or its beginning (the chat template put it into the prompt).
     """
-    # Positions instead of slices: a text made of nothing but marks must not cost quadratic time.
+    # Positions, not slices: a text of many marks must not take quadratic time.
     start = 0
     while (close := text.find(_THINK_CLOSE, start)) >= 0:
         opened = text.find(_THINK_OPEN, start, close)
@@ -115,7 +114,7 @@ def _without_thinking(text: str) -> str:
 
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
-    """The tool calls of a message: [name, arguments] each; or [junk]."""
+    """Return the tool calls of a message as [name, arguments] each; or [junk]."""
     given = message.get("tool_calls") or []
     calls = [_call(call) for call in (given if isinstance(given, _ARRAY) else [given])]
     legacy = message.get("function_call")
@@ -134,7 +133,7 @@ def _call(call: Any) -> list[Any]:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Arguments as [value]; as their trimmed text where that is not JSON."""
+    """Return arguments as [value]; as their trimmed text if that is not JSON."""
     if isinstance(arguments, str):
         text = arguments.strip()
         if text.count(",") + text.count("[") + text.count("{") > _MOST_SEPARATORS:
@@ -147,10 +146,10 @@ def _arguments(arguments: Any) -> Any:
 
 
 def encoded(value: Any) -> bytes:
-    """Canonical bytes of a JSON value: equal values only give equal bytes.
+    """Return canonical bytes of a JSON value: only equal values give equal bytes.
 
-    Each piece carries its type and length, so pieces written one after another can be told apart.
-    A stack instead of recursion: the nesting is the client's choice.
+    Each piece carries its type and length, so pieces in a row can be told apart. It uses a stack,
+    since clients choose the nesting.
     """
     out: list[bytes] = []
     stack = [value]

@@ -1,15 +1,10 @@
-"""Text in requests that is another one each time, though nothing has changed.
+"""Text in requests that changes each time, though nothing else has changed.
 
-Clients put it into the system's prompt, at the beginning of everything: so nothing of a history
-would be recognised, and nothing of its KV be found. Two kinds are known:
-
-``billing_header``
-    A line of Claude Code's with a hash of the request, ``x-anthropic-billing-header: ...``, as a
-    system block of its own, or as the first line of what a translating proxy makes of all blocks.
-    vLLM leaves such a block out of the prompts of ``/v1/messages``; it means nothing to a model.
-``times``
-    Clock times with seconds. They mean something to a model, so they can be kept out of what
-    recognises a history, and not out of the prompt.
+In the system prompt it would keep histories from being recognised, and their KV from being found.
+``billing_header`` is a line of Claude Code's with a hash of the request,
+``x-anthropic-billing-header: ...``, as a block of its own or a first line. vLLM leaves such a block
+out of prompts; it means nothing to a model. ``times`` are clock times with seconds. They mean
+something to a model, so they stay in the prompt and are only ignored when histories are recognised.
 """
 
 import re
@@ -23,10 +18,10 @@ KINDS = ("billing_header", "times")
 BILLING_MARK = "x-anthropic-billing-header"
 
 _ARRAY = (list, tuple)
-# Of chats, the system's prompt is a message.
+# In chats the system prompt is a message.
 _SYSTEM_FIELDS = {MESSAGES: "system", COUNT_TOKENS: "system", RESPONSES: "instructions"}
 _SYSTEM_ROLES = ("system", "developer")
-# The day before it goes along: near midnight it is another one.
+# With the day before it, which changes at midnight.
 _TIME = re.compile(
     r"(?:\d{4}-\d{2}-\d{2}[T ])?(?<!\d)\d{1,2}:\d{2}:\d{2}(?:[.,]\d{1,9})?"
     r"(?: ?[AaPp]\.?[Mm]\b\.?)?",
@@ -36,20 +31,12 @@ _NO_TIME = "00:00:00"
 
 
 def without_times(messages: list[Any]) -> list[Any]:
-    """Messages of a chat, with one and the same time wherever a system message states one."""
+    """Return a chat's messages with one and the same time wherever a system message has one."""
     return [_timeless(message) if _is_system(message) else message for message in messages]
 
 
 def without_billing_header(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A request without Claude Code's billing header.
-
-    Args:
-        path: the turn's, see `conserve.apis`.
-        body: parsed from JSON.
-
-    Returns:
-        The same object, if it has none.
-    """
+    """Return a request without Claude Code's billing header; the same object if it has none."""
     name = _SYSTEM_FIELDS.get(path, "messages")
     given = body.get(name)
     if name != "messages":
@@ -59,7 +46,7 @@ def without_billing_header(path: str, body: dict[str, Any]) -> dict[str, Any]:
         text = _headerless(content)
         if text is content:
             return body
-        # A message of nothing is none.
+        # An empty message is dropped.
         first = [{**given[0], "content": text}] if text or len(given) == 1 else []
         kept = [*first, *given[1:]]
     else:
@@ -68,7 +55,7 @@ def without_billing_header(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _headerless(content: Any) -> Any:
-    """A text, or a list of parts, without the header; the same object, if it has none."""
+    """Return a text, or a list of parts, without the header; the same object if it has none."""
     if isinstance(content, str):
         return content.partition("\n")[2].lstrip("\n") if _begins(content) else content
     if not isinstance(content, _ARRAY) or not any(_begins(_text(part)) for part in content):

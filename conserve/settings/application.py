@@ -10,7 +10,7 @@ from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
-from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
+from conserve.placement import POLICIES, EngineCosts, PlacementPolicy, PolicyName, make_policy
 from conserve.settings.engine_arguments import (
     ADAPTERS,
     NOT_BESIDE_A_LANE,
@@ -31,7 +31,6 @@ from conserve.wire import Role
 
 EMBEDDED_MODEL = "embedded"
 # The others are there to compare, without more in it.
-_PAUSING: tuple[PolicyName, ...] = ("conversation", "elastic")
 
 
 class SettingsError(ValueError):
@@ -360,14 +359,14 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _placement_has_its_settings(self) -> Self:
-        if self.placement == "collocated" and "prefillers" in self.model_fields_set:
+        if not self.policy_class.uses_prefillers and "prefillers" in self.model_fields_set:
             raise ValueError("prefillers: placement collocated has none; set decoders alone")
         if self.placement != "per_turn" and self.wrong_decision_rate:
             raise ValueError("wrong_decision_rate: only placement per_turn decides turn by turn")
         if self.placement != "conversation" and self.min_remote_prefill_tokens:
             raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
         given = self.model_fields_set
-        if self.placement not in _PAUSING and self.pausing and "pausing" in given:
+        if not self.policy_class.pauses and self.pausing and "pausing" in given:
             raise ValueError("pausing: only placement conversation or elastic pauses conversations")
         if self.pausing_policy() is None:
             if "pausing_mark" in given:
@@ -429,7 +428,7 @@ class Settings(Strict):
                 raise ValueError(
                     "prefillers.max_replicas: prefillers scale by the profiled curve; set profile"
                 )
-            if self.placement != "conversation":
+            if not self.policy_class.only_first_prompts:
                 raise ValueError(
                     "prefillers.max_replicas: only with placement conversation, whose prefillers "
                     "get first turns alone"
@@ -439,7 +438,12 @@ class Settings(Strict):
     @property
     def prefiller_replicas(self) -> int:
         """Prefillers to start: none where every engine does everything."""
-        return 0 if self.placement == "collocated" else self.prefillers.replicas
+        return self.prefillers.replicas if self.policy_class.uses_prefillers else 0
+
+    @property
+    def policy_class(self) -> type[PlacementPolicy]:
+        """The class of the placement policy, which says what the policy does."""
+        return POLICIES[self.placement]
 
     def policy(self, costs: EngineCosts | None = None) -> PlacementPolicy:
         """The placement policy that these settings choose.
@@ -456,7 +460,7 @@ class Settings(Strict):
 
     def pausing_policy(self) -> Pausing | None:
         """Which idle conversations give up their room; None: none do."""
-        if not self.pausing or self.placement not in _PAUSING:
+        if not self.pausing or not self.policy_class.pauses:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
         return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)
@@ -474,7 +478,7 @@ class Settings(Strict):
     @property
     def prefillers_host(self) -> bool:
         """Whether conversations are bound to prefillers, too."""
-        return self.placement == "elastic"
+        return self.policy_class.hosts_prefillers
 
     def hosts(self, role: Role) -> bool:
         """Whether conversations are bound to engines of a role."""
@@ -488,17 +492,17 @@ class Settings(Strict):
     @property
     def later_turns_direct(self) -> bool:
         """Whether routers may send later turns to their decoders without asking the table."""
-        return self.placement in ("conversation", "collocated", "elastic")
+        return self.policy_class.keeps_later_turns
 
     @property
     def prefills_later_turns(self) -> bool:
         """Whether prefillers go on with histories, which they read from host memory."""
-        return self.placement == "per_turn"
+        return self.policy_class.prefills_later_turns
 
     @property
     def moves_appends(self) -> bool:
         """Whether prefillers may compute what later turns append."""
-        return self.placement == "elastic" and self.parks
+        return self.policy_class.moves_appends and self.parks
 
     @property
     def parks(self) -> bool:

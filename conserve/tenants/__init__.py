@@ -1,13 +1,7 @@
-"""Knows who may use an application: API keys, the tenants that they belong to, and their limits.
+"""API keys, the tenants that they belong to, and tenants' limits and usage."""
 
-Plain Python with the time as an argument. The file that keys are in is `keyfile`, what a router
-asks of each key is `keyring`, and what a tenant has at any moment `usage`.
-"""
-
-from conserve.tenants.keyfile import Key, KeyFile, KeyFileError, Tenant
-from conserve.tenants.keyring import Caller, KeyRing
-from conserve.tenants.limits import Limits, Over
-from conserve.tenants.usage import TenantUsage, UsageBook
+from conserve.tenants.keyfile import Caller, Key, KeyFile, KeyFileError, KeyRing, Tenant
+from conserve.tenants.limits import Limits, Over, TenantUsage, UsageBook
 
 __all__ = [
     "Caller",

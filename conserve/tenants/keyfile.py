@@ -1,20 +1,23 @@
-"""The file of API keys: what is in it, and how it is read and changed.
+"""Reads and changes the file of API keys, and finds callers by their keys.
 
-It holds no key, only SHA-256 digests of keys. They need no salt and no slow hash: a key has 256
-random bits, which nobody guesses. The one secret in it is the deployment's, from which prefix
-caches' salts are derived; so it is for its owner's eyes only.
+The file holds only SHA-256 digests of keys. They need no salt and no slow hash, since a key has 256
+random bits. It has one secret, from which prefix caches' salts are derived, so only its owner may
+read it.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,18 +35,13 @@ _LOCK_TIMEOUT_S = 10.0
 
 
 class KeyFileError(ValueError):
-    """The file cannot be used, or not be changed so; the message says why, and holds no secret."""
+    """The file cannot be used, or not changed so; the message says why, and holds no secret."""
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A key, as far as it is kept.
+    """A key, without its secret part; ``id`` names it in logs.
 
-    Attributes:
-        id: names it in logs; it is the key's middle part.
-        tenant: whose it is.
-        sha256: digest of the whole key, in hexadecimal.
-        created: the day, as in 2026-01-31.
-        admin: whether it is for all tenants' conversations, for `/metrics` and for `/v1/engines`.
+    An admin's is for all tenants' conversations, for `/metrics` and for `/v1/engines`.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}$")]
@@ -54,11 +52,9 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tenant: whoever has keys.
+    """An owner of keys.
 
-    Attributes:
-        shares_cache: whether it shares prefixes' KV with the other tenants that do. Each of them
-            can then tell by its latency what others have sent.
+    Tenants that share their cache can tell by its latency what others of these have sent.
     """
 
     limits: Limits = msgspec.field(default_factory=Limits)
@@ -66,12 +62,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is in the file.
-
-    Attributes:
-        secret: random, of this deployment, in hexadecimal.
-        tenants: by name.
-    """
+    """The content of the file; ``secret`` is this deployment's."""
 
     version: Literal[1]
     secret: _DIGEST
@@ -80,15 +71,10 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def new(cls) -> "KeyFile":
-        """One without keys, with a secret of its own."""
         return cls(1, secrets.token_hex(32), {}, [])
 
     def with_key(self, tenant: str, created: str, *, admin: bool = False) -> tuple["KeyFile", str]:
-        """The file with one key more, and that key, which cannot be had again.
-
-        Raises:
-            KeyFileError: that is no name for a tenant.
-        """
+        """Return the file with one more key, and that key, which is kept nowhere."""
         _check_name(tenant)
         key_id, text = new_key()
         key = Key(key_id, tenant, digest(text).hex(), created, admin)
@@ -96,12 +82,8 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, tenants=tenants, keys=[*self.keys, key]), text
 
     def without_key(self, key_id: str) -> "KeyFile":
-        """The file without this key; its tenant stays, with its limits.
-
-        Raises:
-            KeyFileError: there is no such key.
-        """
-        # Somebody may give the whole key.
+        """Return the file without this key, whose tenant stays; KeyFileError if there is none."""
+        # The whole key is accepted, too.
         whole = _KEY.fullmatch(key_id)
         if whole is not None:
             key_id = whole[1]
@@ -111,11 +93,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, keys=keys)
 
     def with_tenant(self, name: str, tenant: Tenant) -> "KeyFile":
-        """The file with other limits for a tenant.
-
-        Raises:
-            KeyFileError: it is not there.
-        """
+        """Return the file with other settings for a tenant; KeyFileError if there is none."""
         if name not in self.tenants:
             raise KeyFileError(f"there is no tenant {name!r}; `conserve keys add {name}` makes one")
         return msgspec.structs.replace(self, tenants={**self.tenants, name: tenant})
@@ -123,30 +101,25 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cache_salt(self, tenant: str) -> str:
         """Return the salt under which vLLM and LMCache keep a tenant's prefixes.
 
-        LMCache 0.5.6 takes 128 characters at most, and not all.
+        LMCache 0.5.6 takes at most 128 characters, and not all.
         """
-        # No name of a tenant has a colon.
+        # No tenant's name has a colon.
         whose = ":shared" if self.tenants[tenant].shares_cache else tenant
         return hmac.new(bytes.fromhex(self.secret), whose.encode(), hashlib.sha256).hexdigest()
 
 
 def new_key() -> tuple[str, str]:
-    """A fresh key: its id, and all of it, such as ``csk-0f3a5c7e9b1d-...`` with 256 random bits."""
+    """Return a new key's id, and the key, with 256 random bits."""
     key_id = secrets.token_hex(6)
     return key_id, f"csk-{key_id}-{secrets.token_hex(32)}"
 
 
 def digest(key: str) -> bytes:
-    """Return what is kept of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def read(path: Path) -> KeyFile:
-    """The file's content.
-
-    Raises:
-        KeyFileError: there is none, or it is not usable.
-    """
+    """Return the file's content; KeyFileError if there is none, or it is not usable."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -159,14 +132,7 @@ def read(path: Path) -> KeyFile:
 
 
 def parsed(raw: bytes, path: Path) -> KeyFile:
-    """The content of a key file.
-
-    Args:
-        path: where it is from, for the error.
-
-    Raises:
-        KeyFileError: it is not usable.
-    """
+    """Parse a key file that came from ``path``; KeyFileError if it is not usable."""
     try:
         found = msgspec.json.decode(raw, type=KeyFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -188,13 +154,9 @@ def parsed(raw: bytes, path: Path) -> KeyFile:
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
-    """Have no other process change the file meanwhile; yields where it really is.
-
-    Raises:
-        KeyFileError: another process changes it for too long, or it cannot be locked.
-    """
+    """Have no other process change the file meanwhile; yields its real path."""
     path = path.resolve()
-    # Not the file itself, which is another after every change.
+    # Not the file itself, which every change replaces.
     try:
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -217,11 +179,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
 
 
 def write(path: Path, content: KeyFile) -> None:
-    """Put a new file in the old one's place, in one step; only its owner may read it.
-
-    Raises:
-        KeyFileError: it cannot be written there; the old one is as it was.
-    """
+    """Replace the file in one step; only its owner may read it."""
     try:
         # mkstemp makes it with mode 0600.
         handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
@@ -245,3 +203,88 @@ def _check_name(tenant: str) -> None:
             f"{tenant[:64]!r} is no name for a tenant: use up to 63 lower-case letters, digits, "
             f"and . _ - in between, and not {OTHER_TENANTS!r}"
         )
+
+
+logger = logging.getLogger("ray.serve")
+
+# The file is looked at no more often.
+LOOK_S = 1.0
+
+_Version = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The owner of a request's key, which ``key_id`` names in logs."""
+
+    key_id: str
+    tenant: str
+    admin: bool
+    limits: Limits
+    cache_salt: str
+
+
+class KeyRing:
+    """Finds callers by their keys. A file that breaks leaves the keys of the last good one."""
+
+    def __init__(self, path: Path, now_s: float) -> None:
+        self._path = path
+        self._looked_s = now_s
+        # Before the file is read, so that a change in between is noticed.
+        self._version = _version(path)
+        self._callers = _callers(read(path))
+        _warn_if_open(path)
+
+    def find(self, key: str, now_s: float) -> Caller | None:
+        """Return the owner of a key; None if it is not valid (any more).
+
+        Keys are looked up by their digests, so the time taken says nothing about any key.
+        """
+        self._refresh(now_s)
+        return self._callers.get(digest(key))
+
+    def _refresh(self, now_s: float) -> None:
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._callers = _callers(read(self._path))
+        except KeyFileError as error:
+            logger.error("%s; the keys of before stay good", error)
+            return
+        logger.info("the key file %s has changed: %d keys", self._path, len(self._callers))
+        _warn_if_open(self._path)
+
+
+def _callers(file: KeyFile) -> dict[bytes, Caller]:
+    return {
+        bytes.fromhex(key.sha256): Caller(
+            key.id,
+            key.tenant,
+            key.admin,
+            file.tenants[key.tenant].limits,
+            file.cache_salt(key.tenant),
+        )
+        for key in file.keys
+    }
+
+
+def _version(path: Path) -> _Version | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _warn_if_open(path: Path) -> None:
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return
+    if mode & 0o077:
+        logger.warning("the key file %s is open to others (%o); chmod 600 it", path, mode)

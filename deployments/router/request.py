@@ -8,7 +8,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from conserve import apis, budget, identity, recognition, tool_choice, wire
+from conserve import apis, budget, identity, recognition, wire
 from conserve.apis import COMPLETIONS, RESPONSES
 from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError
@@ -16,7 +16,7 @@ from conserve.hints import Hints, InvalidHint, hints
 from conserve.recognition import Chain
 from conserve.recognition.apis import continues, heard
 from conserve.recognition.volatile import without_billing_header
-from conserve.served import as_served
+from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of, tenant_of
@@ -110,7 +110,7 @@ def _understood(
     path, caller = scope["path"], caller_of(scope)
     tenant, salt = (None, None) if caller is None else (caller.tenant, caller.cache_salt)
     raw, body = read_json(raw, path, settings)
-    asked = tool_choice.resolved(path, body)
+    asked = resolved(path, body)
     budget.check(asked, path)
     if path == RESPONSES and body.get(PREVIOUS) is not None:
         # It was looked for as it is written.

@@ -22,7 +22,7 @@ from conserve.costs import SpaceTimeCosts
 from conserve.events import KINDS, EventLog
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
 from conserve.tenants.keyfile import OTHER_TENANTS
-from conserve.tenants.usage import TenantUsage, UsageBook
+from conserve.tenants.limits import TenantUsage, UsageBook
 from deployments.table.registry import Registry
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)

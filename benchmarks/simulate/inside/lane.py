@@ -11,7 +11,7 @@ from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler, Step
 from benchmarks.simulate.inside.sm_share import FedBackShare, FixedShare, bandwidth_of
 from conserve.engine_scheduling import PrefillLane
-from conserve.engine_scheduling.lane import Route
+from conserve.engine_scheduling.calls import Route
 
 # Prefilled at a time: llama.cpp's micro-batch.
 _CHUNK_TOKENS = 512

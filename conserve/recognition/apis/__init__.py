@@ -1,11 +1,9 @@
-"""One shape of messages for all APIs: that of chats, whatever API a turn comes by.
+"""Converts the messages of all APIs to those of chats, so that another API can continue a history.
 
-So a history can be continued through another API than the one that it was begun with. A request is
-converted to what vLLM 0.29 makes of it before it renders the prompt, so requests that are told
-apart here have different prompts, and the other way round. Where several texts stand side by side
-they stay apart, for `conserve.recognition.normal` to join.
-
-Nothing here raises, whatever JSON is given: requests are read before they are validated.
+A request is converted to what vLLM 0.29 makes of it before it renders the prompt. So requests that
+differ here have different prompts, and the other way round. Adjacent texts stay apart, for
+`conserve.recognition.normal` to join. Nothing here raises, whatever the JSON: requests are read
+before they are validated.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,17 +16,14 @@ from conserve.recognition.volatile import without_times
 
 __all__ = ["answers_of", "continues", "heard", "messages_of", "tools_of"]
 
-# Beside tools: with another one of these, no KV is found from the first token on.
+# Beside tools, these change the prompt, or its KV, from the first token on.
 _FROM_THE_BEGINNING = ("chat_template", "cache_salt")
 
 
 def heard(
     path: str, body: Mapping[str, Any], volatile: Collection[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return what a turn is recognised by: its messages, and what else begins its prompt.
-
-    Arguments are those of `messages_of`; the second result is ``before`` of `chain_of`.
-    """
+    """Return a turn's messages, and what else begins its prompt (``before`` of `chain_of`)."""
     before = {name: body[name] for name in _FROM_THE_BEGINNING if body.get(name)}
     if tools := tools_of(path, body):
         before["tools"] = tools
@@ -36,11 +31,9 @@ def heard(
 
 
 def messages_of(path: str, body: Mapping[str, Any], volatile: Collection[str] = ()) -> list[Any]:
-    """The messages of a turn in the shape of a chat's, the system's among them.
+    """Return the messages of a turn in the form of a chat's, the system's among them.
 
     Args:
-        path: the turn's, see `conserve.apis`.
-        body: its request, parsed.
         volatile: kinds of text that are left out of system messages; see
             `conserve.recognition.volatile`.
     """
@@ -55,10 +48,10 @@ def messages_of(path: str, body: Mapping[str, Any], volatile: Collection[str] = 
 
 
 def continues(path: str, body: Mapping[str, Any]) -> bool:
-    """Whether a turn has its last message continued, which is the assistant's (prefill).
+    """Return whether a turn has its last message, the assistant's, continued (prefill).
 
-    By Messages it always is. A chat says so (``continue_final_message``), and Responses by the
-    status of the item.
+    In the Messages API it always is. A chat says so (``continue_final_message``), and Responses by
+    the status of the item.
     """
     given = body.get("input" if path == RESPONSES else "messages")
     last = given[-1] if isinstance(given, list | tuple) and given else None
@@ -70,10 +63,10 @@ def continues(path: str, body: Mapping[str, Any]) -> bool:
 
 
 def tools_of(path: str, body: Mapping[str, Any]) -> list[Any]:
-    """The tools of a turn in the shape of a chat's: name, description and parameters.
+    """Return the tools of a turn in the form of a chat's: name, description and parameters.
 
-    What engines do not show to the model is left out: their other fields, and tools that are no
-    functions (of the Responses API, which has its servers call those).
+    Other fields, and tools that are no functions, are left out: engines do not show them to the
+    model.
     """
     given = body.get("tools")
     tools = given if isinstance(given, list | tuple) else []
@@ -85,15 +78,10 @@ def tools_of(path: str, body: Mapping[str, Any]) -> list[Any]:
 
 
 def answers_of(path: str, parts: Iterable[bytes], streamed: bool) -> list[dict[str, Any]]:
-    """The whole answers in what a client was sent: an assistant message each, as a chat has it.
+    """Return the whole answers in what a client was sent, as assistant messages of a chat.
 
     Args:
-        path: the turn's.
         parts: the body, or the stream's bytes, cut anywhere.
-        streamed: whether it is a stream of events.
-
-    Returns:
-        None of errors, nor of answers that were cut off.
     """
     if path == MESSAGES:
         return anthropic.answers_in_stream(parts) if streamed else anthropic.answers_in_body(parts)

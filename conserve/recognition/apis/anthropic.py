@@ -1,8 +1,7 @@
-"""Anthropic's Messages API: its requests and answers as a chat has them.
+"""Converts requests and answers of Anthropic's Messages API to those of chats.
 
-It agrees with vLLM's ``AnthropicServingMessages.to_chat_completion_request``. One thing it leaves
-out, since it depends on the model's chat template: where that takes a system message at the
-beginning alone, vLLM moves those that come later there.
+It agrees with vLLM's ``AnthropicServingMessages.to_chat_completion_request``, except that this does
+not move later system messages to the beginning, which vLLM does for some chat templates.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,6 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def messages_in(body: Mapping[str, Any]) -> list[Any]:
-    """A request's messages; the system's prompt is the first."""
     found: list[Any] = []
     system = _system_text(body.get("system"))
     if system:
@@ -31,7 +29,6 @@ def messages_in(body: Mapping[str, Any]) -> list[Any]:
 
 
 def tool(given: Any) -> Any:
-    """A tool as a chat has it."""
     if not isinstance(given, Mapping):
         return given
     function = {name: given[name] for name in ("name", "description") if given.get(name)}
@@ -42,7 +39,7 @@ def tool(given: Any) -> Any:
 
 
 def _system_text(content: Any) -> str:
-    """Blocks are joined without anything between them, and Claude Code's billing block is none."""
+    """Join blocks without anything between them, but for Claude Code's billing block."""
     if isinstance(content, str):
         return content
     texts = [
@@ -56,7 +53,7 @@ def _system_text(content: Any) -> str:
 
 
 def _converted(message: Any) -> list[Any]:
-    """The messages that one message is: each tool's result is one, ahead of what else it says."""
+    """Return the chat's messages for one message; each tool result is one, and comes first."""
     if not isinstance(message, Mapping):
         return [message]
     role, content = message.get("role"), message.get("content")
@@ -90,7 +87,7 @@ def _converted(message: Any) -> list[Any]:
         own["tool_calls"] = calls
     if parts:
         own["content"] = parts
-    # One that held nothing but results has been told.
+    # A user's message of nothing but results is complete already.
     if parts or role != "user":
         found.append(own)
     return found
@@ -129,9 +126,6 @@ def _image(source: Any) -> Message:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-# --- Answers --------------------------------------------------------------------------------------
-
-
 class _Delta(msgspec.Struct, gc=False):
     text: str | None = None
     partial_json: str | None = None
@@ -162,7 +156,6 @@ _BODY = msgspec.json.Decoder(_Body)
 
 
 def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
-    """The answer in a body; none if that is anything else, such as an error."""
     try:
         body = _BODY.decode(b"".join(parts))
     except _UNREADABLE:
@@ -173,7 +166,7 @@ def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
 
 
 def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
-    """The answer in a stream of events; none if that did not come to its end."""
+    """Return the answer in a stream of events; none if the stream is not complete."""
     blocks: dict[int, tuple[_Block, list[str]]] = {}
     whole = False
     for line in b"".join(parts).splitlines():
@@ -193,6 +186,6 @@ def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
     answer = []
     for _, (block, texts) in sorted(blocks.items()):
         said = "".join(texts)
-        # A tool's input stays the text that it is, as a chat has it.
+        # A tool's input stays text, as in a chat.
         answer.append({"type": block.type, "text": said, "name": block.name, "input": said})
     return _converted({"role": "assistant", "content": answer})

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API: its items as the messages of a chat.
+"""Converts items of OpenAI's Responses API to the messages of a chat.
 
-A message, the reasoning before it and the calls after it are items of their own there, and one
-message in a chat. It agrees with vLLM's ``construct_input_messages``, which gets each item in the
+There a message, the reasoning before it and the calls after it are separate items; in a chat they
+are one message. It agrees with vLLM's ``construct_input_messages``, which gets each item in the
 form of `conserve.canonical_items`.
 """
 
@@ -20,7 +20,6 @@ _WHOLE = ("completed", "incomplete")
 
 
 def messages_in(body: Mapping[str, Any]) -> list[Any]:
-    """A request's messages; its instructions are the first."""
     found: list[Any] = []
     instructions = body.get("instructions")
     if instructions:
@@ -32,7 +31,7 @@ def messages_in(body: Mapping[str, Any]) -> list[Any]:
 
 
 def functions(tool: Any) -> list[Any]:
-    """The functions that a tool is, as a chat has them; none if the model does not see it."""
+    """Return a tool's functions, as a chat has them; none if the model does not see it."""
     if not isinstance(tool, Mapping):
         return [tool]
     if tool.get("type") == "namespace":
@@ -70,7 +69,7 @@ def _converted(items: Iterable[Any]) -> list[Any]:
 
 
 def _message(item: Any, before: Message | None) -> Any:
-    """The message that an item begins; None if it went into the one ``before``."""
+    """Return the message that an item begins; None if it went into the one ``before``."""
     if not isinstance(item, Mapping):
         return item
     kind, role = item.get("type"), item.get("role")
@@ -88,7 +87,7 @@ def _message(item: Any, before: Message | None) -> Any:
         told = {"role": "tool", "tool_call_id": item.get("call_id")}
         return {**told, "content": _content(item.get("output"))}
     if role is None or kind not in (None, "message"):
-        # No message at all to the engine either; kept whole, so that it counts.
+        # The engine takes it for no message either; it is kept whole, so that it counts.
         return [item]
     content = _content(item.get("content"))
     return (
@@ -130,9 +129,6 @@ def _image(part: Mapping[str, Any]) -> Message:
     return {"type": "image_url", "image_url": image}
 
 
-# --- Answers --------------------------------------------------------------------------------------
-
-
 class _Response(msgspec.Struct, gc=False):
     object: str = ""
     status: str = ""
@@ -149,7 +145,6 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
-    """The answer in a body; none if that is anything else, such as an error."""
     try:
         return _answers(_BODY.decode(b"".join(parts)))
     except _UNREADABLE:
@@ -157,7 +152,7 @@ def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
 
 
 def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
-    """The answer in a stream of events, by its last; none if that does not end one."""
+    """Return the answer in a stream of events, from its last; none if that has no response."""
     for line in reversed(b"".join(parts).splitlines()):
         if not line.startswith(b"data:"):
             continue
@@ -173,6 +168,6 @@ def _answers(response: _Response) -> list[Message]:
     if response.object != "response" or response.status not in _WHOLE:
         return []
     messages = _converted(response.output) or [{"role": "assistant"}]
-    # More than one message can be no answer of a chat.
+    # An answer of a chat is one message.
     alone = len(messages) == 1 and isinstance(messages[0], dict)
     return messages if alone else []

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from conserve.engine_scheduling import DecodeReserve, PrefillLane
-from conserve.engine_scheduling.lane import Route
+from conserve.engine_scheduling.calls import Route
 
 # Most tokens of a chunk on a GPU. Its activations take memory beside those of a step.
 _GPU_CHUNK_TOKENS = 512

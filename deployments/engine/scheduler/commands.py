@@ -15,7 +15,7 @@ import msgspec
 
 from conserve.direct import Notice
 from conserve.engine_scheduling import KINDS
-from conserve.engine_scheduling.load import SchedulerLoad
+from conserve.engine_scheduling.calls import SchedulerLoad
 from conserve.wire import history_key
 from deployments.engine.scheduler.histories import Histories
 

@@ -1,4 +1,4 @@
-"""Who is at work."""
+"""Which histories are active."""
 
 from hypothesis import given
 from hypothesis import strategies as st

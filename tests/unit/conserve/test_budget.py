@@ -1,4 +1,4 @@
-"""What one request may hold: each limit, on both its sides."""
+"""The limits of one request, each on both sides."""
 
 import json
 import random
@@ -150,13 +150,12 @@ def test_messages_that_are_none(messages: Any) -> None:
 
 
 def test_odd_values_are_for_the_engine_to_judge() -> None:
-    """It says best what it takes."""
     assert refusal(chat(n=-1, stop=5, logit_bias=None, tools="x", vllm_xargs=[1])) is None
 
 
 @pytest.mark.parametrize("calls", ["x", 5, {"a": 1}, True])
 def test_calls_that_are_no_list(calls: Any) -> None:
-    """The engine would say what Python thinks of iterating over them."""
+    """The engine would pass on Python's message about iterating over them."""
     error = refusal({"messages": [USER, {**USER, "tool_calls": calls}]})
     assert error is not None
     assert (error.status, error.param) == (400, "messages")

@@ -1,4 +1,4 @@
-"""What decoders' KV space is used for: five terms that add up to all of it."""
+"""The use of decoders' KV space: five terms that add up to all of it."""
 
 import math
 from typing import Any
@@ -25,7 +25,6 @@ def stats(prompt: int, found: int = 0, decode_s: float | None = 4.0) -> TurnStat
 
 
 def of(costs: SpaceTimeCosts, now_s: float) -> dict[str, float]:
-    """What is not 0."""
     costs.look("d", 0, now_s)
     return {term: round(cost, 6) for term, cost in costs.terms("d").items() if cost}
 
@@ -43,7 +42,7 @@ def test_a_turns_room_is_decode_from_the_first_token_on_and_prefill_before() -> 
 
 
 def test_what_was_computed_beyond_what_came_new_is_recomputed() -> None:
-    """Of 240 tokens 60 are new, and 120 had to be computed: half of that again."""
+    """Of 240 tokens 60 are new, and 120 were computed: half of these again."""
     costs = a_decoder(200)
     costs.begin("t", "d", 200, had_tokens=180, now_s=0.0)
     costs.end("t", stats(240, found=120), 10.0)
@@ -79,7 +78,7 @@ def test_a_turn_of_which_less_is_known(told: TurnStats | None, term: str) -> Non
 
 
 def test_what_turns_begin_with_alike_is_divided_among_them() -> None:
-    """Two of 300 tokens each, of which 200 are there once."""
+    """Two of 300 tokens each, 200 of which they share."""
     costs = a_decoder(400)
     for name in ("a", "b"):
         costs.begin(name, "d", 300, had_tokens=0, now_s=0.0)
@@ -126,7 +125,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_terms_add_up_to_the_capacity_times_the_time(steps: list[Any]) -> None:
-    """Whatever happens, in whatever order; and none of them ever falls."""
+    """In any order of events; and none of the terms ever falls."""
     costs = SpaceTimeCosts()
     now_s, newest_s = 0.0, 0.0
     added_s: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The embedded model as it is shipped: size, configuration, tokenizer, chat template."""
+"""The embedded model as shipped: size, configuration, tokenizer, chat template."""
 
 import json
 import random
@@ -79,7 +79,7 @@ def test_any_text_round_trips(text: str) -> None:
 
 
 def test_what_the_model_says_is_cut_as_it_was_said() -> None:
-    """Any sequence of tokens out of right answers becomes the same tokens again."""
+    """Any sequence of tokens from right answers becomes the same tokens again."""
     said: set[int] = set()
     for seed in range(120):
         for message in transcript(make_session(seed, "held-out", schema_tokens=(50, 60))):
@@ -105,7 +105,7 @@ def _spoken(message: Message) -> str:
 
 @pytest.mark.parametrize("remark", ["", "First.", "First.\n"])
 def test_the_template_puts_calls_on_lines_of_their_own(directory: Path, remark: str) -> None:
-    """A history reads as it was said, whether or not a client keeps the line break."""
+    """A history has the same text whether or not a client keeps the line break."""
     call = {"name": "add", "arguments": {"a": 1, "b": "x"}}
     function = {"type": "function", "function": call}
     text = Renderer(directory).text(

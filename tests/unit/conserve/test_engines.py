@@ -1,4 +1,4 @@
-"""What engines are started with, and vLLM's own server of one."""
+"""Engines' arguments, and the command of vLLM's own server."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_engines_say_what_they_found_in_caches(gpu: bool) -> None:
 
 
 def test_an_engine_on_a_cpu_needs_no_compiler(tmp_path: Path) -> None:
-    """VLLM compiles what ranks the tokens of log probabilities."""
+    """VLLM compiles the ranking of tokens for log probabilities."""
     code = (
         "import torch\n"
         "from vllm.v1.sample.ops.logprobs import batched_count_greater_than as rank\n"

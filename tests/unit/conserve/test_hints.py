@@ -1,4 +1,4 @@
-"""What clients say of their conversations beside their messages."""
+"""Clients' hints beside their messages."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def named(name: Name) -> str:
 
 
 def said(name: Name, value: Any) -> Hints:
-    """What a request says that has one value, where the name has it."""
+    """The hints of a request with one value under this name."""
     if not name.in_body:
         return hints({name.name.lower(): str(value)}, {})
     for part in reversed(name.name.split(".")):

@@ -172,7 +172,7 @@ def test_a_turn_that_was_parked_has_left_more_in_lmcache() -> None:
 
 
 def parked_after(*turns: tuple[TurnStats | None, bool]) -> list[tuple[str, int, int]]:
-    """What is told of host memory after these turns, of which some were to leave their KV there."""
+    """The report on host memory after these turns, some of which left their KV there."""
     holdings = Holdings()
     for turn_id, (stats, parks) in enumerate(turns, 1):
         holdings.begin(TurnKey("c", 7, turn_id))
@@ -211,7 +211,6 @@ def test_of_a_conversation_that_has_ended_nothing_is_parked() -> None:
 
 
 def completed(id: str) -> Holdings:
-    """A completion's history."""
     holdings = Holdings()
     holdings.begin(TurnKey(id, 7, 1))
     holdings.finish(TurnKey(id, 7, 1), STATS, (), completed=True)
@@ -219,7 +218,6 @@ def completed(id: str) -> Holdings:
 
 
 def continued(holdings: Holdings, conversation_id: str | None) -> str | None:
-    """What a completion goes on with."""
     found = holdings.continued(b"", b"", conversation_id)
     return None if found is None else found.id
 

@@ -39,12 +39,11 @@ JSON = st.recursive(
 
 
 def named(source: Source) -> str:
-    """For a test's name: a header and a field may have the same."""
+    """A test's name; a header and a field may have the same one."""
     return f"{'body' if source.in_body else 'header'}:{source.name}"
 
 
 def put(source: Source, value: object) -> tuple[dict[str, str], dict[str, Any]]:
-    """Headers and body with a value where the source has it."""
     if not source.in_body:
         return {source.name.lower(): str(value)}, {}
     body: Any = value
@@ -54,7 +53,6 @@ def put(source: Source, value: object) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def ask(source: Source, value: object, **more: object) -> str | None:
-    """explicit_id of a request with ``value`` in one header or body field, and ``more`` fields."""
     headers, body = put(source, value)
     return explicit_id(headers, {**more, **body})
 
@@ -211,7 +209,7 @@ def test_an_id_is_safe_or_refused(value: str, source: Source) -> None:
 @pytest.mark.parametrize("source", LENIENT, ids=named)
 @pytest.mark.parametrize("value", ["x" * 257, "caf\xe9", "a\x00b", ".."])
 def test_what_others_names_hold_is_hashed_where_it_is_no_id(source: Source, value: str) -> None:
-    """Their clients may not have meant to name anything here, so it is no error."""
+    """Their clients may not have meant to name a conversation, so it is no error."""
     found = ask(source, value)
     assert found is not None
     assert re.fullmatch("hashed-[0-9a-f]{32}", found)
@@ -292,7 +290,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own() -> None:
 
 
 def test_codex_says_thread_and_session() -> None:
-    """Of its main thread both are the same; those of sub-agents share the session."""
+    """Both are the same in its main thread; those of sub-agents share the session."""
     assert explicit_id({"session-id": "s", "thread-id": "s"}, {"prompt_cache_key": "s"}) == "s"
     assert explicit_id({"session-id": "s", "thread-id": "t"}, {"prompt_cache_key": "s"}) == "s/t"
     assert explicit_id({"thread-id": "t"}, {}) == "t"
@@ -300,7 +298,7 @@ def test_codex_says_thread_and_session() -> None:
 
 
 def test_a_parent_is_not_who_speaks() -> None:
-    """opencode's sub-agents have sessions of their own."""
+    """Sub-agents of opencode have their own sessions."""
     headers = {"x-session-id": "child", "x-parent-session-id": "parent"}
     assert explicit_id(headers, {}) == "child"
 
@@ -376,7 +374,7 @@ def test_what_is_the_engines_too_stays() -> None:
     ],
 )
 def test_an_object_that_vllm_refuses_is_left_out(extra: object, left: object) -> None:
-    """It takes texts, numbers and lists of them there."""
+    """VLLM takes texts, numbers and lists of them there."""
     body = {"vllm_xargs": extra}
     assert without_identity(body) == {"vllm_xargs": left}
     assert body == {"vllm_xargs": extra}

@@ -59,7 +59,7 @@ def test_it_says_its_version() -> None:
 
 
 def test_a_folder_of_the_same_name_is_not_taken_for_the_package(tmp_path: Path) -> None:
-    """Ray's workers have the home on their path, and in it a checkout, called conserve as well."""
+    """Ray's workers have the home on their path, which may have a checkout called conserve."""
     (tmp_path / "conserve").mkdir()
     done = subprocess.run(
         [sys.executable, "-c", "import conserve; conserve.__version__"],

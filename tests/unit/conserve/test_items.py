@@ -1,4 +1,4 @@
-"""What requests of Messages and Responses may hold, on both sides of each limit."""
+"""The limits of requests of Messages and Responses, on both sides."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Waiting for an application: what it waits for, and how long each part takes."""
+"""Waiting for an application: its condition, and how long each phase takes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ _STATES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """An application that comes up in seven looks, a second each."""
+    """An application that is ready after seven looks, a second each."""
     states, seconds = iter(_STATES), iter(range(1000))
     monkeypatch.setattr(launch, "health", lambda url: next(states))
     monkeypatch.setattr(launch.time, "monotonic", lambda: float(next(seconds)))
@@ -49,7 +49,7 @@ def test_a_start_says_what_it_waits_for_and_how_long_it_did(application: Launch)
 
 
 def test_an_application_that_failed_names_the_cause_first(tmp_path: Path) -> None:
-    """A replica fails three times, of the same cause, and each time much is said of it."""
+    """A replica fails three times with the same cause, and logs much each time."""
     cause = "InductorError: InvalidCxxCompiler: No working C++ compiler found"
     text, log = tmp_path / "text", tmp_path / "log"
     decoder = "\x1b[36m(ServeReplica:default:decoder pid=%d)\x1b[0m "

@@ -1,4 +1,4 @@
-"""Engines that leave, in the ledger: nothing new, and what they have to its end or moved."""
+"""Engines that leave get nothing new, and their histories end there or move."""
 
 from conserve.conversations import ConversationTable
 from conserve.history import TurnStats

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's own."""
+"""This machine's own addresses."""
 
 import pytest
 

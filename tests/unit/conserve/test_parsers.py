@@ -1,4 +1,4 @@
-"""Which of vLLM's parsers a model gets, by its chat template and its architecture."""
+"""The choice of vLLM's parsers for a model, by its chat template and its architecture."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_without_a_template_the_architecture_does(
 
 
 def test_a_parser_whose_tokens_are_not_in_the_vocabulary_is_not_taken() -> None:
-    """It would fail every request, and the engine its start."""
+    """It would fail every request, and the engine's start."""
     asked = Prompting(("LlamaForCausalLM",), LLAMA_CALL, tokens=frozenset())
     found = choose(asked)
     assert found.tool is None
@@ -125,7 +125,7 @@ def test_a_parser_whose_tokens_are_not_in_the_vocabulary_is_not_taken() -> None:
 
 
 def test_a_template_for_another_parser_than_the_one_there_is_is_told() -> None:
-    """Llama 4's own template asks for JSON, which wants a token that Llama 4 has not."""
+    """Llama 4's own template asks for JSON, whose parser requires a token that Llama 4 lacks."""
     asked = Prompting(("Llama4ForConditionalGeneration",), LLAMA_CALL, tokens=frozenset())
     found = choose(asked)
     assert found.tool == "llama4_pythonic"
@@ -160,7 +160,7 @@ def test_a_package_that_is_there_lets_its_parser_be() -> None:
 
 
 def test_a_template_without_tools_still_says_how_a_model_reasons() -> None:
-    """DeepSeek's own for V3.1 shows a model its calls, and no tools."""
+    """DeepSeek's own template for V3.1 shows a model its calls, and no tools."""
     found = choose(Prompting(("DeepseekV3ForCausalLM",), V31_CALL, False, "off"))
     assert (found.tool, found.reasoning) == (None, "deepseek_v3")
 

@@ -1,7 +1,4 @@
-"""Where a conversation goes."""
-
-import doctest
-from types import ModuleType
+"""Placement policies: where conversations go."""
 
 import pytest
 from hypothesis import given
@@ -17,11 +14,7 @@ from conserve.placement import (
     PlacementPolicy,
     Prefiller,
     Shared,
-    collocated,
-    conversation,
-    full_disaggregation,
     make_policy,
-    per_turn,
 )
 
 
@@ -81,7 +74,7 @@ def test_the_last_token_fits() -> None:
 
 
 def test_an_empty_decoder_takes_what_can_never_fit() -> None:
-    """Otherwise such a conversation would wait for ever."""
+    """Else such a conversation would wait for ever."""
     assert choose(500, Decoder("a", 100, 10, 1), Decoder("b", 100)) == "b"
 
 
@@ -105,13 +98,6 @@ def test_short_first_turns_can_be_kept_from_prefillers() -> None:
     decoders, prefillers = [Decoder("d", 100)], [Prefiller("p")]
     assert policy.place(9, decoders, prefillers) == Placement("d", None)
     assert policy.place(10, decoders, prefillers) == Placement("d", "p")
-
-
-@pytest.mark.parametrize("module", [collocated, conversation, full_disaggregation, per_turn])
-def test_the_documented_example(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted >= 1
-    assert result.failed == 0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +131,7 @@ def test_wrong_decisions_come_at_their_rate(rate: float, seed: int) -> None:
 def test_policies_by_name() -> None:
     assert make_policy("conversation", min_remote_prefill_tokens=7) == ConversationPlacement(7)
     assert make_policy("collocated") == CollocatedPlacement()
-    assert make_policy("full_disaggregation") == FullDisaggregationPlacement()
+    assert type(make_policy("full_disaggregation")) is FullDisaggregationPlacement
     always = make_policy("per_turn", wrong_decision_rate=1.0)
     assert always.prefill_later_turn([Prefiller("p")]) == "p"
 
@@ -184,7 +170,7 @@ def test_the_choice_has_room_and_the_lowest_occupancy(
     decoders: list[Decoder],
     prefillers: list[Prefiller],
 ) -> None:
-    """The same decoder under each, so that they differ in where prefills run alone."""
+    """All baselines choose the same decoder, so that they differ only in where prefills run."""
     decision = policy.place(prompt_tokens, iter(decoders), iter(prefillers))
     fitting = {
         d.id: d.held_tokens / d.capacity_tokens

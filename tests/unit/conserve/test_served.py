@@ -1,4 +1,4 @@
-"""What vLLM would pass over or misunderstand is refused by name, or said otherwise."""
+"""What vLLM would ignore or misunderstand is refused by name, or converted."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a killed process leaves in shared memory is seen while it lives, and goes."""
+"""The shared memory of a killed process is seen while it lives, and removed."""
 
 import signal
 import subprocess
@@ -39,7 +39,7 @@ class Engine:
         self.files = mapped(process.pid for process in self.all)
 
     def kill(self) -> None:
-        """All of it, the one that would have cleaned up included."""
+        """Kill all processes, also the one that would have cleaned up."""
         for process in self.all:
             if process.is_running():
                 process.send_signal(signal.SIGKILL)
@@ -47,7 +47,6 @@ class Engine:
         self.process.poll()
 
     def end(self) -> None:
-        """Nothing is left of it."""
         self.kill()
         remove(self.files)
         assert self.process.stdout is not None

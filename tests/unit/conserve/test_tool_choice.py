@@ -1,4 +1,4 @@
-"""Which of its tools a chat may call, as engines are told."""
+"""A chat's choice of tools, in the form that engines know."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.errors import ApiError
-from conserve.tool_choice import resolved
+from conserve.served import resolved
 
 Json = dict[str, Any]
 

@@ -1,11 +1,11 @@
-"""What processes tell each other of a prompt's KV."""
+"""Messages between processes on a prompt's KV."""
 
 from conserve import wire
 from conserve.wire import CachedTokens
 
 
 def test_an_engines_answer_says_where_its_prompt_was_found() -> None:
-    """As LMCacheMPConnector 0.5.6 words it; what it counts twice is left out."""
+    """In the words of LMCacheMPConnector 0.5.6; what it counts twice is left out."""
     stats = {
         "num_vllm_cached_tokens": 128,
         "num_lmcache_cached_tokens": 640,

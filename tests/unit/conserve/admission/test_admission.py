@@ -1,4 +1,4 @@
-"""Who is bound at once, who waits, and who goes first: no cluster, no clock."""
+"""Admission: which conversations are bound at once, which wait, and in which order."""
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_a_conversation_waits_once() -> None:
 
 
 def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -> None:
-    """It was thought lost, and its conversation's turn joined the line; the KV is there still."""
+    """It was thought lost, and its conversation's turn was queued; the KV is still there."""
     table = a_table(1000)
     admission = Admission(table, 8, 60)
     began = admission.enter("c", 100, 0.0)

@@ -1,4 +1,6 @@
-"""Who goes first by attained service, and after which time nobody overtakes any more."""
+"""Levels: attained service decides the order, and after some time no ticket is overtaken any
+more.
+"""
 
 import random
 from collections import defaultdict
@@ -25,7 +27,7 @@ def keys(line: WaitingLine, now_s: float) -> list[str]:
 
 
 def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
-    """The order of one tenant's, each time from the beginning."""
+    """The order within one tenant, computed from the beginning each time."""
 
     def place(ticket: Ticket) -> tuple[int, float, float]:
         level = sum(ticket.served_tokens >= limit for limit in (100, 400))
@@ -97,18 +99,17 @@ def test_the_order_is_the_rule_s_at_any_time(steps: list[tuple[str, float, int, 
 
 @dataclass
 class _Run:
-    """A line before one decoder whose room comes and goes; what happened in it."""
+    """A queue before one decoder whose room comes and goes, and what happened in it."""
 
     line: WaitingLine = field(default_factory=a_line)
     joined: dict[str, Ticket] = field(default_factory=dict)
-    # Who went before whom, while both waited.
+    # Pairs in which the first went before the second while both waited.
     passed: dict[str, list[Ticket]] = field(default_factory=lambda: defaultdict(list))
 
     def join(self, key: str, tokens: int, served: int, now_s: float) -> None:
         self.joined[key] = self.line.join(key, tokens, now_s, served_tokens=served)
 
     def look(self, room: int, now_s: float) -> None:
-        """As `Admission` does."""
         for ticket in list(self.line.tickets(now_s)):
             if ticket.prompt_tokens <= room:
                 room -= ticket.prompt_tokens
@@ -126,7 +127,7 @@ def aged_s(ticket: Ticket) -> float:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 4))
 def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants: int) -> None:
-    """The bounds that `Levels` states, whatever comes and whatever room there is."""
+    """The bounds that `Levels` states, for any arrivals and any room."""
     rng = random.Random(seed)
     run, now_s = _Run(), 0.0
     for number in range(60):
@@ -140,7 +141,7 @@ def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants:
         passed = [one for one in run.passed[key] if identity.tenant_of(one.history_id) == own]
         assert all(one.joined_s < aged_s(ticket) for one in passed)
     while len(run.line):
-        # By now all are aged: somebody goes whenever there is room for the largest.
+        # By now all are aged, so one goes whenever there is room for the largest.
         now_s += LEVELS * RISE_S
         waited = len(run.line)
         run.look(10, now_s)

@@ -1,10 +1,10 @@
-"""Who overtakes whom: by attained service, and first come, first served."""
+"""The queue's order: by attained service, and by arrival."""
 
 from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
 from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
-from conserve.placement import ConversationPlacement
+from conserve.placement import ConversationPlacement, PlacementPolicy
 from conserve.settings import Settings
 
 
@@ -55,7 +55,7 @@ def test_who_fits_goes_before_one_who_does_not_for_a_bounded_time() -> None:
     table, admission = an_admission()
     assert isinstance(admission.enter("holds", 700, 0.0), Admitted)
     assert isinstance(admission.enter("large", 900, 0.0), Ticket)
-    # It does not have to wait for anybody to go, either.
+    # It does not have to wait for another to go, either.
     assert isinstance(admission.enter("small", 100, 1.0), Admitted)
     assert isinstance(admission.enter("too large", 250, 2.0), Ticket)
     table.release("small")
@@ -88,16 +88,13 @@ def test_by_default_and_without_pausing_nobody_overtakes() -> None:
     assert admission.admit(1e6) == []
 
 
-class _Full:
-    """A policy that places nobody, and counts who was tried."""
+class _Full(PlacementPolicy):
+    """A policy that places no history, and counts the attempts."""
 
     tried = 0
 
     def place(self, *_: object) -> None:
         self.tried += 1
-
-    def prefill_later_turn(self, *_: object) -> None:
-        """Nobody has one."""
 
 
 def test_so_many_are_tried_in_vain_and_no_more() -> None:

@@ -1,4 +1,4 @@
-"""The line of conversations that wait for room."""
+"""The queue of conversations that wait for room."""
 
 import pytest
 
@@ -6,7 +6,6 @@ from conserve.admission.waiting import QueueFull, WaitingLine
 
 
 def waiting(line: WaitingLine) -> list[str]:
-    """Who is served, in order."""
     return [ticket.history_id for ticket in line.tickets(0.0)]
 
 

@@ -1,4 +1,4 @@
-"""The window: in bounds, slow to shrink, and never in anybody's way for good."""
+"""The window: it stays in bounds, shrinks slowly, and never blocks for good."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_each_pressure_has_its_own_cap_meanwhile() -> None:
 def test_it_is_gone_once_it_has_been_wide_for_long() -> None:
     window = a_window()
     after(window, *[(HIGH, 40)] * 3)
-    # Twice what is at work, at 10, after nobody comes for a while.
+    # Twice the active ones, at 10, after none came for a while.
     limits = after(window, *[(CALM, 10)] * 8, from_s=30.0)
     assert limits[:6] == [21, 22, 23, 24, 25, 26]
     assert limits[-1] == math.inf
@@ -112,7 +112,7 @@ def test_laws(steps: list[tuple[Pressure, int]]) -> None:
 
 
 def an_admission(limit: int) -> tuple[ConversationTable, Admission]:
-    """With a window of as many as given, as after an overload."""
+    """With a window of this size, as after an overload."""
     table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6, pausing=Pausing())
     table.add_decoder("d1", 100_000)
     window = a_window()
@@ -133,7 +133,7 @@ def test_the_window_bounds_who_is_at_work() -> None:
     # It is with its tools.
     assert admission.active(10.0) == 3
     assert admission.admit(10.0) == []
-    # It may be back, and is not at work for now.
+    # It may come back, and is not active now.
     assert [one.history.id for one in admission.admit(36.0)] == ["c3"]
     table.release("c1")
     assert [one.history.id for one in admission.admit(37.0)] == ["c4"]
@@ -161,7 +161,7 @@ def test_the_window_turns_nobody_away() -> None:
 
 
 def computed_again(capacity_tokens: int) -> Admission:
-    """Thirty conversations of which their decoder has dropped the half, four times."""
+    """Thirty conversations, half of which their decoder has lost, four times."""
     table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6, pausing=Pausing())
     table.add_decoder("d1", capacity_tokens)
     admission = Admission(table, 64, 60, window=Window(interval_s=10, persists_s=10))
@@ -190,7 +190,7 @@ def test_what_is_computed_again_is_pressure() -> None:
 
 
 def test_what_is_computed_again_is_no_pressure_where_there_is_room() -> None:
-    """Nothing was dropped for it: fewer conversations at a time would help nobody."""
+    """Nothing was evicted, so fewer conversations at a time would not help."""
     admission = computed_again(capacity_tokens=100_000)
     assert admission.window is not None
     assert admission.window.pressure.kv == 0

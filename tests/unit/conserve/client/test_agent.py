@@ -1,4 +1,4 @@
-"""An agent against a small server: what it sends, and what it bears."""
+"""An agent against a small server: its requests, and the failures that it survives."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ RESULT = {
 
 
 class Server:
-    """Answers what it is told to, and keeps what it was asked."""
+    """Gives prepared answers, and keeps the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any, dict[str, str]]] = []
@@ -128,7 +128,7 @@ def test_it_is_released_when_something_is_raised(server: Server) -> None:
 
 
 def test_a_server_without_reports(server: Server) -> None:
-    """It is asked once, and the agent goes on; a conversation that is unknown is no such server."""
+    """The agent asks it once and goes on; a 404 for an unknown conversation is something else."""
     missing = {"error": {"message": "no such path", "code": None}}
     unknown = {"error": {"message": "no live conversation", "code": "conversation_not_found"}}
     server.answers["POST", "tools"] = [(404, unknown), (404, missing)]
@@ -153,7 +153,7 @@ def test_an_end_that_is_cut_is_told_again(server: Server) -> None:
 
 
 def test_what_is_to_be_removed_is_asked_for_again(server: Server) -> None:
-    """A router that dies then would leave them, with the conversation, to their idle time."""
+    """If a router dies then, they would stay, with the conversation, until their idle time."""
     server.answers["GET", "environments"].insert(0, (0, None))
     with Agent(server.url, "named"):
         pass

@@ -1,4 +1,4 @@
-"""A table of conversations, and what tests do with it and ask of it."""
+"""A table of conversations, and helpers of its tests."""
 
 import hashlib
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def a_table(
 
 
 def chain(name: str, ends: Sequence[bytes] = ()) -> Chain:
-    """Of a turn that begins as the conversation of this name does."""
+    """The chain of a turn that begins like this conversation."""
     root = hashlib.blake2b(name.encode(), digest_size=16).digest()
     return Chain(root, None, tuple(ends), ends_with_root=not ends)
 
@@ -89,10 +89,10 @@ def start(
     table: ConversationTable, history_id: str, prompt_tokens: int = 100, now_s: float = 0,
     like: str | None = None,
 ) -> Turn:  # fmt: skip
-    """A turn of the conversation, bound first where it has to be.
+    """Start a turn of the conversation, which is bound first if necessary.
 
     Args:
-        like: it begins as the conversation of this name does; None: as no other.
+        like: the conversation that it begins like; None for none.
     """
     if table.begin(history_id, now_s) is None:
         opening = Opening(chain(like or history_id))
@@ -104,7 +104,6 @@ def turn(
     table: ConversationTable, history_id: str, prompt_tokens: int = 100,
     tails: tuple[bytes, ...] = (), now_s: float = 0, like: str | None = None,
 ) -> Turn:  # fmt: skip
-    """A whole turn."""
     started = start(table, history_id, prompt_tokens, now_s, like)
     assert started.advance(table, prompt_tokens, tails, now_s)
     return started
@@ -119,5 +118,4 @@ def binding(table: ConversationTable, history_id: str) -> str | None:
 
 
 def listed(table: ConversationTable) -> list[str]:
-    """The ids that `expire` keeps, in all periods."""
     return [id for ids in table._ending._idleness._looks.values() for id in ids]

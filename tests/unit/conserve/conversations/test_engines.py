@@ -1,4 +1,4 @@
-"""Decoders and prefillers come and go under the conversations."""
+"""Decoders and prefillers come and go while conversations live."""
 
 import copy
 

@@ -77,7 +77,7 @@ def test_without_room_nothing_is_changed() -> None:
 
 
 def test_twenty_arriving_at_once_spread_by_promised_tokens() -> None:
-    """The router's reports of arrival come later; what was promised has to count."""
+    """Routers report arrival later, so promised tokens have to count."""
     table = a_table(decoders=4, capacity_tokens=100_000)
     lengths = [1000 + 37 * i for i in range(20)]
     for i, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""What the table tells its policy of engines' work, and what that does with it."""
+"""The table's reports to its policy on engines' work, and the policy's use of them."""
 
 from collections.abc import Sequence
 

@@ -222,7 +222,7 @@ class AnyOrder(RuleBasedStateMachine):
                 known.prefill = None
 
     def account_of(self, decoder_id: str, arrived: bool = True) -> list[History]:
-        """What the decoder would say that it holds.
+        """The decoder's report of what it holds.
 
         Args:
             arrived: whether the turns under way have reached it.
@@ -243,7 +243,7 @@ class AnyOrder(RuleBasedStateMachine):
         return account
 
     def adopted(self, decoder_id: str, account: list[History]) -> list[str]:
-        """Take an account over into the model; returns those that live elsewhere or ended."""
+        """Take an account over into the model; return histories that live elsewhere or ended."""
         foreign = []
         for own in account:
             known = self.known.get(own.id)

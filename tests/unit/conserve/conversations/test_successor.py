@@ -1,4 +1,4 @@
-"""What decoders tell of what they hold: to a new table, or when they return to one."""
+"""Decoders' reports of what they hold: to a new table, or when they return to one."""
 
 import copy
 from collections.abc import Iterable
@@ -85,7 +85,7 @@ def test_a_lost_table_is_rebuilt_from_what_decoders_hold() -> None:
 
 
 def test_a_turn_begun_under_a_lost_table_counts_in_the_rebuilt_one() -> None:
-    """The request was on its way to the decoder when that told what it holds."""
+    """The request was on its way to the decoder when that reported what it holds."""
     table = a_table()
     decoders = Decoders(table)
     decoders.turn("c", 100, TAILS)

@@ -24,7 +24,7 @@ def test_a_conversation_is_recognised_by_its_newest_tail_only() -> None:
 
 
 def test_of_twins_an_idle_one_is_recognised() -> None:
-    """Equal prompts and greedy answers: equal tails, and yet two conversations."""
+    """Equal prompts and greedy answers give equal tails of two conversations."""
     table = a_table()
     twins = [identity.new_id() for _ in range(3)]
     said = chain("twin", TAILS)
@@ -84,7 +84,7 @@ def test_any_choice_of_an_answer_can_be_continued() -> None:
 
 
 def test_all_decoders_are_heard_on_which_the_turn_before_may_just_have_ended() -> None:
-    """Of equal conversations it cannot be said which one a turn continues, nor where that is."""
+    """Any of several equal conversations may be the one that a turn continues."""
     table = a_table(decoders=2, capacity_tokens=1_000_000)
     twins = [identity.new_id() for _ in range(100)]
     for twin in twins:

@@ -1,4 +1,4 @@
-"""What tenants have, counted where conversations change."""
+"""Tenants' usage, counted where conversations change."""
 
 import copy
 
@@ -8,7 +8,6 @@ from tests.unit.conserve.conversations.scene import IDLE_S, a_table, start, the,
 
 
 def has(table: ConversationTable, tenant: str) -> tuple[int, int, int]:
-    """Its turns, tokens and conversations."""
     usage = table.usage.tenant(tenant)
     return usage.turns, usage.held_tokens, usage.conversations
 

@@ -16,7 +16,7 @@ from tests.unit.conserve.conversations.scene import (
 
 
 def test_a_turn_that_is_reported_twice_counts_once() -> None:
-    """Reports are sent again when the table's process was lost under way."""
+    """Reports are repeated if the table's process was lost before it answered."""
     table = a_table()
     first = turn(table, "c", 100, TAILS)
     running = start(table, "c")
@@ -89,7 +89,7 @@ def test_a_first_turn_that_never_reached_an_engine_leaves_nothing() -> None:
 
 
 def test_a_first_turn_cut_in_an_engine_keeps_its_tokens() -> None:
-    """The client went away, but the KV is there for when it asks again."""
+    """The client left, but the KV is there when it asks again."""
     table = a_table()
     assert start(table, "c", 100).abandon(table, stats(100, 7)) is None
     conversation = the(table, "c")
@@ -116,7 +116,9 @@ def test_a_failed_first_turn_does_not_end_a_second_beside_it() -> None:
 
 
 def test_a_promise_that_never_arrived_is_no_occupancy() -> None:
-    """Bound again after its decoder was lost, and its client left before the new one had it."""
+    """It was bound again after its decoder was lost, and its client left before the new one
+    had it.
+    """
     table = a_table()
     turn(table, "c", 100, TAILS)
     table.remove_decoder("d1")

@@ -1,4 +1,4 @@
-"""Later turns that ask nobody, whatever comes late, twice or never, and whoever dies meanwhile."""
+"""Later turns without the table, with messages late, repeated or lost, and processes that die."""
 
 import pytest
 from hypothesis import settings
@@ -40,7 +40,6 @@ class Protocol(RuleBasedStateMachine):
         return list(self.world.decoders.values())[which % len(self.world.decoders)]
 
     def then(self, promptly: bool) -> None:
-        """Most of the time nothing is late."""
         if promptly:
             self.world.settle()
 
@@ -65,7 +64,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.clients)
     @rule(which=WHICH, turns=st.integers(1, 3))
     def has_whole_turns(self, which: int, turns: int) -> None:
-        """As most do: one after the other, with nothing late."""
+        """Turns one after the other, with nothing late."""
         client = self.world.clients[which % len(self.world.clients)]
         for _ in range(turns):
             self.world.settle()
@@ -190,7 +189,7 @@ class Protocol(RuleBasedStateMachine):
             self.patch.undo()
 
     def _all_comes_to_its_end(self) -> None:
-        """Nothing is lost any more: then the table knows what there is."""
+        """If nothing is lost any more, the table knows all histories."""
         world = self.world
         for _ in range(4):
             for decoder in world.decoders.values():
@@ -213,7 +212,7 @@ class Protocol(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("chats", [True, False])
 def test_what_was_taken_back_is_asked_for(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What random plays come to seldom: a pause of which the decoder has heard."""
+    """Random plays seldom have a pause of which the decoder has heard."""
     world = World()
     monkeypatch.setattr("conserve.holdings.unix_s", lambda: world.now_s)
     decoder = world.decoders["d"] = Decoder("d")
@@ -221,7 +220,7 @@ def test_what_was_taken_back_is_asked_for(chats: bool, monkeypatch: pytest.Monke
     client = Client("c", digest("c"), chats=chats)
 
     def has_a_turn() -> int:
-        """How many have gone straight by then."""
+        """Return how many turns have gone straight by then."""
         world.settle()
         world.turn(client, len(client.answers))
         world.settle()
@@ -238,7 +237,7 @@ def test_what_was_taken_back_is_asked_for(chats: bool, monkeypatch: pytest.Monke
 
 
 def _is_turn(message: Message) -> bool:
-    """A request is not sent twice by whom it was not answered to."""
+    """Turns are not repeated by a router that had no answer."""
     return not isinstance(message, Reported | Asked)
 
 

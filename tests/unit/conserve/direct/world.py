@@ -17,7 +17,7 @@ from conserve.histories.points import mark
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.pausing import Pausing
-from conserve.placement import Placement
+from conserve.placement import Placement, PlacementPolicy
 from conserve.recognition import Chain, Digest
 
 IDLE_S, TURN_S = 600.0, 60.0
@@ -25,11 +25,10 @@ RECOVERY_S = 8.0
 
 
 def digest(*parts: object) -> Digest:
-    """Of 16 bytes, as those of messages."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-class Drawn:
+class Drawn(PlacementPolicy):
     """A placement policy that places where it is told to."""
 
     def __init__(self) -> None:
@@ -46,13 +45,10 @@ class Drawn:
         ids = sorted(one.id for one in decoders)
         return Placement(ids[self.draw % len(ids)], None) if ids else None
 
-    def prefill_later_turn(self, *_: object) -> None:
-        return None
-
 
 @dataclass
 class Client:
-    """Whose messages are a first prompt and so many answers; or who has completions made."""
+    """A client with a first prompt and some answers, or with completions."""
 
     name: str | None
     root: Digest
@@ -60,7 +56,7 @@ class Client:
     chats: bool = True
 
     def chain(self, answers: int) -> Chain | None:
-        """Of a turn that follows so many of its answers; None: of a completion."""
+        """The chain of a turn that follows this many answers; None for a completion."""
         if not self.chats:
             return None
         ends = tuple(reversed(self.answers[:answers]))
@@ -69,11 +65,11 @@ class Client:
 
 @dataclass
 class Decoder:
-    """One that lives.
+    """A live decoder.
 
     Attributes:
-        registered: whether it thinks that the table knows it.
-        running: its turns under way, and whose they are.
+        registered: whether it believes that the table knows it.
+        running: its turns under way, and their clients.
     """
 
     id: str
@@ -118,7 +114,7 @@ class Reported:
 
 @dataclass
 class Answered:
-    """That it has come, on its way back."""
+    """The answer to a report, on its way back."""
 
     decoder_id: str
     registration: int
@@ -137,7 +133,7 @@ class Asked:
 
 @dataclass
 class Told:
-    """The answer to that; None: it has to register."""
+    """The answer to `Asked`; None if the decoder has to register."""
 
     decoder_id: str
     registration: int
@@ -149,7 +145,7 @@ Message = Planned | Straight | Reported | Answered | Asked | Told
 
 
 class World:
-    """Everybody, and what must hold of them after each step."""
+    """All processes, and the invariants that hold after each step."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -177,7 +173,6 @@ class World:
         self.table_began_s = self.now_s
 
     def unique(self) -> int:
-        """A number that nobody else has."""
         self._number += 1
         return self._number
 
@@ -185,7 +180,7 @@ class World:
 
     @property
     def ready(self) -> bool:
-        """Whether the table binds: it knows of all decoders, or has waited for long enough."""
+        """Return whether the table binds: it knows all decoders, or has waited long enough."""
         known = all(one.id in self.table.decoders for one in self.decoders.values())
         return known or self.now_s - self.table_began_s >= RECOVERY_S
 
@@ -198,7 +193,7 @@ class World:
             self.ask(client, answers)
 
     def ask(self, client: Client, answers: int) -> None:
-        """As `TableService.begin` and `place` do; who would have to wait there goes away."""
+        """Like `TableService.begin` and `place`, except that turns which would wait are dropped."""
         if not self.ready:
             return
         chain, table = client.chain(answers), self.table
@@ -237,11 +232,11 @@ class World:
             self.table.abandon(turn, None, None, self.now_s)
 
     def give_up(self, planned: Planned) -> None:
-        """A client leaves before its turn has come to the decoder."""
+        """A client leaves before its turn has reached the decoder."""
         self.table.abandon(planned.turn, None, None, self.now_s)
 
     def release(self, client: Client) -> None:
-        """A client ends its conversation; it is told when decoders have heard of it."""
+        """A client ends its conversation, and gets an answer when decoders have heard of it."""
         if client.name is None or not self.ready:
             return
         table = self.table
@@ -259,7 +254,7 @@ class World:
         self.ending.append(({(one.id, one.incarnation) for one in found}, numbers))
 
     def restart_table(self) -> None:
-        """It dies; the next one knows nothing. What its predecessor was asked has no answer."""
+        """The table dies, and its successor knows nothing. Open requests get no answer."""
         self._new_table()
         self.mail = [one for one in self.mail if isinstance(one, Planned | Straight)]
         self.doubtful |= {one.turn[:2] for one in self.mail if isinstance(one, Planned)}
@@ -267,7 +262,7 @@ class World:
         self.ending.clear()
 
     def doubt(self, decoder: Decoder) -> None:
-        """A router, or silence, has the table take a decoder for lost that lives."""
+        """A router, or silence, makes the table count a live decoder as lost."""
         self.table.remove_decoder(decoder.id)
         self.doubtful |= {(one.id, one.incarnation) for one in decoder.holdings.all()}
         self.doubtful |= {
@@ -279,10 +274,10 @@ class World:
     # --- what happens at decoders ------------------------------------------------------------
 
     def register(self, decoder: Decoder, *, heard: bool = True) -> None:
-        """A decoder tells all that it holds.
+        """A decoder reports all that it holds.
 
         Args:
-            heard: whether the answer comes back.
+            heard: whether the answer arrives.
         """
         decoder.registered = False
         decoder.desk.stop()
@@ -301,11 +296,11 @@ class World:
             decoder.registered = True
 
     def end(self, decoder: Decoder, turn: TurnKey, *, completed: bool) -> None:
-        """A turn ends at its decoder, and its client has an answer."""
+        """A turn ends at its decoder, and its client gets an answer."""
         client, answers = decoder.running.pop(turn)
         answer = digest(self.unique())
         tails = (answer,) if completed and client.chats else ()
-        # All of the prompt was there: nobody is thought to have been evicted.
+        # All of the prompt was there, so no history counts as evicted.
         stats = TurnStats(10 + answers, 1, 10 + answers, 0)
         decoder.holdings.finish(turn, stats, tails, completed)
         decoder.desk.outbox.add(Ended(turn, stats, tails, completed))
@@ -316,7 +311,7 @@ class World:
     # --- messages ----------------------------------------------------------------------------
 
     def deliver(self, message: Message) -> None:
-        """A message comes to whom it is for, if that one lives."""
+        """Deliver a message, if its receiver lives."""
         decoder = self.decoders.get(message.decoder_id)
         if isinstance(message, Reported):
             self._report(message)
@@ -398,7 +393,7 @@ class World:
     # --- all at once -------------------------------------------------------------------------
 
     def reports(self, decoder: Decoder) -> None:
-        """A decoder sends its report, if there is one, or sends it again."""
+        """A decoder sends its report, or repeats it."""
         outbox = decoder.desk.outbox
         report = outbox.next() if decoder.registered else None
         if report is not None:
@@ -412,12 +407,14 @@ class World:
             self.mail.append(asked)
 
     def beats(self, decoder: Decoder, *, heard: bool = True) -> None:
-        """A decoder's beat finds that the table does not know it, or that this is not known."""
+        """A decoder's beat finds that the table does not know it, or that one does not know
+        that.
+        """
         if not decoder.registered or decoder.id not in self.table.decoders:
             self.register(decoder, heard=heard)
 
     def settle(self) -> None:
-        """Whatever is on its way comes, in order, as does what that leads to."""
+        """Deliver all messages in order, and those that they cause."""
         for _ in range(3):
             for decoder in list(self.decoders.values()):
                 self.beats(decoder)
@@ -430,7 +427,9 @@ class World:
     # --- what must hold ----------------------------------------------------------------------
 
     def check(self) -> None:
-        """No history has turns at two decoders, and who was told of an end was told the truth."""
+        """No history has turns at two decoders, and clients that were told of an end were told the
+        truth.
+        """
         where: dict[tuple[str, int], str] = {}
         for decoder in self.decoders.values():
             for turn in decoder.running:

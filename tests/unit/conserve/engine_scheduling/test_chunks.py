@@ -1,6 +1,5 @@
 """The budget of prefill beside decodes, and the line that caps it."""
 
-import doctest
 import random
 from itertools import pairwise
 
@@ -8,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import ChunkController, StepCost, chunks, kind_of, kinds, step_cost
-
-
-@pytest.mark.parametrize("module", [chunks, step_cost, kinds])
-def test_the_docstrings_are_true(module: object) -> None:
-    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+from conserve.engine_scheduling import ChunkController, StepCost, kind_of
 
 
 def run(
@@ -24,7 +18,7 @@ def run(
     wanted: int,
     now_s: float = 0.0,
 ) -> list[float]:
-    """Steps of an engine whose prefills want so many tokens; how long each took."""
+    """Steps of an engine with prefills of this size; return how long each took."""
     lasted = []
     for _ in range(steps):
         tokens = min(wanted, controller.allowed_tokens())

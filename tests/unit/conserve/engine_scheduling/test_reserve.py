@@ -1,25 +1,26 @@
-"""How many SMs decodes have to themselves beside prefills."""
+"""The SMs that decodes have to themselves beside prefills."""
 
-import doctest
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import DecodeReserve, reserve
+from conserve.engine_scheduling import DecodeReserve
 
 SIZES = (16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
 # The largest with no more than nine tenths of them.
 MOST = 112
 
 
-def test_the_docstring_is_true() -> None:
-    assert doctest.testmod(reserve).failed == 0
+def base_sms(controller: DecodeReserve, now_s: float) -> int:
+    """R_base: what decodes have once a prefill has waited for too long."""
+    return controller.decide(decodes=True, waited_s=math.inf, now_s=now_s)
 
 
 class Engine:
-    """Steps of an engine whose decodes take so much work, beside a prefill that has just come."""
+    """Steps of an engine with this much decode work, beside a prefill that has just come."""
 
     def __init__(self, controller: DecodeReserve, work_s: float) -> None:
         self.controller = controller
@@ -27,7 +28,9 @@ class Engine:
         self.now_s = 0.0
 
     def run(self, steps: int, waited_s: float = 0.0) -> list[int]:
-        """What decodes had in each step; it lasts as long as their work takes on so many SMs."""
+        """Return the SMs of decodes in each step, which lasts as long as their work takes on
+        these.
+        """
         had = []
         for _ in range(steps):
             sms = self.controller.decide(decodes=True, waited_s=waited_s, now_s=self.now_s)
@@ -43,7 +46,7 @@ def test_it_finds_the_smallest_size_that_is_fast_enough_and_stays() -> None:
     had = engine.run(400)
     assert had[0] == 16
     assert set(had[100:]) == {56}
-    assert engine.controller.base_sms(engine.now_s) == 56
+    assert base_sms(engine.controller, engine.now_s) == 56
     assert engine.controller.tpot_s == pytest.approx(2.5 / 56)
 
 
@@ -58,7 +61,7 @@ def test_less_work_gives_sms_back_and_more_takes_them_again() -> None:
 
 
 def test_a_size_that_was_too_slow_is_not_tried_again_for_a_while() -> None:
-    """Though the next larger one is so fast that the paper's rule would go back at once."""
+    """The next larger one is so fast that the paper's rule would go back at once."""
     engine = Engine(DecodeReserve((10, 100, 200), late_s=0.05, forget_s=30.0), work_s=1.0)
     engine.run(8)
     had = engine.run(1_000)  # 10 ms each: 10 s.
@@ -99,7 +102,7 @@ def test_where_nothing_moves_the_border_it_stays() -> None:
         controller.step(1.0, 0, float(step))
         for waited_s in (None, 0.0, 100.0):
             assert controller.decide(decodes=True, waited_s=waited_s, now_s=float(step)) == 0
-    assert (controller.base_sms(0.0), controller.tpot_s) == (0, 0.0)
+    assert (base_sms(controller, 0.0), controller.tpot_s) == (0, 0.0)
 
 
 def test_one_size_is_everything() -> None:
@@ -133,7 +136,7 @@ def test_whatever_happens_it_gives_what_there_is(
             assert sms == 0
         else:
             assert sms in SIZES
-            assert controller.base_sms(now_s - lasted_s) <= sms <= MOST
+            assert base_sms(controller, now_s - lasted_s) <= sms <= MOST
             controller.step(lasted_s, sms, now_s)
 
 

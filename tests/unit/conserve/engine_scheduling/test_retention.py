@@ -1,16 +1,10 @@
-"""What is held between turns, and what goes first."""
-
-import doctest
+"""KV that is held between turns, and the order in which it is given up."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.engine_scheduling import Pin, Retention, retention
-
-
-def test_the_docstring_is_true() -> None:
-    assert doctest.testmod(retention).failed == 0
+from conserve.engine_scheduling import Pin, Retention
 
 
 def test_a_history_is_held_for_as_long_as_its_own_gaps_say() -> None:
@@ -37,7 +31,7 @@ PINS = st.dictionaries(
 
 @given(PINS)
 def test_nobody_gives_up_before_one_whose_pin_is_worth_less(pins: dict[str, Pin]) -> None:
-    """Against the rules one by one, over all pairs."""
+    """The rules one by one, over all pairs."""
     order = Retention().give_up_order(pins, now_s=10.0)
     assert sorted(order) == sorted(pins)
     for at, key in enumerate(order):

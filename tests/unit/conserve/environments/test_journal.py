@@ -1,4 +1,4 @@
-"""The journal: what is on disk after a crash at any byte, and what is refused."""
+"""The journal: its content after a crash at any byte, and what is refused."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Who holds what: a model of it, crashes at any entry, quotas, and when an environment goes."""
+"""Environments' holders: a model, crashes at any entry, quotas, and when an environment is
+removed.
+"""
 
 from typing import Any
 
@@ -17,7 +19,7 @@ CONVERSATIONS = ["a", "b", "one\tx", "one\ty", "two\tx"]
 
 
 class Killed(BaseException):
-    """The process has ended, at this very moment."""
+    pass
 
 
 class Life(RuleBasedStateMachine):
@@ -115,7 +117,7 @@ class Life(RuleBasedStateMachine):
         }
         self.do(lambda: self.ledger.observe(self.table, dict.fromkeys(self.live, LIVE), self.now_s))
         for number, holders in seen_before.items():
-            # Nobody that lives loses anything.
+            # No live conversation loses anything.
             kept = self.ledger.get(number)
             assert kept is not None
             assert {id for id in holders if id in self.live} <= set(kept.holders)
@@ -154,7 +156,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: len(self.ledger))
     @rule()
     def all_end(self) -> None:
-        """Whatever happened, nothing is left once all have ended."""
+        """Nothing is left once all have ended."""
         self.kill_at = None
         self.live.clear()
         self.now_s += 1
@@ -218,7 +220,7 @@ def test_what_is_needed_soon_is_prepared_first() -> None:
         "bound", "head", "second",
     ]  # fmt: skip
     assert near(line, places=0) == ["bound"]
-    # Whoever waits for one comes before all that may need theirs.
+    # Those that a command waits for come before all that may be needed.
     line.used("unknown", "main", 1.0)
     assert near(line, places=1)[0] == "unknown"
     assert len(near(line, most=2)) == 2
@@ -264,7 +266,7 @@ def test_a_shared_one_goes_with_its_last_holder() -> None:
     assert line.let_go("one\tb", "db")
     assert not line.let_go("one\tb", "db")
     assert line.to_remove() == [made[0]]
-    # It is on its way out: nobody gets it any more.
+    # It is being removed, so no conversation gets it any more.
     assert line.declare("one\tb", shared, 0.0) is not made[0]
 
 

@@ -1,4 +1,4 @@
-"""What may be asked for, and how a refusal says what is wrong."""
+"""Valid requests for environments, and what refusals say."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What decoders hold is the tokens of distinct chains, by brute force too."""
+"""Decoders hold the tokens of distinct chains, also by brute force."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,7 +38,6 @@ def spoken(messages: Messages) -> list[dict[str, str]]:
 
 
 def asked_by(path: str, messages: Messages) -> dict[str, Any]:
-    """A turn's request, by one of the APIs."""
     if path == MESSAGES:
         return {"system": messages[0][1], "messages": spoken(messages[1:])}
     if path == RESPONSES:
@@ -47,18 +46,17 @@ def asked_by(path: str, messages: Messages) -> dict[str, Any]:
 
 
 def common_of(one: Messages, other: Messages) -> Messages:
-    """What both begin with."""
     both = zip(one, other, strict=False)
     return tuple(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 @dataclass
 class Known:
-    """A history in the naive model: what was said, and where it is held.
+    """A history in the naive model.
 
     Attributes:
         messages: up to its newest answer.
-        kv: what its decoder has of it; of an answer that was cut, beside that, `cut_tokens`.
+        kv: the decoder's part of it, without an answer that was cut (`cut_tokens`).
     """
 
     messages: Messages
@@ -80,7 +78,7 @@ class Known:
         return tokens_of(self.held) + (0 if self.promised else self.cut_tokens)
 
 
-class Anywhere:
+class Anywhere(PlacementPolicy):
     """A policy that goes where it is told to."""
 
     def __init__(self) -> None:
@@ -97,12 +95,9 @@ class Anywhere:
         self.shared = shared
         return Placement(self.decoder_id, None)
 
-    def prefill_later_turn(self, *_: object) -> str | None:
-        return None
-
 
 class Trees(RuleBasedStateMachine):
-    """Conversations that begin alike, come apart, end and lose their decoders, in any order."""
+    """Conversations that begin alike, diverge, end and lose their decoders, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +115,7 @@ class Trees(RuleBasedStateMachine):
         return [one for one in self.known.values() if one.decoder == decoder_id]
 
     def distinct(self, decoder_id: str, common: Callable[[Known, Known], int]) -> int:
-        """Of each history what is beyond the longest beginning that it has in common with any."""
+        """Sum what is beyond the longest beginning that each history has in common with any."""
         held = 0
         counted: list[Known] = []
         for one in self.on(decoder_id):
@@ -134,7 +129,7 @@ class Trees(RuleBasedStateMachine):
 
     @staticmethod
     def known_alike(one: Known, other: Known) -> int:
-        """As far as the table has heard of both, and in both, how long it is."""
+        """Return the common beginning that the table knows of both, and its length in both."""
         common = max(map(tokens_of, one.points & other.points), default=0)
         common = min(common, one.held_tokens, other.held_tokens)
         system = one.held[:1]
@@ -157,7 +152,6 @@ class Trees(RuleBasedStateMachine):
         path=st.sampled_from(PATHS),
     )  # fmt: skip
     def go_on_or_back(self, data: st.DataObject, user: str, decoder: str, path: str) -> None:
-        """From the end of a history, or from any of its answers."""
         one = self.known[data.draw(st.sampled_from([*self.known]))]
         ends = [i + 1 for i, (role, _) in enumerate(one.messages) if role == "assistant"]
         if ends:
@@ -196,7 +190,7 @@ class Trees(RuleBasedStateMachine):
 
     @staticmethod
     def beginnings(messages: Messages) -> list[Messages]:
-        """The first prompt, and what is up to the end of each answer."""
+        """Return the first prompt, and all up to the end of each answer."""
         first = next(
             (i for i, (role, _) in enumerate(messages) if role == "assistant"), len(messages)
         )
@@ -209,7 +203,7 @@ class Trees(RuleBasedStateMachine):
         evicted=st.booleans(),
     )  # fmt: skip
     def finish(self, data: st.DataObject, answer: str, path: str, evicted: bool) -> None:
-        """A turn is answered, by an engine that has, or has not, what the account says."""
+        """A turn is answered by an engine that may have lost what the account says."""
         running = [i for i, one in self.known.items() if one.turn]
         one = self.known[data.draw(st.sampled_from(running))]
         assert one.turn is not None
@@ -221,7 +215,7 @@ class Trees(RuleBasedStateMachine):
             cached = tokens_of(common_of(one.kv, one.asked))
         stats = TurnStats(tokens_of(one.asked), ANSWERS[answer], 0 if evicted else cached, 0)
         beginning = Beginning(*heard(path, asked_by(path, one.asked)))
-        tail = beginning.tail_digest(spoken(said)[-1])
+        tail = beginning.tails(spoken(said)[-1])[0]
         assert self.table.advance(one.turn.key, one.turn.decoder_id, stats, (tail,), 0)
         one.messages, one.turn, one.promised = said, None, False
         one.kv, one.cut_tokens = said, 0
@@ -230,7 +224,7 @@ class Trees(RuleBasedStateMachine):
             self.learn_who_has_lost(one)
 
     def learn_who_has_lost(self, one: Known) -> None:
-        """Idle ones that began with the same have lost it; what counts then is checked as ever."""
+        """Idle histories that began with the same have lost it, too."""
         for id, other in self.known.items():
             held = other is not one and other.decoder is not None and other.held_tokens
             if held and the(self.table, id).held_tokens == 0:
@@ -242,7 +236,7 @@ class Trees(RuleBasedStateMachine):
     @precondition(lambda self: any(one.turn for one in self.known.values()))
     @rule(data=st.data(), reached=st.booleans())
     def cut(self, data: st.DataObject, reached: bool) -> None:
-        """A turn's client leaves, in the midst of an answer or before it."""
+        """A turn's client leaves before or during the answer."""
         running = [i for i, one in self.known.items() if one.turn]
         id = data.draw(st.sampled_from(running))
         one = self.known[id]
@@ -250,7 +244,7 @@ class Trees(RuleBasedStateMachine):
         cached = 0 if one.promised else tokens_of(common_of(one.kv, one.asked))
         stats = TurnStats(tokens_of(one.asked), 5, cached, 0) if reached else None
         ended = self.table.abandon(one.turn.key, one.turn.decoder_id, stats, 0)
-        # Nobody can come back to what has no answer.
+        # Without an answer no client can come back to it.
         assert (ended is not None) == (not one.messages)
         one.turn = None
         if ended is not None:
@@ -276,7 +270,7 @@ class Trees(RuleBasedStateMachine):
                 one.decoder = one.turn = None
                 one.kv, one.cut_tokens, one.promised = (), 0, False
                 if not one.messages:
-                    # Nobody can come back to it.
+                    # No client can come back to it.
                     self.table.release(id)
                     del self.known[id]
 
@@ -305,5 +299,5 @@ TestTrees.settings = settings(max_examples=150, stateful_step_count=30, deadline
 
 
 def test_the_model_keeps_fewer_points_than_are_kept() -> None:
-    """Or the two would differ where the table has forgotten a point."""
+    """Else the two would differ where the table has dropped a point."""
     assert points.MOST_POINTS >= 8

@@ -1,4 +1,4 @@
-"""Which beginnings of a history stay known, and how much of any."""
+"""Points: which beginnings of a history stay known, and how much of any."""
 
 import hashlib
 from itertools import pairwise
@@ -16,7 +16,7 @@ def digest(number: int) -> bytes:
 
 
 def grown(steps: list[int]) -> tuple[Points, list[int]]:
-    """A history whose turns each add so many tokens, and the length at the end of each."""
+    """A history whose turns each add this many tokens, and its lengths."""
     points, ends, tokens = Points(), [], 0
     for number, step in enumerate(steps):
         tokens += step
@@ -38,7 +38,7 @@ def test_the_first_and_the_newest_are_always_among_them(steps: list[int]) -> Non
 
 
 def test_of_any_beginning_more_than_half_is_known() -> None:
-    """A first prompt of 3,000 tokens, and 200 turns: from wherever somebody goes back."""
+    """A first prompt of 3,000 tokens and 200 turns, left at any of them."""
     points, ends = grown([3000, *[700] * 200])
     kept = [tokens for _, tokens in points]
     for end in ends:

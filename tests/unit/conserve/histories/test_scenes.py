@@ -1,4 +1,4 @@
-"""What agents do with histories, and where it goes: warm, together, spread, or in the place of."""
+"""What agents do with histories, and where those go: warm, together, or spread."""
 
 import copy
 
@@ -37,7 +37,7 @@ def bound(
 
 
 def a_history(table: ConversationTable, history_id: str, lengths: list[int], name: str) -> None:
-    """One whose turns end at these lengths, each with a tail of its own."""
+    """A history whose turns end at these lengths, each with its own tail."""
     bound(table, history_id, lengths[0] - 10, chain(name))
     for number, length in enumerate(lengths):
         if number:
@@ -97,7 +97,7 @@ def test_a_compacted_conversation_does_not_wait_for_itself(named: bool) -> None:
     compacted = f"{NAME}\t\t1" if named else "conv-" + "1" * 24
     placement = table.bind(compacted, 2000, 0, opening=Opening(chain("summary")))
     if not named:
-        # Nobody can tell that the one has come from the other.
+        # It is not known that the one has come from the other.
         assert placement is None
         assert table.take_displaced() == []
         return
@@ -105,7 +105,7 @@ def test_a_compacted_conversation_does_not_wait_for_itself(named: bool) -> None:
     assert [one.id for one in table.take_displaced()] == [own]
     assert table.take_displaced() == []
     assert own not in table
-    # Nobody else had to go.
+    # No other history was paused.
     assert "idle" in table
     assert held(table)["d1"] == (2000 + 310, 2)
 
@@ -123,7 +123,7 @@ def test_what_was_shared_with_the_one_that_goes_is_counted_anew() -> None:
 
 
 def test_agents_of_one_name_do_not_end_each_other() -> None:
-    """Of several that may be left behind, none is known to be."""
+    """If several may have been left behind, none is known to be."""
     table = a_table(decoders=1, capacity_tokens=1000)
     for number in range(2):
         bound(table, f"{NAME}\t\t{number}", 480, chain(f"{number}"))
@@ -155,7 +155,7 @@ def test_a_system_part_that_was_counted_as_longer_is_not_promised() -> None:
 
 
 def test_the_first_of_two_histories_does_not_hide_the_longer() -> None:
-    """By an id that was given: the turn goes on with the one whose answer it has."""
+    """With a generated id, the turn continues the history whose answer it has."""
     table = a_table(capacity_tokens=10_000)
     given = "conv-" + "0" * 24
     a_history(table, given, [1000], "x")
@@ -186,7 +186,7 @@ def test_what_runs_is_not_displaced_and_nothing_is_in_vain() -> None:
 
 
 def test_fifty_sub_agents_count_as_what_they_are() -> None:
-    """With one system part, which counts once, and 400 tokens each of their own."""
+    """One system part, which counts once, and 400 tokens of each of them."""
     table = a_table(decoders=1, capacity_tokens=100_000)
     system = b"s" * 16
     for number in range(50):
@@ -204,7 +204,7 @@ def test_an_engine_that_has_lost_it_corrects_the_account() -> None:
     a_history(table, NAME, [1000, 2000], "x")
     bound(table, f"{NAME}\t\t1", 2200, chain("x", ends("0001", "0000")))
     assert held(table)["d1"] == (2200, 2)
-    # It finds nothing of it: whoever else began so, and is idle, has lost it too.
+    # It finds nothing, so all idle histories that began so have lost it, too.
     assert Turn.last(table, f"{NAME}\t\t1").advance(table, 2200, tuple(ends("new1")))
     assert the(table, NAME).held_tokens == 0
     assert held(table)["d1"] == (2210, 2)
@@ -242,7 +242,7 @@ def test_the_first_turn_that_was_cut_is_tried_again_under_its_name() -> None:
     bound(table, NAME, 500, chain("x"))
     assert Turn.last(table, NAME).abandon(table, stats(500, 3)) is None
     assert table.recognise(chain("x"), NAME) == NAME
-    # Nobody else's, and no other prompt.
+    # No other conversation's, and no other prompt.
     assert table.recognise(chain("x"), "other") is None
     assert table.recognise(chain("x")) is None
     assert table.recognise(chain("y"), NAME) is None
@@ -258,7 +258,7 @@ def test_it_is_tried_again_beside_others_with_its_prompt() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "successor"])
 def test_a_turn_that_was_cut_and_begun_anew_beside_itself_counts_once(when: str) -> None:
-    """Its client asked again before it was seen that it had left."""
+    """Its client asked again before its leaving was seen."""
     table = a_table(decoders=1, capacity_tokens=100_000)
     a_history(table, NAME, [500], "x")
     assert table.begin(NAME, 0) is not None
@@ -288,7 +288,7 @@ def test_a_turn_that_was_cut_and_begun_anew_beside_itself_counts_once(when: str)
 
 
 def test_a_turn_that_was_cut_stays_while_nobody_has_begun_it_anew() -> None:
-    """Its client asks again, and what was computed for it is there."""
+    """If its client asks again, what was computed is there."""
     table = a_table(decoders=1, capacity_tokens=100_000)
     a_history(table, NAME, [500], "x")
     bound(table, f"{NAME}\t\t1", 500, chain("x"))

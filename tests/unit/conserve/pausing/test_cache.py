@@ -1,4 +1,4 @@
-"""What an engine's prefix cache still has."""
+"""An engine's prefix cache, followed from outside."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,6 @@ from conserve.pausing import EngineCache
 
 
 def left(cache: EngineCache) -> dict[str, int]:
-    """What there is of each, the longest unused first."""
     return dict(cache._left)
 
 

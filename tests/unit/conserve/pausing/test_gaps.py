@@ -1,4 +1,4 @@
-"""What idle times that were seen say of the next turn."""
+"""Predictions of the next turn from idle times."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_it_is_the_share_of_those_that_were_idle_as_long() -> None:
 
 
 def test_who_ended_did_not_come_back() -> None:
-    """Two thirds of chats end after a turn: most that are idle for a minute never come again."""
+    """Two thirds of chats end after a turn, so most that are idle for a minute never come again."""
     gaps = Gaps()
     for _ in range(100):
         gaps.returned(3.0)
@@ -101,7 +101,7 @@ def test_who_comes_back_in_time_does_not_lower_it(
     seen: list[tuple[bool, float, str | None]], tool: str | None, idle_s: float, within_s: float,
     at: float,
 ) -> None:  # fmt: skip
-    """Well within the time: a gap counts for all in its bucket, a quarter wide."""
+    """Well within the time, since a gap counts for its whole bucket, a quarter wide."""
     back_s = idle_s + at * within_s
     if back_s < 1.3 * idle_s:
         return
@@ -113,7 +113,6 @@ def test_who_comes_back_in_time_does_not_lower_it(
 
 
 def test_a_tool_that_was_seen_often_is_judged_by_its_own_gaps() -> None:
-    """Whatever others do, and how often."""
     rng = random.Random(3)
     own = [rng.expovariate(1 / 20) for _ in range(400)]
     gaps = Gaps()

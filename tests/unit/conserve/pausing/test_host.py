@@ -1,11 +1,11 @@
-"""For how long host memory keeps what it gets."""
+"""Host memory: how long it keeps KV."""
 
 import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.pausing.host import HostMemory
+from conserve.pausing.cache import HostMemory
 
 
 def test_the_oldest_says_for_how_long_it_keeps_anything() -> None:
@@ -40,7 +40,7 @@ def test_of_what_is_longer_than_the_memory_its_beginning_stays() -> None:
 
 
 def test_what_several_begin_with_is_there_once() -> None:
-    """It is counted with the first; who shares it later counts what is its own."""
+    """It is counted with the first; later ones count only their own part."""
     host = HostMemory(1000)
     host.use("first", 300, 1.0)
     host.use("second", 280, 2.0, shared_tokens=250)
@@ -82,7 +82,7 @@ USES = st.lists(
 def test_what_is_taken_over_is_as_if_it_had_been_seen(
     uses: list[tuple[str, int, int, int]], draw: random.Random, capacity_tokens: int
 ) -> None:
-    """In whatever order, and in whatever parts, it is told."""
+    """The order and the parts in which it is reported do not matter."""
     seen, told = HostMemory(capacity_tokens), HostMemory(capacity_tokens)
     for key, tokens, now_s, shared_tokens in sorted(uses, key=lambda use: use[2]):
         seen.use(key, tokens, now_s, shared_tokens)

@@ -1,4 +1,4 @@
-"""Who is paused, just enough, and where those are found who come back."""
+"""Pausing: just enough histories are paused, and found again when they come back."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ def memory_of(table: ConversationTable) -> Memory:
 
 
 def idle(table: ConversationTable, name: str, tokens: int, now_s: float = LONG_AGO_S) -> None:
-    """A history of so many tokens, of which no turn runs."""
+    """An idle history of this many tokens."""
     turn = start(table, name, tokens, now_s)
     assert turn.advance(table, tokens - 10, (name.encode().ljust(16, b"-"),), now_s)
 
@@ -67,7 +67,7 @@ def test_a_turn_that_runs_is_never_paused() -> None:
 
 
 def test_who_will_be_back_soon_keeps_its_room() -> None:
-    """It would be computed again for nothing; who comes waits."""
+    """Else it would be computed again for nothing; the new prompt waits."""
     table = a_table(decoders=1, pausing=Pausing())
     idle(table, "away", 450)
     idle(table, "soon", 450, NOW_S - 1)
@@ -100,7 +100,7 @@ def test_who_was_paused_is_back_in_bounded_time() -> None:
 
 
 def test_nothing_is_paused_in_vain() -> None:
-    """All that is idle would not be enough."""
+    """All idle histories would not be enough."""
     table = a_table(decoders=1, pausing=Pausing())
     start(table, "a", 800)
     idle(table, "b", 100)
@@ -117,7 +117,6 @@ def test_without_pausing_who_comes_waits_as_in_the_paper() -> None:
 
 @pytest.mark.parametrize("mark", [0.5, 1.0])
 def test_an_overflow_of_4420_tokens_among_twenty_pauses_what_is_needed(mark: float) -> None:
-    """Not all twenty."""
     table = a_table(decoders=1, capacity_tokens=int(40_000 / mark), pausing=Pausing(mark))
     for number in range(20):
         idle(table, f"program-{number}", 2000)
@@ -150,7 +149,7 @@ def test_who_will_be_back_soon_moves_where_there_is_room() -> None:
 
 
 def test_where_more_is_bound_than_fits_anywhere_whoever_is_idle_goes() -> None:
-    """Or they would push each other out of their engine, turn by turn."""
+    """Else they would evict each other from their engine, turn by turn."""
     table = a_table(decoders=1, pausing=Pausing())
     idle(table, "short", 300, NOW_S - 1)
     idle(table, "long", 500, NOW_S - 1)
@@ -208,7 +207,7 @@ def test_it_is_enough_and_none_too_many_and_the_cheapest_first(
     gone = paused(table)
     left = held - sum(known[name].held_tokens for name in gone)
     assert left <= most
-    # Whoever was paused was needed.
+    # All pauses were necessary.
     assert all(left + known[name].held_tokens > most for name in gone)
     # No cheaper history was spared for one that is dearer and frees no more.
     for name, other in itertools.product(gone, known.keys() - gone):
@@ -244,7 +243,7 @@ def test_who_comes_back_finds_what_its_engine_has_kept() -> None:
 
 
 def test_what_was_used_since_has_taken_the_place_of_what_is_idle() -> None:
-    """A history that ends leaves its KV behind, which is newer: the engine frees the older."""
+    """A history that ends leaves newer KV behind, so the engine evicts the older."""
     table = a_table(decoders=1, pausing=Pausing())
     idle(table, "a", 400, NOW_S - 5)
     for number in range(4):
@@ -283,7 +282,7 @@ def test_a_move_is_counted_and_both_decoders_forget_at_the_end() -> None:
 
 
 def test_what_several_begin_with_comes_free_with_the_last_of_them() -> None:
-    """Fifty sub-agents that share 800 tokens: their own parts would not be enough."""
+    """Fifty sub-agents share 800 tokens: their own parts would not be enough."""
     table = a_table(decoders=1, capacity_tokens=1400, pausing=Pausing())
     for number in range(5):
         name = f"agent\t\t{number}"
@@ -507,7 +506,7 @@ def test_what_comes_free_is_what_nobody_who_stays_begins_with(
         return tokens
 
     used = [one for one in prefixes if one.users]
-    # Such as nobody begins with are none.
+    # A beginning without users does not count.
     assume(len(used) == len(prefixes) and all(_leads_to(histories, one) for one in used))
     going = Going()
     gone: list[History] = []

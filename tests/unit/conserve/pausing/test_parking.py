@@ -1,4 +1,4 @@
-"""Who is in host memory, makes room by that, and comes back from there."""
+"""Parked histories: which are in host memory, make room by that, and come back from there."""
 
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ from tests.unit.conserve.pausing.test_memory import NOW_S, idle, memory_of, paus
 
 
 def parking(table: ConversationTable, name: str, tokens: int, now_s: float = NOW_S) -> bool:
-    """A turn of a history on a decoder; whether it has left its prompt in host memory."""
+    """Run a turn of a history, and return whether it left its prompt in host memory."""
     turn = start(table, name, tokens, now_s)
     parks = table.park(the(table, name))
     found = the(table, name).held_tokens if the(table, name).turns else 0
@@ -34,7 +34,7 @@ def a_parking_table(decoders: int = 1, host_tokens: int = 10_000) -> Conversatio
 
 def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> None:
     table = a_parking_table()
-    assert not parking(table, "early", 400)  # There was room for everybody.
+    assert not parking(table, "early", 400)  # There was room for all.
     assert parking(table, "late", 500)
     assert memory_of(table).parked_tokens == 490
     # Neither has been idle for long: the one that is parked goes, though it is the longer one.
@@ -51,7 +51,7 @@ def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> N
 
 
 def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
-    """Host memory that is full, and has nothing that is older than half a minute, soon loses it."""
+    """Host memory that is full, with nothing older than half a minute, soon evicts it."""
     for first_s, goes in ((NOW_S - 30, False), (NOW_S - 90, True)):
         table = a_parking_table(host_tokens=1000)
         assert parking(table, "early", 500, first_s)
@@ -122,7 +122,7 @@ def test_nothing_is_parked_without_host_memory_or_by_a_turn_that_came_to_nothing
 
 
 def test_what_is_not_found_there_is_looked_for_no_more() -> None:
-    """LMCache's server was started anew."""
+    """LMCache's server was restarted."""
     table = a_parking_table()
     assert parking(table, "a", 600)
     memory_of(table).pause(the(table, "a"), "room")
@@ -202,7 +202,6 @@ def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_u
 
 
 def test_who_moved_and_is_computed_there_was_not_kept() -> None:
-    """There is no prefiller that could."""
     table = ConversationTable(ConversationPlacement(), 1e9, 0.0, 1, Pausing())
     for name in ("d1", "d2"):
         table.add_decoder(name, 1000)
@@ -239,7 +238,7 @@ TURNS = st.lists(
 def rebuilt(
     table: ConversationTable, holdings: dict[str, Holdings], order: list[str]
 ) -> ConversationTable:
-    """A new table, to which decoders tell in this order what they hold and have parked."""
+    """A new table, to which decoders report in this order what they hold and have parked."""
     new = ConversationTable(ConversationPlacement(), 100, 150, 10_000, pausing=Pausing())
     new.add_prefiller("p1")
     for decoder_id in order:

@@ -1,4 +1,4 @@
-"""Which idle histories give up their room, and in which order."""
+"""The order in which idle histories give up their room."""
 
 from conserve.pausing import Gaps, Idle, Pausing
 
@@ -21,7 +21,7 @@ def test_the_short_go_before_the_long_and_the_long_idle_before_those_that_come_b
 
 
 def test_what_others_begin_with_too_frees_little_for_its_cost() -> None:
-    """Of 9,000 tokens that have to be loaded again, 500 would come free."""
+    """To free 500 tokens, 9,000 would have to be loaded again."""
     assert order(Pausing(), idle("fork", 9000, freed=500), idle("alone", 9000)) == ["alone", "fork"]
 
 
@@ -33,7 +33,7 @@ def test_what_its_engine_has_lost_costs_nothing() -> None:
 
 
 def test_the_gaps_that_were_seen_decide() -> None:
-    """Tools here take two seconds, or minutes: who was away for ten seconds is not back soon."""
+    """Tools here take two seconds, or minutes: after ten seconds a history is not back soon."""
     gaps = Gaps()
     for _ in range(200):
         gaps.returned(2.0)
@@ -45,7 +45,7 @@ def test_the_gaps_that_were_seen_decide() -> None:
 
 
 def test_where_many_do_not_come_back_nobody_is_waited_for() -> None:
-    """Of ninety chats none has had a second turn yet."""
+    """None of ninety chats has had a second turn yet."""
     chat = Idle("chat", 100, 100, 100, 5.0, still_idle=45)
     assert not Pausing().is_away(idle("agent", 100, 5.0))
     assert Pausing().is_away(chat)

@@ -1,4 +1,4 @@
-"""What histories wait for: what their answers call, and what their clients report."""
+"""The tools that histories wait for, from their answers and from clients' reports."""
 
 from typing import Any
 
@@ -117,7 +117,6 @@ REPORTS = st.lists(
 def test_nothing_is_left_of_who_is_forgotten(
     reports: list[tuple[str, str, str | None, bool | None, float]],
 ) -> None:
-    """None: its next turn begins."""
     tools = RunningTools()
     alive: set[str] = set()
     for name, tool, call_id, ended, now_s in reports:
@@ -146,7 +145,7 @@ def ends(table: ConversationTable, name: str, tool: str | None, now_s: float) ->
 
 
 def a_scene() -> tuple[ConversationTable, Pausing]:
-    """Shells are done in a second; of ten users one is back, and late."""
+    """Shells are done in a second; one of ten users is back, and late."""
     pausing = Pausing()
     for number in range(500):
         if number % 10:
@@ -182,7 +181,7 @@ def test_gaps_are_learned_by_tool() -> None:
 
 
 def test_a_reported_tool_sharpens_what_its_answer_said() -> None:
-    """An agent asks its user in words, and runs a shell for that: it is not away."""
+    """An agent runs a shell to ask its user, so it is not away."""
     table, pausing = a_scene()
     for name in ("a", "b"):
         start(table, name, 110)
@@ -200,7 +199,6 @@ def test_a_reported_tool_sharpens_what_its_answer_said() -> None:
 
 
 def test_whose_tool_is_done_is_expected_at_once() -> None:
-    """However long its tools take."""
     table, pausing = a_scene()
     for name in ("a", "b"):
         start(table, name, 110)
@@ -235,7 +233,7 @@ def test_a_report_is_of_the_history_that_called() -> None:
     both = [first, second]
     assert tools.meant(both, ToolReport("read")) is first
     assert tools.meant(both, ToolReport("search")) is second
-    # Nobody called it: the one that was used last, as far as can be told.
+    # No answer called it, so it is the one used last.
     assert tools.meant(both, ToolReport("other")) is second
     first.running = (3,)
     assert tools.meant(both, ToolReport("read")) is second

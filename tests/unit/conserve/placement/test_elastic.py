@@ -1,6 +1,5 @@
-"""Where all conversations together wait least for a prefill."""
+"""Elastic placement: the least total waiting time."""
 
-import doctest
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,7 +74,7 @@ SENT = st.lists(
 
 
 def known(said: dict[str, EngineLoad], sent: Sequence[tuple[str, str | None]] = ()) -> Loads:
-    """What is known of engines that have said this, and to which this was sent since."""
+    """Loads of engines that have reported this, and to which this was sent since."""
     loads = Loads(COSTS)
     for engine_id, load in said.items():
         loads.says(engine_id, load, NOW_S)
@@ -87,7 +86,7 @@ def known(said: dict[str, EngineLoad], sent: Sequence[tuple[str, str | None]] = 
 def cost_s(
     tokens: int, home: str, at: str, shared: Shared, loads: Loads, room: dict[str, int]
 ) -> float:
-    """The sum that is to be least, by the words of the contract."""
+    """The sum that the policy minimizes, as its description has it."""
     work = loads.work(at, NOW_S)
     there = {id: shared.there(id) for id in (home, at)}
     found = there[at] if at != home else max(there[home], shared.parked_tokens)
@@ -118,7 +117,7 @@ def test_a_prompt_leaves_a_home_to_which_many_turns_come() -> None:
             loads.turn_came(name, "d1", NOW_S + second)
     homes, pool = [Decoder("d1", 100_000)], [Prefiller("p1")]
     assert policy.place(2_000, homes, pool, now_s=NOW_S + 3) == Placement("d1", "p1")
-    # Two turns a second came of late, and nobody is left to send another.
+    # Two turns a second came lately, but no conversation is left to send another.
     for name in names:
         loads.left(name, "d1")
     assert policy.place(2_000, homes, pool, now_s=NOW_S + 3) == Placement("d1", None)
@@ -130,13 +129,12 @@ def room(one: Decoder, loads: Loads) -> int:
 
 
 def room_for_copies(homes: list[Decoder], loads: Loads, pool: set[str]) -> dict[str, int]:
-    """Of prefillers that host, or may."""
     left = {one.id: one.capacity_tokens - one.held_tokens for one in homes if one.id in pool}
     return {id: max(0, free - loads.work(id, NOW_S).lent_tokens) for id, free in left.items()}
 
 
 def load_of(one: Decoder, tokens: int, homes: list[Decoder], loads: Loads, pool: set[str]) -> float:
-    """What a token takes there, and delays others by."""
+    """What a token takes at an engine, and delays others by."""
     work = {home.id: loads.work(home.id, NOW_S) for home in homes}
     decodes = sum(each.mean_decodes for each in work.values())
     turns_per_s = sum(each.turns_per_s for each in work.values())
@@ -221,7 +219,7 @@ def test_a_home_has_room_and_a_tenth_to_spare_where_all_decode(
 def test_no_prefiller_hosts_while_first_prompts_ask_for_its_time(
     tokens: int, homes: list[Decoder], prefillers: list[Prefiller], said: dict[str, EngineLoad]
 ) -> None:
-    # 60 s and more of prefills, of late.
+    # 60 s and more of recent prefills.
     loads = known(said, [("d1", "p1")] * (12 * max(1, len(prefillers)) + 8))
     assume(loads.demand(len(prefillers), NOW_S) >= 0.8)
     policy = ElasticPlacement(loads)
@@ -361,10 +359,6 @@ def test_what_engines_have_said_a_second_ago_is_as_good(
     assert chosen[0] == chosen[1]
 
 
-def test_the_class_docstring_runs() -> None:
-    assert doctest.testmod(elastic).failed == 0
-
-
 def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
     homes = [Decoder("d1", 10_000, 5_000, 5), Decoder("p1", 10_000, 0, 1)]
     policy = ElasticPlacement(known({}))
@@ -385,11 +379,11 @@ def test_a_large_append_leaves_running_decodes_to_a_prefiller_that_finds_its_his
     assert policy.prefill_later_turn(pool, turn, NOW_S) == "p1"
     busy = known({**decoding, "p1": EngineLoad(prefill_tokens=3_000)})
     assert ElasticPlacement(busy).prefill_later_turn(pool, turn, NOW_S) == "p2"
-    # Nobody is held up at home; or all of the history would be computed again.
+    # No decode is held up at home; or all of the history would be computed again.
     assert ElasticPlacement(known({})).prefill_later_turn(pool, turn, NOW_S) is None
     short = Appended("d1", 4_100, held_tokens=4_000, parked_tokens=0)
     assert policy.prefill_later_turn(pool, short, NOW_S) is None
-    # Nor where its length is not known, or there is nobody else.
+    # Nor if its length is not known, or there is no other engine.
     assert policy.prefill_later_turn(pool, None, NOW_S) is None
     assert policy.prefill_later_turn([Prefiller("d1")], turn, NOW_S) is None
 

@@ -1,6 +1,5 @@
-"""What it is seen to cost to have a prompt prefilled elsewhere."""
+"""The price of having a prompt prefilled elsewhere."""
 
-import doctest
 import random
 
 import pytest
@@ -18,7 +17,6 @@ from conserve.placement import (
     Loads,
     Placement,
     Prefiller,
-    handing_over,
 )
 from conserve.placement.handing_over import HandingOver, Price
 
@@ -77,7 +75,7 @@ def test_an_accident_counts_no_more_than_what_takes_four_times_as_long() -> None
 def placed(
     loads: Loads, where: Placement, late_s: float, at_s: float, arrives: bool = True
 ) -> None:
-    """A prompt of 4,000 tokens is placed, and answered later than it should be."""
+    """Place a prompt of 4,000 tokens, which is answered later than expected."""
     history = History("c", 1, at_s, at_s, decoder_id="d1", promised=True)
     loads.placed(history.id, 4_000, where, NOTHING_SHARED, at_s)
     estimated_s = 4.0 if where == AT_HOME else 4.04
@@ -112,7 +110,7 @@ def test_a_price_that_was_paid_keeps_prompts_at_home() -> None:
     assert choice(dear, 1) == AT_HOME
     # Two would wait for longer than it costs.
     assert choice(dear, 2) == HANDED_OVER
-    # Where all is late alike, it is nobody's fault.
+    # If all are late alike, handing over is not the reason.
     assert as_late.price().of(4_000) == pytest.approx(0.0, abs=0.02)
     assert choice(as_late, 1) == HANDED_OVER
     # What is appended comes back the same way.
@@ -156,7 +154,3 @@ def test_prompts_that_never_end_are_not_kept_in_mind_for_ever() -> None:
         if number == 1_000:
             assert loads.price() == Price()
     assert loads.price() != Price()
-
-
-def test_the_docstring_runs() -> None:
-    assert doctest.testmod(handing_over).failed == 0

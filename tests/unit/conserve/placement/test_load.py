@@ -1,6 +1,5 @@
-"""What is known of engines' work."""
+"""Engines' work, as far as it is known."""
 
-import doctest
 import random
 
 import pytest
@@ -13,9 +12,6 @@ from conserve.placement import (
     Loads,
     Placement,
     Step,
-    engine_costs,
-    load,
-    step_costs,
 )
 from conserve.placement.engine_costs import EngineCosts
 from conserve.placement.load import Work
@@ -65,7 +61,7 @@ def test_what_an_engine_says_takes_the_place_of_what_was_sent_before() -> None:
 def test_the_backlog_is_that_of_an_engine_that_serves_in_order(
     steps: list[tuple[int, float, bool]],
 ) -> None:
-    """Against a queue that is emptied a millisecond at a time, but for what is dropped."""
+    """Compared with a queue that is emptied a millisecond at a time."""
     loads, queue, now_s = Loads(COSTS), {}, 0.0
     for number, (tokens, then_s, drops) in enumerate(steps):
         send(loads, str(number), tokens, now_s)
@@ -124,7 +120,9 @@ def test_what_a_handoff_took_at_an_engines_start_is_what_it_takes() -> None:
 
 
 def test_of_engines_of_a_kind_the_one_that_was_disturbed_least_says_what_a_handoff_takes() -> None:
-    """At the price of a disturbed one nobody would hand over, and none would ever be corrected."""
+    """At the price of a disturbed engine no prompt would be handed over, so none would
+    correct it.
+    """
     loads = Loads(COSTS)
     loads.joined("d1", "a", [(300, 0.05), (1_500, 0.11)])
     loads.joined("d2", "a", [(300, 0.90), (1_500, 0.10)])
@@ -163,16 +161,16 @@ def test_shares_and_rates_fade() -> None:
 
 
 def test_turns_that_come_wait_for_what_is_left_of_a_prefill() -> None:
-    """Against many draws of when each conversation sends its next turn."""
+    """Compared with many draws of when each conversation sends its next turn."""
     rng = random.Random(3)
     work = Work(COSTS, turns_per_s=1.5, conversations=3)
     for held_up_s in (0.1, 2.0, 20.0):
         waits = [max(0.0, held_up_s - rng.expovariate(0.5)) for _ in range(200_000)]
         expected_s = 3 * sum(waits) / len(waits)
         assert work.coming_wait_s(held_up_s) == pytest.approx(expected_s, rel=0.03)
-    # Short: as if they came one by one, whoever they are of.
+    # A short time, in which each turn is of another conversation.
     assert work.coming_wait_s(1e-5) == pytest.approx(1.5 * 1e-10 / 2, rel=1e-3)
-    # Where nobody is, nobody is held up.
+    # Without conversations no turn is held up.
     assert Work(COSTS, turns_per_s=1.5).coming_wait_s(2.0) == 0
     assert Work(COSTS, conversations=3).coming_wait_s(2.0) == 0
 
@@ -226,13 +224,8 @@ def test_nothing_is_known_of_an_engine_that_is_gone() -> None:
     assert loads.work("d", 1.0) == Loads(COSTS).work("d", 1.0)
 
 
-@pytest.mark.parametrize("module", [load, engine_costs, step_costs])
-def test_docstrings_run(module: object) -> None:
-    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
-
-
 def test_what_engines_took_at_their_starts_makes_none_of_them_look_faster() -> None:
-    """They start side by side, and the last one has the machine to itself."""
+    """They start together, and the last one has the machine to itself."""
     loads = Loads(COSTS)
     for name, slower in (("d1", 2.0), ("d2", 1.0)):
         loads.joined(name, "kind")

@@ -1,4 +1,4 @@
-"""What iterations cost, identified from those that were taken."""
+"""Costs of iterations, learned from those that were taken."""
 
 import math
 import random
@@ -50,7 +50,7 @@ def steps(
 
 
 def wrong(costs: EngineCosts, other: EngineCosts) -> float:
-    """The largest error of what usual work takes, as a factor."""
+    """The largest error for usual work, as a factor."""
     usual = [
         Step(1.0, tokens, tokens * (tokens + 2 * before))
         for tokens, before in ((100, 0), (1_000, 0), (8_000, 0), (500, 20_000))

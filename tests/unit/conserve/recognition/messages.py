@@ -34,7 +34,6 @@ def text_of(rng: random.Random) -> str:
 
 
 def random_answer(rng: random.Random) -> Message:
-    """What an engine answers."""
     answer: Message = said(text_of(rng) if rng.random() < 0.7 else None)
     answer |= {"refusal": None, "annotations": None, "audio": None, "function_call": None}
     answer["reasoning_content"] = text_of(rng) if rng.random() < 0.3 else None

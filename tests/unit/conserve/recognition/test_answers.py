@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.recognition import answers_from_body, answers_from_stream, tail_digest
+from conserve.recognition import answers_from_body, answers_from_stream
+from tests.unit.conserve.recognition.digests import tail_digest
 from tests.unit.conserve.recognition.messages import SEEDS, USER, Message, random_answer, said
 
 

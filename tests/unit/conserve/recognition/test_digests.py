@@ -1,4 +1,4 @@
-"""Digests of histories: what they chain, that they differ, and that junk has them too."""
+"""Digests of histories: what they chain, that they differ, and that any JSON has some."""
 
 import json
 from typing import Any
@@ -12,11 +12,10 @@ from conserve.recognition import (
     Beginning,
     Chain,
     TailIndex,
-    candidate_digests,
     chain_of,
-    tail_digest,
 )
 from conserve.recognition.apis import heard
+from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import (
     IMAGE,
     SYSTEM,
@@ -219,11 +218,11 @@ def test_one_beginning_serves_all_answers() -> None:
     messages = [SYSTEM, USER]
     beginning = Beginning(messages)
     for answer in (said("a"), called('{"x": 1}'), said("a")):
-        assert beginning.tail_digest(answer) == tail_digest(messages, answer)
+        assert beginning.tails(answer)[0] == tail_digest(messages, answer)
 
 
 def test_arguments_of_very_many_values_are_compared_as_text() -> None:
-    """To parse megabytes of them would take seconds, in the one thread of everybody's tokens."""
+    """Parsing megabytes of them would take seconds, in the thread that passes on all tokens."""
     most = 16_384
     for count, same in ((most - 2, True), (most, False)):
         compact = '{"x":[' + ",".join("1" * count) + "]}"
@@ -261,7 +260,7 @@ def test_a_continued_message_is_known_as_one_or_as_two(
 
 
 def test_a_turn_that_continues_an_answer_goes_on_with_its_history() -> None:
-    """One that was cut off, say; and a beginning that nobody knows goes on with what is before."""
+    """The answer may have been cut off; an unknown beginning continues what is before it."""
     messages = [SYSTEM, USER, said("a"), USER, said("b")]
     chain = chain_of(messages, continues=True)
     assert list(chain.ends) == [
@@ -281,7 +280,7 @@ def test_junk_is_continued_too(begun: Any, answer: Any) -> None:
 
 
 def test_what_decides_how_a_prompt_begins_makes_another_chain() -> None:
-    """With another salt or template no KV is found: nothing is gone on with."""
+    """With another salt or template no KV is found."""
 
     def chain(**more: object) -> Chain:
         body = {"messages": [SYSTEM, USER, said("a"), USER], **more}

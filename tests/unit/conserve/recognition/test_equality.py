@@ -1,4 +1,4 @@
-"""What of a message counts for its digest, and what does not."""
+"""Messages that count as equal for their digest, and those that do not."""
 
 import json
 import time
@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.recognition import candidate_digests, tail_digest
+from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import IMAGE, SYSTEM, USER, called, said
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two messages count as the same one."""
     return tail_digest([USER], one) == tail_digest([USER], other)
 
 

@@ -1,4 +1,4 @@
-"""The index finds whose tails are continued."""
+"""The index finds the histories that a tail continues."""
 
 import time
 

@@ -1,11 +1,11 @@
-"""Text that is another one each time, in what real clients send."""
+"""Text that changes each time, in what real clients send."""
 
 import pytest
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
-from conserve.recognition import candidate_digests
 from conserve.recognition.apis import messages_of
 from conserve.recognition.volatile import without_billing_header
+from tests.unit.conserve.recognition.digests import candidate_digests
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.117.48f; cc_entrypoint=cli; cch={};"
 USER = {"role": "user", "content": "x-anthropic-billing-header: what is it?"}

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.recognition import Digest, TailIndex, candidate_digests, tail_digest
+from conserve.recognition import Digest, TailIndex
 from tests.checkout import DATA
+from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import (
     SEEDS,
     SYSTEM,
@@ -162,7 +163,7 @@ def test_real_conversations_interleaved_are_recognised_on_every_turn() -> None:
     assert len(trajectories) == 200
 
     def replay(trajectory: list[Message], server: Server) -> Iterator[bool]:
-        """Yields for each turn after the first whether it was recognised, and rightly."""
+        """Yield for each turn after the first whether it was recognised correctly."""
         first = True
         for place, message in enumerate(trajectory):
             if message["role"] != "assistant":

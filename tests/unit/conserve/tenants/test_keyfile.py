@@ -1,4 +1,4 @@
-"""The key file: what is in it, what is refused, and that it changes in one step."""
+"""The key file: its content, what is refused, and that it changes in one step."""
 
 import fcntl
 import json
@@ -53,7 +53,7 @@ def test_revoking_takes_one_key_and_leaves_its_tenant() -> None:
     content, _ = content.with_key("acme", DAY)
     kept = content.keys[1]
     assert content.without_key(content.keys[0].id).keys == [kept]
-    # As somebody has it at hand.
+    # The whole key works, too.
     assert content.without_key(first).keys == [kept]
     assert "acme" in content.without_key(kept.id).without_key(first).tenants
     with pytest.raises(KeyFileError, match="no key has the id") as refused:

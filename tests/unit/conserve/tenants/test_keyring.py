@@ -1,4 +1,4 @@
-"""Which keys are good, while their file changes, breaks and goes away."""
+"""Valid keys, while their file changes, breaks and is removed."""
 
 import logging
 import os

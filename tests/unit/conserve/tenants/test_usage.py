@@ -1,4 +1,4 @@
-"""What a tenant has, and how many of its conversations began within a minute."""
+"""A tenant's usage, and how many of its conversations began within a minute."""
 
 from conserve.tenants import UsageBook
 
@@ -16,7 +16,7 @@ def test_conversations_count_as_new_for_a_minute() -> None:
     usage.began(500.0)
     usage.began(20.0)
     assert usage.begun_lately(500.0) == 1
-    # And one from a decoder whose clock is an hour ahead keeps nobody out for an hour.
+    # One from a decoder whose clock is an hour ahead does not block for an hour.
     usage.began(4100.0)
     assert usage.begun_lately(500.0) == 1
 

@@ -10,9 +10,9 @@ from vllm.entrypoints.openai.responses.utils import construct_input_messages, co
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.canonical_items import canonical
-from conserve.recognition import candidate_digests
 from conserve.recognition.apis import messages_of, tools_of
 from tests.unit.conserve.recognition.apis import told as apis
+from tests.unit.conserve.recognition.digests import candidate_digests
 from tests.unit.conserve.recognition.messages import SEEDS
 
 

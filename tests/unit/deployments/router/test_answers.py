@@ -9,9 +9,9 @@ import pytest
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
-from deployments.environments.client import EnvironmentClient, _checked
+from deployments.environments.client import EnvironmentClient
 from deployments.environments.service import EnvironmentService
-from deployments.messages import EngineStarting
+from deployments.messages import EngineStarting, unrefused
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table import TableService
 from tests.unit.deployments.environments.test_manager import World, root, world
@@ -47,11 +47,11 @@ class Environments(EnvironmentClient):
     def __init__(self, service: EnvironmentService) -> None:
         self._service = service
 
-    async def _ask(self, method: Any, *given: Any, **named: Any) -> Any:
-        return _checked(await getattr(self._service, method.__name__)(*given))
+    async def _ask(self, patience: Any, method: Any, *given: Any, **named: Any) -> Any:
+        return unrefused(await getattr(self._service, method.__name__)(*given))
 
     async def run(self, conversation_id: str, name: str, body: Any) -> Any:
-        return _checked(await self._service.run("run", conversation_id, name, body))
+        return unrefused(await self._service.run("run", conversation_id, name, body))
 
 
 async def a_busy_service() -> TableService:

@@ -184,7 +184,7 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
     # It is recognised by the answer that the decoder has told the table of.
     begun = Beginning(*heard(RESPONSES, {"input": "hello"}))
     assert asked.chain is not None
-    assert list(asked.chain.ends) == [begun.tail_digest({"role": "assistant", "content": "a"})]
+    assert list(asked.chain.ends) == [begun.tails({"role": "assistant", "content": "a"})[0]]
     assert asked.body["input"][-1] == {"role": "user", "content": "b"}
     # A name of the client's own goes before.
     named = {"x-conversation-id": "mine"}

@@ -4,9 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from autoscale.autoscaler import Autoscaler, Wanted
-from autoscale.scaling import Scaling
-from autoscale.signals import Need
+from autoscale.autoscaler import Autoscaler, Need, Scaling, Wanted
 from conserve.admission import Admission
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts

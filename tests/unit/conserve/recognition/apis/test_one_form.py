@@ -1,4 +1,4 @@
-"""A conversation has the same digests in whichever API it is told."""
+"""A conversation has the same digests in every API."""
 
 import json
 import random
@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
-from conserve.recognition import candidate_digests, tail_digest
 from conserve.recognition.apis import answers_of, continues, messages_of, tools_of
 from tests.unit.conserve.recognition.apis import told as apis
 from tests.unit.conserve.recognition.apis.told import Json, Said, Told
+from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import SEEDS
 
 TELL: dict[str, Callable[[Told, random.Random], Json]] = {

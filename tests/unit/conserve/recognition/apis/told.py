@@ -1,4 +1,4 @@
-"""A conversation, and how it is told in each API."""
+"""A conversation, and its requests in each API."""
 
 import json
 import random
@@ -19,7 +19,7 @@ class Call:
 
 @dataclass
 class Said:
-    """One step: what the user says, or an answer, or the results of its calls.
+    """One step: a user's message, an answer, or the results of its calls.
 
     Attributes:
         texts: of a user's message, or of each result.
@@ -57,7 +57,7 @@ def random_answer(rng: random.Random) -> Said:
 
 
 def random_conversation(rng: random.Random, answers: int) -> Told:
-    """One that ends with a user's message or results, after so many answers."""
+    """A conversation that ends with a user's message or results, after this many answers."""
     told = Told(
         words(rng) if rng.random() < 0.8 else None,
         [
@@ -73,14 +73,13 @@ def random_conversation(rng: random.Random, answers: int) -> Told:
 
 
 def following(answer: Said, rng: random.Random) -> Said:
-    """What comes after an answer: its calls' results, or a user's message."""
+    """The step after an answer: its calls' results, or a user's message."""
     if answer.calls:
         return Said("tools", [words(rng) for _ in answer.calls], answer.calls)
     return Said("user", [words(rng)], image=rng.random() < 0.2)
 
 
 def chat(told: Told, rng: random.Random) -> Json:
-    """As ``/v1/chat/completions`` gets it."""
     messages: list[Json] = []
     if told.system is not None:
         role = rng.choice(["system", "developer"])
@@ -129,7 +128,6 @@ def _either(text: str, kind: str, rng: random.Random) -> Any:
 
 
 def messages(told: Told, rng: random.Random) -> Json:
-    """As ``/v1/messages`` gets it."""
     found: list[Json] = []
     for step in told.steps:
         if step.who == "tools":
@@ -177,7 +175,6 @@ def blocks_of(step: Said) -> list[Json]:
 
 
 def responses(told: Told, rng: random.Random) -> Json:
-    """As ``/v1/responses`` gets it."""
     items: list[Json] = []
     for step in told.steps:
         if step.who == "tools":

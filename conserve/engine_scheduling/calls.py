@@ -1,0 +1,129 @@
+"""Kinds of calls, the lane for long prefills, and the load that a scheduler reports."""
+
+from typing import Final, Literal
+
+import msgspec
+
+Kind = Literal["cold", "resume", "decode"]
+KINDS: Final[tuple[Kind, ...]] = ("cold", "resume", "decode")
+WaitFor = Literal["room", "place", "step", "load"]
+"""What a call waits for in an engine: free KV, one of the places of calls that run, tokens of a
+step, or its own KV, which is being loaded."""
+
+
+def kind_of(is_decoding: bool, found_tokens: int, missing_tokens: int, budget_tokens: int) -> Kind:
+    """Classify a call (AgentServe, algorithm 1, lines 11 to 16).
+
+    Args:
+        found_tokens: of its prompt, what caches have.
+        missing_tokens: the rest; an append computes up to a block more than it is long.
+        budget_tokens: what a step may prefill beside decodes.
+    """
+    if is_decoding:
+        return "decode"
+    return "resume" if found_tokens > 0 and missing_tokens <= budget_tokens else "cold"
+
+
+Route = Literal["inline", "lane", "wait"]
+
+
+class PrefillLane:
+    """Routes calls to the prefill lane (AgentServe, algorithm 1, lines 11 to 16).
+
+    Q_D of the paper is the engine's steps here, and Q_P the lane, which computes one prefill at a
+    time and only beside decodes. At most ``most_waiting`` calls wait for it, none longer than
+    ``longest_wait_s``; others run inline, cut to the budget. See README.md for departures.
+
+    Attributes:
+        current: the call in the lane; None if it is free.
+        done, failed: prefills since the engine's start; one whose client left counts as neither.
+    """
+
+    def __init__(self, *, most_waiting: int = 8, longest_wait_s: float = 2.0) -> None:
+        if most_waiting < 0:
+            raise ValueError(f"most_waiting: {most_waiting} is below 0")
+        if not longest_wait_s >= 0:
+            raise ValueError(f"longest_wait_s: {longest_wait_s} is below 0")
+        self._most_waiting = most_waiting
+        self._longest_wait_s = longest_wait_s
+        self._since_s: dict[str, float] = {}
+        self.current: str | None = None
+        self.current_tokens = 0
+        self.done = self.failed = self.computed_tokens = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._since_s)
+
+    def route(
+        self, name: str, missing_tokens: int, budget_tokens: int, decoding: bool, now_s: float
+    ) -> Route:
+        """Return where a call that could begin now is prefilled; ``wait`` means to ask again."""
+        if not decoding or missing_tokens <= budget_tokens:
+            self._since_s.pop(name, None)
+            return "inline"
+        if self.current is None:
+            return "lane"
+        since_s = self._since_s.get(name)
+        if since_s is None:
+            if len(self._since_s) >= self._most_waiting:
+                return "inline"
+            since_s = self._since_s[name] = now_s
+        # It keeps its place until it begins, since it may not have room yet.
+        return "wait" if now_s - since_s < self._longest_wait_s else "inline"
+
+    def takes(self, name: str, tokens: int) -> None:
+        """Put a call's prefill into the lane; ValueError if it has another one."""
+        if self.current is not None:
+            raise ValueError(f"{name} cannot enter the lane: {self.current} is in it")
+        self._since_s.pop(name, None)
+        self.current, self.current_tokens = name, tokens
+
+    def computed(self, name: str, tokens: int) -> None:
+        self.computed_tokens += tokens
+        if name == self.current:
+            self.current_tokens -= tokens
+
+    def ends(self, name: str, outcome: Literal["done", "failed", "cut"]) -> None:
+        if name == self.current:
+            self.current, self.current_tokens = None, 0
+            self.done += outcome == "done"
+            self.failed += outcome == "failed"
+
+    def forget(self, name: str) -> None:
+        self._since_s.pop(name, None)
+
+
+class SchedulerLoad(msgspec.Struct, frozen=True):
+    """A scheduler's calls and blocks now, and its counts since the engine's start.
+
+    Attributes:
+        waiting, running, preempted: calls on each level, from 0.
+        cut: chunks that were made smaller, or put off, for decodes.
+        parts: prompts that began without room for all of them.
+        reclaimed_blocks: pinned ones that were given up before their time.
+        lane_tokens: left to compute in the lane; None, like all of the lane's, without one.
+        lane_prefills: by outcome: done, or failed and computed inline.
+        decode_sms: SMs that steps have, where the lane has the others; None if no border moves.
+    """
+
+    waiting: list[int]
+    running: list[int]
+    running_kinds: dict[Kind, int]
+    begun: dict[Kind, int]
+    cut: dict[Kind, int]
+    parts: int
+    preempted: list[int]
+    reclaimed_blocks: int
+    pinned_blocks: int
+    free_blocks: int
+    blocks: int
+    tpot_s: float
+    tpot_bound_s: float
+    budget_tokens: int
+    lane_waiting: int | None = None
+    lane_running: int | None = None
+    lane_tokens: int | None = None
+    lane_prefills: dict[str, int] | None = None
+    lane_computed_tokens: int | None = None
+    decode_sms: int | None = None

@@ -1,6 +1,0 @@
-"""Prompts in tokens, each piece of text tokenized once: see `TokenCache`."""
-
-from conserve.tokenizing.cache import Encode, TokenCache
-from conserve.tokenizing.pieces import Pieces, SpecialToken, special_tokens
-
-__all__ = ["Encode", "Pieces", "SpecialToken", "TokenCache", "special_tokens"]
