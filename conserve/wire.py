@@ -28,6 +28,9 @@ BEAT_S = 1.0
 # Whoever sends no beat for so long is lost. It is long, because a busy machine starves processes; a
 # dead engine is usually found at once, by a router whose connection broke.
 SILENCE_S = 15.0
+# An engine may say nothing of a turn for so long, and then the turn fails with 504: long prompts
+# wait for each other, and an answer that is not streamed comes as a whole.
+TURN_SILENCE_S = 3600.0
 
 # --- A turn, from a router to a decoder -----------------------------------------------------------
 

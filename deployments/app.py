@@ -14,7 +14,7 @@ from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.wire import CHUNK_TOKENS, Role
+from conserve.wire import CHUNK_TOKENS, TURN_SILENCE_S, Role
 from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
@@ -50,6 +50,9 @@ _MAX_ONGOING = 1_000_000
 # What containers have at /dev/shm by default is less, and the least that Ray's store may have.
 _SMALL_SHM_BYTES = 2**30
 _LEAST_STORE_BYTES = 80 * 2**20
+# How long the start waits for nodes that the cluster's autoscaler is asked for: clouds take minutes
+# to bring a machine up.
+_NODES_S = 600.0
 # For a replica to end, once it is empty.
 _LEAVING_S = 10.0
 
@@ -68,7 +71,7 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
     if not ray.is_initialized():
         start_ray(settings)
     # No node will join one that has just been started here.
-    return build(settings, 0.0 if alone else settings.tier_timeout_s)
+    return build(settings, 0.0 if alone else _NODES_S)
 
 
 def start_ray(settings: Settings) -> None:
@@ -108,11 +111,11 @@ def _shm_bytes() -> int:
         return 0
 
 
-def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
+def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     """The application for these settings, on the cluster that Ray is connected to.
 
     Args:
-        tier_timeout_s: longest wait for a node of each role's tier, and for enough GPUs.
+        nodes_timeout_s: longest wait for a node of each role's tier, and for enough GPUs.
 
     Raises:
         SettingsError: a tier is offered by no node, or there are too few GPUs, or engines do not
@@ -128,7 +131,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
         require_shares(settings)
         require_slots(settings)
-    wait_for_nodes(settings, gpu, tier_timeout_s)
+    wait_for_nodes(settings, gpu, nodes_timeout_s)
     alive = sum(node["Alive"] for node in ray.nodes())
     # The model may lie on other nodes, and not on this one.
     alone = alive == 1
@@ -222,7 +225,7 @@ def _engines(
     else:
         options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
         # It goes by itself once it has served its last turn; then Serve kills it.
-        drain_s = settings.autoscaling.drain_timeout_s + settings.turn_timeout_s
+        drain_s = settings.autoscaling.drain_timeout_s + TURN_SILENCE_S
         options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
     if tier.labels:
         bundles = options["placement_group_bundles"]

@@ -78,12 +78,6 @@ class Settings(Strict):
         default_factory=dict,
         description="Kinds of nodes by name, which `prefillers.tier` and `decoders.tier` refer to.",
     )
-    tier_timeout_s: float = Field(
-        default=600.0,
-        ge=0,
-        description="How long the start waits, on a Ray cluster that runs already, for a node of "
-        "each role's tier, and for as many GPUs as engines ask for; after that it fails.",
-    )
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments for both roles (`max_model_len`, `dtype`, ...).",
@@ -121,11 +115,6 @@ class Settings(Strict):
         default="auto",
         description="With `several`, KV also moves between nodes, whose LMCache servers share it; "
         "with `one` it does not. `auto`: as many as Ray has when the application starts.",
-    )
-    engine_host: str | None = Field(
-        default=None,
-        description="Address that engines listen on; `node` is that of their own node. Unset: "
-        "loopback on one node, `node` on several.",
     )
     port: int = Field(default=8000, ge=1, le=65535, description="Port that the router listens on.")
     routers: int = Field(
@@ -189,22 +178,10 @@ class Settings(Strict):
         "have stays with the engine until it needs the space. `off`: as in the paper. Only with "
         "`placement: conversation` and `elastic`.",
     )
-    pausing_mark: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="The share of a decoder's KV space above which idle conversations are paused, "
-        "though nobody waits for it.",
-    )
     parking: bool = Field(
         default=True,
         description="Whether turns on a decoder that is half full leave their KV in host memory "
         "(`lmcache.size_gb`) too, from where a paused conversation comes back without a prefill.",
-    )
-    queue_limit: int = Field(
-        default=1024,
-        ge=0,
-        description="How many conversations may wait for room; one more is refused with 429.",
     )
     queue_timeout_s: float = Field(
         default=60.0,
@@ -216,11 +193,6 @@ class Settings(Strict):
         gt=0,
         description="A conversation that has not been used for this long counts as ended.",
     )
-    turn_timeout_s: float = Field(
-        default=3600.0,
-        gt=0,
-        description="How long an engine may be silent within a turn; then the turn fails with 504.",
-    )
     continue_streams: bool = Field(
         default=True,
         description="Whether a streamed answer goes on at another decoder if its own is lost.",
@@ -231,21 +203,6 @@ class Settings(Strict):
         "history is recognised. `billing_header`: Claude Code's `x-anthropic-billing-header`, "
         "which is taken out of prompts too; `times`: clock times with seconds.",
     )
-
-    response_store_mb: int = Field(
-        default=64,
-        ge=0,
-        description="How much each decoder keeps of responses (`/v1/responses`), with their "
-        "histories, for retrieval and `previous_response_id`, in MB; the oldest go first. "
-        "0: nothing.",
-    )
-    tokenizer_cache_mb: int = Field(
-        default=256,
-        ge=0,
-        description="How much each engine keeps of text that it has tokenized, with its tokens, in "
-        "MB: of a turn only what is new is tokenized. 0: nothing; each turn's whole history is.",
-    )
-
     environments: EnvironmentSettings = Field(
         default_factory=EnvironmentSettings,
         description="Where agents' tools run, if clients may run commands at all.",
@@ -370,8 +327,6 @@ class Settings(Strict):
         if self.placement not in _PAUSING and self.pausing and "pausing" in given:
             raise ValueError("pausing: only placement conversation or elastic pauses conversations")
         if self.pausing_policy() is None:
-            if "pausing_mark" in given:
-                raise ValueError("pausing_mark: nothing is paused here; see pausing")
             if "parking" in given and self.parking:
                 raise ValueError("parking: nothing is paused here; see pausing")
         return self
@@ -459,7 +414,7 @@ class Settings(Strict):
         if not self.pausing or self.placement not in _PAUSING:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
-        return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)
+        return Pausing(patience_s=self.queue_timeout_s * 5 / 6)
 
     def line_order(self) -> LineOrder:
         """In which order conversations that wait for room go."""
@@ -506,25 +461,16 @@ class Settings(Strict):
         return self.parking and self.pausing_policy() is not None
 
     def on_nodes(self, alive: int) -> "Settings":
-        """These settings on a cluster of ``alive`` nodes, with nothing left to choose.
-
-        Raises:
-            SettingsError: other nodes could not reach the engines.
-        """
+        """These settings on a cluster of ``alive`` nodes, with nothing left to choose."""
         nodes = self.nodes
         if nodes == "auto":
             nodes = "several" if alive > 1 else "one"
-        host = self.engine_host or ("node" if nodes == "several" else "127.0.0.1")
-        if self.nodes == "several" and host in ("127.0.0.1", "localhost", "::1"):
-            raise SettingsError(
-                f"engine_host: other nodes cannot reach {host}; leave it out where nodes=several"
-            )
-        if host in ("0.0.0.0", "::"):
-            raise SettingsError(
-                f"engine_host: routers are told this address, and {host} is none to connect to; "
-                "give `node` or an address"
-            )
-        return self.model_copy(update={"nodes": nodes, "engine_host": host})
+        return self.model_copy(update={"nodes": nodes})
+
+    @property
+    def engine_host(self) -> str:
+        """The address that engines listen on; ``node`` is that of their own node."""
+        return "node" if self.nodes == "several" else "127.0.0.1"
 
     @property
     def model_id(self) -> str:

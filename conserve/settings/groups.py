@@ -1,16 +1,37 @@
 """Groups of settings: of a role's engines, a tier's nodes, LMCache's servers, autoscaling."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from conserve.settings.removed import sentences
 
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
 
 
+# The type of the error that refuses names which were settings once.
+REMOVED_TYPE = "removed_setting"
+
+
 class Strict(BaseModel):
+    """Refuses names that are no settings, and says of removed ones what replaces them.
+
+    Attributes:
+        prefix: of the group's names, with its dot.
+    """
+
     # hide_input: a value may be a secret (an environment variable for an engine, for instance).
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    prefix: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (said := sentences(cls.prefix, given)):
+            raise PydanticCustomError(REMOVED_TYPE, "{said}", {"said": "\n  ".join(said)})
+        return given
 
 
 class RoleSettings(Strict):

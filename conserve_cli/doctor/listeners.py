@@ -21,7 +21,7 @@ _OWNERS = (
 )
 _TO_DO = {
     "router": "set host=127.0.0.1, or give its clients keys and have TLS ended in front of it",
-    "engine": "leave engine_host out, and have Ray on loopback, as `conserve serve` does",
+    "engine": "set nodes=one, and have Ray on loopback, as `conserve serve` does",
     "LMCache": "set nodes=one: whoever reaches it can run code",
     "Ray": "start the application by `conserve serve` or `serve run conserve.app`, or Ray with "
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which keep it on loopback; or close these ports: whoever "
@@ -84,7 +84,7 @@ def is_loopback(host: str) -> bool:
 def check_listeners(listeners: Iterable[ListenerFacts], settings: Settings) -> list[Finding]:
     """Judge what listens on more than loopback although there is no other node to reach it.
 
-    What the settings ask for by name, `host` and `engine_host`, is not told.
+    What the settings ask for, by `host` and `nodes`, is not told.
     """
     findings = []
     for one in listeners:
@@ -105,7 +105,7 @@ def _asked_for(one: ListenerFacts, where: tuple[str, int], settings: Settings) -
     if one.owner == "router":
         return port == settings.port and _same(host, settings.host)
     if one.owner == "engine":
-        return settings.engine_host is not None and _same(host, settings.engine_host)
+        return settings.nodes == "several" and _same(host, settings.engine_host)
     return False
 
 

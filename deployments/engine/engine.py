@@ -316,14 +316,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         settings = self._settings
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
-        self._tokens = keep_tokens(renderer, settings.tokenizer_cache_mb, salted_only=keyed)
+        self._tokens = keep_tokens(renderer, salted_only=keyed)
         make_checkable(client, renderer, await client.get_supported_tasks())
-        keeper = ResponseKeeper(app, settings.response_store_mb)
+        keeper = ResponseKeeper(app)
         observer = self._observer = TurnObserver(
             keeper, self._holdings, self._desk, self._reporter.has_more, settings.volatile_text
         )
         host = settings.engine_host
-        assert host is not None
         if host == "node":
             host = ray.util.get_node_ip_address()
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

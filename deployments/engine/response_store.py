@@ -25,6 +25,8 @@ from deployments.engine.response_events import AgreeingResponse
 
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
+# Hundreds of histories of the length that clients continue by a response's id.
+ROOM_MB = 64
 # Beside the bytes that it holds: the entry itself, its key, its ids.
 _ENTRY_BYTES = 512
 
@@ -117,10 +119,9 @@ class ResponseKeeper:
         room_mb: how much they may take.
     """
 
-    def __init__(self, app: ASGIApp, room_mb: int) -> None:
+    def __init__(self, app: ASGIApp, room_mb: int = ROOM_MB) -> None:
         self._app = app
         self._store = ResponseStore(room_mb * _MB)
-        self._room_mb = room_mb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -141,7 +142,7 @@ class ResponseKeeper:
         else:
             asked = await asyncio.to_thread(_asked, request)
         if asked is not None and asked.request_id:
-            keeps = asked.store is not False and self._room_mb > 0
+            keeps = asked.store is not False
 
             def keep(response: bytes) -> None:
                 self._store.add(asked.request_id, key.history_id, request, response)

@@ -20,6 +20,9 @@ from deployments.engine.check import only_counts
 
 logger = init_logger(__name__)
 
+# Some 100 million characters of source text: the histories of hundreds of coding agents.
+KEPT_MB = 256
+
 _RENDERING = ("render_chat", "render_completion", "preprocess_chat")
 
 # What is tokenized in both ways before any prompt is, between special tokens: letters, numbers and
@@ -45,7 +48,9 @@ _NOBODYS = _Request()
 _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default=_NOBODYS)
 
 
-def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> TokenCache | None:
+def keep_tokens(
+    renderer: Any, most_mb: int = KEPT_MB, salted_only: bool = False
+) -> TokenCache | None:
     """Have an engine's HTTP app keep the tokens of what it has tokenized.
 
     What was tokenized under one ``cache_salt`` is not found under another.

@@ -17,6 +17,7 @@ from conserve import apis, identity
 from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from conserve.wire import TURN_SILENCE_S
 from deployments.environments.client import EnvironmentClient
 from deployments.messages import Refusal
 from deployments.router.access import Access, caller_of
@@ -75,7 +76,7 @@ class FrontDoor:
         self._started = int(time.time())
         # How long prompt plus output may be; None until a decoder has been there.
         self._max_model_len: int | None = None
-        upstream = Upstream(settings.turn_timeout_s)
+        upstream = Upstream(TURN_SILENCE_S)
         turns = TurnEndpoint(settings, table, upstream, router_id, homes)
         stored = StoredResponses(settings, table, upstream)
         tokens = TokensEndpoint(settings, table, upstream, stored)

@@ -51,8 +51,8 @@ _COMMON = (*_ENGINES, _PAPER)
 # One prefiller, two decoders.
 MAIN = Application("main", (*_COMMON, "decoders=2"), decoders=2, lone_engine=True)
 
-# One decoder that is full soon, a short queue, and conversations that end by themselves. As in the
-# paper, idle ones keep their room.
+# One decoder that is full soon, short waits for room, and conversations that end by themselves. As
+# in the paper, idle ones keep their room.
 SMALL = Application(
     "small",
     (
@@ -61,7 +61,6 @@ SMALL = Application(
         "engine.max_model_len=2048",
         "decoders.engine.num_gpu_blocks_override=24",
         "pausing=off",
-        "queue_limit=2",
         "queue_timeout_s=5",
         "idle_timeout_s=15",
         "max_body_bytes=100000",

@@ -176,7 +176,6 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"port": "http"}, "port"),
         ({"device": "tpu"}, "device"),
         ({"model": ""}, "model"),
-        ({"queue_limit": -1}, "queue_limit"),
         ({"queue_timeout_s": 0}, "queue_timeout_s"),
         ({"idle_timeout_s": -1}, "idle_timeout_s"),
         ({"routers": 0}, "routers"),
@@ -370,8 +369,6 @@ _LANE: dict[str, Any] = {"engine_scheduler": "conversation", "prefill_lane": Tru
             "min_remote_prefill_tokens: only placement conversation",
         ),
         ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
-        ({"pausing": False, "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
-        ({"placement": "collocated", "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
         ({"pausing": False, "parking": True}, "parking: nothing is paused here"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
@@ -433,9 +430,9 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert not paper.prefillers_host
     shorter = load({"placement": "conversation", "min_remote_prefill_tokens": 9})
     assert shorter.policy() == ConversationPlacement(9)
-    pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
+    pausing = load({"queue_timeout_s": 20}).pausing_policy()
     assert pausing is not None
-    assert (pausing.mark, pausing.patience_s) == (0.9, 50 / 3)
+    assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
 
 

@@ -1,0 +1,30 @@
+"""Settings that earlier versions had, and the sentence with which each is refused now."""
+
+from collections.abc import Iterable
+
+# By dotted name, with NAME for the name of a tier. What is behind "was removed: ".
+REMOVED = {
+    "tier_timeout_s": "the start waits ten minutes for nodes; start again where they take longer",
+    "turn_timeout_s": "a turn fails after an hour in which its engine says nothing",
+    "queue_limit": "1024 conversations may wait for room; set queue_timeout_s to say for how long",
+    "pausing_mark": "idle conversations are paused where others need their room; pausing=off has "
+    "none paused",
+    "response_store_mb": "each decoder keeps 64 MB of responses; a client that wants none kept "
+    "sends `store: false`",
+    "tokenizer_cache_mb": "each engine keeps 256 MB of tokenized text",
+    "engine_host": "engines listen on loopback with nodes=one, and on their node's address with "
+    "nodes=several",
+}
+
+
+def sentences(prefix: str, names: Iterable[str]) -> list[str]:
+    """Return a sentence for each of these names that was a setting once.
+
+    Args:
+        prefix: of the group that the names are in, with its dot; empty for the application's own.
+    """
+    return [
+        f"`{prefix}{name}` was removed: {REMOVED[prefix + name]}"
+        for name in names
+        if prefix + name in REMOVED
+    ]
