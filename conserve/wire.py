@@ -220,6 +220,9 @@ PARK = "conserve.park"
 STORED_TO = "conserve.stored_to"
 # In the connector's configuration: LMCache's chunk, which its server is started with.
 CHUNK_TOKENS = "conserve.chunk_tokens"
+# An engine, or a server that reads another node's memory, waits so long for a transfer of KV, and
+# the engine recomputes it then: a prompt takes longer only over links that are slower than that.
+TRANSFER_TIMEOUT_S = 10.0
 # Set where a prefiller has just computed the prompt, and said that it is stored.
 PREFILLED = "conserve.prefilled"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.

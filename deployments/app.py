@@ -14,7 +14,7 @@ from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.wire import CHUNK_TOKENS, TURN_SILENCE_S, Role
+from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import SLOT_ENVIRONMENT, SLOT_WORKER
@@ -149,7 +149,7 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         _say_no_sms(settings)
         if alone:
             settings, _ = planned_on_cpus(settings)
-    settings = _for_device(settings, gpu)
+    settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})
     engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
@@ -199,13 +199,6 @@ def _require_cuda_build() -> None:
             "without CUDA: run make install-gpu and use .venv-gpu; or, in a fresh environment, pip "
             "install '.[cuda]' (and leave PyTorch's CPU index out); or set device=cpu"
         )
-
-
-def _for_device(settings: Settings, gpu: bool) -> Settings:
-    chunk = chunk_tokens(settings, gpu)
-    lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
-    device = "gpu" if gpu else "cpu"
-    return settings.model_copy(update={"lmcache": lmcache, "device": device})
 
 
 def _engines(
@@ -290,9 +283,9 @@ def llm_arguments(
         "kv_load_failure_policy": "recompute",
         # The server's address is for each engine to add: that of its own node.
         "kv_connector_extra_config": {
-            "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
+            "lmcache.mp.mq_timeout": TRANSFER_TIMEOUT_S,
             "lmcache.mp.heartbeat_interval": 1,
-            CHUNK_TOKENS: settings.lmcache.chunk_tokens,
+            CHUNK_TOKENS: chunk_tokens(settings, gpu),
         },
     }
     resources = {**own.resources, **tier.resources}

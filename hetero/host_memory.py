@@ -27,21 +27,15 @@ _HOST_SHARE = 0.5
 def chunk_tokens(settings: Settings, gpu: bool) -> int:
     """Tokens in a chunk of LMCache's, a whole number of blocks.
 
-    Raises:
-        SettingsError: a chunk that is set is not.
+    Only whole chunks are handed over. LMCache's default is 256; engines on CPUs have shorter
+    prompts, and their blocks have 128 tokens.
     """
     # vLLM's CPU backend has blocks of 128 tokens. On a GPU it has small ones unless it is told
     # otherwise, or a model has Mamba layers: see `deployments.engine.kv_layers`.
     block = 1
     for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
         block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
-    chunk = settings.lmcache.chunk_tokens
-    if chunk is None:
-        return -(-(256 if gpu else 128) // block) * block
-    if chunk % block:
-        whose = "engine.block_size" if gpu else "CPU blocks"
-        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
-    return chunk
+    return -(-(256 if gpu else 128) // block) * block
 
 
 def page_bytes(size_gb: float, shared: bool) -> int:

@@ -22,7 +22,6 @@ from rich.progress import Progress
 
 from benchmarks.experiments import warm
 from benchmarks.experiments.warm import MODEL
-from benchmarks.peers.plan import free_port
 from benchmarks.peers.ray_llm import serving_command
 from conserve.console import new_console
 from conserve.engines import engine_environment, model_source, server_command
@@ -49,8 +48,7 @@ def _bare_engine(log: Path) -> Launch:
 
 
 def _conserve_beside(settings: Sequence[str], log: Path) -> Launch:
-    ports = [f"port={_BESIDE_PORT}", f"lmcache.port={free_port()}"]
-    ports.append(f"lmcache.http_port={free_port()}")
+    ports = [f"port={_BESIDE_PORT}", "lmcache.port=0"]
     return Launch(["decoders=1", *ports, *settings], log)
 
 

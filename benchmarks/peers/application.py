@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.peers.options import Options, engine_arguments, engine_environment
-from benchmarks.peers.plan import Part, PeerPlan, free_port, module
+from benchmarks.peers.plan import Part, PeerPlan, module
 
 
 def application(
@@ -34,9 +34,8 @@ def application(
         f"model={options.model}",
         f"device={'gpu' if options.gpu else 'cpu'}",
         f"port={options.port}",
-        # Several applications on one machine each have an LMCache server.
-        f"lmcache.port={free_port()}",
-        f"lmcache.http_port={free_port()}",
+        # Several applications on one machine each have an LMCache server, on ports that are free.
+        "lmcache.port=0",
         *(f"engine.{argument}={json.dumps(value)}" for argument, value in own.items()),
     ]
     all_arguments = engine_arguments(options) | own

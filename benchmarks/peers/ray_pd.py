@@ -27,19 +27,17 @@ NAME = "ray_pd"
 def plan(options: Options) -> PeerPlan:
     """An LMCache server, one prefill replica and N - 1 decode replicas."""
     require_two(options.engines, NAME)
-    lmcache = LMCacheSettings(
-        chunk_tokens=256 if options.gpu else 128, port=free_port(), http_port=free_port()
-    )
+    address = Address("127.0.0.1", free_port(), free_port())
     shared = engine_arguments(options)
-    prefill = shared | {"kv_transfer_config": _connector("kv_producer", lmcache)}
-    decode = shared | {"kv_transfer_config": _connector("kv_consumer", lmcache)}
+    prefill = shared | {"kv_transfer_config": _connector("kv_producer", address)}
+    decode = shared | {"kv_transfer_config": _connector("kv_consumer", address)}
     arguments = {
         "prefill_config": llm_config(options, 1, prefill),
         "decode_config": llm_config(options, options.engines - 1, decode),
     }
     return PeerPlan(
         parts=(
-            _server(lmcache),
+            _server(options, address),
             serving_part(NAME, options, "build_pd_openai_app", arguments),
         ),
         engine_arguments={"prefill": prefill, "decode": decode},
@@ -49,24 +47,24 @@ def plan(options: Options) -> PeerPlan:
     )
 
 
-def _connector(role: str, lmcache: LMCacheSettings) -> dict[str, Any]:
+def _connector(role: str, address: Address) -> dict[str, Any]:
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
         "kv_role": role,
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": lmcache.port,
+            "lmcache.mp.port": address.port,
         },
     }
 
 
-def _server(lmcache: LMCacheSettings) -> Part:
+def _server(options: Options, address: Address) -> Part:
     environment = lmcache_environment()
-    address = Address("127.0.0.1", lmcache.port, lmcache.http_port)
+    size_gb, chunk_tokens = LMCacheSettings().size_gb, 256 if options.gpu else 128
     return Part(
         "lmcache",
-        tuple(lmcache_command(lmcache, address)),
+        tuple(lmcache_command(size_gb, chunk_tokens, address)),
         {key: value for key, value in environment.items() if os.environ.get(key) != value},
-        ready_url=f"http://127.0.0.1:{lmcache.http_port}/healthcheck",
+        ready_url=f"http://127.0.0.1:{address.http_port}/healthcheck",
     )

@@ -124,6 +124,8 @@ class TierSettings(Strict):
 class LMCacheSettings(Strict):
     """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
 
+    prefix = "lmcache."
+
     size_gb: float = Field(
         default=2.0,
         gt=0,
@@ -131,44 +133,26 @@ class LMCacheSettings(Strict):
         "GiB. When it is full, the KV unused for longest is dropped. Unset: at most half of what "
         "is free, within the container's limit; on GPUs by the model's KV and decoders' room.",
     )
-    chunk_tokens: int | None = Field(
-        default=None,
-        ge=16,
-        description="Tokens in a chunk. Only whole chunks are handed over; the decoder computes "
-        "the rest. Unset: 128 on a CPU, 256 on a GPU, and more where `engine.block_size` is set "
-        "and wants it.",
-    )
     port: int = Field(
         default=7610,
         ge=0,
-        le=65535,
+        le=65534,
         description="Port on which a node's LMCache server listens for engines, and for other "
-        "nodes' servers. 0: a free one.",
-    )
-    http_port: int = Field(
-        default=7611,
-        ge=0,
-        le=65535,
-        description="Port of the server's admin interface and metrics, on loopback. 0: a free one.",
-    )
-    timeout_s: float = Field(
-        default=10.0,
-        gt=0,
-        description="How long an engine waits for a transfer of KV; after that it recomputes it.",
+        "nodes' servers; the next one has its admin interface and metrics, on loopback. 0: free "
+        "ones.",
     )
 
-    @field_validator("port", "http_port")
+    @field_validator("port")
     @classmethod
     def _not_privileged(cls, value: int) -> int:
         if 0 < value < 1024:
             raise ValueError("a port from 1024 on, or 0 for one that is free")
         return value
 
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
-        if self.port == self.http_port != 0:
-            raise ValueError("port and http_port must differ")
-        return self
+    @property
+    def http_port(self) -> int:
+        """Port of the server's admin interface and metrics, on loopback. 0: a free one."""
+        return self.port and self.port + 1
 
 
 class AutoscalingSettings(Strict):

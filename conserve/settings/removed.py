@@ -12,6 +12,11 @@ REMOVED = {
     "response_store_mb": "each decoder keeps 64 MB of responses; a client that wants none kept "
     "sends `store: false`",
     "tokenizer_cache_mb": "each engine keeps 256 MB of tokenized text",
+    "lmcache.timeout_s": "an engine waits ten seconds for a transfer of KV, and recomputes it then",
+    "lmcache.http_port": "the admin interface has the port after lmcache.port, and a free one with "
+    "lmcache.port=0",
+    "lmcache.chunk_tokens": "a chunk has 128 tokens on a CPU and 256 on a GPU; set "
+    "engine.block_size to have chunks of whole blocks of that size",
     "engine_host": "engines listen on loopback with nodes=one, and on their node's address with "
     "nodes=several",
 }

@@ -233,8 +233,10 @@ VISION = Application(
     make_model=make_vision_model,
 )
 
-# A prefiller and a decoder that share one GPU, with a model of a real one's shape.
+# LMCache's chunk, of engines on GPUs.
 GPU_CHUNK_TOKENS = 256
+
+# A prefiller and a decoder that share one GPU, with a model of a real one's shape.
 GPU = Application(
     "gpu",
     (
@@ -246,7 +248,6 @@ GPU = Application(
         "engine.max_model_len=40960",
         # What compiling and capturing would take, at each start of an engine, tests do not have.
         "engine.enforce_eager=true",
-        f"lmcache.chunk_tokens={GPU_CHUNK_TOKENS}",
         "lmcache.size_gb=16",
     ),
     make_model=make_real_shape,
@@ -268,7 +269,6 @@ GPU_SLOTS = Application(
         "engine.max_model_len=40960",
         "engine.compilation_config.mode=0",
         "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
-        f"lmcache.chunk_tokens={GPU_CHUNK_TOKENS}",
         "lmcache.size_gb=16",
     ),
     make_model=make_real_shape,

@@ -64,7 +64,7 @@ def test_a_config_files_nested_roles() -> None:
                 "resources": {"fast": 1},
                 "engine": {"max_num_seqs": 64, "compilation_config": {"level": 3}},
             },
-            "lmcache": {"size_gb": 20, "chunk_tokens": 256},
+            "lmcache": {"size_gb": 20},
         }
     )
     assert settings.prefillers.tier == "h100"
@@ -72,7 +72,7 @@ def test_a_config_files_nested_roles() -> None:
     assert settings.decoders.num_gpus == 0.5
     assert settings.decoders.engine["compilation_config"] == {"level": 3}
     assert settings.engine == {"max_model_len": 32768}
-    assert settings.lmcache.chunk_tokens == 256
+    assert settings.lmcache.size_gb == 20
 
 
 def test_dotted_names_reach_everything_from_a_command_line() -> None:
@@ -192,11 +192,9 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"gpus": 0}, "gpus"),
         ({"decoders": {"num_gpus": -1}}, "decoders.num_gpus"),
         ({"prefillers": {"tier": "a b"}}, "prefillers.tier"),
-        ({"lmcache": {"chunk_tokens": 1}}, "lmcache.chunk_tokens"),
         ({"lmcache": {"port": 80}}, "lmcache.port"),
-        ({"lmcache": {"port": 7611}}, "lmcache"),
         ({"port": 7610}, "settings"),
-        ({"port": "9000", "lmcache.http_port": "9000"}, "settings"),
+        ({"port": "9000", "lmcache.port": "8999"}, "settings"),
         ({"engine": "max_model_len=5"}, "engine"),
         ({"port": 8000, "port.number": 3}, "port.number"),
     ],

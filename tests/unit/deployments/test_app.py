@@ -13,6 +13,7 @@ import pytest
 import conserve
 from conserve.settings import Settings, SettingsError, load
 from hetero.gpu_layout import with_counts, with_memory
+from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of
 from tests.unit.hetero.shapes import QWEN3_8B
 
@@ -227,38 +228,19 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
         ({"engine.block_size": 96}, True, 288),
         ({"decoders.engine.block_size": 96, "prefillers.engine.block_size": 96}, True, 288),
         ({"placement": "collocated", "decoders.engine.block_size": 96}, True, 288),
-        ({"engine.block_size": 544, "lmcache.chunk_tokens": 1088}, True, 1088),
     ],
 )
 def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
     given: dict[str, Any], gpu: bool, chunk: int
 ) -> None:
-    from deployments.app import _for_device, llm_arguments
+    from deployments.app import llm_arguments
 
-    settings = _for_device(load(given), gpu)
-    assert settings.lmcache.chunk_tokens == chunk
+    settings = load(given)
+    assert chunk_tokens(settings, gpu) == chunk
     # Engines are told, to say what to set where their blocks turn out to be others.
     engine = llm_arguments("decoder", settings, settings.decoders, gpu)["engine_kwargs"]
     extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
     assert extra["conserve.chunk_tokens"] == chunk
-
-
-@pytest.mark.parametrize(
-    ("given", "gpu", "why"),
-    [
-        ({"lmcache.chunk_tokens": 200}, False, r"200 is not a multiple of 128 \(CPU blocks\)"),
-        (
-            {"lmcache.chunk_tokens": 256, "engine.block_size": 544},
-            True,
-            r"256 is not a multiple of 544 \(engine.block_size\)",
-        ),
-    ],
-)
-def test_a_chunk_of_broken_blocks_is_refused(given: dict[str, Any], gpu: bool, why: str) -> None:
-    from deployments.app import _for_device
-
-    with pytest.raises(SettingsError, match=why):
-        _for_device(load(given), gpu)
 
 
 @pytest.mark.parametrize(
