@@ -294,8 +294,8 @@ def main() -> None:
     parser.add_argument("--home", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.door is not None:
-        # A router reads `parking` for nothing but this.
-        doors.serve(options.door, Settings(placement="elastic", parking=not options.home))
+        # A router reads `pausing` for nothing but this.
+        doors.serve(options.door, Settings(placement="elastic", pausing=not options.home))
         return
     console = new_console(least_width=150)
     if options.cores is not None and (problem := autogroup_warning()):

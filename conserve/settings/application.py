@@ -2,7 +2,7 @@
 
 import os
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -141,47 +141,30 @@ class Settings(Strict):
         description="Domains that a multimodal engine may fetch images, audio and video from, "
         "without following redirects. None: media come in `data:` URLs only.",
     )
-    placement: PolicyName = Field(
+    placement: str = Field(
         default="elastic",
         description="Policy that places conversations. `elastic` prefills wherever all "
         "conversations together wait least for it, and has prefillers host conversations, too. "
         "`conversation` is the paper's: prefillers compute first prompts, and nothing else. "
-        "`collocated`, `full_disaggregation` and `per_turn` are baselines to compare them with.",
+        "`collocated`, `full_disaggregation` and `per_turn` are baselines to compare them with. "
+        "Two take a number: with `conversation:TOKENS` decoders prefill shorter first prompts, and "
+        "`per_turn:SHARE` sends that share of later turns to a prefiller, by mistake.",
     )
-    engine_scheduler: Literal["conversation", "vllm"] = Field(
+    engine_scheduler: Literal["conversation", "conversation_lane", "vllm"] = Field(
         default="vllm",
         description="Who decides within a decoder what its next step runs. `conversation`: who "
         "asks for little, and had little, goes first; prefills are cut so that no answer's tokens "
-        "come late; and a history's KV is kept between turns. `vllm`: as vLLM does it, first come "
-        "first served.",
-    )
-    prefill_lane: bool = Field(
-        default=False,
-        description="Whether decoders compute long prompts and appends beside their steps while "
-        "somebody decodes, and not in them. Only with `engine_scheduler: conversation`; on CPUs "
-        "both take turns, and nothing is gained.",
-    )
-    wrong_decision_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of later turns that `placement: per_turn` sends to a prefiller.",
-    )
-    min_remote_prefill_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="A shorter first turn is prefilled by its decoder; 0: none, as in the paper.",
+        "come late; and a history's KV is kept between turns. `conversation_lane`: the same, and "
+        "long prompts and appends are computed beside steps while others decode, and not in them; "
+        "on CPUs both take turns, and nothing is gained. `vllm`: as vLLM does it, first come first "
+        "served.",
     )
     pausing: bool = Field(
         default=True,
         description="Whether idle conversations give up their room where others need it; what they "
-        "have stays with the engine until it needs the space. `off`: as in the paper. Only with "
-        "`placement: conversation` and `elastic`.",
-    )
-    parking: bool = Field(
-        default=True,
-        description="Whether turns on a decoder that is half full leave their KV in host memory "
-        "(`lmcache.size_gb`) too, from where a paused conversation comes back without a prefill.",
+        "have stays with the engine until it needs the space, and in host memory "
+        "(`lmcache.size_gb`), where turns on a decoder that is half full leave it, too. `off`: as "
+        "in the paper. Only with `placement: conversation` and `elastic`.",
     )
     queue_timeout_s: float = Field(
         default=60.0,
@@ -305,6 +288,22 @@ class Settings(Strict):
             )
         return self
 
+    @field_validator("placement", mode="after")
+    @classmethod
+    def _policy_and_its_number(cls, value: str) -> str:
+        name, colon, number = value.partition(":")
+        if name not in get_args(PolicyName):
+            raise ValueError(f"give one of {', '.join(get_args(PolicyName))}")
+        if not colon:
+            return value
+        if name not in ("conversation", "per_turn"):
+            raise ValueError(f"{name} takes no number")
+        if name == "conversation" and not (number.isascii() and number.isdecimal()):
+            raise ValueError("give conversation:TOKENS, with a whole number of tokens")
+        if name == "per_turn" and not _is_share(number):
+            raise ValueError("give per_turn:SHARE, with a number from 0 to 1")
+        return value
+
     @field_validator("tiers", mode="after")
     @classmethod
     def _tier_names(cls, value: dict[str, TierSettings]) -> dict[str, TierSettings]:
@@ -317,23 +316,16 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _placement_has_its_settings(self) -> Self:
-        if self.placement == "collocated" and "prefillers" in self.model_fields_set:
+        if self.policy_name == "collocated" and "prefillers" in self.model_fields_set:
             raise ValueError("prefillers: placement collocated has none; set decoders alone")
-        if self.placement != "per_turn" and self.wrong_decision_rate:
-            raise ValueError("wrong_decision_rate: only placement per_turn decides turn by turn")
-        if self.placement != "conversation" and self.min_remote_prefill_tokens:
-            raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
-        given = self.model_fields_set
-        if self.placement not in _PAUSING and self.pausing and "pausing" in given:
+        given = "pausing" in self.model_fields_set
+        if self.policy_name not in _PAUSING and self.pausing and given:
             raise ValueError("pausing: only placement conversation or elastic pauses conversations")
-        if self.pausing_policy() is None:
-            if "parking" in given and self.parking:
-                raise ValueError("parking: nothing is paused here; see pausing")
         return self
 
     @model_validator(mode="after")
     def _scheduler_has_its_arguments(self) -> Self:
-        if self.engine_scheduler != "conversation":
+        if not self.schedules_conversations:
             return self
         for name, given in (
             ("engine", self.engine),
@@ -343,7 +335,8 @@ class Settings(Strict):
             for argument in ("scheduler_cls", "scheduling_policy", "disable_cascade_attn"):
                 if argument in given:
                     raise ValueError(
-                        f"{name}.{argument} cannot be set: engine_scheduler=conversation sets it"
+                        f"{name}.{argument} cannot be set: engine_scheduler={self.engine_scheduler} "
+                        "sets it"
                     )
         return self
 
@@ -351,8 +344,6 @@ class Settings(Strict):
     def _lane_has_its_engine(self) -> Self:
         if not self.prefill_lane:
             return self
-        if self.engine_scheduler != "conversation":
-            raise ValueError("prefill_lane: only with engine_scheduler=conversation")
         given = {f"engine.{name}": value for name, value in self.engine.items()}
         for role in ("prefillers", "decoders") if self.prefillers_host else ("decoders",):
             own: RoleSettings = getattr(self, role)
@@ -362,7 +353,9 @@ class Settings(Strict):
             asked_for = value is True or value not in (None, False, 1)
             if argument in NOT_BESIDE_A_LANE and asked_for:
                 why = NOT_BESIDE_A_LANE[argument]
-                raise ValueError(f"{name} cannot be set with prefill_lane: {why}")
+                raise ValueError(
+                    f"{name} cannot be set with engine_scheduler=conversation_lane: {why}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -384,7 +377,7 @@ class Settings(Strict):
                 raise ValueError(
                     "prefillers.max_replicas: prefillers scale by the profiled curve; set profile"
                 )
-            if self.placement != "conversation":
+            if self.policy_name != "conversation":
                 raise ValueError(
                     "prefillers.max_replicas: only with placement conversation, whose prefillers "
                     "get first turns alone"
@@ -392,9 +385,14 @@ class Settings(Strict):
         return self
 
     @property
+    def policy_name(self) -> PolicyName:
+        """The placement policy's name, without its number."""
+        return cast(PolicyName, self.placement.partition(":")[0])
+
+    @property
     def prefiller_replicas(self) -> int:
         """Prefillers to start: none where every engine does everything."""
-        return 0 if self.placement == "collocated" else self.prefillers.replicas
+        return 0 if self.policy_name == "collocated" else self.prefillers.replicas
 
     def policy(self, costs: EngineCosts | None = None) -> PlacementPolicy:
         """The placement policy that these settings choose.
@@ -402,16 +400,18 @@ class Settings(Strict):
         Args:
             costs: what work costs the engines, as measured; None: as they are observed.
         """
+        number = self.placement.partition(":")[2] or "0"
+        of_conversation = self.policy_name == "conversation"
         return make_policy(
-            self.placement,
-            min_remote_prefill_tokens=self.min_remote_prefill_tokens,
-            wrong_decision_rate=self.wrong_decision_rate,
+            self.policy_name,
+            min_remote_prefill_tokens=int(number) if of_conversation else 0,
+            wrong_decision_rate=0.0 if of_conversation else float(number),
             costs=costs,
         )
 
     def pausing_policy(self) -> Pausing | None:
         """Which idle conversations give up their room; None: none do."""
-        if not self.pausing or self.placement not in _PAUSING:
+        if not self.pausing or self.policy_name not in _PAUSING:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
         return Pausing(patience_s=self.queue_timeout_s * 5 / 6)
@@ -424,12 +424,12 @@ class Settings(Strict):
 
     def admission_window(self) -> Window | None:
         """How many may be at work at a time; None: as many as there is room for."""
-        return None if self.pausing_policy() is None else Window(follows_kv=self.parks)
+        return None if self.pausing_policy() is None else Window(follows_kv=True)
 
     @property
     def prefillers_host(self) -> bool:
         """Whether conversations are bound to prefillers, too."""
-        return self.placement == "elastic"
+        return self.policy_name == "elastic"
 
     def hosts(self, role: Role) -> bool:
         """Whether conversations are bound to engines of a role."""
@@ -438,27 +438,32 @@ class Settings(Strict):
     @property
     def schedules_conversations(self) -> bool:
         """Whether engines that host conversations schedule by them."""
-        return self.engine_scheduler == "conversation"
+        return self.engine_scheduler != "vllm"
+
+    @property
+    def prefill_lane(self) -> bool:
+        """Whether they compute long prompts beside their steps."""
+        return self.engine_scheduler == "conversation_lane"
 
     @property
     def later_turns_direct(self) -> bool:
         """Whether routers may send later turns to their decoders without asking the table."""
-        return self.placement in ("conversation", "collocated", "elastic")
+        return self.policy_name in ("conversation", "collocated", "elastic")
 
     @property
     def prefills_later_turns(self) -> bool:
         """Whether prefillers go on with histories, which they read from host memory."""
-        return self.placement == "per_turn"
+        return self.policy_name == "per_turn"
 
     @property
     def moves_appends(self) -> bool:
         """Whether prefillers may compute what later turns append."""
-        return self.placement == "elastic" and self.parks
+        return self.policy_name == "elastic" and self.parks
 
     @property
     def parks(self) -> bool:
         """Whether turns may leave their KV in host memory, too."""
-        return self.parking and self.pausing_policy() is not None
+        return self.pausing_policy() is not None
 
     def on_nodes(self, alive: int) -> "Settings":
         """These settings on a cluster of ``alive`` nodes, with nothing left to choose."""
@@ -478,3 +483,10 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return "conserve-embedded" if self.model == EMBEDDED_MODEL else self.model
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False

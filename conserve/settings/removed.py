@@ -9,6 +9,12 @@ REMOVED = {
     "queue_limit": "1024 conversations may wait for room; set queue_timeout_s to say for how long",
     "pausing_mark": "idle conversations are paused where others need their room; pausing=off has "
     "none paused",
+    "wrong_decision_rate": "it is the number of its policy; set placement=per_turn:0.1, say",
+    "min_remote_prefill_tokens": "it is the number of its policy; set placement=conversation:200, "
+    "say",
+    "parking": "histories are parked where pausing is on and the host has memory for them; set "
+    "pausing=off to turn both off",
+    "prefill_lane": "it is a value of engine_scheduler; set engine_scheduler=conversation_lane",
     "response_store_mb": "each decoder keeps 64 MB of responses; a client that wants none kept "
     "sends `store: false`",
     "tokenizer_cache_mb": "each engine keeps 256 MB of tokenized text",

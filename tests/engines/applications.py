@@ -111,8 +111,7 @@ LANE = Application(
     "lane",
     (
         *_COMMON,
-        "engine_scheduler=conversation",
-        "prefill_lane=true",
+        "engine_scheduler=conversation_lane",
         "decoders=1",
         "engine.max_model_len=4096",
         "decoders.engine.num_gpu_blocks_override=80",
@@ -132,8 +131,7 @@ applications:
       routers: 2
       prefillers: {replicas: 2, num_cpus: 0.1}
       decoders: {replicas: 1, num_cpus: 0.1}
-      placement: conversation
-      min_remote_prefill_tokens: 200
+      placement: conversation:200
       engine: {dtype: float32}
       lmcache: {size_gb: 0.5}
 """,
@@ -276,7 +274,7 @@ GPU_SLOTS = Application(
 
 # With a lane in the decoder: its kernels beside the steps' on all SMs, or each on its side of seven
 # tenths of them.
-_GPU_LANE = ("engine_scheduler=conversation", "prefill_lane=true")
+_GPU_LANE = ("engine_scheduler=conversation_lane",)
 GPU_LANE = Application("gpu-lane", (*GPU.arguments, *_GPU_LANE), make_model=make_real_shape)
 GPU_LANE_SLOTS = Application(
     "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape

@@ -180,9 +180,12 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"idle_timeout_s": -1}, "idle_timeout_s"),
         ({"routers": 0}, "routers"),
         ({"max_body_bytes": 10}, "max_body_bytes"),
-        ({"min_remote_prefill_tokens": -1}, "min_remote_prefill_tokens"),
+        ({"placement": "conversation:-1"}, "placement"),
+        ({"placement": "conversation:"}, "placement"),
+        ({"placement": "elastic:1"}, "placement"),
         ({"placement": "random"}, "placement"),
-        ({"placement": "per_turn", "wrong_decision_rate": 1.5}, "wrong_decision_rate"),
+        ({"placement": "per_turn:1.5"}, "placement"),
+        ({"placement": "per_turn:nan"}, "placement"),
         ({"decoders": 0}, "decoders.replicas"),
         ({"decoders": "-1"}, "decoders"),
         ({"decoders": "three"}, "decoders"),
@@ -354,33 +357,28 @@ def test_numbers_that_the_layout_is_computed_with_are_numbers(
     assert said in refusal_of(arguments)
 
 
-_LANE: dict[str, Any] = {"engine_scheduler": "conversation", "prefill_lane": True}
+_LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"placement": "collocated", "prefillers": 1}, "prefillers: placement collocated has none"),
-        ({"wrong_decision_rate": 0.1}, "wrong_decision_rate: only placement per_turn"),
-        (
-            {"placement": "per_turn", "min_remote_prefill_tokens": 9},
-            "min_remote_prefill_tokens: only placement conversation",
-        ),
+        ({"placement": "per_turn:0.1", "prefillers": 1, "pausing": True}, "pausing: only placement"),
         ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
-        ({"pausing": False, "parking": True}, "parking: nothing is paused here"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
         ),
-        ({"placement": "per_turn", "parking": True}, "parking: nothing is paused here"),
-        ({"prefill_lane": True}, "prefill_lane: only with engine_scheduler=conversation"),
         (
             {**_LANE, "engine.tensor_parallel_size": 2},
-            "engine.tensor_parallel_size cannot be set with prefill_lane: the lane has one worker",
+            "engine.tensor_parallel_size cannot be set with engine_scheduler=conversation_lane: the "
+            "lane has one worker",
         ),
         (
             {**_LANE, "decoders.engine.enable_lora": True},
-            "decoders.engine.enable_lora cannot be set with prefill_lane: adapters",
+            "decoders.engine.enable_lora cannot be set with engine_scheduler=conversation_lane: "
+            "adapters",
         ),
     ],
 )
@@ -426,7 +424,7 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     paper = load({"placement": "conversation"})
     assert paper.policy() == ConversationPlacement()
     assert not paper.prefillers_host
-    shorter = load({"placement": "conversation", "min_remote_prefill_tokens": 9})
+    shorter = load({"placement": "conversation:9"})
     assert shorter.policy() == ConversationPlacement(9)
     pausing = load({"queue_timeout_s": 20}).pausing_policy()
     assert pausing is not None
@@ -436,9 +434,7 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
 
 def test_turns_park_where_conversations_are_paused() -> None:
     assert load({}).parks
-    assert not load({"parking": False}).parks
     assert not load({"pausing": False}).parks
-    assert not load({"pausing": False, "parking": False}).parks
     assert not load({"placement": "elastic", "pausing": False}).parks
     assert not load({"placement": "collocated"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
@@ -446,7 +442,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert collocated.prefiller_replicas == 0
     assert collocated.pausing_policy() is None
     assert load({"placement": "conversation"}).parks
-    per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
+    per_turn = load({"placement": "per_turn:1", "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"
 
@@ -549,7 +545,6 @@ def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) ->
     ("settings", "moves"),
     [
         ({"placement": "elastic"}, True),
-        ({"placement": "elastic", "parking": False}, False),
         ({"placement": "elastic", "pausing": False}, False),
         ({"placement": "conversation"}, False),
     ],

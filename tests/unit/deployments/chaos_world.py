@@ -71,7 +71,6 @@ class World:
             "continue_streams": draw.random() < 0.7,
             "pausing": draw.random() < 0.5,
         }
-        chosen["parking"] = chosen["pausing"] and draw.random() < 0.7
         settings = Settings(**chosen)
         self.cluster = Cluster(settings, self._table_process(settings))
         self.router: Router | None = None

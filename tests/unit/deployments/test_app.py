@@ -28,7 +28,6 @@ def test_the_package_is_the_door_to_the_application() -> None:
     ("settings", "decoders"),
     [
         ({}, "kv_both"),
-        ({"parking": False}, "kv_consumer"),
         ({"pausing": False}, "kv_consumer"),
         # There prefillers read what decoders have computed.
         ({"placement": "per_turn"}, "kv_both"),
@@ -43,12 +42,12 @@ def test_decoders_store_where_something_is_parked_or_read(
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_producer", decoders)
 
 
-@pytest.mark.parametrize(("parking", "decoders"), [(True, "kv_both"), (False, "kv_consumer")])
-def test_a_prefiller_that_hosts_stores_what_it_is_told_to(parking: bool, decoders: str) -> None:
+@pytest.mark.parametrize(("pausing", "decoders"), [(True, "kv_both"), (False, "kv_consumer")])
+def test_a_prefiller_that_hosts_stores_what_it_is_told_to(pausing: bool, decoders: str) -> None:
     """Of its own conversations' prompts nobody else has any use."""
     from deployments.app import _kv_role
 
-    chosen = Settings(parking=parking)
+    chosen = Settings(pausing=pausing)
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
 
 
@@ -269,7 +268,7 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
 def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
     from deployments.app import llm_arguments
 
-    chosen = Settings(engine_scheduler="conversation", prefill_lane=True, placement="conversation")
+    chosen = Settings(engine_scheduler="conversation_lane", placement="conversation")
     decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu)["engine_kwargs"]
     assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
@@ -288,7 +287,7 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
     tiers = {"x": {"sm_slots": 7}}
     decoders = {"tier": "x"}
     chosen = Settings(
-        engine_scheduler="conversation", prefill_lane=True, tiers=tiers, decoders=decoders
+        engine_scheduler="conversation_lane", tiers=tiers, decoders=decoders
     )
     decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"

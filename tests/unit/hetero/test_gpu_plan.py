@@ -45,7 +45,7 @@ def test_host_memory_is_for_what_decoders_park() -> None:
 
 
 def test_without_parking_it_is_for_handoffs() -> None:
-    found = made({"parking": False}, node(cards=2))
+    found = made({"pausing": False}, node(cards=2))
     # 16 first prompts of 24,500 tokens, in the 64 % that are always kept.
     assert found.size_gb == int(16 * 24_500 * TOKEN / 0.64 / GIB) == 84
 

@@ -35,7 +35,7 @@ ONE_ENGINE = {"placement": "collocated", "decoders": 1, "engine.tensor_parallel_
 
 def test_latent_kv_is_stored_once_for_all_workers() -> None:
     """DeepSeek-V3 on eight GPUs asked for eight times as much."""
-    found = planned(DEEPSEEK, ONE_ENGINE | {"parking": False})
+    found = planned(DEEPSEEK, ONE_ENGINE)
     assert found.size_gb == int(16 * 24_500 * DEEPSEEK_TOKEN / 0.64 / GIB) == 40
     assert found.kept_tokens == pytest.approx(0.64 * 40 * GIB / DEEPSEEK_TOKEN, rel=1e-3)
     parked = planned(DEEPSEEK, ONE_ENGINE | {"placement": "elastic", "nodes": "one"}, 2)
@@ -44,16 +44,16 @@ def test_latent_kv_is_stored_once_for_all_workers() -> None:
     assert parked.size_gb == pytest.approx(1.5 * decoder.kv_bytes / GIB, abs=1)
     # Stages have layers of their own.
     stages = {"engine.tensor_parallel_size": 4, "engine.pipeline_parallel_size": 2}
-    assert planned(DEEPSEEK, ONE_ENGINE | stages | {"parking": False}).size_gb == 40
+    assert planned(DEEPSEEK, ONE_ENGINE | stages).size_gb == 40
 
 
 def test_heads_of_kv_are_stored_by_each_worker() -> None:
     shape = shape_of(QWEN3_8B, 16_381_470_720)
-    found = planned(shape, ONE_ENGINE | {"parking": False})
+    found = planned(shape, ONE_ENGINE)
     assert found.size_gb == int(16 * 24_500 * 147_456 / 0.64 / GIB) == 84
     # With more workers than heads, several store the same.
     few = shape_of({**QWEN3_8B, "num_key_value_heads": 4}, 16_381_470_720)
-    assert planned(few, ONE_ENGINE | {"parking": False}).size_gb == 84
+    assert planned(few, ONE_ENGINE).size_gb == 84
 
 
 @pytest.mark.parametrize("size_gb", [0.5, 2, 7.9, 8, 8.1, 64, 1000])
