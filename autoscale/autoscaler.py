@@ -156,14 +156,13 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
         roles.append(("prefiller", settings.prefillers))
     for role, own in roles:
         if own.max_replicas is not None:
+            # An engine that leaves may take `drain_timeout_s`: to be sure first costs little more.
+            settled_s = chosen.drain_timeout_s / 5
             limits[role] = Limits(
                 own.replicas,
                 own.max_replicas,
-                chosen.target,
-                chosen.up_at,
-                chosen.down_at,
-                chosen.down_delay_s,
-                chosen.cool_down_s,
+                down_delay_s=settled_s,
+                cool_down_s=settled_s,
             )
     if not settings.profile:
         return Autoscaler(limits, start, None, chosen.window_s)

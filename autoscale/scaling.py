@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings by which one role scales.
+    """The bounds and thresholds by which one role scales.
+
+    By default engines are added before those that there are saturate, and removed only where the
+    rest is then far from that: between `down_at` and `up_at` a constant need changes nothing.
 
     Attributes:
         least, most: bounds on the number of replicas.

@@ -1,5 +1,6 @@
 """Groups of settings: of a role's engines, a tier's nodes, LMCache's servers, autoscaling."""
 
+import math
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -79,6 +80,8 @@ class RoleSettings(Strict):
 class TierSettings(Strict):
     """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""
 
+    prefix = "tiers.NAME."
+
     accelerator_type: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
@@ -92,18 +95,11 @@ class TierSettings(Strict):
     labels: dict[str, str] = Field(
         default_factory=dict, description="The tier's nodes have these Ray labels."
     )
-    power_cap_w: float | None = Field(
+    power_cap: float | str | None = Field(
         default=None,
-        gt=0,
-        description="The tier's GPUs are limited to this power while engines run on them, in "
-        "watts. Unset: their limits are left alone.",
-    )
-    power_cap_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="The same limit, as a fraction of each GPU's default limit (the paper: 2/3). "
-        "Give one of the two.",
+        description="The tier's GPUs are limited to this power while engines run on them: a number "
+        "of watts, or a share of each GPU's default limit, such as `70%` (the paper: two thirds). "
+        "Unset: their limits are left alone.",
     )
     sm_slots: int | None = Field(
         default=None,
@@ -114,11 +110,31 @@ class TierSettings(Strict):
         "Nothing on CPUs.",
     )
 
-    @model_validator(mode="after")
-    def _one_cap(self) -> Self:
-        if self.power_cap_w is not None and self.power_cap_fraction is not None:
-            raise ValueError("set power_cap_w or power_cap_fraction, not both")
-        return self
+    @field_validator("power_cap", mode="after")
+    @classmethod
+    def _watts_or_share(cls, value: float | str | None) -> float | str | None:
+        if value is None:
+            return None
+        number = str(value).strip()
+        try:
+            cap = float(number.removesuffix("%"))
+        except ValueError:
+            cap = 0.0
+        most = 100.0 if number.endswith("%") else math.inf
+        if not 0 < cap <= most or math.isinf(cap):
+            raise ValueError("give a number of watts, or a share of up to 100%, such as 70%")
+        return number if number.endswith("%") else cap
+
+    @property
+    def power_cap_w(self) -> float | None:
+        """The cap in watts; None: there is none, or it is a fraction."""
+        return self.power_cap if isinstance(self.power_cap, float) else None
+
+    @property
+    def power_cap_fraction(self) -> float | None:
+        """The cap as a fraction of the default limit; None: there is none, or it is in watts."""
+        cap = self.power_cap
+        return float(cap.removesuffix("%")) / 100 if isinstance(cap, str) else None
 
 
 class LMCacheSettings(Strict):
@@ -158,33 +174,8 @@ class LMCacheSettings(Strict):
 class AutoscalingSettings(Strict):
     """When a role with `max_replicas` gets more or fewer engines."""
 
-    target: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="A change in a role's number of engines brings utilisation to this or below.",
-    )
-    up_at: float = Field(
-        default=0.85, gt=0, le=1, description="Above this utilisation, engines are added at once."
-    )
-    down_at: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Engines are removed when utilisation has been below this for `down_delay_s`.",
-    )
-    down_delay_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="How long utilisation has to stay below `down_at`, without a break, before "
-        "engines are removed.",
-    )
-    cool_down_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="For this long after a change in a role's number of engines, up or down, none "
-        "is removed.",
-    )
+    prefix = "autoscaling."
+
     window_s: float = Field(
         default=30.0, gt=0, description="Rates of arrival are averaged over this much time."
     )
@@ -192,11 +183,6 @@ class AutoscalingSettings(Strict):
         default=300.0,
         ge=0,
         description="How long a decoder that is to be removed keeps its conversations. Those left "
-        "then are prefilled again elsewhere, each once its turn has ended.",
+        "then are prefilled again elsewhere, each once its turn has ended. Engines are removed "
+        "once there were too many for a fifth of this time.",
     )
-
-    @model_validator(mode="after")
-    def _thresholds_are_apart(self) -> Self:
-        if not self.down_at < self.target < self.up_at:
-            raise ValueError("give down_at below target, and target below up_at")
-        return self

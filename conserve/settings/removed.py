@@ -23,6 +23,13 @@ REMOVED = {
     "lmcache.port=0",
     "lmcache.chunk_tokens": "a chunk has 128 tokens on a CPU and 256 on a GPU; set "
     "engine.block_size to have chunks of whole blocks of that size",
+    "tiers.NAME.power_cap_w": "set power_cap to the number of watts",
+    "tiers.NAME.power_cap_fraction": "set power_cap to a percentage, such as 70%",
+    "autoscaling.target": "a change in a role's number of engines brings utilisation to 0.7",
+    "autoscaling.up_at": "engines are added when utilisation is above 0.85",
+    "autoscaling.down_at": "engines are removed when utilisation stays below 0.5",
+    "autoscaling.down_delay_s": "it is a fifth of autoscaling.drain_timeout_s",
+    "autoscaling.cool_down_s": "it is a fifth of autoscaling.drain_timeout_s",
     "engine_host": "engines listen on loopback with nodes=one, and on their node's address with "
     "nodes=several",
 }

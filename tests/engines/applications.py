@@ -152,8 +152,6 @@ SCALING = Application(
         "pausing=off",
         "queue_timeout_s=900",
         "autoscaling.window_s=6",
-        "autoscaling.down_delay_s=5",
-        "autoscaling.cool_down_s=5",
         f"autoscaling.drain_timeout_s={DRAIN_S}",
     ),
 )

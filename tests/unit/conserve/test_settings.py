@@ -454,7 +454,6 @@ def test_turns_park_where_conversations_are_paused() -> None:
         ({"placement": "full_disaggregation"}, "only with placement conversation"),
         ({"placement": "elastic"}, "only with placement conversation"),
         ({"decoders": {"replicas": 3, "max_replicas": 2}}, "decoders.max_replicas: 2 is fewer"),
-        ({"autoscaling": {"down_at": 0.7}}, "give down_at below target"),
     ],
 )
 def test_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
