@@ -288,8 +288,7 @@ def llm_arguments(
             CHUNK_TOKENS: chunk_tokens(settings, gpu),
         },
     }
-    resources = {**own.resources, **tier.resources}
-    bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
+    bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **tier.resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
     environment = engine_environment(settings.model, gpu)

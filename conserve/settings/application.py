@@ -7,7 +7,6 @@ from typing import Any, Literal, Self, cast, get_args
 from pydantic import Field, field_validator, model_validator
 
 from conserve.admission import FirstCome, Levels, LineOrder, Window
-from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import EngineCosts, PlacementPolicy, PolicyName, make_policy
@@ -22,6 +21,7 @@ from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
     AutoscalingSettings,
+    EnvironmentSettings,
     LMCacheSettings,
     RoleSettings,
     Strict,

@@ -1,15 +1,20 @@
-"""Groups of settings: of a role's engines, a tier's nodes, LMCache's servers, autoscaling."""
+"""Groups of settings: of engines, tiers, LMCache's servers, autoscaling, tool environments."""
 
 import math
-from typing import Any, ClassVar, Self
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from conserve.environments.spec import Limits
 from conserve.settings.removed import sentences
 
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
+# Of environments' files, where no other folder is set.
+_ROOT = "/var/tmp/conserve-environments"
 
 
 # The type of the error that refuses names which were settings once.
@@ -38,6 +43,8 @@ class Strict(BaseModel):
 class RoleSettings(Strict):
     """The engines of one role: the prefillers or the decoders. A bare number sets ``replicas``."""
 
+    prefix = "ROLE."
+
     replicas: int = Field(
         default=1,
         ge=1,
@@ -58,9 +65,6 @@ class RoleSettings(Strict):
         ge=0,
         description="Ray GPUs reserved for each worker of an engine; ignored on CPUs. With a part "
         "of one, an engine is told to take that part of its memory. Unset: as `gpus` has it.",
-    )
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray custom resources for each worker of an engine."
     )
     tier: str | None = Field(
         default=None,
@@ -186,3 +190,104 @@ class AutoscalingSettings(Strict):
         "then are prefilled again elsewhere, each once its turn has ended. Engines are removed "
         "once there were too many for a fifth of this time.",
     )
+
+
+class LimitSettings(Strict):
+    """What an environment may use, and no client may ask for more."""
+
+    prefix = "environments.limits."
+
+    wall_s: float = Field(
+        default=120.0,
+        gt=0,
+        le=86_400,
+        description="How long a command may take, in seconds; each of its processes may have half "
+        "of that of CPU time.",
+    )
+    memory_bytes: int = Field(
+        default=2**30,
+        ge=2**24,
+        description="Memory of a command's processes, each and together; looked at ten times a "
+        "second.",
+    )
+    processes: int = Field(
+        default=64, ge=1, le=4096, description="Processes and threads of an environment."
+    )
+    disk_bytes: int = Field(
+        default=2**28,
+        ge=2**12,
+        description="What an environment's files may take, one or all of them; looked at every "
+        "second of a command, which is ended where it is more.",
+    )
+
+
+class EnvironmentSettings(Strict):
+    """Whether clients may have environments in which their agents' tools run, and how many."""
+
+    prefix = "environments."
+
+    enabled: bool = Field(
+        default=False,
+        description="Whether clients may run commands on the head node, each in an environment of "
+        "its conversation's.",
+    )
+    root: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of environments' files, on the head node; the application's alone. "
+        f"Unset: `{_ROOT}-UID/PORT`.",
+    )
+    isolation: Literal["namespaces", "limits"] = Field(
+        default="namespaces",
+        description="What a process environment must have at least: Linux namespaces, where it "
+        "sees no other process, no network and no others' files, or nothing but limits, which "
+        "stop accidents and no attacker.",
+    )
+    network: bool = Field(
+        default=False,
+        description="Whether commands may use the machine's network, its loopback included.",
+    )
+    limits: LimitSettings = Field(
+        default_factory=LimitSettings,
+        description="What an environment may use; a client may ask for less.",
+    )
+    most: int = Field(
+        default=256,
+        ge=1,
+        le=4096,
+        description="How many environments there may be at a time; where there are keys, one "
+        "tenant may have a quarter of them.",
+    )
+
+    @field_validator("root", mode="after")
+    @classmethod
+    def _whole_path(cls, value: str | None) -> str | None:
+        # The manager's process has a working directory of its own.
+        return None if value is None else os.path.abspath(os.path.expanduser(value))
+
+    @property
+    def most_of_tenant(self) -> int:
+        """How many of them one tenant may have, so that others have some, too."""
+        return max(1, self.most // 4)
+
+    @property
+    def all_limits(self) -> Limits:
+        """The limits, with those that follow from settings."""
+        given = self.limits
+        return Limits(
+            # A command with one thread that computes takes as much as it waits for the rest.
+            cpu_s=max(1, math.ceil(given.wall_s / 2)),
+            wall_s=given.wall_s,
+            memory_bytes=given.memory_bytes,
+            processes=given.processes,
+            file_bytes=given.disk_bytes,
+            disk_bytes=given.disk_bytes,
+        )
+
+    def folder(self, port: int) -> Path:
+        """Return the folder with environments' files.
+
+        Args:
+            port: the router's, which tells the machine's applications apart.
+        """
+        return Path(self.root or f"{_ROOT}-{os.getuid()}/{port}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from conserve.environments import Environment, Run
-from conserve.environments.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings
 from deployments.environments.processes import choose_ports, place, require_setup
 from deployments.environments.sandbox import Outcome, SandboxError, read_outputs
 
@@ -51,7 +51,7 @@ class Containers:
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
         assert one.spec.image is not None
-        ports = choose_ports(one, self._settings.first_port)
+        ports = choose_ports(one)
         where = place(self._root, one)
         self._remove_containers([self.name(one)])
         try:
@@ -198,17 +198,14 @@ def _fail(engine: str, error: Exception) -> NoReturn:
     raise SandboxError(f"{engine} does not answer: {error}") from error
 
 
-def find_engine(named: str | None) -> str:
+def find_engine() -> str:
     """The program that runs containers here.
-
-    Args:
-        named: by the settings; None: one of those that are common.
 
     Raises:
         SandboxError: none answers; says what is missing.
     """
     tried = []
-    for name in ("docker", "podman") if named is None else (named,):
+    for name in ("docker", "podman"):
         if shutil.which(name) is None:
             tried.append(f"{name} is not installed")
             continue
@@ -219,5 +216,5 @@ def find_engine(named: str | None) -> str:
         tried.append(f"{name} does not answer: its daemon may not run")
     raise SandboxError(
         f"no program runs containers on the head node ({'; '.join(tried)}); ask for kind "
-        "'process', or have the setting environments.container_engine name one"
+        "'process', or have `docker` or `podman` answer there"
     )

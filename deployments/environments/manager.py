@@ -19,7 +19,7 @@ from conserve.environments import (
     Spec,
     SpecError,
 )
-from conserve.environments.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings
 from conserve.errors import ApiError
 from conserve.events import Kind
 from deployments.environments.processes import Backend, Running
@@ -30,6 +30,13 @@ logger = logging.getLogger("conserve.environments")
 Json = dict[str, Any]
 Tell = Callable[[Kind, str, Json], None]
 
+# Commands that run at a time, each with up to a GiB, and those that may wait for one of them to end:
+# one for each environment that there may be by default.
+RUNNING, WAITING = 32, 256
+# Environments that are prepared at a time. A setup command may take a core for minutes.
+PREPARING = 4
+# Environments of so many conversations at the head of the line are prepared before these are bound.
+NEAR = 4
 # Of what was run, so many results are kept for clients that ask again.
 _KEPT_RESULTS = 512
 # On top of what its setup may take, until whoever waits for an environment is told to come again.
@@ -56,8 +63,8 @@ class Manager:
         self._ledger = ledger
         self._backends = backends
         self._tell = tell
-        self._threads = ThreadPoolExecutor(settings.running + 2 * settings.preparing + 4, "tools")
-        self._free = asyncio.Semaphore(settings.running)
+        self._threads = ThreadPoolExecutor(RUNNING + 2 * PREPARING + 4, "tools")
+        self._free = asyncio.Semaphore(RUNNING)
         self._waiting = 0
         self.running = 0
         self._commands: dict[int, set[Running]] = {}
@@ -77,7 +84,7 @@ class Manager:
             ApiError: it cannot be had.
         """
         try:
-            spec = Spec.asked(body, self._settings.limits)
+            spec = Spec.asked(body, self._settings.all_limits)
         except SpecError as error:
             raise ApiError(400, str(error), "invalid_environment", param=error.field) from None
         missing = self._backends[spec.kind]
@@ -153,7 +160,7 @@ class Manager:
         self._ledger.used(conversation_id, name, unix_s())
         self.step()
         await self._prepared(one, conversation_id)
-        if self._waiting >= self._settings.waiting and self._free.locked():
+        if self._waiting >= WAITING and self._free.locked():
             raise ApiError(
                 429, f"{self._waiting} commands wait already", "too_many_commands", retry_after_s=5
             )
@@ -227,8 +234,7 @@ class Manager:
 
     def step(self) -> None:
         """Begin whatever the ledger wants done now."""
-        settings = self._settings
-        for one in self._ledger.to_prepare(settings.near, settings.preparing):
+        for one in self._ledger.to_prepare(NEAR, PREPARING):
             self._ledger.preparing(one.number)
         for one in self._ledger:
             # Of one whose preparation could not be recorded, it is not known any more how it went.

@@ -196,7 +196,6 @@ TOOLS = Application(
         *_COMMON,
         "decoders=2",
         "environments.enabled=true",
-        "environments.unclaimed_s=15",
         "environments.limits.wall_s=60",
     ),
     decoders=2,

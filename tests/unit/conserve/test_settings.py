@@ -1,6 +1,7 @@
 """Settings are checked once, and refused by name."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from conserve.placement import (
     ElasticPlacement,
     Prefiller,
 )
-from conserve.settings import Settings, SettingsError, load
+from conserve.settings import RoleSettings, Settings, SettingsError, TierSettings, load
+from conserve.settings.removed import REMOVED
 
 
 def refusal(**arguments: Any) -> str:
@@ -61,7 +63,6 @@ def test_a_config_files_nested_roles() -> None:
             "prefillers": {"replicas": 2, "tier": "h100", "env": {"OMP_NUM_THREADS": "1"}},
             "decoders": {
                 "num_gpus": 0.5,
-                "resources": {"fast": 1},
                 "engine": {"max_num_seqs": 64, "compilation_config": {"level": 3}},
             },
             "lmcache": {"size_gb": 20},
@@ -160,6 +161,47 @@ def test_an_unknown_setting_is_named_and_a_close_one_suggested(
     assert field in message
     assert "no such setting" in message
     assert f"did you mean {meant}?" in message
+
+
+def _given(name: str) -> dict[str, Any]:
+    """A removed setting, as a command line gives it."""
+    return {_whole(name): "1"}
+
+
+def _whole(name: str) -> str:
+    return name.replace("tiers.NAME", "tiers.some").replace("ROLE", "prefillers")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_refused_with_what_replaces_it(name: str) -> None:
+    said = f"`{name}` was removed: {REMOVED[name]}"
+    assert refusal_of(_given(name)) == f"bad settings for ConServe\n  {said}"
+    # As a file gives it, and Python.
+    path, _, last = _whole(name).rpartition(".")
+    nested: Any = {last: 1}
+    for part in reversed(path.split(".") if path else []):
+        nested = {part: nested}
+    assert said in refusal_of(nested)
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        Settings(**nested)
+    assert said.count(". ") == 0
+
+
+def test_all_removed_settings_of_a_group_are_told() -> None:
+    lines = refusal(lmcache={"timeout_s": 1, "http_port": 2}).splitlines()
+    assert [line.split("`")[1] for line in lines[1:]] == ["lmcache.timeout_s", "lmcache.http_port"]
+    assert len(refusal(queue_limit=1, parking=False).splitlines()) == 3
+
+
+def test_no_removed_setting_is_one() -> None:
+    for name in REMOVED:
+        group: Any = Settings
+        *path, last = name.replace("tiers.NAME", "NAME").split(".")
+        for part in path:
+            group = {"NAME": TierSettings, "ROLE": RoleSettings}.get(part) or (
+                group.model_fields[part].annotation
+            )
+        assert last not in group.model_fields, name
 
 
 def test_nothing_is_suggested_where_nothing_is_close() -> None:
