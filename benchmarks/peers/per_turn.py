@@ -1,7 +1,7 @@
 """One decision a turn, some of them wrong: AMPD, as the paper compares with it (section 5.1).
 
-Settings: ConServe's own application with ``placement=per_turn:R prefillers=1 decoders=N-1``. R is 0.1
-unless the options say otherwise, as in all of the paper's results but its figure 12. KV really
+Settings: ConServe's own application with ``placement=per_turn:R prefillers=1 decoders=N-1``. R is
+0.1 unless the options say otherwise, as in all of the paper's results but its figure 12. KV really
 moves both ways here; the paper stalls the request for as long instead.
 """
 

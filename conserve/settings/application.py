@@ -335,8 +335,8 @@ class Settings(Strict):
             for argument in ("scheduler_cls", "scheduling_policy", "disable_cascade_attn"):
                 if argument in given:
                     raise ValueError(
-                        f"{name}.{argument} cannot be set: engine_scheduler={self.engine_scheduler} "
-                        "sets it"
+                        f"{name}.{argument} cannot be set: "
+                        f"engine_scheduler={self.engine_scheduler} sets it"
                     )
         return self
 

@@ -19,9 +19,9 @@ from conserve.environments import (
     Spec,
     SpecError,
 )
-from conserve.settings import EnvironmentSettings
 from conserve.errors import ApiError
 from conserve.events import Kind
+from conserve.settings import EnvironmentSettings
 from deployments.environments.processes import Backend, Running
 from deployments.environments.sandbox import SandboxError
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("conserve.environments")
 Json = dict[str, Any]
 Tell = Callable[[Kind, str, Json], None]
 
-# Commands that run at a time, each with up to a GiB, and those that may wait for one of them to end:
-# one for each environment that there may be by default.
+# Commands that run at a time, each with up to a GiB by default, and those that may wait for one of
+# them to end: one for each environment that there may be by default.
 RUNNING, WAITING = 32, 256
 # Environments that are prepared at a time. A setup command may take a core for minutes.
 PREPARING = 4

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from conserve.environments import Environment, Run
-from conserve.settings import EnvironmentSettings
 from conserve.environments.spec import MOST_PORTS
+from conserve.settings import EnvironmentSettings
 from deployments.environments.sandbox import (
     Outcome,
     Place,

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from conserve.client import Agent, Environment, EnvironmentRefused
-from conserve.settings import EnvironmentSettings
 from conserve.environments.spec import MOST_PORTS
+from conserve.settings import EnvironmentSettings
 from deployments.environments.processes import FIRST_PORT
 from deployments.environments.sandbox import marked
 from deployments.environments.service import UNCLAIMED_S

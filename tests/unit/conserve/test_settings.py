@@ -406,7 +406,7 @@ _LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
     ("arguments", "said"),
     [
         ({"placement": "collocated", "prefillers": 1}, "prefillers: placement collocated has none"),
-        ({"placement": "per_turn:0.1", "prefillers": 1, "pausing": True}, "pausing: only placement"),
+        ({"placement": "per_turn:0.1", "pausing": True}, "pausing: only placement conversation"),
         ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
@@ -414,8 +414,8 @@ _LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
         ),
         (
             {**_LANE, "engine.tensor_parallel_size": 2},
-            "engine.tensor_parallel_size cannot be set with engine_scheduler=conversation_lane: the "
-            "lane has one worker",
+            "engine.tensor_parallel_size cannot be set with engine_scheduler=conversation_lane: "
+            "the lane has one worker",
         ),
         (
             {**_LANE, "decoders.engine.enable_lora": True},

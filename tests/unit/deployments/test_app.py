@@ -286,9 +286,7 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
 
     tiers = {"x": {"sm_slots": 7}}
     decoders = {"tier": "x"}
-    chosen = Settings(
-        engine_scheduler="conversation_lane", tiers=tiers, decoders=decoders
-    )
+    chosen = Settings(engine_scheduler="conversation_lane", tiers=tiers, decoders=decoders)
     decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
     worker = resolve_obj_by_qualname(decoder["worker_cls"])

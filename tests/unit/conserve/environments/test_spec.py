@@ -81,5 +81,5 @@ def test_what_is_more_than_settings_allow_says_which() -> None:
     for name, setting in (("cpu_s", "wall_s"), ("wall_s", "wall_s"), ("file_bytes", "disk_bytes")):
         with pytest.raises(SpecError, match=rf"by the setting environments\.limits\.{setting}$"):
             Spec.asked({"limits": {name: 2**40}}, most)
-    with pytest.raises(SpecError, match="open_files: at most 256 here$"):
+    with pytest.raises(SpecError, match=r"open_files: at most 256 here$"):
         Spec.asked({"limits": {"open_files": 257}}, most)

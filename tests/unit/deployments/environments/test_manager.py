@@ -11,8 +11,7 @@ import pytest
 
 from conserve.environments import Standing
 from conserve.environments.pressure import HostPressure
-from conserve.settings import EnvironmentSettings
-from conserve.settings import Settings
+from conserve.settings import EnvironmentSettings, Settings
 from deployments.environments import manager as managers
 from deployments.environments import service as services
 from deployments.environments.processes import folders
