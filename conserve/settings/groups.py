@@ -193,7 +193,7 @@ class AutoscalingSettings(Strict):
 
 
 class LimitSettings(Strict):
-    """What an environment may use, and no client may ask for more."""
+    """Bounds what an environment may use; no client may ask for more."""
 
     prefix = "environments.limits."
 
