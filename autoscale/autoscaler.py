@@ -126,7 +126,10 @@ class ConversationFlow:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The settings by which a role scales."""
+    """The bounds and thresholds by which a role scales.
+
+    Between `down_at` and `up_at` a constant need changes nothing.
+    """
 
     least: int
     most: int
@@ -307,14 +310,13 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
         roles.append(("prefiller", settings.prefillers))
     for role, own in roles:
         if own.max_replicas is not None:
+            # An engine that leaves may take `drain_timeout_s`: to be sure first costs little more.
+            settled_s = chosen.drain_timeout_s / 5
             limits[role] = Limits(
                 least=own.replicas,
                 most=own.max_replicas,
-                target=chosen.target,
-                up_at=chosen.up_at,
-                down_at=chosen.down_at,
-                down_delay_s=chosen.down_delay_s,
-                cool_down_s=chosen.cool_down_s,
+                down_delay_s=settled_s,
+                cool_down_s=settled_s,
             )
     if not settings.profile:
         return Autoscaler(limits, start, None, chosen.window_s)

@@ -28,6 +28,9 @@ BEAT_S = 1.0
 # A process that sends no beat for this long is lost. It is long, because a busy machine starves
 # processes; routers find a dead engine at once, when their connections break.
 SILENCE_S = 15.0
+# A turn fails with 504 if its engine sends nothing for this long. It is long, because prompts wait
+# for each other, and an answer that is not streamed comes as a whole.
+TURN_SILENCE_S = 3600.0
 
 # --- A turn, from a router to a decoder -----------------------------------------------------------
 
@@ -177,6 +180,9 @@ PARK = "conserve.park"
 STORED_TO = "conserve.stored_to"
 # In the connector's configuration: LMCache's chunk, which its server is started with.
 CHUNK_TOKENS = "conserve.chunk_tokens"
+# An engine, or a server that reads another node's memory, waits this long for a transfer of KV;
+# then the engine recomputes it. Only slower links than this need longer for a prompt.
+TRANSFER_TIMEOUT_S = 10.0
 # Set if a prefiller has just computed the prompt, and reported it as stored.
 PREFILLED = "conserve.prefilled"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.

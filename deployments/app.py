@@ -14,7 +14,7 @@ from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.wire import CHUNK_TOKENS, Role
+from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
@@ -50,6 +50,9 @@ _MAX_ONGOING = 1_000_000
 # Containers have less at /dev/shm by default; the least size of Ray's object store.
 _SMALL_SHM_BYTES = 2**30
 _LEAST_STORE_BYTES = 80 * 2**20
+# How long the start waits for nodes that the cluster's autoscaler is asked for: clouds take minutes
+# to bring a machine up.
+_NODES_S = 600.0
 # Time for an empty replica to end.
 _LEAVING_S = 10.0
 
@@ -67,7 +70,7 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
     if not ray.is_initialized():
         start_ray(settings)
     # No node joins a cluster that was just started here.
-    return build(settings, 0.0 if alone else settings.tier_timeout_s)
+    return build(settings, 0.0 if alone else _NODES_S)
 
 
 def start_ray(settings: Settings) -> None:
@@ -105,12 +108,11 @@ def _shm_bytes() -> int:
         return 0
 
 
-def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
+def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     """Build the application for these settings on the connected cluster.
 
-    ``tier_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
-    if
-    they are missing, or the engines do not fit.
+    ``nodes_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
+    if they are missing, or the engines do not fit.
     """
     settings = _with_parsers(with_profile(settings))
     require_one_split(settings)
@@ -122,7 +124,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
         require_shares(settings)
         require_slots(settings)
-    wait_for_nodes(settings, gpu, tier_timeout_s)
+    wait_for_nodes(settings, gpu, nodes_timeout_s)
     alive = sum(node["Alive"] for node in ray.nodes())
     # On several nodes, the model need not be on this one.
     alone = alive == 1
@@ -140,7 +142,7 @@ def build(settings: Settings, tier_timeout_s: float = 0.0) -> Application:
         _say_no_sms(settings)
         if alone:
             settings, _ = planned_on_cpus(settings)
-    settings = _for_device(settings, gpu)
+    settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})
     engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
@@ -186,13 +188,6 @@ def _require_cuda_build() -> None:
         )
 
 
-def _for_device(settings: Settings, gpu: bool) -> Settings:
-    chunk = chunk_tokens(settings, gpu)
-    lmcache = settings.lmcache.model_copy(update={"chunk_tokens": chunk})
-    device = "gpu" if gpu else "cpu"
-    return settings.model_copy(update={"lmcache": lmcache, "device": device})
-
-
 def _engines(
     role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int
 ) -> Application:
@@ -210,7 +205,7 @@ def _engines(
     else:
         options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
         # The replica ends once it has served its last turn; after this time Serve kills it.
-        drain_s = settings.autoscaling.drain_timeout_s + settings.turn_timeout_s
+        drain_s = settings.autoscaling.drain_timeout_s + TURN_SILENCE_S
         options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
     if tier.labels:
         bundles = options["placement_group_bundles"]
@@ -272,13 +267,12 @@ def llm_arguments(
         "kv_load_failure_policy": "recompute",
         # Each engine adds the address of its own node's server.
         "kv_connector_extra_config": {
-            "lmcache.mp.mq_timeout": settings.lmcache.timeout_s,
+            "lmcache.mp.mq_timeout": TRANSFER_TIMEOUT_S,
             "lmcache.mp.heartbeat_interval": 1,
-            CHUNK_TOKENS: settings.lmcache.chunk_tokens,
+            CHUNK_TOKENS: chunk_tokens(settings, gpu),
         },
     }
-    resources = {**own.resources, **tier.resources}
-    bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **resources}
+    bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **tier.resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
     environment = engine_environment(settings.model, gpu)

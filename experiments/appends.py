@@ -214,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.hidden("--home", action="store_true")
     options = experiment.parse(arguments)
     if options.door is not None:
-        # A router reads `parking` for nothing but this.
-        doors.serve(options.door, Settings(placement="elastic", parking=not options.home))
+        # A router reads `pausing` for nothing but this.
+        doors.serve(options.door, Settings(placement="elastic", pausing=not options.home))
         return
     both = [Door(HOME, ("--home",)), Door(WHEREVER)]
     with doors.opened(experiment, both, *_SETTINGS) as urls:

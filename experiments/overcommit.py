@@ -22,10 +22,10 @@ from experiments.agents import Agent, Shape, clients
 from experiments.harness import Experiment, figure, numbers, percentile
 
 PORT = 8000
-CONSERVE, UNPARKED, PINNED = "conserve", "parking-off", "pausing-off"
+CONSERVE, PINNED = "conserve", "pausing-off"
 RAY, ROUTER, BARE = "ray_serve_llm", "vllm_router", "vllm"
-SYSTEMS = (CONSERVE, UNPARKED, PINNED, RAY, ROUTER, BARE)
-_SETTINGS = {CONSERVE: (), UNPARKED: ("parking=off",), PINNED: ("pausing=off",)}
+SYSTEMS = (CONSERVE, PINNED, RAY, ROUTER, BARE)
+_SETTINGS = {CONSERVE: (), PINNED: ("pausing=off",)}
 _BLOCK_TOKENS = 128
 # vLLM refuses a longer one than its KV space can hold.
 _MAX_MODEL_LEN = 4096

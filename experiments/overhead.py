@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.peers.plan import free_port
 from benchmarks.peers.ray_llm import serving_command
 from conserve.engines import engine_environment, model_source, server_command
 from conserve.launch import Launch, LaunchError
@@ -98,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         systems.append(warm.System(CONSERVE, stack.enter_context(experiment.serving())))
         if options.beside:
             name = f"{CONSERVE}, {' '.join(options.beside)}"
-            ports = [f"lmcache.port={free_port()}", f"lmcache.http_port={free_port()}"]
-            beside = experiment.serving(*ports, *options.beside, port=_BESIDE_PORT, name=name)
+            beside = experiment.serving(
+                "lmcache.port=0", *options.beside, port=_BESIDE_PORT, name=name
+            )
             systems.append(warm.System(name, stack.enter_context(beside)))
         if not options.without_ray_serve_llm:
             url = stack.enter_context(experiment.up(peer, RAY, _answering(peer, RAY), _RAY_PORT))

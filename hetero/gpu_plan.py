@@ -146,7 +146,7 @@ def _idle(settings: Settings, engines: Sequence[EnginePlan], nodes: Sequence[Gpu
 
 def _with_large_blocks(settings: Settings) -> Settings:
     own = (settings.engine, settings.decoders.engine, settings.prefillers.engine)
-    if settings.lmcache.chunk_tokens is not None or any("block_size" in one for one in own):
+    if any("block_size" in one for one in own):
         return settings
     engine = settings.engine | {"block_size": _STATE_BLOCK_TOKENS}
     return settings.model_copy(update={"engine": engine})

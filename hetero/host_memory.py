@@ -25,19 +25,17 @@ _HOST_SHARE = 0.5
 
 
 def chunk_tokens(settings: Settings, gpu: bool) -> int:
-    """Return the tokens in an LMCache chunk; raises `SettingsError` unless it has whole blocks."""
+    """Return the tokens in an LMCache chunk, a whole number of blocks.
+
+    Only whole chunks are handed over. LMCache's default is 256; engines on CPUs have shorter
+    prompts.
+    """
     # vLLM's blocks have 128 tokens on CPUs. On GPUs they are small, except with Mamba layers
     # (`deployments.engine.kv_layers`).
     block = 1
     for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
         block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
-    chunk = settings.lmcache.chunk_tokens
-    if chunk is None:
-        return -(-(256 if gpu else 128) // block) * block
-    if chunk % block:
-        whose = "engine.block_size" if gpu else "CPU blocks"
-        raise SettingsError(f"lmcache.chunk_tokens: {chunk} is not a multiple of {block} ({whose})")
-    return chunk
+    return -(-(256 if gpu else 128) // block) * block
 
 
 def page_bytes(size_gb: float, shared: bool) -> int:

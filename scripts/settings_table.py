@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from conserve.environments.settings import EnvironmentSettings
-from conserve.environments.spec import Limits
 from conserve.settings import (
     AutoscalingSettings,
+    EnvironmentSettings,
+    LimitSettings,
     LMCacheSettings,
     RoleSettings,
     Settings,
@@ -38,7 +38,7 @@ def table() -> str:
         lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")
     lines += _rows(RoleSettings, "decoders.", skip={"replicas"})
     lines += _rows(TierSettings, "tiers.NAME.")
-    lines += _rows(Limits, "environments.limits.")
+    lines += _rows(LimitSettings, LimitSettings.prefix)
     return "\n".join(lines) + "\n"
 
 

@@ -60,19 +60,17 @@ def ray_pd(options: Options) -> PeerPlan:
     refuses; so output lengths are forced with ``max_tokens`` and ``ignore_eos`` alone.
     """
     require_two(options.engines, "ray_pd")
-    lmcache = LMCacheSettings(
-        chunk_tokens=256 if options.gpu else 128, port=free_port(), http_port=free_port()
-    )
+    address = Address("127.0.0.1", free_port(), free_port())
     shared = engine_arguments(options)
-    prefill = shared | {"kv_transfer_config": _connector("kv_producer", lmcache)}
-    decode = shared | {"kv_transfer_config": _connector("kv_consumer", lmcache)}
+    prefill = shared | {"kv_transfer_config": _connector("kv_producer", address)}
+    decode = shared | {"kv_transfer_config": _connector("kv_consumer", address)}
     arguments = {
         "prefill_config": _llm_config(options, 1, prefill),
         "decode_config": _llm_config(options, options.engines - 1, decode),
     }
     return PeerPlan(
         parts=(
-            _lmcache_server(lmcache),
+            _lmcache_server(options, address),
             _serving_part("ray_pd", options, "build_pd_openai_app", arguments),
         ),
         engine_arguments={"prefill": prefill, "decode": decode},
@@ -128,24 +126,24 @@ def serving_command(
     return module("benchmarks.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments))
 
 
-def _connector(role: str, lmcache: LMCacheSettings) -> dict[str, Any]:
+def _connector(role: str, address: Address) -> dict[str, Any]:
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
         "kv_role": role,
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": lmcache.port,
+            "lmcache.mp.port": address.port,
         },
     }
 
 
-def _lmcache_server(lmcache: LMCacheSettings) -> Part:
+def _lmcache_server(options: Options, address: Address) -> Part:
     environment = lmcache_environment()
-    address = Address("127.0.0.1", lmcache.port, lmcache.http_port)
+    size_gb, chunk_tokens = LMCacheSettings().size_gb, 256 if options.gpu else 128
     return Part(
         "lmcache",
-        tuple(lmcache_command(lmcache, address)),
+        tuple(lmcache_command(size_gb, chunk_tokens, address)),
         {key: value for key, value in environment.items() if os.environ.get(key) != value},
-        ready_url=f"http://127.0.0.1:{lmcache.http_port}/healthcheck",
+        ready_url=f"http://127.0.0.1:{address.http_port}/healthcheck",
     )

@@ -65,13 +65,13 @@ def full_disaggregation(options: Options) -> PeerPlan:
 def per_turn(options: Options) -> PeerPlan:
     """One decision a turn, some of them wrong: AMPD, as the paper compares with it (section 5.1).
 
-    Settings: ConServe's own application with ``placement=per_turn wrong_decision_rate=R
-    prefillers=1 decoders=N-1``. R is 0.1 unless the options say otherwise, as in all of the paper's
+    Settings: ConServe's own application with ``placement=per_turn:R prefillers=1
+    decoders=N-1``. R is 0.1 unless the options say otherwise, as in all of the paper's
     results but its figure 12. KV really moves both ways here; the paper stalls the request for as
     long instead.
     """
-    rate = f"wrong_decision_rate={options.wrong_decision_rate}"
-    return _disaggregated("per_turn", options, "placement=per_turn", rate)
+    placement = f"placement=per_turn:{options.wrong_decision_rate}"
+    return _disaggregated("per_turn", options, placement)
 
 
 def collocated(options: Options) -> PeerPlan:
@@ -200,9 +200,8 @@ def _application(
         f"model={options.model}",
         f"device={'gpu' if options.gpu else 'cpu'}",
         f"port={options.port}",
-        # Several applications on one machine each have an LMCache server.
-        f"lmcache.port={free_port()}",
-        f"lmcache.http_port={free_port()}",
+        # Several applications on one machine each have an LMCache server, on free ports.
+        "lmcache.port=0",
         *(f"engine.{argument}={json.dumps(value)}" for argument, value in own.items()),
     ]
     all_arguments = engine_arguments(options) | own

@@ -38,7 +38,6 @@ class Quotas:
 
     most: int
     most_of_tenant: int
-    disk_bytes: int
     unclaimed_s: float
 
 
@@ -141,7 +140,7 @@ class Ledger:
                 None,
             )
         if found is None:
-            self._require_room(tenant, spec)
+            self._require_room(tenant)
             number, slot = self._next, self._free_slot()
             self._do(
                 {"op": "declare", "number": number, "slot": slot, "tenant": tenant,
@@ -153,21 +152,14 @@ class Ledger:
         )
         return found
 
-    def _require_room(self, tenant: str | None, spec: Spec) -> None:
+    def _require_room(self, tenant: str | None) -> None:
         quotas = self._quotas
         if len(self._all) >= quotas.most:
             raise QuotaExceeded(f"there are {quotas.most} environments already", "most")
         of_tenant = sum(one.tenant == tenant for one in self._all.values())
         if tenant is not None and of_tenant >= quotas.most_of_tenant:
             raise QuotaExceeded(
-                f"the tenant has {quotas.most_of_tenant} environments already", "most_of_tenant"
-            )
-        promised = sum(one.spec.limits.disk_bytes for one in self._all.values())
-        if promised + spec.limits.disk_bytes > quotas.disk_bytes:
-            raise QuotaExceeded(
-                f"{promised} bytes of disk are promised to environments, of {quotas.disk_bytes}; "
-                "ask for a lower limits.disk_bytes, or wait",
-                "disk_bytes",
+                f"the tenant has {quotas.most_of_tenant} environments already", "most"
             )
 
     def _free_slot(self) -> int:

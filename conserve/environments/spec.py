@@ -22,6 +22,16 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 MAIN = "main"
 
+# The settings that bound these limits; the others are always the same.
+_SETTINGS = {
+    "cpu_s": "wall_s",
+    "wall_s": "wall_s",
+    "memory_bytes": "memory_bytes",
+    "processes": "processes",
+    "file_bytes": "disk_bytes",
+    "disk_bytes": "disk_bytes",
+}
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 Name = Annotated[str, StringConstraints(pattern=rf"^{_NAME.pattern}$")]
@@ -129,10 +139,10 @@ class Spec(_Strict):
         wanted = own.model_dump(exclude_none=True)
         for name, value in wanted.items():
             if value > getattr(most, name):
+                setting = _SETTINGS.get(name)
+                why = f", by the setting environments.limits.{setting}" if setting else ""
                 raise SpecError(
-                    f"limits.{name}: at most {getattr(most, name)} here, by the setting "
-                    f"environments.limits.{name}",
-                    f"limits.{name}",
+                    f"limits.{name}: at most {getattr(most, name)} here{why}", f"limits.{name}"
                 )
         limits = most.model_copy(update=wanted)
         return _validated(cls, {**body, "limits": limits}, "")

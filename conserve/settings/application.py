@@ -2,12 +2,11 @@
 
 import os
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from conserve.admission import FirstCome, Levels, LineOrder, Window
-from conserve.environments.settings import EnvironmentSettings
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing
 from conserve.placement import POLICIES, EngineCosts, PlacementPolicy, PolicyName, make_policy
@@ -22,6 +21,7 @@ from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
     AutoscalingSettings,
+    EnvironmentSettings,
     LMCacheSettings,
     RoleSettings,
     Strict,
@@ -77,12 +77,6 @@ class Settings(Strict):
         default_factory=dict,
         description="Kinds of nodes by name, which `prefillers.tier` and `decoders.tier` refer to.",
     )
-    tier_timeout_s: float = Field(
-        default=600.0,
-        ge=0,
-        description="How long the start waits, on a Ray cluster that runs already, for a node of "
-        "each role's tier, and for as many GPUs as engines ask for; after that it fails.",
-    )
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments for both roles (`max_model_len`, `dtype`, ...).",
@@ -121,11 +115,6 @@ class Settings(Strict):
         description="With `several`, KV also moves between nodes, whose LMCache servers share it; "
         "with `one` it does not. `auto`: as many as Ray has when the application starts.",
     )
-    engine_host: str | None = Field(
-        default=None,
-        description="Address that engines listen on; `node` is that of their own node. Unset: "
-        "loopback on one node, `node` on several.",
-    )
     port: int = Field(default=8000, ge=1, le=65535, description="Port that the router listens on.")
     routers: int = Field(
         default=1,
@@ -151,59 +140,30 @@ class Settings(Strict):
         description="Domains that a multimodal engine may fetch images, audio and video from, "
         "without following redirects. None: media come in `data:` URLs only.",
     )
-    placement: PolicyName = Field(
+    placement: str = Field(
         default="elastic",
         description="Policy that places conversations. `elastic` prefills wherever all "
         "conversations together wait least for it, and has prefillers host conversations, too. "
         "`conversation` is the paper's: prefillers compute first prompts, and nothing else. "
-        "`collocated`, `full_disaggregation` and `per_turn` are baselines to compare them with.",
+        "`collocated`, `full_disaggregation` and `per_turn` are baselines to compare them with. "
+        "Two take a number: with `conversation:TOKENS` decoders prefill shorter first prompts, and "
+        "`per_turn:SHARE` sends that share of later turns to a prefiller, by mistake.",
     )
-    engine_scheduler: Literal["conversation", "vllm"] = Field(
+    engine_scheduler: Literal["conversation", "conversation_lane", "vllm"] = Field(
         default="vllm",
         description="Who decides within a decoder what its next step runs. `conversation`: who "
         "asks for little, and had little, goes first; prefills are cut so that no answer's tokens "
-        "come late; and a history's KV is kept between turns. `vllm`: as vLLM does it, first come "
-        "first served.",
-    )
-    prefill_lane: bool = Field(
-        default=False,
-        description="Whether decoders compute long prompts and appends beside their steps while "
-        "somebody decodes, and not in them. Only with `engine_scheduler: conversation`; on CPUs "
-        "both take turns, and nothing is gained.",
-    )
-    wrong_decision_rate: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of later turns that `placement: per_turn` sends to a prefiller.",
-    )
-    min_remote_prefill_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="A shorter first turn is prefilled by its decoder; 0: none, as in the paper.",
+        "come late; and a history's KV is kept between turns. `conversation_lane`: the same, and "
+        "long prompts and appends are computed beside steps while others decode, and not in them; "
+        "on CPUs both take turns, and nothing is gained. `vllm`: as vLLM does it, first come first "
+        "served.",
     )
     pausing: bool = Field(
         default=True,
         description="Whether idle conversations give up their room where others need it; what they "
-        "have stays with the engine until it needs the space. `off`: as in the paper. Only with "
-        "`placement: conversation` and `elastic`.",
-    )
-    pausing_mark: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="The share of a decoder's KV space above which idle conversations are paused, "
-        "though nobody waits for it.",
-    )
-    parking: bool = Field(
-        default=True,
-        description="Whether turns on a decoder that is half full leave their KV in host memory "
-        "(`lmcache.size_gb`) too, from where a paused conversation comes back without a prefill.",
-    )
-    queue_limit: int = Field(
-        default=1024,
-        ge=0,
-        description="How many conversations may wait for room; one more is refused with 429.",
+        "have stays with the engine until it needs the space, and in host memory "
+        "(`lmcache.size_gb`), where turns on a decoder that is half full leave it, too. `off`: as "
+        "in the paper. Only with `placement: conversation` and `elastic`.",
     )
     queue_timeout_s: float = Field(
         default=60.0,
@@ -215,11 +175,6 @@ class Settings(Strict):
         gt=0,
         description="A conversation that has not been used for this long counts as ended.",
     )
-    turn_timeout_s: float = Field(
-        default=3600.0,
-        gt=0,
-        description="How long an engine may be silent within a turn; then the turn fails with 504.",
-    )
     continue_streams: bool = Field(
         default=True,
         description="Whether a streamed answer goes on at another decoder if its own is lost.",
@@ -230,21 +185,6 @@ class Settings(Strict):
         "history is recognised. `billing_header`: Claude Code's `x-anthropic-billing-header`, "
         "which is taken out of prompts too; `times`: clock times with seconds.",
     )
-
-    response_store_mb: int = Field(
-        default=64,
-        ge=0,
-        description="How much each decoder keeps of responses (`/v1/responses`), with their "
-        "histories, for retrieval and `previous_response_id`, in MB; the oldest go first. "
-        "0: nothing.",
-    )
-    tokenizer_cache_mb: int = Field(
-        default=256,
-        ge=0,
-        description="How much each engine keeps of text that it has tokenized, with its tokens, in "
-        "MB: of a turn only what is new is tokenized. 0: nothing; each turn's whole history is.",
-    )
-
     environments: EnvironmentSettings = Field(
         default_factory=EnvironmentSettings,
         description="Where agents' tools run, if clients may run commands at all.",
@@ -347,6 +287,22 @@ class Settings(Strict):
             )
         return self
 
+    @field_validator("placement", mode="after")
+    @classmethod
+    def _policy_and_its_number(cls, value: str) -> str:
+        name, colon, number = value.partition(":")
+        if name not in get_args(PolicyName):
+            raise ValueError(f"give one of {', '.join(get_args(PolicyName))}")
+        if not colon:
+            return value
+        if name not in ("conversation", "per_turn"):
+            raise ValueError(f"{name} takes no number")
+        if name == "conversation" and not (number.isascii() and number.isdecimal()):
+            raise ValueError("give conversation:TOKENS, with a whole number of tokens")
+        if name == "per_turn" and not _is_share(number):
+            raise ValueError("give per_turn:SHARE, with a number from 0 to 1")
+        return value
+
     @field_validator("tiers", mode="after")
     @classmethod
     def _tier_names(cls, value: dict[str, TierSettings]) -> dict[str, TierSettings]:
@@ -361,23 +317,14 @@ class Settings(Strict):
     def _placement_has_its_settings(self) -> Self:
         if not self.policy_class.uses_prefillers and "prefillers" in self.model_fields_set:
             raise ValueError("prefillers: placement collocated has none; set decoders alone")
-        if self.placement != "per_turn" and self.wrong_decision_rate:
-            raise ValueError("wrong_decision_rate: only placement per_turn decides turn by turn")
-        if self.placement != "conversation" and self.min_remote_prefill_tokens:
-            raise ValueError("min_remote_prefill_tokens: only placement conversation reads it")
-        given = self.model_fields_set
-        if not self.policy_class.pauses and self.pausing and "pausing" in given:
+        given = "pausing" in self.model_fields_set
+        if not self.policy_class.pauses and self.pausing and given:
             raise ValueError("pausing: only placement conversation or elastic pauses conversations")
-        if self.pausing_policy() is None:
-            if "pausing_mark" in given:
-                raise ValueError("pausing_mark: nothing is paused here; see pausing")
-            if "parking" in given and self.parking:
-                raise ValueError("parking: nothing is paused here; see pausing")
         return self
 
     @model_validator(mode="after")
     def _scheduler_has_its_arguments(self) -> Self:
-        if self.engine_scheduler != "conversation":
+        if not self.schedules_conversations:
             return self
         for name, given in (
             ("engine", self.engine),
@@ -387,7 +334,8 @@ class Settings(Strict):
             for argument in ("scheduler_cls", "scheduling_policy", "disable_cascade_attn"):
                 if argument in given:
                     raise ValueError(
-                        f"{name}.{argument} cannot be set: engine_scheduler=conversation sets it"
+                        f"{name}.{argument} cannot be set: "
+                        f"engine_scheduler={self.engine_scheduler} sets it"
                     )
         return self
 
@@ -395,8 +343,6 @@ class Settings(Strict):
     def _lane_has_its_engine(self) -> Self:
         if not self.prefill_lane:
             return self
-        if self.engine_scheduler != "conversation":
-            raise ValueError("prefill_lane: only with engine_scheduler=conversation")
         given = {f"engine.{name}": value for name, value in self.engine.items()}
         for role in ("prefillers", "decoders") if self.prefillers_host else ("decoders",):
             own: RoleSettings = getattr(self, role)
@@ -406,7 +352,9 @@ class Settings(Strict):
             asked_for = value is True or value not in (None, False, 1)
             if argument in NOT_BESIDE_A_LANE and asked_for:
                 why = NOT_BESIDE_A_LANE[argument]
-                raise ValueError(f"{name} cannot be set with prefill_lane: {why}")
+                raise ValueError(
+                    f"{name} cannot be set with engine_scheduler=conversation_lane: {why}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -436,6 +384,11 @@ class Settings(Strict):
         return self
 
     @property
+    def policy_name(self) -> PolicyName:
+        """The placement policy's name, without its number."""
+        return cast(PolicyName, self.placement.partition(":")[0])
+
+    @property
     def prefiller_replicas(self) -> int:
         """Prefillers to start: none where every engine does everything."""
         return self.prefillers.replicas if self.policy_class.uses_prefillers else 0
@@ -443,7 +396,7 @@ class Settings(Strict):
     @property
     def policy_class(self) -> type[PlacementPolicy]:
         """The class of the placement policy, which says what the policy does."""
-        return POLICIES[self.placement]
+        return POLICIES[self.policy_name]
 
     def policy(self, costs: EngineCosts | None = None) -> PlacementPolicy:
         """The placement policy that these settings choose.
@@ -451,10 +404,12 @@ class Settings(Strict):
         Args:
             costs: what work costs the engines, as measured; None: as they are observed.
         """
+        number = self.placement.partition(":")[2] or "0"
+        of_conversation = self.policy_name == "conversation"
         return make_policy(
-            self.placement,
-            min_remote_prefill_tokens=self.min_remote_prefill_tokens,
-            wrong_decision_rate=self.wrong_decision_rate,
+            self.policy_name,
+            min_remote_prefill_tokens=int(number) if of_conversation else 0,
+            wrong_decision_rate=0.0 if of_conversation else float(number),
             costs=costs,
         )
 
@@ -463,7 +418,7 @@ class Settings(Strict):
         if not self.pausing or not self.policy_class.pauses:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
-        return Pausing(self.pausing_mark, patience_s=self.queue_timeout_s * 5 / 6)
+        return Pausing(patience_s=self.queue_timeout_s * 5 / 6)
 
     def line_order(self) -> LineOrder:
         """In which order conversations that wait for room go."""
@@ -473,7 +428,7 @@ class Settings(Strict):
 
     def admission_window(self) -> Window | None:
         """How many may be at work at a time; None: as many as there is room for."""
-        return None if self.pausing_policy() is None else Window(follows_kv=self.parks)
+        return None if self.pausing_policy() is None else Window(follows_kv=True)
 
     @property
     def prefillers_host(self) -> bool:
@@ -487,7 +442,12 @@ class Settings(Strict):
     @property
     def schedules_conversations(self) -> bool:
         """Whether engines that host conversations schedule by them."""
-        return self.engine_scheduler == "conversation"
+        return self.engine_scheduler != "vllm"
+
+    @property
+    def prefill_lane(self) -> bool:
+        """Whether they compute long prompts beside their steps."""
+        return self.engine_scheduler == "conversation_lane"
 
     @property
     def later_turns_direct(self) -> bool:
@@ -507,28 +467,19 @@ class Settings(Strict):
     @property
     def parks(self) -> bool:
         """Whether turns may leave their KV in host memory, too."""
-        return self.parking and self.pausing_policy() is not None
+        return self.pausing_policy() is not None
 
     def on_nodes(self, alive: int) -> "Settings":
-        """These settings on a cluster of ``alive`` nodes, with nothing left to choose.
-
-        Raises:
-            SettingsError: other nodes could not reach the engines.
-        """
+        """These settings on a cluster of ``alive`` nodes, with nothing left to choose."""
         nodes = self.nodes
         if nodes == "auto":
             nodes = "several" if alive > 1 else "one"
-        host = self.engine_host or ("node" if nodes == "several" else "127.0.0.1")
-        if self.nodes == "several" and host in ("127.0.0.1", "localhost", "::1"):
-            raise SettingsError(
-                f"engine_host: other nodes cannot reach {host}; leave it out where nodes=several"
-            )
-        if host in ("0.0.0.0", "::"):
-            raise SettingsError(
-                f"engine_host: routers are told this address, and {host} is none to connect to; "
-                "give `node` or an address"
-            )
-        return self.model_copy(update={"nodes": nodes, "engine_host": host})
+        return self.model_copy(update={"nodes": nodes})
+
+    @property
+    def engine_host(self) -> str:
+        """The address that engines listen on; ``node`` is that of their own node."""
+        return "node" if self.nodes == "several" else "127.0.0.1"
 
     @property
     def model_id(self) -> str:
@@ -536,3 +487,10 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return "conserve-embedded" if self.model == EMBEDDED_MODEL else self.model
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False

@@ -1,20 +1,49 @@
-"""Groups of settings: of a role's engines, a tier's nodes, LMCache's servers, autoscaling."""
+"""Groups of settings: of engines, tiers, LMCache's servers, autoscaling, tool environments."""
 
-from typing import Any, Self
+import math
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from conserve.environments.spec import Limits
+from conserve.settings.removed import sentences
 
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
+# Of environments' files, where no other folder is set.
+_ROOT = "/var/tmp/conserve-environments"
+
+
+# The type of the error that refuses names which were settings once.
+REMOVED_TYPE = "removed_setting"
 
 
 class Strict(BaseModel):
+    """Refuses names that are no settings, and says of removed ones what replaces them.
+
+    Attributes:
+        prefix: of the group's names, with its dot.
+    """
+
     # hide_input: a value may be a secret (an environment variable for an engine, for instance).
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    prefix: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (said := sentences(cls.prefix, given)):
+            raise PydanticCustomError(REMOVED_TYPE, "{said}", {"said": "\n  ".join(said)})
+        return given
 
 
 class RoleSettings(Strict):
     """The engines of one role: the prefillers or the decoders. A bare number sets ``replicas``."""
+
+    prefix = "ROLE."
 
     replicas: int = Field(
         default=1,
@@ -37,9 +66,6 @@ class RoleSettings(Strict):
         description="Ray GPUs reserved for each worker of an engine; ignored on CPUs. With a part "
         "of one, an engine is told to take that part of its memory. Unset: as `gpus` has it.",
     )
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Ray custom resources for each worker of an engine."
-    )
     tier: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
@@ -58,6 +84,8 @@ class RoleSettings(Strict):
 class TierSettings(Strict):
     """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""
 
+    prefix = "tiers.NAME."
+
     accelerator_type: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
@@ -71,18 +99,11 @@ class TierSettings(Strict):
     labels: dict[str, str] = Field(
         default_factory=dict, description="The tier's nodes have these Ray labels."
     )
-    power_cap_w: float | None = Field(
+    power_cap: float | str | None = Field(
         default=None,
-        gt=0,
-        description="The tier's GPUs are limited to this power while engines run on them, in "
-        "watts. Unset: their limits are left alone.",
-    )
-    power_cap_fraction: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="The same limit, as a fraction of each GPU's default limit (the paper: 2/3). "
-        "Give one of the two.",
+        description="The tier's GPUs are limited to this power while engines run on them: a number "
+        "of watts, or a share of each GPU's default limit, such as `70%` (the paper: two thirds). "
+        "Unset: their limits are left alone.",
     )
     sm_slots: int | None = Field(
         default=None,
@@ -93,15 +114,37 @@ class TierSettings(Strict):
         "Nothing on CPUs.",
     )
 
-    @model_validator(mode="after")
-    def _one_cap(self) -> Self:
-        if self.power_cap_w is not None and self.power_cap_fraction is not None:
-            raise ValueError("set power_cap_w or power_cap_fraction, not both")
-        return self
+    @field_validator("power_cap", mode="after")
+    @classmethod
+    def _watts_or_share(cls, value: float | str | None) -> float | str | None:
+        if value is None:
+            return None
+        number = str(value).strip()
+        try:
+            cap = float(number.removesuffix("%"))
+        except ValueError:
+            cap = 0.0
+        most = 100.0 if number.endswith("%") else math.inf
+        if not 0 < cap <= most or math.isinf(cap):
+            raise ValueError("give a number of watts, or a share of up to 100%, such as 70%")
+        return number if number.endswith("%") else cap
+
+    @property
+    def power_cap_w(self) -> float | None:
+        """The cap in watts; None: there is none, or it is a fraction."""
+        return self.power_cap if isinstance(self.power_cap, float) else None
+
+    @property
+    def power_cap_fraction(self) -> float | None:
+        """The cap as a fraction of the default limit; None: there is none, or it is in watts."""
+        cap = self.power_cap
+        return float(cap.removesuffix("%")) / 100 if isinstance(cap, str) else None
 
 
 class LMCacheSettings(Strict):
     """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
+
+    prefix = "lmcache."
 
     size_gb: float = Field(
         default=2.0,
@@ -110,76 +153,33 @@ class LMCacheSettings(Strict):
         "GiB. When it is full, the KV unused for longest is dropped. Unset: at most half of what "
         "is free, within the container's limit; on GPUs by the model's KV and decoders' room.",
     )
-    chunk_tokens: int | None = Field(
-        default=None,
-        ge=16,
-        description="Tokens in a chunk. Only whole chunks are handed over; the decoder computes "
-        "the rest. Unset: 128 on a CPU, 256 on a GPU, and more where `engine.block_size` is set "
-        "and wants it.",
-    )
     port: int = Field(
         default=7610,
         ge=0,
-        le=65535,
+        le=65534,
         description="Port on which a node's LMCache server listens for engines, and for other "
-        "nodes' servers. 0: a free one.",
-    )
-    http_port: int = Field(
-        default=7611,
-        ge=0,
-        le=65535,
-        description="Port of the server's admin interface and metrics, on loopback. 0: a free one.",
-    )
-    timeout_s: float = Field(
-        default=10.0,
-        gt=0,
-        description="How long an engine waits for a transfer of KV; after that it recomputes it.",
+        "nodes' servers; the next one has its admin interface and metrics, on loopback. 0: free "
+        "ones.",
     )
 
-    @field_validator("port", "http_port")
+    @field_validator("port")
     @classmethod
     def _not_privileged(cls, value: int) -> int:
         if 0 < value < 1024:
             raise ValueError("a port from 1024 on, or 0 for one that is free")
         return value
 
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
-        if self.port == self.http_port != 0:
-            raise ValueError("port and http_port must differ")
-        return self
+    @property
+    def http_port(self) -> int:
+        """Port of the server's admin interface and metrics, on loopback. 0: a free one."""
+        return self.port and self.port + 1
 
 
 class AutoscalingSettings(Strict):
     """When a role with `max_replicas` gets more or fewer engines."""
 
-    target: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="A change in a role's number of engines brings utilisation to this or below.",
-    )
-    up_at: float = Field(
-        default=0.85, gt=0, le=1, description="Above this utilisation, engines are added at once."
-    )
-    down_at: float = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Engines are removed when utilisation has been below this for `down_delay_s`.",
-    )
-    down_delay_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="How long utilisation has to stay below `down_at`, without a break, before "
-        "engines are removed.",
-    )
-    cool_down_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="For this long after a change in a role's number of engines, up or down, none "
-        "is removed.",
-    )
+    prefix = "autoscaling."
+
     window_s: float = Field(
         default=30.0, gt=0, description="Rates of arrival are averaged over this much time."
     )
@@ -187,11 +187,107 @@ class AutoscalingSettings(Strict):
         default=300.0,
         ge=0,
         description="How long a decoder that is to be removed keeps its conversations. Those left "
-        "then are prefilled again elsewhere, each once its turn has ended.",
+        "then are prefilled again elsewhere, each once its turn has ended. Engines are removed "
+        "once there were too many for a fifth of this time.",
     )
 
-    @model_validator(mode="after")
-    def _thresholds_are_apart(self) -> Self:
-        if not self.down_at < self.target < self.up_at:
-            raise ValueError("give down_at below target, and target below up_at")
-        return self
+
+class LimitSettings(Strict):
+    """Bounds what an environment may use; no client may ask for more."""
+
+    prefix = "environments.limits."
+
+    wall_s: float = Field(
+        default=120.0,
+        gt=0,
+        le=86_400,
+        description="How long a command may take, in seconds; each of its processes may have half "
+        "of that of CPU time.",
+    )
+    memory_bytes: int = Field(
+        default=2**30,
+        ge=2**24,
+        description="Memory of a command's processes, each and together; looked at ten times a "
+        "second.",
+    )
+    processes: int = Field(
+        default=64, ge=1, le=4096, description="Processes and threads of an environment."
+    )
+    disk_bytes: int = Field(
+        default=2**28,
+        ge=2**12,
+        description="What an environment's files may take, one or all of them; looked at every "
+        "second of a command, which is ended where it is more.",
+    )
+
+
+class EnvironmentSettings(Strict):
+    """Whether clients may have environments in which their agents' tools run, and how many."""
+
+    prefix = "environments."
+
+    enabled: bool = Field(
+        default=False,
+        description="Whether clients may run commands on the head node, each in an environment of "
+        "its conversation's.",
+    )
+    root: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of environments' files, on the head node; the application's alone. "
+        f"Unset: `{_ROOT}-UID/PORT`.",
+    )
+    isolation: Literal["namespaces", "limits"] = Field(
+        default="namespaces",
+        description="What a process environment must have at least: Linux namespaces, where it "
+        "sees no other process, no network and no others' files, or nothing but limits, which "
+        "stop accidents and no attacker.",
+    )
+    network: bool = Field(
+        default=False,
+        description="Whether commands may use the machine's network, its loopback included.",
+    )
+    limits: LimitSettings = Field(
+        default_factory=LimitSettings,
+        description="What an environment may use; a client may ask for less.",
+    )
+    most: int = Field(
+        default=256,
+        ge=1,
+        le=4096,
+        description="How many environments there may be at a time; where there are keys, one "
+        "tenant may have a quarter of them.",
+    )
+
+    @field_validator("root", mode="after")
+    @classmethod
+    def _whole_path(cls, value: str | None) -> str | None:
+        # The manager's process has a working directory of its own.
+        return None if value is None else os.path.abspath(os.path.expanduser(value))
+
+    @property
+    def most_of_tenant(self) -> int:
+        """How many of them one tenant may have, so that others have some, too."""
+        return max(1, self.most // 4)
+
+    @property
+    def all_limits(self) -> Limits:
+        """The limits, with those that follow from settings."""
+        given = self.limits
+        return Limits(
+            # A command with one thread that computes takes as much as it waits for the rest.
+            cpu_s=max(1, math.ceil(given.wall_s / 2)),
+            wall_s=given.wall_s,
+            memory_bytes=given.memory_bytes,
+            processes=given.processes,
+            file_bytes=given.disk_bytes,
+            disk_bytes=given.disk_bytes,
+        )
+
+    def folder(self, port: int) -> Path:
+        """Return the folder with environments' files.
+
+        Args:
+            port: the router's, which tells the machine's applications apart.
+        """
+        return Path(self.root or f"{_ROOT}-{os.getuid()}/{port}")

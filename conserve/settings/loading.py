@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from conserve.settings.application import Settings, SettingsError
+from conserve.settings.groups import REMOVED_TYPE
 
 
 def load(arguments: dict[str, Any] | Settings | None) -> Settings:
@@ -26,7 +27,9 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
         problems = []
         for item in error.errors(include_url=False, include_input=False):
             field = ".".join(str(part) for part in item["loc"]) or "settings"
-            if item["type"] == "extra_forbidden":
+            if item["type"] == REMOVED_TYPE:
+                problems.append(item["msg"])
+            elif item["type"] == "extra_forbidden":
                 problems.append(f"{field}: no such setting{_suggestion(item['loc'])}")
             else:
                 problems.append(f"{field}: {item['msg']}")

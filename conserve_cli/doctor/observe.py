@@ -151,7 +151,7 @@ def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFact
     host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
     wanted = [
         ("lmcache.port", "LMCache", host, lmcache.port),
-        ("lmcache.http_port", "LMCache's admin interface", "127.0.0.1", lmcache.http_port),
+        ("lmcache.port", "LMCache's admin interface", "127.0.0.1", lmcache.http_port),
     ]
     if router_here:
         wanted.insert(0, ("port", "router", settings.host, settings.port))

@@ -237,7 +237,7 @@ def role_tiers(settings: Settings, on_gpu: bool) -> dict[str, RoleTier]:
 
 _TO_DO = {
     "router": "set host=127.0.0.1, or give its clients keys and have TLS ended in front of it",
-    "engine": "leave engine_host out, and have Ray on loopback, as `conserve serve` does",
+    "engine": "set nodes=one, and have Ray on loopback, as `conserve serve` does",
     "LMCache": "set nodes=one: clients that reach it can run code",
     "Ray": "start the application by `conserve serve` or `serve run conserve.app`, or Ray with "
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, which keep it on loopback; or close these ports: whoever "
@@ -249,7 +249,7 @@ _TO_DO = {
 def check_listeners(listeners: Iterable[ListenerFacts], settings: Settings) -> list[Finding]:
     """Warn of what listens on more than loopback, though there is no other node to reach it.
 
-    Addresses in the settings `host` and `engine_host` are left out.
+    Addresses that the settings `host` and `nodes` ask for are left out.
     """
     findings = []
     for one in listeners:
@@ -268,7 +268,7 @@ def _asked_for(one: ListenerFacts, where: tuple[str, int], settings: Settings) -
     if one.owner == "router":
         return port == settings.port and _same(host, settings.host)
     if one.owner == "engine":
-        return settings.engine_host is not None and _same(host, settings.engine_host)
+        return settings.nodes == "several" and _same(host, settings.engine_host)
     return False
 
 

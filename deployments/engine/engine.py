@@ -46,7 +46,7 @@ from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
-from hetero.host_memory import kept_tokens, page_bytes
+from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
 
 logger = logging.getLogger("ray.serve")
@@ -159,12 +159,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def _host_tokens(self, vllm_config: Any) -> int:
-        lmcache = self._settings.lmcache
-        assert lmcache.chunk_tokens is not None
-        page = page_bytes(lmcache.size_gb, self._settings.nodes == "several")
-        return kept_tokens(
-            lmcache.size_gb, host_token_bytes(vllm_config, lmcache.chunk_tokens, page)
-        )
+        settings = self._settings
+        size_gb, chunk = settings.lmcache.size_gb, chunk_tokens(settings, settings.device == "gpu")
+        page = page_bytes(size_gb, settings.nodes == "several")
+        return kept_tokens(size_gb, host_token_bytes(vllm_config, chunk, page))
 
     async def _start_engine(self) -> None:
         """Start the engine without the actor to which Ray Serve LLM reports its usage.

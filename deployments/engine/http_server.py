@@ -54,13 +54,10 @@ class EngineHttp:
         answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
-        self.tokens: TokenCache | None = keep_tokens(
-            renderer, settings.tokenizer_cache_mb, salted_only=keyed
-        )
+        self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         make_checkable(client, renderer, tasks)
-        keeper = ResponseKeeper(app, settings.response_store_mb)
+        keeper = ResponseKeeper(app)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
-        assert settings.engine_host is not None
         self._host = settings.engine_host
         self._serving: asyncio.Task[None] | None = None
         self.url = ""

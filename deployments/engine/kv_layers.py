@@ -30,9 +30,8 @@ def require_whole_blocks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: i
         return
     rounded = -(-max(blocks) // 256) * 256
     raise ValueError(
-        f"lmcache.chunk_tokens is {chunk_tokens}, and this model's KV has blocks of {block} "
-        f"tokens: set lmcache.chunk_tokens to {block}, or unset it and set engine.block_size to "
-        f"{rounded}, which vLLM keeps and chunks follow"
+        f"KV is handed over in chunks of {chunk_tokens} tokens, and this model's has blocks of "
+        f"{block}: set engine.block_size to {rounded}, which vLLM keeps and chunks follow"
     )
 
 

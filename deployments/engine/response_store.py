@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 TURN = "conserve.turn"
 _SMALL_BYTES = 16 * 1024
 _MB = 1_000_000
+# Room for hundreds of histories of the length that clients continue by a response's id.
+ROOM_MB = 64
 # What an entry takes beside the bytes that it holds.
 _ENTRY_BYTES = 512
 
@@ -105,10 +107,9 @@ class ResponseKeeper:
     It keeps what the client was told, see `deployments.engine.response_events`.
     """
 
-    def __init__(self, app: ASGIApp, room_mb: int) -> None:
+    def __init__(self, app: ASGIApp, room_mb: int = ROOM_MB) -> None:
         self._app = app
         self._store = ResponseStore(room_mb * _MB)
-        self._room_mb = room_mb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,7 +126,7 @@ class ResponseKeeper:
         request = await read_ahead(receive)
         asked = await aside(_asked, request)
         if asked is not None and asked.request_id:
-            keeps = asked.store is not False and self._room_mb > 0
+            keeps = asked.store is not False
 
             def keep(response: bytes) -> None:
                 self._store.add(asked.request_id, key.history_id, request, response)

@@ -20,6 +20,9 @@ from deployments.engine.check import only_counts
 
 logger = init_logger(__name__)
 
+# Some 100 million characters of source text: the histories of hundreds of coding agents.
+KEPT_MB = 256
+
 _RENDERING = ("render_chat", "render_completion", "preprocess_chat")
 
 # Texts that are tokenized in both ways at the start, between special tokens: letters, numbers and
@@ -44,7 +47,9 @@ _NOBODYS = _Request()
 _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default=_NOBODYS)
 
 
-def keep_tokens(renderer: Any, most_mb: int, salted_only: bool = False) -> TokenCache | None:
+def keep_tokens(
+    renderer: Any, most_mb: int = KEPT_MB, salted_only: bool = False
+) -> TokenCache | None:
     """Have an engine's HTTP app keep the tokens of what it has tokenized, apart by ``cache_salt``.
 
     With ``salted_only`` nothing is kept or found for a request without a salt. Returns None if

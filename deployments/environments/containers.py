@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from conserve.environments import Environment, Run
-from conserve.environments.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings
 from deployments.answers import Isolation
 from deployments.environments.processes import choose_ports, place, require_setup
 from deployments.environments.sandbox import Outcome, SandboxError, read_outputs
@@ -50,7 +50,7 @@ class Containers:
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
         assert one.spec.image is not None
-        ports = choose_ports(one, self._settings.first_port)
+        ports = choose_ports(one)
         where = place(self._root, one)
         self._remove_containers([self.name(one)])
         try:
@@ -192,13 +192,10 @@ def _fail(engine: str, error: Exception) -> NoReturn:
     raise SandboxError(f"{engine} does not answer: {error}") from error
 
 
-def find_engine(named: str | None) -> str:
-    """Return the program that runs containers here; ``named`` by the settings, or a common one.
-
-    Raises `SandboxError` if none answers.
-    """
+def find_engine() -> str:
+    """Return the program that runs containers here; raises `SandboxError` if none answers."""
     tried = []
-    for name in ("docker", "podman") if named is None else (named,):
+    for name in ("docker", "podman"):
         if shutil.which(name) is None:
             tried.append(f"{name} is not installed")
             continue
@@ -209,5 +206,5 @@ def find_engine(named: str | None) -> str:
         tried.append(f"{name} does not answer: its daemon may not run")
     raise SandboxError(
         f"no program runs containers on the head node ({'; '.join(tried)}); ask for kind "
-        "'process', or have the setting environments.container_engine name one"
+        "'process', or have `docker` or `podman` answer there"
     )

@@ -19,9 +19,9 @@ from conserve.environments import (
     Spec,
     SpecError,
 )
-from conserve.environments.settings import EnvironmentSettings
 from conserve.errors import ApiError
 from conserve.events import Kind
+from conserve.settings import EnvironmentSettings
 from deployments import answers
 from deployments.environments.processes import Backend, Running
 from deployments.environments.sandbox import SandboxError
@@ -30,6 +30,14 @@ logger = logging.getLogger("conserve.environments")
 
 Tell = Callable[[Kind, str, dict[str, Any]], None]
 
+# Commands that run at a time, each with up to a GiB by default, and those that may wait for one of
+# them to end: one for each environment that there may be by default.
+RUNNING, WAITING = 32, 256
+# Environments that are prepared at a time. A setup command may take a core for minutes.
+PREPARING = 4
+# Environments of this many conversations at the head of the queue are prepared before these are
+# bound.
+NEAR = 4
 # Results kept for clients that ask again.
 _KEPT_RESULTS = 512
 # Time to prepare an environment beyond its setup's limit; then clients are told to retry.
@@ -56,8 +64,8 @@ class Manager:
         self._ledger = ledger
         self._backends = backends
         self._tell = tell
-        self._threads = ThreadPoolExecutor(settings.running + 2 * settings.preparing + 4, "tools")
-        self._free = asyncio.Semaphore(settings.running)
+        self._threads = ThreadPoolExecutor(RUNNING + 2 * PREPARING + 4, "tools")
+        self._free = asyncio.Semaphore(RUNNING)
         self._waiting = 0
         self.running = 0
         self._commands: dict[int, set[Running]] = {}
@@ -78,7 +86,7 @@ class Manager:
         Raises `ApiError`.
         """
         try:
-            spec = Spec.asked(body, self._settings.limits)
+            spec = Spec.asked(body, self._settings.all_limits)
         except SpecError as error:
             raise ApiError(400, str(error), "invalid_environment", param=error.field) from None
         missing = self._backends[spec.kind]
@@ -146,7 +154,7 @@ class Manager:
         self._ledger.used(conversation_id, name, unix_s())
         self.step()
         await self._prepared(one, conversation_id)
-        if self._waiting >= self._settings.waiting and self._free.locked():
+        if self._waiting >= WAITING and self._free.locked():
             raise ApiError(
                 429, f"{self._waiting} commands wait already", "too_many_commands", retry_after_s=5
             )
@@ -229,8 +237,7 @@ class Manager:
 
     def step(self) -> None:
         """Start whatever the ledger wants done now."""
-        settings = self._settings
-        for one in self._ledger.to_prepare(settings.near, settings.preparing):
+        for one in self._ledger.to_prepare(NEAR, PREPARING):
             self._ledger.preparing(one.number)
         for one in self._ledger:
             # If the outcome of a preparation could not be recorded, prepare again.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from conserve.environments import Environment, Run
-from conserve.environments.settings import EnvironmentSettings
 from conserve.environments.spec import MOST_PORTS
+from conserve.settings import EnvironmentSettings
 from deployments.answers import Isolation
 from deployments.environments.sandbox import (
     Outcome,
@@ -24,6 +24,9 @@ from deployments.node.lmcache_server import is_free
 
 logger = logging.getLogger("conserve.environments")
 
+# Below those that Linux gives to outgoing connections (from 32768), as long as there are no more
+# environments than by default.
+FIRST_PORT = 28_000
 # Time for a killed manager's commands to notice, and to end.
 _PREDECESSOR_S = 3.0
 
@@ -67,11 +70,10 @@ class Processes:
     def __init__(self, root: Path, settings: EnvironmentSettings, *, namespaces: bool) -> None:
         self.isolation: Isolation = "namespaces" if namespaces else "limits"
         self._root = root
-        self._settings = settings
         self._sandbox = Sandbox(namespaces=namespaces, network=settings.network)
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
-        ports = choose_ports(one, self._settings.first_port)
+        ports = choose_ports(one)
         try:
             place(self._root, one).make()
         except OSError as error:
@@ -113,14 +115,14 @@ def folders(root: Path) -> Iterable[Path]:
                 yield path
 
 
-def choose_ports(one: Environment, first_port: int) -> tuple[int, ...]:
+def choose_ports(one: Environment) -> tuple[int, ...]:
     """Return free ports of an environment's range; raises `SandboxError` if too few are free."""
-    own = range(first_port + one.slot * MOST_PORTS, first_port + (one.slot + 1) * MOST_PORTS)
+    own = range(FIRST_PORT + one.slot * MOST_PORTS, FIRST_PORT + (one.slot + 1) * MOST_PORTS)
     free = [port for port in own if is_free("127.0.0.1", port)] if one.spec.ports else []
     if len(free) < one.spec.ports:
         raise SandboxError(
-            f"of the ports from {own[0]} to {own[-1]} only {len(free)} are free; set another "
-            "environments.first_port, or end what listens there"
+            f"of the ports from {own[0]} to {own[-1]} only {len(free)} are free; end "
+            "what listens there"
         )
     return tuple(free[: one.spec.ports])
 

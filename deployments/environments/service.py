@@ -37,6 +37,9 @@ from deployments.table.table_client import TableClient, TableUnavailable
 logger = logging.getLogger("conserve.environments")
 
 ABANDONED_S = 120.0
+# How long an environment is kept whose conversation has not begun: twice as long as one may wait
+# for room by default, so that its client may try again.
+UNCLAIMED_S = 120.0
 JOURNAL, LOCK = "journal", "lock"
 # How long a request waits for this process to recover its predecessor's environments.
 _START_S = 15.0
@@ -139,9 +142,7 @@ class EnvironmentService:
                 self._lock = take_lock(self._root)
             self._journal = Journal(self._root / JOURNAL)
         settings = self._settings
-        quotas = Quotas(
-            settings.most, settings.most_of_tenant, settings.disk_bytes, settings.unclaimed_s
-        )
+        quotas = Quotas(settings.most, settings.most_of_tenant, UNCLAIMED_S)
         ledger = Ledger(quotas, self._journal.add)
         ledger.recover(self._journal.found, unix_s())
         self._journal.rewrite(ledger.snapshot())
@@ -164,7 +165,7 @@ class EnvironmentService:
                 "the setting environments.isolation say `limits` if those do"
             )
         try:
-            engine = find_engine(self._settings.container_engine)
+            engine = find_engine()
             backends["container"] = Containers(engine, self._root, self._settings)
         except SandboxError as error:
             backends["container"] = str(error)

@@ -20,7 +20,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from conserve.engines import allocator_environment
-from conserve.settings import LMCacheSettings, Settings
+from conserve.settings import Settings
+from conserve.wire import TRANSFER_TIMEOUT_S
 from deployments.messages import NodeCache
 from deployments.node import lmcache_main
 from deployments.node.lmcache_main import NIXL_MODULES, OWN_POOL
@@ -99,7 +100,8 @@ def require_nixl() -> None:
 
 
 def lmcache_command(
-    lmcache: LMCacheSettings,
+    size_gb: float,
+    chunk_tokens: int,
     address: Address,
     cache: NodeCache | None = None,
     directory_url: str | None = None,
@@ -120,10 +122,10 @@ def lmcache_command(
         "--port", str(address.port),
         "--http-host", "127.0.0.1",
         "--http-port", str(address.http_port),
-        "--l1-size-gb", str(lmcache.size_gb),
+        "--l1-size-gb", str(size_gb),
         "--eviction-policy", "LRU",
         "--supported-transfer-mode", "auto",
-        "--chunk-size", str(lmcache.chunk_tokens),
+        "--chunk-size", str(chunk_tokens),
         "--max-workers", str(THREADS),
         "--worker-reap-timeout-seconds", str(REAP_TIMEOUT_S),
         "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
@@ -145,8 +147,8 @@ def lmcache_command(
         "--p2p-advertise-url", f"{cache.host}:{cache.transfer_port}",
         "--p2p-transfer-engine", "nixl",
         "--p2p-lookup-timeout", str(_LOOKUP_TIMEOUT_S),
-        "--p2p-load-timeout", str(lmcache.timeout_s),
-        "--l1-align-bytes", str(page_bytes(lmcache.size_gb, shared=True)),
+        "--p2p-load-timeout", str(TRANSFER_TIMEOUT_S),
+        "--l1-align-bytes", str(page_bytes(size_gb, shared=True)),
     ]  # fmt: skip
 
 
@@ -173,7 +175,8 @@ class LMCacheServer:
 
     def __init__(
         self,
-        settings: LMCacheSettings,
+        size_gb: float,
+        chunk_tokens: int,
         address: Address,
         directory_url: str | None = None,
         gpu: bool = True,
@@ -181,7 +184,8 @@ class LMCacheServer:
     ) -> None:
         self.address = address
         self.restarts = -1
-        self._settings = settings
+        self._size_gb = size_gb
+        self._chunk_tokens = chunk_tokens
         self._directory_url = directory_url
         self._gpu = gpu
         self._gpu_workers = gpu_workers
@@ -221,8 +225,7 @@ class LMCacheServer:
             if self._taken_since_s is not None and now_s >= self._taken_since_s + TAKEN_TIMEOUT_S:
                 raise RuntimeError(
                     f"the LMCache server cannot start: {self._problem}. Stop what listens there, "
-                    "or set lmcache.port and lmcache.http_port to other ports, or to 0 for ones "
-                    "that are free."
+                    "or set lmcache.port to another port, or to 0 for ports that are free."
                 )
             if now_s >= deadline_s:
                 raise RuntimeError(
@@ -251,7 +254,8 @@ class LMCacheServer:
             self._cache = new_node_cache(self.address) if self._directory_url else None
             self._process = await asyncio.create_subprocess_exec(
                 *lmcache_command(
-                    self._settings,
+                    self._size_gb,
+                    self._chunk_tokens,
                     self.address,
                     self._cache,
                     self._directory_url,

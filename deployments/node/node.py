@@ -25,6 +25,7 @@ from deployments.node.lmcache_server import Address, LMCacheServer, choose_addre
 from hetero.energy import EngineEnergy
 from hetero.gpu_room import most_on_node
 from hetero.gpus import EngineUse, GpuKeeper
+from hetero.host_memory import chunk_tokens
 from hetero.sm_slots import SmLease
 
 logger = logging.getLogger("conserve.node")
@@ -134,7 +135,12 @@ class NodeService:
                 gpu = self._settings.device != "cpu"
                 workers = most_on_node(self._settings, _own_gpus()).workers if gpu else 0
                 self._server = LMCacheServer(
-                    self._settings.lmcache, self._address, directory_url, gpu, workers
+                    self._settings.lmcache.size_gb,
+                    _chunk_tokens(self._settings),
+                    self._address,
+                    directory_url,
+                    gpu,
+                    workers,
                 )
                 jobs.append(self._server.keep_running())
                 loop = asyncio.get_running_loop()
@@ -173,6 +179,10 @@ class NodeService:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
+def _chunk_tokens(settings: Settings) -> int:
+    return chunk_tokens(settings, settings.device == "gpu")
+
+
 def _own_gpus() -> float:
     """Return how many GPUs this node has for Ray."""
     own = ray.get_runtime_context().get_node_id()
@@ -187,7 +197,7 @@ class NodeNames:
     def __init__(self, application: str, settings: Settings) -> None:
         self._prefix = f"conserve:{application}:node:"
         # Other settings of LMCache need another actor, since one never changes its server.
-        said = settings.lmcache.model_dump_json() + settings.nodes
+        said = f"{settings.lmcache.model_dump_json()}{settings.nodes}{_chunk_tokens(settings)}"
         self._suffix = ":" + hashlib.sha256(said.encode()).hexdigest()[:8]
 
     def of(self, node_id: str) -> str:

@@ -18,6 +18,7 @@ from conserve import apis
 from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
+from conserve.wire import TURN_SILENCE_S
 from deployments import answers
 from deployments.environments.client import EnvironmentClient
 from deployments.router.access import Access
@@ -71,7 +72,7 @@ class FrontDoor:
         self._started = int(time.time())
         # How long prompt plus output may be; None until a decoder has said so.
         self._max_model_len: int | None = None
-        upstream = Upstream(settings.turn_timeout_s)
+        upstream = Upstream(TURN_SILENCE_S)
         turns = TurnEndpoint(
             settings, table, upstream, router_id, Homes() if homes is None else homes
         )

@@ -30,7 +30,7 @@ from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement.load import EngineLoad
 from conserve.recognition import Digest
 from conserve.settings import Settings
-from conserve.wire import BEAT_S, SILENCE_S
+from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
 from deployments import answers, messages
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
@@ -54,12 +54,19 @@ logger = logging.getLogger("conserve.table")
 
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
+# Conversations that may wait for room. More than engines serve within the longest wait for it, and
+# few enough for a look at all of them whenever room becomes free.
+QUEUE_LIMIT = 1024
 
 
 class TableService:
-    """The conversation table; `TableClient` makes it an actor, and calls it."""
+    """The conversation table; `TableClient` makes it an actor, and calls it.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        queue_limit: how many conversations may wait for room; one more is refused.
+    """
+
+    def __init__(self, settings: Settings, queue_limit: int = QUEUE_LIMIT) -> None:
         # Turns are numbered by hundreds.
         first_id = time.time_ns() // 1000
         # Theirs is finer: there may be several in a millisecond.
@@ -67,14 +74,14 @@ class TableService:
         self._table = ConversationTable(
             settings.policy(engine_costs(settings)),
             settings.idle_timeout_s,
-            settings.turn_timeout_s,
+            TURN_SILENCE_S,
             first_id,
             settings.pausing_policy(),
             self._events,
         )
         self._admission = Admission(
             self._table,
-            settings.queue_limit,
+            queue_limit,
             settings.queue_timeout_s,
             settings.line_order(),
             settings.admission_window(),

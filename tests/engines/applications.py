@@ -51,8 +51,8 @@ _COMMON = (*_ENGINES, _PAPER)
 # One prefiller, two decoders.
 MAIN = Application("main", (*_COMMON, "decoders=2"), decoders=2, lone_engine=True)
 
-# One decoder that is full soon, a short queue, and conversations that end by themselves. As in the
-# paper, idle ones keep their room.
+# One decoder that is full soon, short waits for room, and conversations that end by themselves. As
+# in the paper, idle ones keep their room.
 SMALL = Application(
     "small",
     (
@@ -61,7 +61,6 @@ SMALL = Application(
         "engine.max_model_len=2048",
         "decoders.engine.num_gpu_blocks_override=24",
         "pausing=off",
-        "queue_limit=2",
         "queue_timeout_s=5",
         "idle_timeout_s=15",
         "max_body_bytes=100000",
@@ -112,8 +111,7 @@ LANE = Application(
     "lane",
     (
         *_COMMON,
-        "engine_scheduler=conversation",
-        "prefill_lane=true",
+        "engine_scheduler=conversation_lane",
         "decoders=1",
         "engine.max_model_len=4096",
         "decoders.engine.num_gpu_blocks_override=80",
@@ -133,8 +131,7 @@ applications:
       routers: 2
       prefillers: {replicas: 2, num_cpus: 0.1}
       decoders: {replicas: 1, num_cpus: 0.1}
-      placement: conversation
-      min_remote_prefill_tokens: 200
+      placement: conversation:200
       engine: {dtype: float32}
       lmcache: {size_gb: 0.5}
 """,
@@ -155,8 +152,6 @@ SCALING = Application(
         "pausing=off",
         "queue_timeout_s=900",
         "autoscaling.window_s=6",
-        "autoscaling.down_delay_s=5",
-        "autoscaling.cool_down_s=5",
         f"autoscaling.drain_timeout_s={DRAIN_S}",
     ),
 )
@@ -201,7 +196,6 @@ TOOLS = Application(
         *_COMMON,
         "decoders=2",
         "environments.enabled=true",
-        "environments.unclaimed_s=15",
         "environments.limits.wall_s=60",
     ),
     decoders=2,
@@ -234,8 +228,10 @@ VISION = Application(
     make_model=make_vision_model,
 )
 
-# A prefiller and a decoder that share one GPU, with a model of a real one's shape.
+# LMCache's chunk, of engines on GPUs.
 GPU_CHUNK_TOKENS = 256
+
+# A prefiller and a decoder that share one GPU, with a model of a real one's shape.
 GPU = Application(
     "gpu",
     (
@@ -247,7 +243,6 @@ GPU = Application(
         "engine.max_model_len=40960",
         # What compiling and capturing would take, at each start of an engine, tests do not have.
         "engine.enforce_eager=true",
-        f"lmcache.chunk_tokens={GPU_CHUNK_TOKENS}",
         "lmcache.size_gb=16",
     ),
     make_model=make_real_shape,
@@ -269,7 +264,6 @@ GPU_SLOTS = Application(
         "engine.max_model_len=40960",
         "engine.compilation_config.mode=0",
         "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
-        f"lmcache.chunk_tokens={GPU_CHUNK_TOKENS}",
         "lmcache.size_gb=16",
     ),
     make_model=make_real_shape,
@@ -277,7 +271,7 @@ GPU_SLOTS = Application(
 
 # With a lane in the decoder: its kernels beside the steps' on all SMs, or each on its side of seven
 # tenths of them.
-_GPU_LANE = ("engine_scheduler=conversation", "prefill_lane=true")
+_GPU_LANE = ("engine_scheduler=conversation_lane",)
 GPU_LANE = Application("gpu-lane", (*GPU.arguments, *_GPU_LANE), make_model=make_real_shape)
 GPU_LANE_SLOTS = Application(
     "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape

@@ -176,8 +176,8 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse an engine whose prompts the lane cannot compute, or another vLLM; says what to do."""
     if differing := differences(_expected()):
         raise RuntimeError(
-            f"prefill_lane is made for vLLM {MADE_FOR}, and in this one differ: "
-            f"{'; '.join(differing)}. Leave it off"
+            f"the prefill lane is made for vLLM {MADE_FOR}, and in this one differ: "
+            f"{'; '.join(differing)}. Set engine_scheduler=conversation"
         )
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -199,7 +199,10 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
     )
     for applies, why in reasons:
         if applies:
-            raise ValueError(f"prefill_lane: {why}, and the lane cannot do that; leave it off")
+            raise ValueError(
+                f"engine_scheduler: {why}, and the prefill lane cannot do that; set "
+                "engine_scheduler=conversation"
+            )
 
 
 def _expected() -> Sequence[tuple[Callable[..., Any], str]]:

@@ -76,9 +76,9 @@ applications:
         num_cpus: 1
         tier: decode
         engine: {num_gpu_blocks_override: 24}
-      lmcache: {port: 0, http_port: 0, size_gb: 0.5}
+      lmcache: {port: 0, size_gb: 0.5}
       engine: {dtype: float32, max_model_len: 2944}
-      autoscaling: {window_s: 6, down_delay_s: 5, cool_down_s: 5, drain_timeout_s: 120}
+      autoscaling: {window_s: 6, drain_timeout_s: 25}
 """
 # A decoder has room for 3,072 tokens.
 FIRST = 560

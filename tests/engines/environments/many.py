@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from conserve.client import Agent, Environment, EnvironmentRefused
-from conserve.environments.settings import EnvironmentSettings
 from conserve.environments.spec import MOST_PORTS
+from conserve.settings import EnvironmentSettings
+from deployments.environments.processes import FIRST_PORT
 from deployments.environments.sandbox import marked
+from deployments.environments.service import UNCLAIMED_S
 from tests.engines.client import engines
 from tests.engines.processes import kill, processes
 
@@ -137,7 +139,7 @@ class Ground:
         """What is there now."""
         return cls(frozenset(os.listdir("/dev/shm")), _taken_ports())
 
-    def left(self, timeout_s: float = 90.0) -> list[str]:
+    def left(self, timeout_s: float = UNCLAIMED_S + 75) -> list[str]:
         """What is left of environments and engines after so long; empty if nothing is."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -153,9 +155,8 @@ class Ground:
 
 def _taken_ports() -> frozenset[int]:
     """Of the ports that environments get."""
-    settings = EnvironmentSettings()
-    last = settings.first_port + settings.most * MOST_PORTS
-    return frozenset(port for port in range(settings.first_port, last) if not _is_free(port))
+    last = FIRST_PORT + EnvironmentSettings().most * MOST_PORTS
+    return frozenset(port for port in range(FIRST_PORT, last) if not _is_free(port))
 
 
 def _is_free(port: int) -> bool:

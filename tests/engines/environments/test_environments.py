@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from conserve.environments.journal import read
-from conserve.environments.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings
 from deployments.environments.sandbox import marked
+from deployments.environments.service import UNCLAIMED_S
 from tests.checkout import ROOT as CHECKOUT
 from tests.engines.applications import TOOLS
 from tests.engines.client import Agent
@@ -38,8 +39,8 @@ def folders() -> set[str]:
     return {path.name for path in ROOT.iterdir() if path.name.isdecimal()}
 
 
-async def nothing_left() -> None:
-    await eventually("no folder is left", lambda: not folders(), 40)
+async def nothing_left(timeout_s: float = 40) -> None:
+    await eventually("no folder is left", lambda: not folders(), timeout_s)
     assert not marked(f"{ROOT}:")
 
 
@@ -77,7 +78,7 @@ async def test_what_nobody_came_for_is_removed(application: str, client: httpx.A
     await asked(client, url)
     await asked(client, f"{url}/main/run", command="sleep 1")
     assert folders()
-    await nothing_left()
+    await nothing_left(UNCLAIMED_S + 40)
 
 
 async def test_a_client_that_leaves_ends_its_command(

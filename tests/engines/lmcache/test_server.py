@@ -19,7 +19,6 @@ import pytest
 import zmq
 
 from conserve import wire
-from conserve.settings import LMCacheSettings
 from deployments.node.lmcache_server import (
     Address,
     free_port,
@@ -119,10 +118,9 @@ class Worker:
 @pytest.fixture
 def server(machine_alone: None) -> Iterator[Server]:
     address = Address("127.0.0.1", free_port("127.0.0.1"), free_port("127.0.0.1"))
-    settings = LMCacheSettings(size_gb=0.2, chunk_tokens=CHUNK_TOKENS)
     before = set(_SHARED.iterdir())
     process = subprocess.Popen(
-        lmcache_command(settings, address, gpu=False),
+        lmcache_command(0.2, CHUNK_TOKENS, address, gpu=False),
         env=lmcache_environment(), stdout=subprocess.DEVNULL,
     )  # fmt: skip
     server = Server(address, [])

@@ -28,7 +28,7 @@ applications:
       placement: conversation
       prefillers: {replicas: 1, num_cpus: 0.1, tier: first}
       decoders: {replicas: 2, num_cpus: 0.1, tier: second}
-      lmcache: {port: 0, http_port: 0, size_gb: 1}
+      lmcache: {port: 0, size_gb: 1}
       engine: {dtype: float32, num_gpu_blocks_override: 256}
 """
 _ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}

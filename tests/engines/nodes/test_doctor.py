@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.nodes.nodes import two_nodes
 
-SETTINGS = ("lmcache.port=0", "lmcache.http_port=0", "prefillers.tier=first")
+SETTINGS = ("lmcache.port=0", "prefillers.tier=first")
 
 
 def _doctor(address: str, *settings: str, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -39,7 +39,7 @@ if address:
     ray.init(address=address, **options)
 else:
     ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, **options)
-lmcache = {"size_gb": 0.1, "chunk_tokens": 128, "port": 0, "http_port": 0}
+lmcache = {"size_gb": 0.1, "port": 0}
 client = NodeClient("test", load({"lmcache": lmcache}))
 cap = Cap(fraction=2 / 3)
 client.use = EngineUse(name, (), cap)

@@ -48,8 +48,7 @@ def keys(machine_alone: None, tmp_path: Path) -> Iterator[Keys]:
         "engine.dtype=float32",
         "lmcache.size_gb=0.5",
         "decoders=2",
-        "placement=conversation",
-        f"min_remote_prefill_tokens={REMOTE_FROM_TOKENS}",
+        f"placement=conversation:{REMOTE_FROM_TOKENS}",
         f"keys_file={path}",
     )
     with Launch(arguments, tmp_path / "tenants.log") as application:

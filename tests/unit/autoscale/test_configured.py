@@ -1,5 +1,7 @@
 """The autoscaler that settings ask for."""
 
+from typing import Any
+
 import pytest
 
 from autoscale.autoscaler import make_autoscaler
@@ -10,15 +12,15 @@ from conserve.settings import Settings
     ("tier", "slowdown"),
     [
         ({}, 1.0),
-        ({"power_cap_w": 300}, 1.0),
-        ({"power_cap_w": 200}, 1.14),
-        ({"power_cap_fraction": 0.667}, 1.14),
+        ({"power_cap": 300}, 1.0),
+        ({"power_cap": 200}, 1.14),
+        ({"power_cap": "66.7%"}, 1.14),
         # Between two caps that are known, and below all of them: the slower.
-        ({"power_cap_w": 250}, 1.14),
-        ({"power_cap_w": 150}, 1.14),
+        ({"power_cap": 250}, 1.14),
+        ({"power_cap": 150}, 1.14),
     ],
 )
-def test_capped_prefillers_are_taken_for_slower(tier: dict[str, float], slowdown: float) -> None:
+def test_capped_prefillers_are_taken_for_slower(tier: dict[str, Any], slowdown: float) -> None:
     settings = Settings(
         model="Qwen/Qwen3-0.6B",
         profile="a40-qwen3-0.6b",

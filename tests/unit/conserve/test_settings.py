@@ -1,6 +1,7 @@
 """Settings are checked once, and refused by name."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from conserve.placement import (
     ElasticPlacement,
     Prefiller,
 )
-from conserve.settings import Settings, SettingsError, load
+from conserve.settings import RoleSettings, Settings, SettingsError, TierSettings, load
+from conserve.settings.removed import REMOVED
 
 
 def refusal(**arguments: Any) -> str:
@@ -61,10 +63,9 @@ def test_a_config_files_nested_roles() -> None:
             "prefillers": {"replicas": 2, "tier": "h100", "env": {"OMP_NUM_THREADS": "1"}},
             "decoders": {
                 "num_gpus": 0.5,
-                "resources": {"fast": 1},
                 "engine": {"max_num_seqs": 64, "compilation_config": {"level": 3}},
             },
-            "lmcache": {"size_gb": 20, "chunk_tokens": 256},
+            "lmcache": {"size_gb": 20},
         }
     )
     assert settings.prefillers.tier == "h100"
@@ -72,7 +73,7 @@ def test_a_config_files_nested_roles() -> None:
     assert settings.decoders.num_gpus == 0.5
     assert settings.decoders.engine["compilation_config"] == {"level": 3}
     assert settings.engine == {"max_model_len": 32768}
-    assert settings.lmcache.chunk_tokens == 256
+    assert settings.lmcache.size_gb == 20
 
 
 def test_dotted_names_reach_everything_from_a_command_line() -> None:
@@ -162,6 +163,47 @@ def test_an_unknown_setting_is_named_and_a_close_one_suggested(
     assert f"did you mean {meant}?" in message
 
 
+def _given(name: str) -> dict[str, Any]:
+    """A removed setting, as a command line gives it."""
+    return {_whole(name): "1"}
+
+
+def _whole(name: str) -> str:
+    return name.replace("tiers.NAME", "tiers.some").replace("ROLE", "prefillers")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_refused_with_what_replaces_it(name: str) -> None:
+    said = f"`{name}` was removed: {REMOVED[name]}"
+    assert refusal_of(_given(name)) == f"bad settings for ConServe\n  {said}"
+    # As a file gives it, and Python.
+    path, _, last = _whole(name).rpartition(".")
+    nested: Any = {last: 1}
+    for part in reversed(path.split(".") if path else []):
+        nested = {part: nested}
+    assert said in refusal_of(nested)
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        Settings(**nested)
+    assert said.count(". ") == 0
+
+
+def test_all_removed_settings_of_a_group_are_told() -> None:
+    lines = refusal(lmcache={"timeout_s": 1, "http_port": 2}).splitlines()
+    assert [line.split("`")[1] for line in lines[1:]] == ["lmcache.timeout_s", "lmcache.http_port"]
+    assert len(refusal(queue_limit=1, parking=False).splitlines()) == 3
+
+
+def test_no_removed_setting_is_one() -> None:
+    for name in REMOVED:
+        group: Any = Settings
+        *path, last = name.replace("tiers.NAME", "NAME").split(".")
+        for part in path:
+            group = {"NAME": TierSettings, "ROLE": RoleSettings}.get(part) or (
+                group.model_fields[part].annotation
+            )
+        assert last not in group.model_fields, name
+
+
 def test_nothing_is_suggested_where_nothing_is_close() -> None:
     message = refusal(zzz=1)
     assert "zzz: no such setting" in message
@@ -176,14 +218,16 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"port": "http"}, "port"),
         ({"device": "tpu"}, "device"),
         ({"model": ""}, "model"),
-        ({"queue_limit": -1}, "queue_limit"),
         ({"queue_timeout_s": 0}, "queue_timeout_s"),
         ({"idle_timeout_s": -1}, "idle_timeout_s"),
         ({"routers": 0}, "routers"),
         ({"max_body_bytes": 10}, "max_body_bytes"),
-        ({"min_remote_prefill_tokens": -1}, "min_remote_prefill_tokens"),
+        ({"placement": "conversation:-1"}, "placement"),
+        ({"placement": "conversation:"}, "placement"),
+        ({"placement": "elastic:1"}, "placement"),
         ({"placement": "random"}, "placement"),
-        ({"placement": "per_turn", "wrong_decision_rate": 1.5}, "wrong_decision_rate"),
+        ({"placement": "per_turn:1.5"}, "placement"),
+        ({"placement": "per_turn:nan"}, "placement"),
         ({"decoders": 0}, "decoders.replicas"),
         ({"decoders": "-1"}, "decoders"),
         ({"decoders": "three"}, "decoders"),
@@ -193,11 +237,9 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"gpus": 0}, "gpus"),
         ({"decoders": {"num_gpus": -1}}, "decoders.num_gpus"),
         ({"prefillers": {"tier": "a b"}}, "prefillers.tier"),
-        ({"lmcache": {"chunk_tokens": 1}}, "lmcache.chunk_tokens"),
         ({"lmcache": {"port": 80}}, "lmcache.port"),
-        ({"lmcache": {"port": 7611}}, "lmcache"),
         ({"port": 7610}, "settings"),
-        ({"port": "9000", "lmcache.http_port": "9000"}, "settings"),
+        ({"port": "9000", "lmcache.port": "8999"}, "settings"),
         ({"engine": "max_model_len=5"}, "engine"),
         ({"port": 8000, "port.number": 3}, "port.number"),
     ],
@@ -357,35 +399,28 @@ def test_numbers_that_the_layout_is_computed_with_are_numbers(
     assert said in refusal_of(arguments)
 
 
-_LANE: dict[str, Any] = {"engine_scheduler": "conversation", "prefill_lane": True}
+_LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"placement": "collocated", "prefillers": 1}, "prefillers: placement collocated has none"),
-        ({"wrong_decision_rate": 0.1}, "wrong_decision_rate: only placement per_turn"),
-        (
-            {"placement": "per_turn", "min_remote_prefill_tokens": 9},
-            "min_remote_prefill_tokens: only placement conversation",
-        ),
+        ({"placement": "per_turn:0.1", "pausing": True}, "pausing: only placement conversation"),
         ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
-        ({"pausing": False, "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
-        ({"placement": "collocated", "pausing_mark": 0.9}, "pausing_mark: nothing is paused here"),
-        ({"pausing": False, "parking": True}, "parking: nothing is paused here"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
         ),
-        ({"placement": "per_turn", "parking": True}, "parking: nothing is paused here"),
-        ({"prefill_lane": True}, "prefill_lane: only with engine_scheduler=conversation"),
         (
             {**_LANE, "engine.tensor_parallel_size": 2},
-            "engine.tensor_parallel_size cannot be set with prefill_lane: the lane has one worker",
+            "engine.tensor_parallel_size cannot be set with engine_scheduler=conversation_lane: "
+            "the lane has one worker",
         ),
         (
             {**_LANE, "decoders.engine.enable_lora": True},
-            "decoders.engine.enable_lora cannot be set with prefill_lane: adapters",
+            "decoders.engine.enable_lora cannot be set with engine_scheduler=conversation_lane: "
+            "adapters",
         ),
     ],
 )
@@ -431,19 +466,17 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     paper = load({"placement": "conversation"})
     assert paper.policy() == ConversationPlacement()
     assert not paper.prefillers_host
-    shorter = load({"placement": "conversation", "min_remote_prefill_tokens": 9})
+    shorter = load({"placement": "conversation:9"})
     assert shorter.policy() == ConversationPlacement(9)
-    pausing = load({"pausing_mark": "0.9", "queue_timeout_s": 20}).pausing_policy()
+    pausing = load({"queue_timeout_s": 20}).pausing_policy()
     assert pausing is not None
-    assert (pausing.mark, pausing.patience_s) == (0.9, 50 / 3)
+    assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
 
 
 def test_turns_park_where_conversations_are_paused() -> None:
     assert load({}).parks
-    assert not load({"parking": False}).parks
     assert not load({"pausing": False}).parks
-    assert not load({"pausing": False, "parking": False}).parks
     assert not load({"placement": "elastic", "pausing": False}).parks
     assert not load({"placement": "collocated"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
@@ -451,7 +484,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert collocated.prefiller_replicas == 0
     assert collocated.pausing_policy() is None
     assert load({"placement": "conversation"}).parks
-    per_turn = load({"placement": "per_turn", "wrong_decision_rate": 1, "prefillers": 2})
+    per_turn = load({"placement": "per_turn:1", "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
     assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"
 
@@ -463,7 +496,6 @@ def test_turns_park_where_conversations_are_paused() -> None:
         ({"placement": "full_disaggregation"}, "only with placement conversation"),
         ({"placement": "elastic"}, "only with placement conversation"),
         ({"decoders": {"replicas": 3, "max_replicas": 2}}, "decoders.max_replicas: 2 is fewer"),
-        ({"autoscaling": {"down_at": 0.7}}, "give down_at below target"),
     ],
 )
 def test_scaling_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -554,7 +586,6 @@ def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) ->
     ("settings", "moves"),
     [
         ({"placement": "elastic"}, True),
-        ({"placement": "elastic", "parking": False}, False),
         ({"placement": "elastic", "pausing": False}, False),
         ({"placement": "conversation"}, False),
     ],

@@ -30,7 +30,7 @@ from deployments.engine.reporter import Reporter
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
-from deployments.table.table import TableService
+from deployments.table.table import QUEUE_LIMIT, TableService
 from deployments.table.table_client import TableClient, TableUnavailable
 
 _CALL_S = 0.001
@@ -100,10 +100,11 @@ class TableProcess(Process):
     """The table's actor."""
 
     settings: Settings = field(default_factory=Settings)
+    queue_limit: int = QUEUE_LIMIT
     calls: set["asyncio.Future[Any]"] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.service = TableService(self.settings)
+        self.service = TableService(self.settings, self.queue_limit)
 
     def kill(self) -> None:
         super().kill()

@@ -62,18 +62,17 @@ class World:
     def __init__(self, plan: Plan, placement: PolicyName) -> None:
         self.plan = plan
         draw = random.Random(f"{plan.seed} settings")
+        self._queue_limit = draw.choice([1, 4, 64])
         chosen: dict[str, Any] = {
             "placement": placement,
             "decoders": {"replicas": 2},
-            "queue_limit": draw.choice([1, 4, 64]),
             "queue_timeout_s": draw.choice([5, 60]),
             "idle_timeout_s": _IDLE_S,
             "continue_streams": draw.random() < 0.7,
             "pausing": draw.random() < 0.5,
         }
-        chosen["parking"] = chosen["pausing"] and draw.random() < 0.7
         settings = Settings(**chosen)
-        self.cluster = Cluster(settings, TableProcess(settings=settings))
+        self.cluster = Cluster(settings, self._table_process(settings))
         self.router: Router | None = None
         self.retries: Counter[str] = Counter()
         self.killed: Counter[str] = Counter()
@@ -91,6 +90,9 @@ class World:
         return asyncio.get_running_loop().time() - self._began_s
 
     # --- processes ---------------------------------------------------------------------------
+
+    def _table_process(self, settings: Settings) -> TableProcess:
+        return TableProcess(settings=settings, queue_limit=self._queue_limit)
 
     async def start(self) -> None:
         """Start everything."""
@@ -143,7 +145,7 @@ class World:
             self.cluster.table.kill()
             await asyncio.sleep(_TABLE_S)
             self._count_restores()
-            self.cluster.table = TableProcess(settings=self.cluster.settings)
+            self.cluster.table = self._table_process(self.cluster.settings)
         elif kill.victim == "router" and self.router is not None:
             dead, self.router = self.router, None
             dead.kill()
@@ -288,7 +290,7 @@ class World:
             if unix_s() - one.last_used_s < _IDLE_S - 15
         }
         self.cluster.table.kill()
-        self.cluster.table = TableProcess(settings=self.cluster.settings)
+        self.cluster.table = self._table_process(self.cluster.settings)
         await asyncio.sleep(10)
         after = self._require_agreement()
         assert young <= set(after), "a table made from holdings lacks some"

@@ -13,6 +13,7 @@ import pytest
 import conserve
 from conserve.settings import Settings, SettingsError, load
 from hetero.gpu_layout import with_counts, with_memory
+from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of
 from tests.unit.hetero.shapes import QWEN3_8B
 
@@ -27,7 +28,6 @@ def test_the_package_is_the_door_to_the_application() -> None:
     ("settings", "decoders"),
     [
         ({}, "kv_both"),
-        ({"parking": False}, "kv_consumer"),
         ({"pausing": False}, "kv_consumer"),
         # There prefillers read what decoders have computed.
         ({"placement": "per_turn"}, "kv_both"),
@@ -42,12 +42,12 @@ def test_decoders_store_where_something_is_parked_or_read(
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_producer", decoders)
 
 
-@pytest.mark.parametrize(("parking", "decoders"), [(True, "kv_both"), (False, "kv_consumer")])
-def test_a_prefiller_that_hosts_stores_what_it_is_told_to(parking: bool, decoders: str) -> None:
+@pytest.mark.parametrize(("pausing", "decoders"), [(True, "kv_both"), (False, "kv_consumer")])
+def test_a_prefiller_that_hosts_stores_what_it_is_told_to(pausing: bool, decoders: str) -> None:
     """Of its own conversations' prompts nobody else has any use."""
     from deployments.app import _kv_role
 
-    chosen = Settings(parking=parking)
+    chosen = Settings(pausing=pausing)
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
 
 
@@ -227,38 +227,19 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
         ({"engine.block_size": 96}, True, 288),
         ({"decoders.engine.block_size": 96, "prefillers.engine.block_size": 96}, True, 288),
         ({"placement": "collocated", "decoders.engine.block_size": 96}, True, 288),
-        ({"engine.block_size": 544, "lmcache.chunk_tokens": 1088}, True, 1088),
     ],
 )
 def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
     given: dict[str, Any], gpu: bool, chunk: int
 ) -> None:
-    from deployments.app import _for_device, llm_arguments
+    from deployments.app import llm_arguments
 
-    settings = _for_device(load(given), gpu)
-    assert settings.lmcache.chunk_tokens == chunk
+    settings = load(given)
+    assert chunk_tokens(settings, gpu) == chunk
     # Engines are told, to say what to set where their blocks turn out to be others.
     engine = llm_arguments("decoder", settings, settings.decoders, gpu)["engine_kwargs"]
     extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
     assert extra["conserve.chunk_tokens"] == chunk
-
-
-@pytest.mark.parametrize(
-    ("given", "gpu", "why"),
-    [
-        ({"lmcache.chunk_tokens": 200}, False, r"200 is not a multiple of 128 \(CPU blocks\)"),
-        (
-            {"lmcache.chunk_tokens": 256, "engine.block_size": 544},
-            True,
-            r"256 is not a multiple of 544 \(engine.block_size\)",
-        ),
-    ],
-)
-def test_a_chunk_of_broken_blocks_is_refused(given: dict[str, Any], gpu: bool, why: str) -> None:
-    from deployments.app import _for_device
-
-    with pytest.raises(SettingsError, match=why):
-        _for_device(load(given), gpu)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +268,7 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
 def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
     from deployments.app import llm_arguments
 
-    chosen = Settings(engine_scheduler="conversation", prefill_lane=True, placement="conversation")
+    chosen = Settings(engine_scheduler="conversation_lane", placement="conversation")
     decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu)["engine_kwargs"]
     assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
@@ -305,9 +286,7 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
 
     tiers = {"x": {"sm_slots": 7}}
     decoders = {"tier": "x"}
-    chosen = Settings(
-        engine_scheduler="conversation", prefill_lane=True, tiers=tiers, decoders=decoders
-    )
+    chosen = Settings(engine_scheduler="conversation_lane", tiers=tiers, decoders=decoders)
     decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
     worker = resolve_obj_by_qualname(decoder["worker_cls"])

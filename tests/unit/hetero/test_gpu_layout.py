@@ -196,7 +196,7 @@ def test_a_step_without_graphs_and_with_fewer_sequences_takes_less() -> None:
 
 def test_graphs_for_each_border_have_room_of_their_own() -> None:
     slots = {"tiers.x.sm_slots": 7, "decoders.tier": "x", "prefillers.tier": "x"}
-    lane = {"engine_scheduler": "conversation", "prefill_lane": True}
+    lane = {"engine_scheduler": "conversation_lane"}
 
     def reserves(**more: Any) -> list[int]:
         _, plans = laid_out({**slots, **more}, 2, H100)

@@ -10,6 +10,7 @@ from hetero.cards import Card
 from hetero.container import HostMemory
 from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
+from hetero.host_memory import chunk_tokens
 from hetero.model_shape import ModelShape, shape_of
 from hetero.tiers import NodeOffer
 from tests.unit.hetero.shapes import QWEN3_8B
@@ -44,7 +45,7 @@ def test_host_memory_is_for_what_decoders_park() -> None:
 
 
 def test_without_parking_it_is_for_handoffs() -> None:
-    found = made({"parking": False}, node(cards=2))
+    found = made({"pausing": False}, node(cards=2))
     # 16 first prompts of 24,500 tokens, in the 64 % that are always kept.
     assert found.size_gb == int(16 * 24_500 * TOKEN / 0.64 / GIB) == 84
 
@@ -175,19 +176,15 @@ def test_an_estimate_of_weights_is_called_one() -> None:
     [
         ({}, 1024, 1024),
         ({"engine.block_size": 544}, 544, 544),
-        # Whoever says either has looked.
-        ({"lmcache.chunk_tokens": 784}, None, 784),
     ],
 )
 def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
-    given: dict[str, Any], block: int | None, chunk: int
+    given: dict[str, Any], block: int, chunk: int
 ) -> None:
-    from deployments.app import _for_device
-
     hybrid = shape_of(QWEN3_8B | {"full_attention_interval": 4}, 16_381_470_720)
     asked = with_counts(load({"model": "m", **given}), 1)
     settings, _ = plan(asked, [node()], hybrid)
     assert settings.engine.get("block_size") == block
-    assert _for_device(settings, gpu=True).lmcache.chunk_tokens == chunk
+    assert chunk_tokens(settings, gpu=True) == chunk
     plain, _ = plan(with_counts(load({"model": "m"}), 1), [node()], SHAPE)
     assert "block_size" not in plain.engine

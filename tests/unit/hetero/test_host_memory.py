@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from conserve.settings import SettingsError, load
+from conserve.settings import load
 from hetero.cards import Card
 from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
@@ -35,7 +35,7 @@ ONE_ENGINE = {"placement": "collocated", "decoders": 1, "engine.tensor_parallel_
 
 def test_latent_kv_is_stored_once_for_all_workers() -> None:
     """DeepSeek-V3 on eight GPUs asked for eight times as much."""
-    found = planned(DEEPSEEK, ONE_ENGINE | {"parking": False})
+    found = planned(DEEPSEEK, ONE_ENGINE)
     assert found.size_gb == int(16 * 24_500 * DEEPSEEK_TOKEN / 0.64 / GIB) == 40
     assert found.kept_tokens == pytest.approx(0.64 * 40 * GIB / DEEPSEEK_TOKEN, rel=1e-3)
     parked = planned(DEEPSEEK, ONE_ENGINE | {"placement": "elastic", "nodes": "one"}, 2)
@@ -44,16 +44,16 @@ def test_latent_kv_is_stored_once_for_all_workers() -> None:
     assert parked.size_gb == pytest.approx(1.5 * decoder.kv_bytes / GIB, abs=1)
     # Stages have layers of their own.
     stages = {"engine.tensor_parallel_size": 4, "engine.pipeline_parallel_size": 2}
-    assert planned(DEEPSEEK, ONE_ENGINE | stages | {"parking": False}).size_gb == 40
+    assert planned(DEEPSEEK, ONE_ENGINE | stages).size_gb == 40
 
 
 def test_heads_of_kv_are_stored_by_each_worker() -> None:
     shape = shape_of(QWEN3_8B, 16_381_470_720)
-    found = planned(shape, ONE_ENGINE | {"parking": False})
+    found = planned(shape, ONE_ENGINE)
     assert found.size_gb == int(16 * 24_500 * 147_456 / 0.64 / GIB) == 84
     # With more workers than heads, several store the same.
     few = shape_of({**QWEN3_8B, "num_key_value_heads": 4}, 16_381_470_720)
-    assert planned(few, ONE_ENGINE | {"parking": False}).size_gb == 84
+    assert planned(few, ONE_ENGINE).size_gb == 84
 
 
 @pytest.mark.parametrize("size_gb", [0.5, 2, 7.9, 8, 8.1, 64, 1000])
@@ -94,10 +94,13 @@ def test_the_size_allows_for_the_pages_that_come_of_it() -> None:
     assert shared.kept_tokens == pytest.approx(alone.kept_tokens, rel=0.01)
 
 
-def test_pages_that_no_memory_is_enough_for_take_what_there_is() -> None:
+def test_pages_that_no_memory_is_enough_for_take_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Chunks of 768 KiB: whatever the memory is, a page of it is larger."""
     shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
-    small = {"engine.tensor_parallel_size": 4, "decoders": 1, "lmcache.chunk_tokens": 32}
+    monkeypatch.setattr("hetero.host_memory.chunk_tokens", lambda settings, gpu: 32)
+    small = {"engine.tensor_parallel_size": 4, "decoders": 1}
     assert planned(shape, small | {"nodes": "several"}).size_gb == 2048
 
 
@@ -105,5 +108,3 @@ def test_chunks_are_whole_blocks() -> None:
     assert chunk_tokens(load({}), gpu=True) == 256
     assert chunk_tokens(load({}), gpu=False) == 128
     assert chunk_tokens(load({"engine.block_size": 1024}), gpu=True) == 1024
-    with pytest.raises(SettingsError, match="is not a multiple of 128"):
-        chunk_tokens(load({"lmcache.chunk_tokens": 100}), gpu=False)

@@ -11,8 +11,8 @@ from hetero.tiers import NodeOffer, RoleTier, inventory, is_offered, missing, of
 PAPERS = {
     "tiers": {
         "fast": {"accelerator_type": "H100"},
-        "frugal": {"accelerator_type": "A40", "power_cap_fraction": 2 / 3},
-        "site": {"resource": "rack7", "labels": {"region": "north"}, "power_cap_w": 200},
+        "frugal": {"accelerator_type": "A40", "power_cap": "66%"},
+        "site": {"resource": "rack7", "labels": {"region": "north"}, "power_cap": 200},
     },
     "prefillers": {"tier": "fast"},
     "decoders": {"tier": "frugal"},
@@ -34,7 +34,7 @@ def test_a_tier_is_what_ray_can_see() -> None:
     fast = role_tier(chosen, chosen.prefillers, gpu=True)
     frugal = role_tier(chosen, chosen.decoders, gpu=True)
     assert fast == RoleTier("fast", {"accelerator_type:H100": 0.001})
-    assert frugal == RoleTier("frugal", {"accelerator_type:A40": 0.001}, {}, Cap(fraction=2 / 3))
+    assert frugal == RoleTier("frugal", {"accelerator_type:A40": 0.001}, {}, Cap(fraction=0.66))
     chosen = settings(decoders={"tier": "site"})
     site = role_tier(chosen, chosen.decoders, gpu=True)
     assert site == RoleTier("site", {"rack7": 0.001}, {"region": "north"}, Cap(watts=200))
@@ -96,9 +96,11 @@ def test_nodes_that_are_dead_offer_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tiers": {"x": {"power_cap_w": 200, "power_cap_fraction": 0.5}}}, "not both"),
-        ({"tiers": {"x": {"power_cap_fraction": 1.5}}}, "tiers.x.power_cap_fraction"),
-        ({"tiers": {"x": {"power_cap_w": 0}}}, "tiers.x.power_cap_w"),
+        ({"tiers": {"x": {"power_cap": "150%"}}}, "such as 70%"),
+        ({"tiers": {"x": {"power_cap": "0%"}}}, "tiers.x.power_cap"),
+        ({"tiers": {"x": {"power_cap": "many"}}}, "tiers.x.power_cap"),
+        ({"tiers": {"x": {"power_cap": "inf"}}}, "tiers.x.power_cap"),
+        ({"tiers": {"x": {"power_cap": 0}}}, "tiers.x.power_cap"),
         ({"tiers": {"cpu": {}}}, "'cpu' is the name"),
         ({"tiers": {"a b": {}}}, "'a b' is no name"),
         ({"tiers": {"x": {"acelerator_type": "A40"}}}, "tiers.x.acelerator_type: no such setting"),
@@ -110,5 +112,5 @@ def test_bad_tiers_are_refused_by_name(given: dict[str, Any], message: str) -> N
 
 
 def test_a_command_line_reaches_tiers() -> None:
-    chosen = load({"tiers.frugal.power_cap_w": "200", "decoders.tier": "frugal"})
+    chosen = load({"tiers.frugal.power_cap": "200", "decoders.tier": "frugal"})
     assert role_tier(chosen, chosen.decoders, gpu=True).cap == Cap(watts=200)

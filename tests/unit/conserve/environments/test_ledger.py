@@ -13,7 +13,7 @@ from conserve import identity
 from conserve.environments import Conflict, Ledger, QuotaExceeded, Quotas, Spec, Standing
 from conserve.environments.ledger import MOST_OF_CONVERSATION
 
-QUOTAS = Quotas(most=4, most_of_tenant=3, disk_bytes=2**40, unclaimed_s=60.0)
+QUOTAS = Quotas(most=4, most_of_tenant=3, unclaimed_s=60.0)
 LIVE = Standing("live")
 CONVERSATIONS = ["a", "b", "one\tx", "one\ty", "two\tx"]
 
@@ -201,7 +201,7 @@ TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def ledger(**changes: Any) -> Ledger:
-    quotas = {"most": 9, "most_of_tenant": 9, "disk_bytes": 2**40, "unclaimed_s": 60.0}
+    quotas = {"most": 9, "most_of_tenant": 9, "unclaimed_s": 60.0}
     return Ledger(Quotas(**(quotas | changes)))
 
 
@@ -279,18 +279,13 @@ def test_a_name_stands_for_one_environment() -> None:
 
 
 def test_quotas_say_which_setting() -> None:
-    disk = Spec().limits.disk_bytes
-    for quota, setting in (
-        ({"most": 2}, "most"),
-        ({"most_of_tenant": 2}, "most_of_tenant"),
-        ({"disk_bytes": 2 * disk}, "disk_bytes"),
-    ):
+    for quota in ({"most": 2}, {"most_of_tenant": 2}):
         line = ledger(**quota)
         line.declare("t\ta", Spec(), 0.0)
         line.declare("t\tb", Spec(), 0.0)
         with pytest.raises(QuotaExceeded) as error:
             line.declare("t\tc", Spec(), 0.0)
-        assert error.value.setting == setting
+        assert error.value.setting == "most"
         assert len(line) == 2
     line = ledger()
     for number in range(MOST_OF_CONVERSATION):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.environments import Limits, Run, Spec, SpecError
-from conserve.environments.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings
 
 MOST = Limits(wall_s=60, processes=32)
 
@@ -74,7 +74,12 @@ def test_what_cannot_be_run(body: Any) -> None:
         Run.asked(body)
 
 
-def test_ports_must_be_there() -> None:
-    assert EnvironmentSettings(first_port=65_000, most=8).most == 8
-    with pytest.raises(ValueError, match="first_port"):
-        EnvironmentSettings(first_port=65_000, most=100)
+def test_what_is_more_than_settings_allow_says_which() -> None:
+    most = EnvironmentSettings(limits={"wall_s": 7}).all_limits  # type: ignore[arg-type]
+    assert (most.cpu_s, most.wall_s) == (4, 7)
+    assert EnvironmentSettings().all_limits == Limits()
+    for name, setting in (("cpu_s", "wall_s"), ("wall_s", "wall_s"), ("file_bytes", "disk_bytes")):
+        with pytest.raises(SpecError, match=rf"by the setting environments\.limits\.{setting}$"):
+            Spec.asked({"limits": {name: 2**40}}, most)
+    with pytest.raises(SpecError, match=r"open_files: at most 256 here$"):
+        Spec.asked({"limits": {"open_files": 257}}, most)

@@ -33,7 +33,7 @@ def test_a_port_that_this_very_process_holds() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        settings = load({"port": port, "lmcache": {"port": 0, "http_port": 0}})
+        settings = load({"port": port, "lmcache": {"port": 0}})
         (taken,) = observing.observe_ports(settings)
         assert not taken.free
         assert not taken.ours
@@ -78,10 +78,10 @@ def test_what_a_process_may_lock_is_its_hard_limit() -> None:
 
 def test_the_servers_that_nodes_start_are_known_for_ours() -> None:
     """By their command lines, whether they share KV with other nodes or not."""
-    lmcache, address = load({}).lmcache, Address("127.0.0.1", 7610, 7611)
-    alone = lmcache_command(lmcache, address)
+    address = Address("127.0.0.1", 7610, 7611)
+    alone = lmcache_command(2.0, 256, address)
     sharing = lmcache_command(
-        lmcache, address, NodeCache("id", "10.0.0.1", 7610, 20_000), "http://127.0.0.1:1"
+        2.0, 256, address, NodeCache("id", "10.0.0.1", 7610, 20_000), "http://127.0.0.1:1"
     )
     for command in (alone, sharing):
         assert observing.is_ours(" ".join(command))

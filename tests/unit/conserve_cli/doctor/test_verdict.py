@@ -35,7 +35,7 @@ def test_a_head_without_engines_needs_no_gpu_and_no_memory_for_them() -> None:
 
 
 def test_power_caps_that_may_not_be_set_are_told() -> None:
-    settings = load({"decoders": {"tier": "slow"}, "tiers": {"slow": {"power_cap_w": 200}}})
+    settings = load({"decoders": {"tier": "slow"}, "tiers": {"slow": {"power_cap": 200}}})
     facts = dataclasses.replace(H100, may_cap_power=False)
     node = dataclasses.replace(NODE, gpus=facts)
     assert ("warning", "power") in bad(judge(settings, [node]))

@@ -11,8 +11,8 @@ import pytest
 
 from conserve.environments import Standing
 from conserve.environments.pressure import HostPressure
-from conserve.environments.settings import EnvironmentSettings
-from conserve.settings import Settings
+from conserve.settings import EnvironmentSettings, Settings
+from deployments.environments import manager as managers
 from deployments.environments import service as services
 from deployments.environments.processes import folders
 from deployments.environments.sandbox import marked
@@ -228,7 +228,9 @@ async def test_whoever_leaves_ends_the_command(world: World) -> None:
 @pytest.mark.anyio
 async def test_commands_wait_for_their_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "BEAT_S", 0.05)
-    world = World(root, running=1, waiting=1)
+    monkeypatch.setattr(managers, "RUNNING", 1)
+    monkeypatch.setattr(managers, "WAITING", 1)
+    world = World(root)
     await world.service.declare("a", {})
     await run(world, command="true")
     asks = [run(world, command=f"sleep 0.5; echo {n}") for n in range(3)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from conserve.environments import Environment, Limits, Run, Spec
-from conserve.environments.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings
 from deployments.environments.containers import Containers
 from deployments.environments.sandbox import SandboxError
 

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from conserve.settings import LMCacheSettings, Settings, SettingsError, load
+from conserve.settings import LMCacheSettings, Settings, load
 from deployments.messages import NodeCache
 from deployments.node import lmcache_server
 from deployments.node.caches import CACHE_SILENCE_S, CacheDirectory, SeenCaches
@@ -42,8 +42,6 @@ def options(command: list[str]) -> dict[str, str]:
         # A cluster that grows later.
         ({"nodes": "several"}, 1, "several", "node"),
         ({"nodes": "one"}, 3, "one", "127.0.0.1"),
-        ({"engine_host": "10.0.0.1"}, 1, "one", "10.0.0.1"),
-        ({"engine_host": "127.0.0.1"}, 2, "several", "127.0.0.1"),
     ],
 )
 def test_several_nodes_are_noticed(
@@ -53,15 +51,9 @@ def test_several_nodes_are_noticed(
     assert (settings.nodes, settings.engine_host) == (nodes, host)
 
 
-def test_engines_that_others_cannot_reach_are_refused() -> None:
-    with pytest.raises(SettingsError, match="engine_host: other nodes cannot reach localhost"):
-        load({"nodes": "several", "engine_host": "localhost"}).on_nodes(1)
-    with pytest.raises(SettingsError, match=r"0\.0\.0\.0 is none to connect to"):
-        load({"engine_host": "0.0.0.0"}).on_nodes(1)
-
-
-def test_open_ports_may_both_be_open() -> None:
-    settings = load({"lmcache": {"port": 0, "http_port": 0}})
+def test_the_admin_interface_has_the_next_port_or_a_free_one_too() -> None:
+    assert load({"lmcache": {"port": 7000}}).lmcache.http_port == 7001
+    settings = load({"lmcache": {"port": 0}})
     assert (settings.lmcache.port, settings.lmcache.http_port) == (0, 0)
 
 
@@ -72,7 +64,7 @@ def test_one_node_stays_on_loopback() -> None:
     settings = Settings(nodes="one")
     address = choose_address(settings, "10.0.0.1")
     assert address == Address("127.0.0.1", 7610, 7611)
-    command = options(lmcache_command(settings.lmcache, address))
+    command = options(lmcache_command(2.0, 256, address))
     assert command["--host"] == command["--http-host"] == "127.0.0.1"
     assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
 
@@ -81,8 +73,7 @@ def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
     """As LMCache's own parser has it, which refuses what is too soon."""
     from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
 
-    settings = LMCacheSettings(chunk_tokens=256)
-    command = lmcache_command(settings, Address("127.0.0.1", 7610, 7611))
+    command = lmcache_command(2.0, 256, Address("127.0.0.1", 7610, 7611))
     parser = add_mp_server_args(argparse.ArgumentParser())
     given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
     config = parse_args_to_mp_server_config(given)
@@ -92,26 +83,26 @@ def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
 
 
 def test_layers_of_several_kinds_are_stored_apart_on_gpus() -> None:
-    lmcache, address = LMCacheSettings(chunk_tokens=256), Address("127.0.0.1", 7610, 7611)
-    assert SEPARATE in lmcache_command(lmcache, address)
-    assert SEPARATE in lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5")
-    assert SEPARATE not in lmcache_command(lmcache, address, gpu=False)
+    address = Address("127.0.0.1", 7610, 7611)
+    assert SEPARATE in lmcache_command(2.0, 256, address)
+    assert SEPARATE in lmcache_command(2.0, 256, address, OTHER, "http://127.0.0.1:5")
+    assert SEPARATE not in lmcache_command(2.0, 256, address, gpu=False)
 
 
 def test_engines_without_a_gpu_copy_from_the_servers_memory() -> None:
-    lmcache, address = LMCacheSettings(), Address("127.0.0.1", 7610, 7611)
-    assert "--shm-name" not in lmcache_command(lmcache, address)
-    assert "--shm-name" in lmcache_command(lmcache, address, gpu=False)
+    address = Address("127.0.0.1", 7610, 7611)
+    assert "--shm-name" not in lmcache_command(2.0, 128, address)
+    assert "--shm-name" in lmcache_command(2.0, 128, address, gpu=False)
     # NIXL moves the memory that LMCache makes for it.
-    shared = lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5", gpu=False)
+    shared = lmcache_command(2.0, 128, address, OTHER, "http://127.0.0.1:5", gpu=False)
     assert "--shm-name" not in shared
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, "4"), (2, "4"), (8, "8"), (16, "16")])
 def test_each_worker_on_a_gpu_has_a_thread_that_copies_for_it(workers: int, threads: str) -> None:
-    lmcache, address = LMCacheSettings(chunk_tokens=256), Address("127.0.0.1", 7610, 7611)
-    assert options(lmcache_command(lmcache, address, gpu_workers=workers))[GPU_THREADS] == threads
-    assert GPU_THREADS not in lmcache_command(lmcache, address, gpu=False)
+    address = Address("127.0.0.1", 7610, 7611)
+    assert options(lmcache_command(2.0, 256, address, gpu_workers=workers))[GPU_THREADS] == threads
+    assert GPU_THREADS not in lmcache_command(2.0, 256, address, gpu=False)
 
 
 def test_lmcache_knows_what_it_is_told() -> None:
@@ -133,21 +124,20 @@ def test_the_servers_own_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
-    lmcache = LMCacheSettings(size_gb=4, chunk_tokens=128, timeout_s=7)
-    settings = Settings(nodes="several", lmcache=lmcache)
+    settings = Settings(nodes="several")
     address = choose_address(settings, "10.0.0.1")
     assert address == Address("10.0.0.1", 7610, 7611)
-    command = options(lmcache_command(lmcache, address, OTHER, "http://127.0.0.1:5"))
+    command = options(lmcache_command(4, 128, address, OTHER, "http://127.0.0.1:5"))
     assert command["--host"] == "10.0.0.1"
     assert command["--http-host"] == "127.0.0.1"
     assert command["--instance-id"] == "b"
     assert command["--p2p-advertise-url"] == "10.0.0.2:41000"
     assert command["--coordinator-url"] == "http://127.0.0.1:5"
-    assert float(command["--p2p-load-timeout"]) == 7
+    assert float(command["--p2p-load-timeout"]) == 10
 
 
 def test_open_ports_are_chosen_where_nobody_listens() -> None:
-    lmcache = LMCacheSettings(port=0, http_port=0)
+    lmcache = LMCacheSettings(port=0)
     address = choose_address(Settings(nodes="several", lmcache=lmcache), "127.0.0.1")
     assert address.port != address.http_port
     for port in (address.port, address.http_port):
@@ -165,10 +155,10 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
         other.listen()
         port = other.getsockname()[1]
         address = Address("127.0.0.1", port, lmcache_server.free_port("127.0.0.1"))
-        server = LMCacheServer(LMCacheSettings(), address)
+        server = LMCacheServer(2.0, 128, address)
         running = asyncio.create_task(server.keep_running())
         for wait in (server.wait_until_launched, server.wait_until_healthy):
-            with pytest.raises(RuntimeError, match=rf"port {port} is in use.* or to 0 for ones"):
+            with pytest.raises(RuntimeError, match=rf"port {port} is in use.* or to 0 for ports"):
                 await asyncio.wait_for(wait(), 30)
     assert server.pid is None
     running.cancel()
@@ -177,7 +167,7 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
 def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmcache_server, "_OPEN_PORTS", range(20_000, 20_100))
     monkeypatch.setattr(lmcache_server, "is_free", lambda host, port: port <= 20_002)
-    settings = Settings(port=20_001, lmcache=LMCacheSettings(port=0, http_port=0))
+    settings = Settings(port=20_001, lmcache=LMCacheSettings(port=0))
     # Often enough for chance to have tried everything.
     for _ in range(30):
         address = choose_address(settings, "10.0.0.1")

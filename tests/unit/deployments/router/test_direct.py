@@ -218,7 +218,7 @@ def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
     assert told_by(decoders.got[-1][0]).looks_up
 
 
-@pytest.mark.parametrize("settings", [{"placement": "conversation"}, {"parking": False}])
+@pytest.mark.parametrize("settings", [{"placement": "conversation"}, {"pausing": False}])
 def test_a_turn_that_appends_much_asks_nobody_where_it_stays_anyway(settings: Any) -> None:
     table, decoders = Placing(), Decoders(die=set())
     play(table, decoders, FIRST, FAR, **settings)

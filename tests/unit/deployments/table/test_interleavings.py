@@ -188,13 +188,13 @@ class World:
 
 async def _everything_at_once(seed: int, close: bool) -> None:
     draw = random.Random(f"{seed} settings")
+    queue_limit = draw.choice([1, 2, 4])
     chosen: dict[str, Any] = {
         "decoders": {"replicas": 1},
-        "queue_limit": draw.choice([1, 2, 4]),
         "queue_timeout_s": 5,
         "idle_timeout_s": 300,
     }
-    service = TableService(Settings(**chosen))
+    service = TableService(Settings(**chosen), queue_limit)
     # Its own rounds would never end.
     service._ensure_housekeeping = lambda: None  # type: ignore[method-assign]
     await service.register(an_engine("prefiller", 1))

@@ -275,6 +275,29 @@ def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
     asyncio.run(scenario())
 
 
+def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
+    async def scenario() -> None:
+        settings = Settings(decoders={"replicas": 1})  # type: ignore[arg-type]
+        service = TableService(settings, queue_limit=1)
+        for role in ("prefiller", "decoder"):
+            await service.register(engine(role))
+        for name in ("full", "waits", "late"):
+            assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
+        assert isinstance(await service.place(PlaceTurn("r", "full", 900)), TurnPlan)
+        waits = asyncio.create_task(service.place(PlaceTurn("r", "waits", 900)))
+        await asyncio.sleep(0)
+        refused = await service.place(PlaceTurn("r", "late", 900))
+        assert isinstance(refused, Refusal)
+        assert (refused.status, refused.code) == (429, "queue_full")
+        assert "1 conversation waits for room already" in refused.message
+        assert refused.retry_after_s is not None
+        assert 1 <= refused.retry_after_s <= 60
+        await service.release("full")
+        assert isinstance(await asyncio.wait_for(waits, 5), TurnPlan)
+
+    asyncio.run(scenario())
+
+
 def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
     async def scenario() -> None:
         service = await a_full_service()
