@@ -13,7 +13,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class Told(NamedTuple):
-    """An error's message, and the request's field that is to blame, if any."""
+    """An error's message, and the request's field at fault, if any."""
 
     message: str
     param: str | None
@@ -55,7 +55,7 @@ class ApiError(Exception):
     Args:
         message: what is wrong and what to do, for people.
         code: what is wrong, for programs (OpenAI's ``error.code``; Anthropic's form has none).
-        param: the request's field, if one is to blame.
+        param: the request's field, if one is at fault.
         final: whether a retry is useless; sent as ``x-should-retry: false``, which OpenAI's clients
             obey.
     """

@@ -35,7 +35,7 @@ class EngineInfo:
         gpus: UUIDs of its GPUs; empty where they are not known.
         sm_slots: how many tenths of its GPU's SMs it has to itself; 0: it runs on all.
         sms: how many SMs those are.
-        leaving: whether it is to end, and takes nothing new.
+        leaving: whether it has to end, and takes nothing new.
         max_batched_tokens: most tokens of one iteration, prefills' chunks included.
         host_tokens: how many tokens of KV its node's LMCache server has room for.
         wanted_replicas: how many engines of its role the last table wanted; a new table goes on
@@ -105,10 +105,10 @@ class Heard:
     """The table's answer to an engine's beat.
 
     Attributes:
-        ended: histories (and incarnations) that the engine is to forget.
-        wanted_replicas: how many engines of its role there are to be.
+        ended: histories (and incarnations) that the engine has to forget.
+        wanted_replicas: how many engines of its role there should be.
         decided_s: when that was decided, or confirmed; Unix time.
-        holds: histories, their incarnations, and for how many seconds from now the engine is to
+        holds: histories, their incarnations, and for how many seconds from now the engine has to
             hold what it has of them.
     """
 
@@ -212,7 +212,7 @@ class TurnPlan:
         looks_up: whether LMCache may have more of the history than this decoder.
         root: the digest of the first prompt, of a chat's history that begins.
         points: of a history that begins, its beginnings whose length is known (`Points.packed`).
-        parks: whether it is to leave its prompt's KV in host memory.
+        parks: whether it leaves its prompt's KV in host memory.
         direct: whether the history's next turn may go to the decoder without asking.
     """
 

@@ -110,7 +110,7 @@ async def ask(
     answer: Answer | None = None,
     **fields: Any,
 ) -> Answer:
-    """Have a conversation's messages answered, greedily, with so many tokens.
+    """Have a conversation's messages answered, greedily, with ``tokens`` output tokens.
 
     Args:
         answer: grows while the answer comes; None: a new one.
@@ -158,7 +158,7 @@ def clients(timeout_s: float | None = 600.0) -> AbstractAsyncContextManager[aioh
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Draw a text of so many words, of about a token each."""
+    """Draw a text of ``count`` words, of about a token each."""
     return " ".join(rng.choices(_WORDS, k=count))
 
 
@@ -200,6 +200,7 @@ class Agent:
         session: aiohttp.ClientSession,
         url: str,
         seed: str,
+        *,
         shape: Shape = USUAL,
         headers: Mapping[str, str] | None = None,
         header: str = CONVERSATION_HEADER,

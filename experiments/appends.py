@@ -3,7 +3,7 @@
 One application with elastic placement (one prefiller, one decoder, float32, 512 tokens in a step),
 and before it two routers, one of which never asks where a turn that appends much is prefilled. On
 the decoder others' answers are streamed all the time. In each round, through each router in random
-order, a conversation that lives there, too, and has had its first turn, appends so many tokens.
+order, a conversation that lives there, too, and has had its first turn, appends many tokens.
 Reported are the others' times between tokens from when that turn is sent until its first token, the
 turn's own TTFT, what its decoder took over, and whether it gave the same answer through both.
 Ratios are medians over rounds, with a bootstrap interval of 95 %.
@@ -151,7 +151,10 @@ async def measure(experiment: Experiment, urls: Mapping[str, str]) -> dict[str, 
                 rng = random.Random(f"{options.seed}-{number}")
                 mark = f"door{list(urls).index(name)}-{number}"
                 result = results[name] if number >= 0 else Appended()
-                await append(session, urls[name], mark, rng, options.tokens, others, result)
+                await append(
+                    session, urls[name], mark, rng,
+                    tokens=options.tokens, others=others, result=result,
+                )  # fmt: skip
         finally:
             await others.stop()
     return results
@@ -162,11 +165,12 @@ async def append(
     url: str,
     mark: str,
     rng: random.Random,
+    *,
     tokens: int,
     others: Others,
     result: Appended,
 ) -> None:
-    """Have a conversation append so many tokens, where the others live."""
+    """Have a conversation append ``tokens``, where the others live."""
     first = {"role": "user", "content": words(rng, _FIRST_TOKENS)}
     more = {"role": "user", "content": words(rng, tokens)}
     name, answer = await begin(session, url, mark, first, await others.engine())

@@ -19,7 +19,7 @@ class Claim:
         published: as the paper has it.
         reached: from here on it comes out: the highest of a paper's "up to", else the lowest value
             of its range.
-        ratios: one for each workload that was simulated, by its name where that is to be said.
+        ratios: one for each workload that was simulated, by its name if there are several.
     """
 
     source: str

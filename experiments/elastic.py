@@ -86,7 +86,7 @@ _ENDLESS_LINE = {"queue_limit": 1_000_000, "queue_timeout_s": 1e9}
 _HOST_TOKENS = 2_000_000
 
 SCENES: tuple[Scene, ...] = (
-    # So many, since of 400 twenty are slower than the p95, and it moves by 8 % with the seed.
+    # This many, since of 400 twenty are slower than the p95, and it moves by 8 % with the seed.
     Scene("paper, A40", "a40-qwen3-0.6b", 2_000),
     Scene("paper, H100", "h100-qwen3-8b", 2_000, loads=_FEWER),
     # Affinity refuses no conversation, so here no other system does.
@@ -137,7 +137,7 @@ def session_s(profile: Profile, workload: Workload, *, kv: bool = True) -> float
 
     That is all its prefills, with what its prompts repeat found, and its decodes at a batch of
     eight; or, if it is longer, the time for which it is there, gaps included, times its share of
-    the engine's KV space. So many engines for each of these seconds are saturated.
+    the engine's KV space. The sum is the number of saturated engines.
 
     Args:
         kv: whether KV space counts: host memory has it between turns where there is much of that.
@@ -212,7 +212,7 @@ def measure(cell: Cell, systems: Sequence[str], data: Path | None) -> Iterator[F
     """Simulate, one after the other.
 
     Args:
-        systems: of the scene's, those that are to be.
+        systems: the scene's systems that are shown.
         data: a folder of recorded sessions.
     """
     scene, counts = cell.scene, ENGINES[cell.engines]

@@ -102,7 +102,7 @@ class Engine:
             scheduler: one of those that are compared.
             calls: how many run at a time.
             step_tokens: what a step computes.
-            blocks: of the KV, so many are used.
+            blocks: how many of the KV's are used.
         """
         from vllm.v1.core.sched.scheduler import Scheduler
 

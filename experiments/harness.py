@@ -187,7 +187,7 @@ class Experiment:
 
         Args:
             rows: cells; an empty row draws a line.
-            names: how many columns, from the left, hold names; others' numbers are to the right.
+            names: how many columns, from the left, hold names; the others are right-aligned.
             wrap: whether long cells are wrapped where the console is narrow.
             more: what `rich.table.Table` takes.
         """

@@ -1,4 +1,4 @@
-"""Measures what it saves that later turns ask nobody: routers that remember histories or do not.
+"""Measures what later turns save by not asking the table.
 
 One application (one prefiller, one decoder), and before it two routers that differ in nothing but
 their memory: one has every turn placed by the table, which hears of its begin and end; the other

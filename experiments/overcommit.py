@@ -1,6 +1,6 @@
 """Agents whose histories are several times what engines can hold: throughput, and what is found.
 
-One system after the other is started, each with the same engines and room for the same KV. So many
+One system after the other is started, each with the same engines and room for the same KV. As many
 agents work at a time that their histories take that room once, twice and so on: each sends a long
 first prompt, then turns that append a little, with gaps between as tools take, and when it has made
 all of its turns it begins anew, without a word about the old one. For each number of agents there
@@ -38,7 +38,7 @@ MEAN_TOKENS = SHAPE.first_words + (SHAPE.later_words + SHAPE.output_tokens) * SH
 
 @dataclass(slots=True)
 class Level:
-    """Figures of a system with so many agents.
+    """Figures of a system with a number of agents.
 
     Attributes:
         seconds: for how long it was looked at.
@@ -98,7 +98,7 @@ class Watch:
     async def measure(
         self, url: str, header: str, count: int, settle_s: float, seconds: float, seed: int
     ) -> Level:
-        """Have so many agents work; the first ``settle_s`` are not counted."""
+        """Have ``count`` agents work; the first ``settle_s`` are not counted."""
         async with clients() as session:
             agents = [
                 Agent(session, url, f"{seed}-{count}-{n}", self._shape, header=header,

@@ -121,7 +121,7 @@ def regime(volume_tokens: int) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many programs at a time, for so long (ThunderAgent, section 5): one ends, one begins.
+    """A fixed number of programs at a time (ThunderAgent, section 5): one ends, one begins.
 
     Attributes:
         shape: of drawn programs; None: recorded sessions.
@@ -233,7 +233,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation: of a closed loop with so many programs, or of arrivals at such a rate."""
+    """One simulation: of a closed loop of programs, or of arrivals at a rate."""
 
     scene: ClosedLoop | Arriving
     contender: Contender

@@ -1,6 +1,6 @@
 """Measures how fast the simulator is, and how much memory it takes.
 
-Conversations of the preset ``conserve`` are simulated until so many turns are over, on clusters of
+Conversations of the preset ``conserve`` are simulated for a number of turns, on clusters of
 several sizes, each in a process of its own, on one core. What is measured is all of it: drawing the
 conversations, placing them, the engines, and the metrics.
 """
@@ -56,7 +56,7 @@ class Sample:
 
 
 def measure(turns: int, prefillers: int) -> Sample:
-    """Simulate about so many turns on ``prefillers`` times four engines."""
+    """Simulate about ``turns`` turns on ``prefillers`` times four engines."""
     began_s = time.process_time()
     workload = synthetic(
         PRESETS["conserve"],

@@ -45,7 +45,7 @@ _PREFILLERS = 2
 _MOST_TOKENS = 61_000
 _IDLE_TIMEOUT_S = 1800.0
 
-# Fewer than so many do not fill the memory that is taken at once.
+# Fewer do not fill the memory that is taken at once.
 _MEASURABLE = 50_000
 _BATCH = 2_000
 _LATENCY_SAMPLES = 20_000

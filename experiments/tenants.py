@@ -1,7 +1,7 @@
 """Measures whether a tenant can tell from time what another has sent, by times to first token.
 
 In each round one tenant sends a prompt, and then, in random order: another tenant sends the same
-prompt, the other tenant sends one that nobody has sent, and the first one sends its own again, each
+prompt, the other tenant sends a new one, and the first one sends its own again, each
 as a new conversation. The table has medians over rounds, and each against the unsent one of the
 same round, with a bootstrap interval of 95 %. A tenant that could see another's cache would be as
 quick as the first one is with its own prompt, which shows that a hit can be seen at all.

@@ -26,7 +26,7 @@ _WARM_UP_ROUNDS = 2
 
 @contextlib.contextmanager
 def hogs(count: int) -> Iterator[None]:
-    """Keep so many processes computing for the time of a ``with`` block.
+    """Keep ``count`` processes computing for the time of a ``with`` block.
 
     Each takes as much of a core as the operating system gives to one more process.
     """
@@ -137,7 +137,9 @@ async def measure(
     async with clients(timeout_s=120) as session:
         seeds = [f"{options.seed}-{load.clients}-{load.hogs}-{n}" for n in range(load.clients)]
         agents = {
-            one.name: [Agent(session, one.url, seed, shape, one.headers) for seed in seeds]
+            one.name: [
+                Agent(session, one.url, seed, shape=shape, headers=one.headers) for seed in seeds
+            ]
             for one in systems
         }
         order = rounds(results, options.rounds, options.seed, _WARM_UP_ROUNDS)

@@ -125,7 +125,7 @@ def _interrupt_at_end() -> None:
 
 
 def _say(**what: object) -> None:
-    # Nobody reads any more: then the pipe that is read has closed too.
+    # No reader is left, so the pipe that is read has closed too.
     with contextlib.suppress(BrokenPipeError):
         os.write(1, json.dumps(what).encode() + b"\n")
 

@@ -54,7 +54,7 @@ class Engine(Protocol):
 class Rival(ABC):
     """A system's rules. Nothing is refused: a turn that does not go to an engine at once waits.
 
-    ``interval_s`` is how often `check` is to be called; None: never.
+    `check` has to be called every ``interval_s``; None: never.
     """
 
     interval_s: float | None = None

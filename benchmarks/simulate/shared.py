@@ -103,7 +103,7 @@ class SharedPrefixes:
                 stretch.computed = max(stretch.computed, min(stretch.end, tokens))
 
     def leave(self, prefix: Sequence[SharedPrefix]) -> tuple[int, int]:
-        """Let go of a prefix; returns how many tokens are idle with that, and how many never were
+        """Release a prefix; returns how many tokens are idle with that, and how many never were
         computed.
         """
         idle = gone = 0

@@ -65,6 +65,7 @@ class Window:
         shrink: float = 0.7,
         interval_s: float = 10.0,
         persists_s: float = 30.0,
+        *,
         forget_s: float = 60.0,
         follows_kv: bool = True,
     ) -> None:

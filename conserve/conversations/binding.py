@@ -23,6 +23,7 @@ class Binding:
 
     def __init__(
         self,
+        *,
         policy: PlacementPolicy,
         ledger: Ledger,
         engines: Engines,
@@ -149,7 +150,9 @@ class Binding:
         if memory is None:
             return self._displace(history_id, prompt_tokens, decoders)
         any_runs = self._ledger.reasoning > 0
-        if memory.make_room(prompt_tokens, decoders, shared, now_s, waited_s, root, any_runs):
+        if memory.make_room(
+            prompt_tokens, decoders, shared, now_s, waited_s=waited_s, root=root, any_runs=any_runs
+        ):
             return True
         # Else a conversation that was compacted would wait for itself.
         in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)

@@ -237,8 +237,9 @@ class ConversationTable:
         self._ending = ending = Ending(ledger, idleness, self.memory)
         self._turns = turns = Turns(ledger, engines, ending, self.memory, first_id)
         self._binding = binding = Binding(
-            policy, ledger, engines, turns, ending, idleness, self.memory
-        )
+            policy=policy, ledger=ledger, engines=engines, turns=turns, ending=ending,
+            idleness=idleness, memory=self.memory,
+        )  # fmt: skip
         membership = Membership(ledger, engines, turns, idleness, self.memory)
 
         self.get = by_id.get

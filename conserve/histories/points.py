@@ -78,7 +78,7 @@ class Points:
         self.packed = with_point(self.packed, digest, tokens, most=self._most)
 
     def clip(self, tokens: int) -> None:
-        """Note that only so many tokens of the newest point stand in what came after it."""
+        """Note how many tokens of the newest point the next turn kept."""
         if not self.packed:
             return
         *older, (newest, length) = self

@@ -1,4 +1,4 @@
-"""How long conversations are idle between turns, and how likely idle ones are to come back."""
+"""Gaps between conversations' turns, and the chance that an idle one returns."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

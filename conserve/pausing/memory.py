@@ -323,6 +323,7 @@ class Memory:
         decoders: Sequence[Decoder],
         shared: Shared,
         now_s: float,
+        *,
         waited_s: float | None = None,
         root: Digest | None = None,
         any_runs: bool = True,

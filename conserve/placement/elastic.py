@@ -86,9 +86,9 @@ class ElasticPlacement(PlacementPolicy):
             pool,
             shared,
             work,
-            self.loads.demand(len(pool), now_s),
-            self.loads.residual_s(len(pool), now_s),
-            self.occupancy_weight,
+            demand=self.loads.demand(len(pool), now_s),
+            residual_s=self.loads.residual_s(len(pool), now_s),
+            occupancy_weight=self.occupancy_weight,
         )
         if not loads:
             return None
@@ -106,7 +106,9 @@ class ElasticPlacement(PlacementPolicy):
             for one in decoders
             if one.id in pool
         }
-        return cheapest(prompt_tokens, near, pool, shared, work, room, self.loads.price())
+        return cheapest(
+            prompt_tokens, near, pool, shared, work, room=room, price=self.loads.price()
+        )
 
     def prefill_later_turn(
         self,
@@ -140,6 +142,7 @@ def home_loads(
     pool: Sequence[str],
     shared: Shared,
     work: dict[str, Work],
+    *,
     demand: float,
     residual_s: float,
     occupancy_weight: float,
@@ -186,6 +189,7 @@ def cheapest(
     prefillers: Sequence[str],
     shared: Shared,
     work: dict[str, Work],
+    *,
     room: Mapping[str, int],
     price: Price,
 ) -> Placement | None:

@@ -427,7 +427,7 @@ class Settings(Strict):
         return Levels(rise_s=self.queue_timeout_s / 6)
 
     def admission_window(self) -> Window | None:
-        """How many may be at work at a time; None: as many as there is room for."""
+        """How many histories may be active at a time; None: as many as there is room for."""
         return None if self.pausing_policy() is None else Window(follows_kv=True)
 
     @property

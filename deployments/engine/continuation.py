@@ -50,6 +50,7 @@ async def continued(
     params: Any,
     request_id: str,
     tokenizer: Any,
+    *,
     generate: Callable[[dict[str, Any], Any], Any],
     see: Callable[[Any], None],
 ) -> AsyncIterator[Any]:

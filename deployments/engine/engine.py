@@ -131,7 +131,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
         app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
         has_more = self._reporter.has_more
-        self._http = EngineHttp(app, client, tasks, settings, self._holdings, self._desk, has_more)
+        self._http = EngineHttp(
+            app, client, tasks, settings,
+            holdings=self._holdings, desk=self._desk, has_more=has_more,
+        )  # fmt: skip
         await self._http.listen()
         cache = client.vllm_config.cache_config
         self._info = EngineInfo(

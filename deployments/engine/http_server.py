@@ -39,6 +39,7 @@ class EngineHttp:
         client: Any,
         tasks: tuple[str, ...],
         settings: Settings,
+        *,
         holdings: Holdings,
         desk: Desk,
         has_more: Callable[[], None],

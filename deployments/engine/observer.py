@@ -198,7 +198,9 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
             run = functools.partial(generate, request_id=request_id, **options)
             sent, tokenizer = observation.sent, client.tokenizer
             # It calls `see` with the engine's outputs, and yields others.
-            stream = continued(sent, prompt, sampling_params, request_id, tokenizer, run, see)
+            stream = continued(
+                sent, prompt, sampling_params, request_id, tokenizer, generate=run, see=see
+            )
         expecting = meter.expecting(request_id, observation.expected_tokens)
         async with expecting, contextlib.aclosing(stream):
             async for output in stream:

@@ -123,6 +123,7 @@ async def try_handoff(
     store: Callable[[], Awaitable[None]],
     load: Callable[[], Awaitable[None]],
     tokens: int,
+    *,
     clock: Callable[[], float] = time.monotonic,
 ) -> float | None:
     """Return the seconds by which a prompt takes longer when it is handed over.

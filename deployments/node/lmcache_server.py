@@ -105,6 +105,7 @@ def lmcache_command(
     address: Address,
     cache: NodeCache | None = None,
     directory_url: str | None = None,
+    *,
     gpu: bool = True,
     gpu_workers: int = 0,
 ) -> list[str]:
@@ -259,8 +260,8 @@ class LMCacheServer:
                     self.address,
                     self._cache,
                     self._directory_url,
-                    self._gpu,
-                    self._gpu_workers,
+                    gpu=self._gpu,
+                    gpu_workers=self._gpu_workers,
                 ),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """Reads the bodies of requests, and writes them anew for engines.
 
-Long ones are understood in a thread, one at a time, beside everybody's tokens.
+Long ones are understood in a thread, one at a time, beside other turns' tokens.
 """
 
 import asyncio

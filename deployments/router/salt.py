@@ -68,7 +68,7 @@ def _hashed(salt: str, value: Any) -> str:
 
 
 def with_salt(body: dict[str, Any], salt: str | None) -> dict[str, Any]:
-    """Return a request with the salt that engines are to keep its KV under.
+    """Return a request with the salt under which engines keep its KV.
 
     Args:
         salt: its tenant's, which replaces the client's. None where there are no keys: the client's

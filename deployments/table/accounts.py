@@ -252,7 +252,7 @@ class Accounts:
         )  # fmt: skip
 
     def engine_gone(self, engine: EngineInfo, unbound: int, why: str | None = None) -> None:
-        """An engine has left, or, for a reason, is lost; so many histories are bound no more."""
+        """Note that an engine has left, or is lost, and how many histories that unbinds."""
         lost = why is not None
         self._events.add(
             "engine_lost" if lost else "engine_left", engine=engine.id, role=engine.role, why=why,

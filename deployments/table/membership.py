@@ -49,7 +49,7 @@ class Recovery:
         return self.complete.is_set() or self.age_s >= RECOVERY_S
 
     def look(self) -> None:
-        """End it if as many engines are known as a predecessor wanted, or as are to start."""
+        """End it if as many engines are known as a predecessor wanted, or as will start."""
         wanted = self.autoscaler.wanted
         if all(
             self.registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
@@ -91,7 +91,7 @@ class Membership:
         # It has served under a table before this one, which may have had some of it stored.
         self.running.may_be_stored |= bool(engine.holds or engine.parked)
         if engine.wanted_replicas is not None and now_s - self.recovery.started_s <= SILENCE_S:
-            # A predecessor has wanted so many engines, and they are there.
+            # All engines that a predecessor wanted are there.
             self.autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
         self.accounts.engine_ready(engine)
         logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)

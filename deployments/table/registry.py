@@ -134,7 +134,7 @@ class Registry:
             self._table.notices.give_up(decoder_id, history_id, incarnation, ended=True)
 
     def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
-        """Return what an engine is to forget; it is told once."""
+        """Return the histories that an engine has to forget; each is returned once."""
         ended = self._ended.get(engine_id, [])
         self._ended[engine_id] = []
         return ended

@@ -132,7 +132,7 @@ class TenantGate:
         return None
 
     def binding_over(self, tenant: TurnTenant | None, prompt_tokens: int) -> Over | None:
-        """Return the limit that binding a conversation with so many tokens would break."""
+        """Return the limit that binding a conversation with ``tokens`` would break."""
         if tenant is None or tenant.limits.held_tokens is None:
             return None
         allowed = tenant.limits.held_tokens
@@ -178,7 +178,7 @@ class Room:
     def pend(
         self, history_id: str, router_id: str, chat: bool, claim: int | None = None
     ) -> PendingTurn:
-        """Note that a turn is to be placed.
+        """Note that a turn waits to be placed.
 
         Args:
             claim: None: a new one.

@@ -82,7 +82,7 @@ class ModelledRun:
 
 
 class Machine:
-    """The paper's GPUs at work: ``prefiller-0``, and ``decoder-0`` and so on."""
+    """The paper's GPUs under load: ``prefiller-0``, and ``decoder-0`` and so on."""
 
     def __init__(self, prefiller: Speed, decoder: Speed, decoders: int = 3) -> None:
         system = System(

@@ -46,7 +46,7 @@ _SESSIONS_EACH = 8
 # vLLM's default where chunked prefill began; llama.cpp takes prompts whole.
 _VLLM_TOKENS, _WHOLE_TOKENS = 512, 8192
 _DEFAULT_TOKENS = 2048
-# The bound of time per token: so many times what a lone decode takes. The paper scales, too, by a
+# The bound of time per token, as a multiple of a lone decode's. The paper scales, too, by a
 # factor that it does not give.
 _BOUND_TIMES = 2.0
 

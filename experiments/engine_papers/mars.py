@@ -108,9 +108,9 @@ class Outcome:
     busy: float
 
 
-# --- Its control plane: which programs are at work (section 4.2), by `conserve.admission` ---------
+# --- Its control plane: which programs are active (section 4.2), by `conserve.admission` ---------
 
-# So many tickets in front are tried for one that fits, as in `conserve.admission.admission`.
+# This number of tickets in front are tried for one that fits, as in `conserve.admission.admission`.
 _TRIED = 8
 _LOOK_S = 1.0
 # No program gives up here.

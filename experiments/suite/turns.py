@@ -48,7 +48,7 @@ class Measured:
     Attributes:
         group: its number; what comes later with the same number takes its place.
         why: why they took turns as they did.
-        reports: by rate, each rate's in the same order; the first system is what ratios are to.
+        reports: by rate, each rate's in the same order; ratios are relative to the first system.
         idle_cores: how many cores each that was up kept busy without requests.
     """
 
@@ -68,7 +68,7 @@ class Plan:
 
     Attributes:
         variants: the systems; the first gives the rates and the bounds, unless the rates are given.
-        base: name of the system that ratios are to.
+        base: name of the system that ratios are relative to.
         loads: rates, as shares of the highest.
         selection: the conversations of a round.
         rounds: how many rounds, or starts, each system has.

@@ -14,7 +14,7 @@ from conserve.engine_scheduling import ChunkController, FeedbackQueue, Pin, Rete
 _APPEND_TOKENS = 128
 _LEVEL = 1 << 32
 # A waiting call is ranked anew this often while it rises by a level. Live it is every 50 ms, which
-# for hundreds that wait would be most of what there is to simulate.
+# for hundreds that wait would take most of the simulation.
 _RANKS_A_LEVEL = 8
 
 

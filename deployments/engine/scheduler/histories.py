@@ -15,8 +15,8 @@ from typing import Any
 from conserve.engine_scheduling import Pin, Retention
 from deployments.engine.scheduler.turns import Turn
 
-# Above so many histories, or hashes for each of the engine's blocks, the least recently used ones
-# of which nothing is kept are forgotten.
+# Above this number of histories, or of hashes for each of the engine's blocks, the least recently
+# used ones of which nothing is kept are forgotten.
 _MOST = 4096
 _MOST_TIMES = 4
 

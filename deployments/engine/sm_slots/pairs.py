@@ -59,7 +59,7 @@ class SlotPairs:
             self.bound = self._of(self._places[-1], self.sizes_sms[-1])
 
     def bind(self, decode_sms: int) -> Bound:
-        """Move the border, between two steps, so that decoding has at least so many SMs, or all.
+        """Move the border, between two steps; decoding gets at least this many SMs, or all.
 
         With 0, prefill has all. Where decoding has all, prefill shares SMs. Work that either side
         has begun comes first on its new stream, and decoding's becomes the thread's current one.

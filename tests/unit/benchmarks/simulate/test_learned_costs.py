@@ -76,7 +76,10 @@ class Judged(ElasticPlacement):
         homes = self.homes(decoders, prefillers, now_s)
         work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
         demand, residual_s = self.loads.demand(len(pool), now_s), self.loads.residual_s(1, now_s)
-        loads = home_loads(tokens, homes, pool, shared, work, demand, residual_s, 1.0)
+        loads = home_loads(
+            tokens, homes, pool, shared, work,
+            demand=demand, residual_s=residual_s, occupancy_weight=1.0,
+        )  # fmt: skip
         home = work[placement.decoder_id]
         cost_s = OUTPUT_TOKENS * loads[placement.decoder_id]
         if placement.prefiller_id is None:

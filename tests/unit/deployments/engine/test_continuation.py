@@ -127,7 +127,9 @@ def test_a_stream_cut_anywhere_goes_on_as_if_it_had_not_been_cut(
             sent = read_notes(b"".join(note([one]) for one in emitted[:cut]))
             engine = Engine(tokenizer, prompt_ids, answer)
             seen: list[Any] = []
-            stream = continued(sent, prompt, params, "r", tokenizer, engine.generate, seen.append)
+            stream = continued(
+                sent, prompt, params, "r", tokenizer, generate=engine.generate, see=seen.append
+            )
             assert _shown(await _all(stream)) == _shown(whole), cut
             # The engine had what was sent as its prompt, and all it did was seen to its end.
             ((ids, asked),) = engine.asked
@@ -153,7 +155,15 @@ def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: Any) ->
 
     async def play() -> list[RequestOutput]:
         return await _all(
-            continued(sent, prompt, _params(), "r", tokenizer, engine.generate, lambda output: None)
+            continued(
+                sent,
+                prompt,
+                _params(),
+                "r",
+                tokenizer,
+                generate=engine.generate,
+                see=lambda output: None,
+            )  # fmt: skip
         )
 
     outputs = asyncio.run(play())

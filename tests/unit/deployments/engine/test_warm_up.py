@@ -53,7 +53,7 @@ class Engine:
 
     async def tried(self) -> float | None:
         return await try_handoff(
-            self, self.meter, self.compute, self.store, self.load, TOKENS, lambda: self.now_s
+            self, self.meter, self.compute, self.store, self.load, TOKENS, clock=lambda: self.now_s
         )
 
 
