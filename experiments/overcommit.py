@@ -101,7 +101,7 @@ class Watch:
         """Have ``count`` agents work; the first ``settle_s`` are not counted."""
         async with clients() as session:
             agents = [
-                Agent(session, url, f"{seed}-{count}-{n}", self._shape, header=header,
+                Agent(session, url, f"{seed}-{count}-{n}", shape=self._shape, header=header,
                       on_refused=self._refused)
                 for n in range(count)
             ]  # fmt: skip

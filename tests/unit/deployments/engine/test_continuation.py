@@ -163,7 +163,7 @@ def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: Any) ->
                 tokenizer,
                 generate=engine.generate,
                 see=lambda output: None,
-            )  # fmt: skip
+            )
         )
 
     outputs = asyncio.run(play())
