@@ -10,8 +10,8 @@ with evenly spaced arrivals, as the paper's saturation point has it (section 5.2
 
 What a machine does besides drifts by more than systems differ, so they take turns in random order.
 As many as memory has room for are up at the same time, and rounds of conversations alternate; where
-not even two are, systems are started one after the other, several times over. Ratios compare with ConServe
-(or ``--against``) within a round, or within one start of each.
+not even two are, systems are started one after the other, several times over. Ratios are within a
+round, or within one start of each, against ConServe (or ``--against``).
 
 It ends with tables for each rate, ``results.md`` with the same, and pictures.
 """
