@@ -61,7 +61,7 @@ class Outbox:
     """A decoder's reports: in order, one at a time, repeated until answered.
 
     A registration tells all that a decoder holds. Ends are reported after it all the same: the
-    table may have planned those turns. Told twice, they change nothing.
+    table may have planned those turns. A report that comes twice changes nothing.
     """
 
     def __init__(self) -> None:

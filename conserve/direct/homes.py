@@ -31,7 +31,7 @@ class Home(NamedTuple):
 
 
 class Homes:
-    """Remembers the decoder of the newest history of each conversation's first prompt.
+    """Remembers, for each first prompt in a conversation, the decoder of its newest history.
 
     A conversation's completions are one history without messages, found by its id. An entry is a
     guess: the decoder checks it (`Desk`), so a wrong one costs one call.

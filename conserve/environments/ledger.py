@@ -53,7 +53,7 @@ UNKNOWN = Standing("unknown")
 
 @dataclass(slots=True)
 class Holder:
-    """A conversation that has an environment; ``seen_by`` is the table that has last known it."""
+    """A conversation that has an environment; ``seen_by`` numbers the last table that knew it."""
 
     since_s: float
     seen_by: int | None = None

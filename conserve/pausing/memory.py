@@ -127,7 +127,7 @@ class Memory:
         self.used(history)
 
     def used(self, history: History) -> None:
-        """Note that a decoder has what a history holds, as a turn begins or ends."""
+        """Note that a history's KV is on its decoder, as a turn begins or ends."""
         decoder_id = history.decoder_id
         if decoder_id is None:
             return

@@ -29,8 +29,8 @@ class ElasticPlacement(PlacementPolicy):
     It is ConServe's own, beyond the paper; README.md has its terms. It takes O(homes x prefillers).
 
     Args:
-        free_share: of each home's KV, what is promised to nothing new while all its conversations
-            decode.
+        free_share: the share of each home's KV that is kept free of new histories while all its
+            conversations decode.
         near: homes are those whose load is above the least by at most this share.
         occupancy_weight: how much more a token costs where all KV is held, beyond reading it.
         host_below: prefillers take new conversations while first prompts ask for less of their

@@ -60,8 +60,8 @@ class Shared:
 
     Attributes:
         tokens: by decoder; only those that hold any.
-        warm_on: the decoder with the history that the prompt goes back into, or its conversation's
-            others; None if only a system part is shared.
+        warm_on: the decoder with the history that the prompt branches off, or with the other
+            histories of its conversation; None if only a system part is shared.
         coming_to: the decoder to which that history is promised while it is computed elsewhere.
         left_on, left_tokens: the decoder that should still have a paused history's KV, and how
             much.

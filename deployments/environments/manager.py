@@ -45,7 +45,7 @@ _PREPARING_S = 60.0
 
 
 class Manager:
-    """Carries out clients' requests, and the ledger's.
+    """Prepares, runs and removes environments, as clients and the ledger ask.
 
     Args:
         ledger: with its predecessor's entries taken in.

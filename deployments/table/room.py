@@ -132,7 +132,7 @@ class TenantGate:
         return None
 
     def binding_over(self, tenant: TurnTenant | None, prompt_tokens: int) -> Over | None:
-        """Return the limit that binding a conversation with ``tokens`` would break."""
+        """Return the limit that binding a conversation with this prompt would break."""
         if tenant is None or tenant.limits.held_tokens is None:
             return None
         allowed = tenant.limits.held_tokens
@@ -240,7 +240,7 @@ class Room:
             self.registry.note_forgotten(one.decoder_id, one.history_id, one.incarnation)
 
     def end_displaced(self) -> None:
-        """End the histories that have made room for others of their conversations."""
+        """End histories that gave their room to newer histories of the same conversation."""
         for history in self.table.take_displaced():
             self.has_ended(history, "displaced")
 
