@@ -15,7 +15,7 @@ class Decoder:
 
     Attributes:
         held_tokens: for live conversations, those promised included.
-        kept_tokens: of its capacity, what is promised to nothing new.
+        kept_tokens: the part of its capacity that is kept free of new histories.
     """
 
     id: str
