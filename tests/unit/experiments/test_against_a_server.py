@@ -116,7 +116,7 @@ def test_every_system_is_up_and_compared_with_the_bare_engine(
     def serving(
         self: Experiment, *settings: str, port: int = 8000, name: str = "ConServe"
     ) -> Iterator[str]:
-        started.append((name, port, settings[2:]))
+        started.append((name, port, settings[1:]))
         yield f"url of {name}"
 
     monkeypatch.setattr(Experiment, "up", up)

@@ -19,7 +19,7 @@ def server() -> Chat:
 def test_a_conversation_repeats_itself_and_then_another_begins(server: Chat) -> None:
     async def play(url: str) -> list[int]:
         async with clients() as session:
-            agent = Agent(session, url, "seed", SHAPE)
+            agent = Agent(session, url, "seed", shape=SHAPE)
             held = []
             for _ in range(4):
                 await agent.turn()
@@ -39,7 +39,7 @@ def test_a_conversation_repeats_itself_and_then_another_begins(server: Chat) -> 
 def test_a_warm_turn_is_behind_another_one(server: Chat) -> None:
     async def play(url: str) -> Any:
         async with clients() as session:
-            agent = Agent(session, url, "seed", SHAPE)
+            agent = Agent(session, url, "seed", shape=SHAPE)
             answer = await agent.warm_turn()
             assert len(server.seen) == 2
             await agent.prepare()
@@ -64,10 +64,10 @@ def test_a_refused_turn_is_sent_again_where_somebody_waits_for_it(server: Chat) 
 
     async def play(url: str) -> None:
         async with clients() as session:
-            await Agent(session, url, "seed", SHAPE, on_refused=wait).turn()
+            await Agent(session, url, "seed", shape=SHAPE, on_refused=wait).turn()
             server.refuses = [500]
             with pytest.raises(Refused, match=r"500 b'\{\"error\": \"full\"\}'"):
-                await Agent(session, url, "other", SHAPE).turn()
+                await Agent(session, url, "other", shape=SHAPE).turn()
 
     server.refuses = [429, 503]
     server.run(play)
@@ -78,7 +78,7 @@ def test_a_refused_turn_is_sent_again_where_somebody_waits_for_it(server: Chat) 
 def test_an_answer_of_another_length_is_no_result(server: Chat) -> None:
     async def play(url: str) -> None:
         async with clients() as session:
-            await Agent(session, url, "seed", SHAPE).turn()
+            await Agent(session, url, "seed", shape=SHAPE).turn()
 
     server.tokens = 2
     with pytest.raises(RuntimeError, match="2 tokens, not 3"):
