@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -30,15 +31,20 @@ async def test_agents_do_their_tasks_with_one_handoff_each(
             official, "conserve-embedded", max_tokens=256, extra_headers=headers
         )
         ended_s: list[float] = [time.monotonic()]
+
+        async def timed(messages: Any, schemas: Any) -> Any:
+            reply = await complete(messages, schemas)
+            ended_s.append(time.monotonic())
+            return reply
+
         run = await run_agent(
-            complete,
+            timed,
             [
                 {"role": "system", "content": session.system},
                 {"role": "user", "content": session.tasks[0].question},
             ],
             session.schemas,
             session.toolbox.run,
-            on_turn=lambda turn: ended_s.append(time.monotonic()),
         )
         return run, ended_s
 
