@@ -73,7 +73,7 @@ class Engine(Answer, kw_only=True):
     handoff_s: Annotated[
         dict[str, Positive],
         Meta(
-            description="By how many seconds prompts of so many tokens took longer when they were "
+            description="How many seconds longer prompts of this many tokens took when they were "
             "handed over, as tried at its start."
         ),
     ]

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -82,18 +83,18 @@ class Patience(NamedTuple):
     answer_s: float | None = None
 
 
-class ActorClient:
+class ActorClient(ABC):
     """A caller's end of an actor: finds it, and finds it again once Ray has started it again."""
 
     _actor: Any = None
 
+    @abstractmethod
     def _connect(self) -> Any:
         """Return the actor; `_actor` is None where it has to be found or made first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unavailable(self, why: str) -> Exception:
         """Return the error for an actor that does not answer; ``why`` completes the sentence."""
-        raise NotImplementedError
 
     async def _ask(
         self,

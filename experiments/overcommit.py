@@ -207,7 +207,7 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
     hits.set_ylim(0, 102)
     throughput.set_ylim(bottom=0)
     for axes in (throughput, hits):
-        axes.set_xlabel("agents at work")
+        axes.set_xlabel("active agents")
         axes.set_xticks(sorted({one.agents for levels in found.values() for one in levels}))
         axes.grid(alpha=0.3)
     picture.legend(loc="outside upper center", ncols=len(found), frameon=False)

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.option(
         "--turns",
         [100_000, 1_000_000],
-        "about so many",
+        "how many, about",
         type=at_least_1,
     )
     about = "with three decoders each"

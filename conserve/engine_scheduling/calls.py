@@ -7,8 +7,8 @@ import msgspec
 Kind = Literal["cold", "resume", "decode"]
 KINDS: Final[tuple[Kind, ...]] = ("cold", "resume", "decode")
 WaitFor = Literal["room", "place", "step", "load"]
-"""What a call waits for in an engine: free KV, one of the places of calls that run, tokens of a
-step, or its own KV, which is being loaded."""
+"""A call waits for room in the KV, a place among the running calls, tokens of a step, or the load
+of its own KV."""
 
 
 def kind_of(is_decoding: bool, found_tokens: int, missing_tokens: int, budget_tokens: int) -> Kind:

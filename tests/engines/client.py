@@ -24,7 +24,7 @@ _WORDS = (
 
 
 def prose(rng: random.Random, words: int) -> str:
-    """Prose of about so many tokens, different for every draw."""
+    """Draw prose of ``words`` words, of about a token each."""
     return " ".join(rng.choice(_WORDS) for _ in range(words))
 
 

@@ -1,4 +1,4 @@
-"""What agents do with histories, and where those go: warm, together, or spread."""
+"""Scenes of agents and their histories, which are placed warm, together, or spread."""
 
 import copy
 

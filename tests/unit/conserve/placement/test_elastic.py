@@ -134,7 +134,7 @@ def room_for_copies(homes: list[Decoder], loads: Loads, pool: set[str]) -> dict[
 
 
 def load_of(one: Decoder, tokens: int, homes: list[Decoder], loads: Loads, pool: set[str]) -> float:
-    """What a token takes at an engine, and delays others by."""
+    """The seconds of a token at an engine, and of the delay to others."""
     work = {home.id: loads.work(home.id, NOW_S) for home in homes}
     decodes = sum(each.mean_decodes for each in work.values())
     turns_per_s = sum(each.turns_per_s for each in work.values())
