@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hetero.nvml import Gpu, Nvml, NvmlError
 
-logger = logging.getLogger("conserve.memory")
+logger = logging.getLogger("conserve.gpus")
 
 _LOOKS_EVERY_S = 0.5
 

@@ -1,5 +1,6 @@
 """The worker's thread that computes prefills in chunks, and the lock that it shares with steps."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -7,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lmcache.logging import init_logger
-
 from deployments.engine.lane.scheduler_lane import Job, LaneNotes, LaneReport
 
-logger = init_logger(__name__)
+# Not LMCache's logger: loading LMCache looks at the GPU, and a worker on SM slots loads this file
+# before it has set its share of the GPU.
+logger = logging.getLogger("vllm.conserve")
 
 # More than a chunk takes. An engine that ends waits no longer for it; the thread is a daemon.
 _CHUNK_S = 10.0

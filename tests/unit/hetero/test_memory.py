@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, "conserve.memory")
+    caplog.set_level(logging.INFO, "conserve.gpus")
     return caplog
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -475,3 +477,11 @@ def test_an_error_of_the_driver_is_said_once(
     driver.fails["cuGreenCtxCreate"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(RuntimeError, match=r"^sm_slots: cuGreenCtxCreate: CUDA_ERROR_OUT_OF_MEM"):
         a_worker().load_model()
+
+
+def test_nothing_looks_at_the_gpu_before_the_worker_has_its_share() -> None:
+    """Loading LMCache does."""
+    module = SLOT_WORKER.rpartition(".")[0]
+    shown = f"import sys, {module}; print([name for name in sys.modules if name == 'lmcache'])"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
