@@ -39,11 +39,6 @@ _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
     "mcp_servers": ([],),
-    "background": (False,),
-    "conversation": ("", {}),
-    "context_management": ([],),
-    "prompt": ({},),
-    "moderation": (False, {}),
 }
 # Roles of a chat's messages that may hold what is not served.
 _ROLES_TO_JUDGE = ("assistant", "function")
@@ -76,7 +71,8 @@ def _require_served(body: Mapping[str, Any], path: str) -> None:
     messages = is_anthropic(path)
     for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
         asked = body.get(name)
-        if asked is not None and asked not in _ASK_NOTHING.get(name, ()):
+        empty = asked is None or (path == RESPONSES and not asked)
+        if not empty and asked not in _ASK_NOTHING.get(name, ()):
             raise _unserved(name, "it", instead)
     if not messages and path != CHAT:
         return

@@ -38,7 +38,7 @@ def table() -> str:
         lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")
     lines += _rows(RoleSettings, "decoders.", skip={"replicas"})
     lines += _rows(TierSettings, "tiers.NAME.")
-    lines += _rows(LimitSettings, LimitSettings.prefix)
+    lines += _rows(LimitSettings, "environments.limits.")
     return "\n".join(lines) + "\n"
 
 

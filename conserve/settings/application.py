@@ -360,7 +360,10 @@ class Settings(Strict):
     @model_validator(mode="after")
     def _router_has_its_port(self) -> Self:
         if self.port in (self.lmcache.port, self.lmcache.http_port):
-            raise ValueError(f"port: {self.port} is the LMCache server's; they must differ")
+            raise ValueError(
+                f"port: {self.port} is the LMCache server's, which takes lmcache.port and the next "
+                "one; they must differ"
+            )
         return self
 
     @model_validator(mode="after")

@@ -3,13 +3,11 @@
 import math
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from conserve.environments.spec import Limits
-from conserve.settings.removed import sentences
 
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
@@ -17,33 +15,15 @@ CPU_TIER, GPU_TIER = "cpu", "gpu"
 _ROOT = "/var/tmp/conserve-environments"
 
 
-# The type of the error that refuses names which were settings once.
-REMOVED_TYPE = "removed_setting"
-
-
 class Strict(BaseModel):
-    """Refuses names that are no settings, and says of removed ones what replaces them.
-
-    Attributes:
-        prefix: of the group's names, with its dot.
-    """
+    """Refuses names that are no settings."""
 
     # hide_input: a value may be a secret (an environment variable for an engine, for instance).
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-    prefix: ClassVar[str] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, given: Any) -> Any:
-        if isinstance(given, dict) and (said := sentences(cls.prefix, given)):
-            raise PydanticCustomError(REMOVED_TYPE, "{said}", {"said": "\n  ".join(said)})
-        return given
 
 
 class RoleSettings(Strict):
     """The engines of one role: the prefillers or the decoders. A bare number sets ``replicas``."""
-
-    prefix = "ROLE."
 
     replicas: int = Field(
         default=1,
@@ -83,8 +63,6 @@ class RoleSettings(Strict):
 
 class TierSettings(Strict):
     """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""
-
-    prefix = "tiers.NAME."
 
     accelerator_type: str | None = Field(
         default=None,
@@ -144,8 +122,6 @@ class TierSettings(Strict):
 class LMCacheSettings(Strict):
     """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
 
-    prefix = "lmcache."
-
     size_gb: float = Field(
         default=2.0,
         gt=0,
@@ -178,8 +154,6 @@ class LMCacheSettings(Strict):
 class AutoscalingSettings(Strict):
     """When a role with `max_replicas` gets more or fewer engines."""
 
-    prefix = "autoscaling."
-
     window_s: float = Field(
         default=30.0, gt=0, description="Rates of arrival are averaged over this much time."
     )
@@ -194,8 +168,6 @@ class AutoscalingSettings(Strict):
 
 class LimitSettings(Strict):
     """Bounds what an environment may use; no client may ask for more."""
-
-    prefix = "environments.limits."
 
     wall_s: float = Field(
         default=120.0,
@@ -223,8 +195,6 @@ class LimitSettings(Strict):
 
 class EnvironmentSettings(Strict):
     """Whether clients may have environments in which their agents' tools run, and how many."""
-
-    prefix = "environments."
 
     enabled: bool = Field(
         default=False,

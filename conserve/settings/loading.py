@@ -1,13 +1,15 @@
 """From what ``serve run`` or a config file gives to settings, or to what is wrong with it."""
 
 import contextlib
+import copy
+import itertools
 import json
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from conserve.settings.application import Settings, SettingsError
-from conserve.settings.groups import REMOVED_TYPE
+from conserve.settings.removed import REMOVED
 
 
 def load(arguments: dict[str, Any] | Settings | None) -> Settings:
@@ -21,19 +23,40 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
     """
     if isinstance(arguments, Settings):
         return arguments
+    nested = copy.deepcopy(_nested(arguments or {}))
+    problems = _take_removed(nested)
     try:
-        return Settings.model_validate(_nested(arguments or {}))
+        settings = Settings.model_validate(nested)
+        if not problems:
+            return settings
     except ValidationError as error:
-        problems = []
         for item in error.errors(include_url=False, include_input=False):
             field = ".".join(str(part) for part in item["loc"]) or "settings"
-            if item["type"] == REMOVED_TYPE:
-                problems.append(item["msg"])
-            elif item["type"] == "extra_forbidden":
+            if item["type"] == "extra_forbidden":
                 problems.append(f"{field}: no such setting{_suggestion(item['loc'])}")
             else:
                 problems.append(f"{field}: {item['msg']}")
-        raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+    raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+
+
+def _take_removed(nested: dict[str, Any]) -> list[str]:
+    """Take settings of earlier versions out, and return what replaces each."""
+    tiers = nested.get("tiers")
+    names = {
+        "ROLE": ("prefillers", "decoders"),
+        "NAME": tuple(tiers) if isinstance(tiers, dict) else (),
+    }
+    problems = []
+    for removed, instead in REMOVED.items():
+        *path, last = removed.split(".")
+        for whole in itertools.product(*(names.get(part, (part,)) for part in path)):
+            group: Any = nested
+            for part in whole:
+                group = group.get(part) if isinstance(group, dict) else None
+            if isinstance(group, dict) and last in group:
+                del group[last]
+                problems.append(f"`{'.'.join((*whole, last))}` was removed: {instead}")
+    return problems
 
 
 def _nested(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Settings that earlier versions had, and the sentence with which each is refused now."""
 
-from collections.abc import Iterable
-
 # By dotted name, with NAME for the name of a tier, and ROLE for prefillers or decoders. Each text
 # stands behind "was removed: ".
 REMOVED = {
@@ -51,16 +49,3 @@ REMOVED = {
     "engine_host": "engines listen on loopback with nodes=one, and on their node's address with "
     "nodes=several",
 }
-
-
-def sentences(prefix: str, names: Iterable[str]) -> list[str]:
-    """Return a sentence for each of these names that was a setting once.
-
-    Args:
-        prefix: of the group that the names are in, with its dot; empty for the application's own.
-    """
-    return [
-        f"`{prefix}{name}` was removed: {REMOVED[prefix + name]}"
-        for name in names
-        if prefix + name in REMOVED
-    ]

@@ -229,7 +229,7 @@ def runs_on_gpus(settings: Settings, nodes: Sequence[NodeFacts]) -> bool:
 
 
 def role_tiers(settings: Settings, on_gpu: bool) -> dict[str, RoleTier]:
-    return {name: role_tier(settings, own, on_gpu) for name, own in roles(settings)}
+    return {name: role_tier(settings, own, on_gpu) for name, own in reversed(roles(settings))}
 
 
 # --- listeners ------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ _TO_DO = {
 def check_listeners(listeners: Iterable[ListenerFacts], settings: Settings) -> list[Finding]:
     """Warn of what listens on more than loopback, though there is no other node to reach it.
 
-    Addresses that the settings `host` and `nodes` ask for are left out.
+    The address that the setting `host` asks for is left out.
     """
     findings = []
     for one in listeners:
@@ -267,8 +267,6 @@ def _asked_for(one: ListenerFacts, where: tuple[str, int], settings: Settings) -
     host, port = where
     if one.owner == "router":
         return port == settings.port and _same(host, settings.host)
-    if one.owner == "engine":
-        return settings.nodes == "several" and _same(host, settings.engine_host)
     return False
 
 

@@ -264,7 +264,8 @@ class NodeClient(ActorClient):
                 self.energy = ray.get(beat, timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.RayActorError as error:
+                logger.warning("the node actor is down: %s", error)
                 self._actor = None
             except Exception:
                 # Keep beating, or caps would be lifted and the LMCache server would end.
@@ -274,9 +275,11 @@ class NodeClient(ActorClient):
         return RuntimeError(f"the node's actor {why}")
 
     def _connect(self) -> Any:
-        if self._actor is None:
-            self._actor = find_or_make(
+        # The thread that beats may drop the actor meanwhile.
+        actor = self._actor
+        if actor is None:
+            actor = self._actor = find_or_make(
                 NodeService, self.actor_name, self._settings, self._address, self._names,
                 node_id=self._node_id,
             )  # fmt: skip
-        return self._actor
+        return actor

@@ -175,7 +175,7 @@ class Turn:
                         "it will be served by another one",
                         "engine_lost",
                     ) from None
-                self._attempt = _Attempt()
+                self._attempt = _Attempt(refused_by=self._attempt.refused_by)
                 self._require_another_try()
         raise ApiError(
             503, f"engines failed {_ATTEMPTS} times on this turn; try again shortly",
@@ -246,8 +246,14 @@ class Turn:
             try:
                 if counted is None:
                     counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
-                plan = await self._bind(answer, counted)
+                wanted = await self._place_turn(answer, counted)
             except BaseException:
+                self._table.forgo(answer)
+                raise
+            try:
+                plan = await self._table.place(wanted)
+            except asyncio.CancelledError:
+                # A refusal has settled the turn; one whose client leaves is still queued.
                 self._table.forgo(answer)
                 raise
         else:
@@ -260,8 +266,8 @@ class Turn:
             await self._prefill(plan, counted)
         return plan
 
-    async def _bind(self, unplaced: Unplaced, counted: CountedPrompt) -> TurnPlan:
-        """Ask for a place for a turn that is bound nowhere; waits for room."""
+    async def _place_turn(self, unplaced: Unplaced, counted: CountedPrompt) -> PlaceTurn:
+        """Return what the table has to know to place a turn that is bound nowhere."""
         asked, chain = self._request, self._request.chain
         if self._sent is None and counted.longest_tokens >= unplaced.max_model_len:
             raise PromptTooLong(counted.longest_tokens, unplaced.max_model_len)
@@ -269,16 +275,14 @@ class Turn:
         if chain is not None and self._sent is not None:
             # The client has a part of the answer already.
             chain = chain._replace(ends_with_root=False)
-        return await self._table.place(
-            PlaceTurn(
-                self._router_id,
-                unplaced.history_id,
-                counted.prompt_tokens,
-                time.perf_counter() - self._arrived_s,
-                unplaced.claim,
-                self._limited,
-                Opening(chain, system_tokens, self._hints),
-            )
+        return PlaceTurn(
+            self._router_id,
+            unplaced.history_id,
+            counted.prompt_tokens,
+            time.perf_counter() - self._arrived_s,
+            unplaced.claim,
+            self._limited,
+            Opening(chain, system_tokens, self._hints),
         )
 
     @property

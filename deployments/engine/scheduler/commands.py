@@ -110,7 +110,7 @@ def _by_level(levels: Iterable[int], number: int) -> list[int]:
 
 
 class SchedulerClient:
-    """Calls the scheduler of one engine with ``engine_scheduler: conversation``.
+    """Calls the scheduler of an engine whose scheduler knows conversations.
 
     No method waits for the scheduler: an answer comes between two steps, and a step may take longer
     than the table waits for an engine's beat.

@@ -69,7 +69,7 @@ def require_doors() -> None:
         differing = [str(error)]
     if differing:
         raise RuntimeError(
-            f"engine_scheduler=conversation is made for vLLM {MADE_FOR}, and in this one "
+            f"the scheduler that knows conversations is made for vLLM {MADE_FOR}, and in this one "
             f"({vllm.__version__}) differ: {'; '.join(differing)}. Set engine_scheduler=vllm"
         )
 

@@ -646,3 +646,25 @@ def test_a_decoder_that_is_lost_once_is_counted_once() -> None:
     table, engines = PerTurn(), Checking(die={"d9"})
     status, headers, _ = ask(table, engines)
     assert (status, headers[b"x-conserve-decoder"]) == (200, b"d1")
+
+
+@pytest.mark.parametrize(("refused_by", "forgone"), [("engine", 1), ("table", 0)])
+def test_a_refused_turn_gives_its_claim_back_unless_the_table_settled_it(
+    refused_by: str, forgone: int
+) -> None:
+    class Refusing(Engines):
+        async def check(self, url: str, path: str, raw: bytes) -> Checked:
+            if refused_by == "engine":
+                raise ApiError(400, "no such parameter")
+            return await super().check(url, path, raw)
+
+    class Full(Table):
+        async def call(self, method: str, *arguments: Any) -> Any:
+            if method == "place":
+                return Refusal(429, "64 conversations wait for room already", "queue_full", 5)
+            return await super().call(method, *arguments)
+
+    table = Full()
+    start, _ = exchange(table, Refusing(die=set()), PROMPT)
+    assert start["status"] == (400 if refused_by == "engine" else 429)
+    assert [method for method, _ in table.told].count("forgo") == forgone
