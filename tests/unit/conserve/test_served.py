@@ -108,6 +108,8 @@ def test_what_is_not_served_is_refused_by_its_name(path: str, body: Json, param:
         (MESSAGES, chat(block("assistant", type="redacted_thinking", data="x"), USER)),
         (MESSAGES, chat(block("assistant", **USE), result({"type": "tool_reference"}))),
         (COMPLETIONS, {"prompt": "x", "audio": "y"}),
+        (RESPONSES, {"input": "x", "prompt": "", "context_management": {}, "conversation": []}),
+        (RESPONSES, {"input": "x", "background": False, "moderation": {}}),
     ],
 )
 def test_what_asks_for_nothing_is_let_through(path: str, body: Json) -> None:
