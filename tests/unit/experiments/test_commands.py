@@ -37,6 +37,14 @@ def test_every_folder_and_file_with_a_main_is_listed() -> None:
 
 
 def test_make_runs_what_it_is_told() -> None:
-    command = ["make", "-n", "experiment", "NAME=scale", "DATA=here", "ARGS=--seed 1"]
+    command = [
+        "make",
+        "-n",
+        "--no-print-directory",
+        "experiment",
+        "NAME=scale",
+        "DATA=here",
+        "ARGS=--seed 1",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].endswith("-m experiments.scale --data 'here' --seed 1")
