@@ -1,11 +1,11 @@
 """Places conversations where all of them together wait least for a prefill."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from conserve.placement.handing_over import Price
-from conserve.placement.load import Loads, Work
+from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
 from conserve.placement.state import (
     NOTHING_SHARED,
     Appended,
@@ -18,25 +18,23 @@ from conserve.placement.state import (
 
 # A home counts as at most this busy.
 _BUSIEST = 0.95
-# A turn counts as decoding for at least this long.
-_LEAST_TURN_S = 0.5
+# A conversation counts as decoding for at least this long.
+_LEAST_DECODING_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticPlacement(PlacementPolicy):
     """Chooses the home and the place of the first prefill that add the least total waiting time.
 
-    It is ConServe's own, beyond the paper; README.md has its terms. It takes O(homes x prefillers).
+    It is ConServe's own, beyond the paper; README.md has its terms. It takes O(homes + prefillers).
 
     Args:
         free_share: the share of each home's KV that is kept free of new histories while all its
             conversations decode.
-        near: homes are those whose load is above the least by at most this share.
         occupancy_weight: how much more a token costs where all KV is held, beyond reading it.
         host_below: prefillers take new conversations while first prompts ask for less of their
-            time.
-        most_uneven: no history goes back to an engine whose occupancy is above the emptiest's by
-            more.
+            time, beyond what they ask of decoders.
+        most_uneven: no history goes to an engine whose occupancy is above the emptiest's by more.
     """
 
     hosts_prefillers = True
@@ -46,7 +44,6 @@ class ElasticPlacement(PlacementPolicy):
 
     loads: Loads = field(default_factory=Loads)
     free_share: float = 0.1
-    near: float = 0.05
     occupancy_weight: float = 1.0
     host_below: float = 0.8
     most_uneven: float = 0.5
@@ -58,8 +55,9 @@ class ElasticPlacement(PlacementPolicy):
 
         Prefillers that host are not among them while first prompts ask for most of their time.
         """
-        pool = {one.id for one in prefillers}
-        hosts = self.loads.demand(len(pool), now_s) < self.host_below
+        decoders, pool = list(decoders), [one.id for one in prefillers]
+        shares = self.first_prompts_shares(decoders, pool, now_s)
+        hosts = shares[True] - shares[False] < self.host_below
         found = []
         for one in decoders:
             if hosts or one.id not in pool:
@@ -80,34 +78,38 @@ class ElasticPlacement(PlacementPolicy):
         homes = self.homes(decoders, prefillers, now_s)
         pool = [one.id for one in prefillers]
         work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
-        loads = home_loads(
+        costs = home_costs(
             prompt_tokens,
             homes,
             pool,
             shared,
             work,
-            demand=self.loads.demand(len(pool), now_s),
-            residual_s=self.loads.residual_s(len(pool), now_s),
+            first=self.loads.first_prompts(now_s),
+            shares=self.first_prompts_shares(decoders, pool, now_s),
             occupancy_weight=self.occupancy_weight,
         )
-        if not loads:
+        if not costs:
             return None
-        most = (1 + self.near) * min(loads.values())
-        emptiest = min(one.occupancy for one in homes)
-        may_have_it = (shared.warm_on, shared.left_on)
-        even = {one.id for one in homes if one.occupancy <= emptiest + self.most_uneven}
-        near = {
-            id: load
-            for id, load in loads.items()
-            if load <= most or (id in may_have_it and id in even)
-        }
+        most = min(one.occupancy for one in homes if one.id in costs) + self.most_uneven
+        even = {one.id: costs[one.id] for one in homes if one.id in costs and one.occupancy <= most}
         room = {
             one.id: max(0, one.free_tokens - work[one.id].lent_tokens)
             for one in decoders
             if one.id in pool
         }
         return cheapest(
-            prompt_tokens, near, pool, shared, work, room=room, price=self.loads.price()
+            prompt_tokens, even, pool, shared, work, room=room, price=self.loads.price()
+        )
+
+    def first_prompts_shares(
+        self, decoders: Sequence[Decoder], pool: Collection[str], now_s: float
+    ) -> dict[bool, float]:
+        """Return the share of a decoder's (False) and a prefiller's time that they will take."""
+        return _shares(
+            self.loads.first_prompts(now_s),
+            [self.loads.work(one.id, now_s) for one in decoders if one.id not in pool],
+            [self.loads.work(id, now_s) for id in pool],
+            self.loads.price(),
         )
 
     def prefill_later_turn(
@@ -136,36 +138,69 @@ class ElasticPlacement(PlacementPolicy):
         return best
 
 
-def home_loads(
+def _shares(
+    first: FirstPrompts, decoders: Sequence[Work], prefillers: Sequence[Work], price: Price
+) -> dict[bool, float]:
+    """Return the share of a decoder's (False) and a prefiller's time that first prompts will take.
+
+    It is all the prefillers' if handing over costs less than holding up the conversations of all
+    engines, if these lived on the decoders; else every engine's alike. Where prompts ran lately
+    would tell less: decoders whose prompts were handed over look idle, so conversations go there
+    and the next prompts are handed over, too; and the other way round.
+    """
+    everyone = (*decoders, *prefillers)
+    if decoders and prefillers:
+        n = len(decoders)
+        decodes = sum(one.mean_decodes for one in everyone) / n
+        conversations = sum(one.conversations for one in everyone)
+        turns_per_s = sum(one.turns_per_s for one in everyone) / max(1, conversations)
+        held_up_s = conversations / n * wait_s(first.seconds, turns_per_s)
+        way_s = price.of(first.tokens)
+        for one in decoders:
+            held_up_s += one.costs.prefill_share * decodes * first.seconds / n
+            way_s += one.costs.handoff_s(first.tokens) / n
+        if held_up_s > way_s:
+            return {False: 0.0, True: first.engines / len(prefillers)}
+    alike = first.engines / max(1, len(everyone))
+    return {False: alike, True: alike}
+
+
+def home_costs(
     tokens: int,
     homes: Sequence[Decoder],
-    pool: Sequence[str],
+    pool: Collection[str],
     shared: Shared,
-    work: dict[str, Work],
+    work: Mapping[str, Work],
     *,
-    demand: float,
-    residual_s: float,
+    first: FirstPrompts,
+    shares: Mapping[bool, float],
     occupancy_weight: float,
 ) -> dict[str, float]:
-    """Return the seconds that a token takes and delays others by, for each home with room."""
-    decoders = [work[one.id] for one in homes if one.id not in pool]
-    hosting = [work[one.id] for one in homes if one.id in pool]
-    busy = {
-        False: sum(one.own_share for one in decoders) / max(1, len(decoders)),
-        True: demand + sum(one.append_share for one in hosting) / max(1, len(hosting)),
-    }
-    waits_s = {
-        False: sum(one.residual_s for one in decoders) / max(1, len(decoders)),
-        True: residual_s,
-    }
+    """Return the seconds for which a conversation decodes and waits at each home with room.
+
+    The delays of others' decodes are included, its first prefill is not. Decoders are taken to be
+    alike, and so are prefillers that host.
+    """
     decodes = sum(work[one.id].mean_decodes for one in homes)
     conversations = sum(work[one.id].conversations for one in homes)
-    turns_per_s = sum(work[one.id].turns_per_s for one in homes)
-    # The share of time in which a conversation decodes (half before any is known), and how long a
-    # turn decodes.
+    turns_per_s = sum(work[one.id].turns_per_s for one in homes) / max(1, conversations)
+    # The share of time in which a conversation decodes (half before any is known); for how long in
+    # its life, by Little's law, and how long that is.
     duty = min(1.0, (decodes + 0.5) / (conversations + 1))
-    turn_s = max(_LEAST_TURN_S, decodes / turns_per_s if turns_per_s else 0.0)
-    loads = {}
+    decoding_s = max(_LEAST_DECODING_S, decodes / first.per_s if first.per_s else 0.0)
+    life_s = max(decoding_s, conversations / first.per_s if first.per_s else 0.0)
+    busy, waits_s = {}, {}
+    for hosts in (False, True):
+        alike = [work[one.id] for one in homes if (one.id in pool) == hosts]
+        appends = sum(one.append_share for one in alike) / max(1, len(alike))
+        append_s = sum(one.append_share * one.append_s for one in alike) / max(1, len(alike))
+        append_s = append_s / appends if appends else 0.0
+        busy[hosts] = min(_BUSIEST, shares[hosts] + appends)
+        waits_s[hosts] = life_s * (
+            _waiting(shares[hosts], first.seconds, turns_per_s)
+            + _waiting(appends, append_s, turns_per_s)
+        )
+    token_s = {}
     for one in sorted(homes, key=lambda one: one.id in pool):
         new_tokens = shared.beyond(tokens, one.id)
         if not one.has_room(new_tokens):
@@ -175,12 +210,22 @@ def home_loads(
         held_tokens = one.held_tokens * min(1.0, others / max(1, one.conversations))
         step_s = costs.decode_s(others + 1, held_tokens + tokens)
         delay_s = others * (step_s - costs.decode_s(others, held_tokens))
-        hosts = one.id in pool
-        # A second's wait at a turn's beginning counts like a second more of decoding.
-        slower = (1 + waits_s[hosts] / turn_s) / (1 - min(_BUSIEST, busy[hosts]))
         fullness = (one.held_tokens + new_tokens) / one.capacity_tokens
-        loads[one.id] = (step_s + delay_s) * (1 + occupancy_weight * fullness) * slower
-    return loads
+        token_s[one.id] = (step_s + delay_s) * (1 + occupancy_weight * fullness)
+    # Costs may leave decodes out.
+    least_s = min(token_s.values(), default=0.0) or 1.0
+    return {
+        id: decoding_s * each_s / least_s / (1 - busy[id in pool]) + waits_s[id in pool]
+        for id, each_s in token_s.items()
+    }
+
+
+def _waiting(share: float, prefill_s: float, turns_per_s: float) -> float:
+    """Return the share of its life that a conversation waits for such prefills of others."""
+    if not share:
+        return 0.0
+    # A prefill that runs may be followed by others.
+    return share / prefill_s * wait_s(prefill_s, turns_per_s) / (1 - min(_BUSIEST, share))
 
 
 def cheapest(
@@ -195,11 +240,11 @@ def cheapest(
 ) -> Placement | None:
     """Choose the cheapest pair of a home and the place where its prompt is prefilled.
 
-    Of equal costs the least loaded home's, and the home itself, also if it is dearer by no more
-    than the doubt about either.
+    Of equal costs the cheapest home's, and the home itself, also if it is dearer by no more than
+    the doubt about either.
 
     Args:
-        homes: their loads, by id.
+        homes: what they cost after the prefill, by id.
         room: of prefillers that host, the tokens for which none of their histories is evicted.
     """
     elsewhere = {}
@@ -209,20 +254,21 @@ def cheapest(
         pushed_out = new_tokens - room.get(one, new_tokens)
         elsewhere[one] = prefill_cost_s(work[one], new_tokens, past)
         elsewhere[one] += again_s(work[one], pushed_out)
+    two_least = sorted(elsewhere, key=elsewhere.__getitem__)[:2]
     best: tuple[tuple[float, float], Placement] | None = None
     best_moved: tuple[tuple[float, float], Placement, float] | None = None
-    for home, load in homes.items():
+    for home, later_s in homes.items():
         costs = work[home].costs
         there = shared.there(home)
         past = min(shared.found(home), tokens - 1)
         prefill_s = prefill_cost_s(work[home], tokens - past, past)
-        here = costs.handoff_s(past - there) + prefill_s, load
+        here = costs.handoff_s(past - there) + prefill_s + later_s, later_s
         if best is None or here < best[0]:
             best = here, Placement(home, None)
         way_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
-        for one in prefillers:
-            moved = elsewhere[one] + way_s, load
-            if one != home and (best_moved is None or moved < best_moved[0]):
+        for one in (id for id in two_least if id != home):
+            moved = elsewhere[one] + way_s + later_s, later_s
+            if best_moved is None or moved < best_moved[0]:
                 doubt_s = _doubt_s(work[home], prefill_s, work[one], elsewhere[one])
                 best_moved = moved, Placement(home, one), doubt_s
     if best is None or best_moved is None:

@@ -24,7 +24,7 @@ _WAITS = 0.1
 _MOST_PLACED = 1_024
 # Engines' reports, one a second, are averaged over as long.
 _SHARE = 1 / _LATE_S
-# Below this many turns, what is held up is computed by the first term of the series.
+# Below this many turns, a wait is computed by the first term of its series.
 _HARDLY_ANY = 1e-4
 # Histories that had no turn for this long are not expected to send one.
 _FORGOTTEN_S = 5 * _LATE_S
@@ -53,17 +53,28 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     steps: tuple[Step, ...] = ()
 
 
+def wait_s(held_up_s: float, turns_per_s: float) -> float:
+    """Return how long a conversation waits on average if its engine is held up.
+
+    Its turns come at a rate r, but no further one while one waits. So it waits for ``t - (1 -
+    exp(-r t)) / r`` of the time t.
+    """
+    turns = turns_per_s * held_up_s
+    if turns < _HARDLY_ANY:
+        return turns * held_up_s / 2
+    return held_up_s + math.expm1(-turns) / turns_per_s
+
+
 class Work(NamedTuple):
     """An engine's work; rates, shares and means are of about the last 30 seconds.
 
     Attributes:
         backlog_tokens, backlog_s: prefills sent there and not done, and how long they take.
         decodes: requests past their first token.
-        own_share: of its time, what prefills for its own conversations take.
-        append_share: of that, what later turns append.
+        append_share: of its time, what later turns of its own conversations append.
+        append_s: the time of the append that runs at an average moment at which one runs.
         lent_tokens: prefilled for other engines in the last ten seconds.
         conversations: those that are there yet and had a turn lately.
-        residual_s: how long the running prefill still takes, on average over time.
     """
 
     costs: EngineCosts
@@ -72,25 +83,17 @@ class Work(NamedTuple):
     decodes: int = 0
     step_s: float = 0.0
     turns_per_s: float = 0.0
-    own_share: float = 0.0
     append_share: float = 0.0
+    append_s: float = 0.0
     lent_tokens: int = 0
     conversations: int = 0
     mean_decodes: float = 0.0
-    residual_s: float = 0.0
 
     def coming_wait_s(self, held_up_s: float) -> float:
-        """Return the total wait of turns that come while the engine is held up.
-
-        Each conversation is held up once: one that sends turns at a rate r waits for ``t - (1 -
-        exp(-r t)) / r`` of the time t on average.
-        """
-        if not self.conversations or not self.turns_per_s:
+        """Return the total wait of turns that come while the engine is held up."""
+        if not self.conversations:
             return 0.0
-        rate_per_s = self.turns_per_s / self.conversations
-        if rate_per_s * held_up_s < _HARDLY_ANY:
-            return self.turns_per_s * held_up_s * held_up_s / 2
-        return self.conversations * (held_up_s + math.expm1(-rate_per_s * held_up_s) / rate_per_s)
+        return self.conversations * wait_s(held_up_s, self.turns_per_s / self.conversations)
 
     def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
         costs = self.costs
@@ -99,6 +102,21 @@ class Work(NamedTuple):
             return self.backlog_s + own_s + costs.prefill_constant_s
         chunks = math.ceil((self.backlog_tokens + new_tokens) / costs.chunk_tokens)
         return costs.prefill_share * (self.backlog_s + own_s) + chunks * self.step_s
+
+
+class FirstPrompts(NamedTuple):
+    """Describes first prompts of about the last minute, wherever they are computed.
+
+    Attributes:
+        per_s: how many there are a second.
+        engines: how many engines' whole time they ask for.
+        tokens, seconds: of the prompt that is running at an average moment at which one runs.
+    """
+
+    per_s: float = 0.0
+    engines: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 class _Placed(NamedTuple):
@@ -123,8 +141,9 @@ class Loads:
         self._prior = prior or EngineCosts.assumed()
         self._kinds: dict[str, _Kind] = {}
         self._engines: dict[str, _Engine] = {}
-        self._demand = _Late(_DEMAND_S)
-        self._residuals = _Late(_DEMAND_S)
+        self._first_prompts = _Spent(_DEMAND_S)
+        # Their number, and their tokens, each times its prompt's seconds.
+        self._prompts, self._token_seconds = _Late(_DEMAND_S), _Late(_DEMAND_S)
         self._placed: dict[str, _Placed] = {}
         self._handing_over = HandingOver()
 
@@ -167,10 +186,8 @@ class Loads:
         self._expect(history_id, tokens, past, there, placement, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
-        if where is None:
-            home.first_prompts.add(seconds, now_s)
-        self._demand.add(seconds, now_s)
-        self._residuals.add(seconds * seconds / 2, now_s)
+        self._prompts.add(1.0, now_s)
+        self._spent(tokens, seconds, now_s)
 
     def appended(
         self,
@@ -187,8 +204,7 @@ class Loads:
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
             seconds = engine.prefills(new_tokens, cached_tokens, now_s)
-            self._demand.add(seconds, now_s)
-            self._residuals.add(seconds * seconds / 2, now_s)
+            self._spent(new_tokens, seconds, now_s)
         else:
             # `computed` counts it when it is done.
             seconds = engine.costs.prefill_s(new_tokens, cached_tokens)
@@ -240,24 +256,27 @@ class Loads:
             engine.load.decodes,
             engine.load.step_s or engine.costs.decode_s(engine.load.decodes),
             engine.turns.per_s(now_s),
-            min(1.0, engine.first_prompts.per_s(now_s) + engine.appends.per_s(now_s)),
-            min(1.0, engine.appends.per_s(now_s)),
+            min(1.0, engine.appends.share(now_s)),
+            engine.appends.running_s(now_s),
             engine.lent_tokens(now_s),
             engine.turns.histories(now_s),
             engine.mean_decodes,
-            engine.residuals.per_s(now_s),
         )
 
     def price(self) -> Price:
         return self._handing_over.price()
 
-    def demand(self, prefillers: int, now_s: float) -> float:
-        """Return the share of all prefillers' time that first prompts ask for."""
-        return self._demand.per_s(now_s) / max(1, prefillers)
+    def first_prompts(self, now_s: float) -> FirstPrompts:
+        engines = self._first_prompts.share(now_s)
+        if not engines:
+            return FirstPrompts()
+        tokens = int(self._token_seconds.per_s(now_s) / engines)
+        seconds = self._first_prompts.running_s(now_s)
+        return FirstPrompts(self._prompts.per_s(now_s), engines, tokens, seconds)
 
-    def residual_s(self, prefillers: int, now_s: float) -> float:
-        """Return how long a running first prompt still takes, if the prefillers ran all."""
-        return self._residuals.per_s(now_s) / max(1, prefillers)
+    def _spent(self, tokens: int, seconds: float, now_s: float) -> None:
+        self._first_prompts.add(seconds, now_s)
+        self._token_seconds.add(tokens * seconds, now_s)
 
     def _expect(
         self,
@@ -339,6 +358,27 @@ class _Late:
         if now_s > self._at_s:
             self._sum *= math.exp((self._at_s - now_s) / self._over_s)
             self._at_s = now_s
+
+
+class _Spent:
+    """The time that prefills took of late."""
+
+    __slots__ = ("_seconds", "_squares")
+
+    def __init__(self, over_s: float) -> None:
+        self._seconds, self._squares = _Late(over_s), _Late(over_s)
+
+    def add(self, seconds: float, now_s: float) -> None:
+        self._seconds.add(seconds, now_s)
+        self._squares.add(seconds * seconds, now_s)
+
+    def share(self, now_s: float) -> float:
+        return self._seconds.per_s(now_s)
+
+    def running_s(self, now_s: float) -> float:
+        """Return how long the prefill takes that runs at an average moment, if one does."""
+        share = self.share(now_s)
+        return self._squares.per_s(now_s) / share if share else 0.0
 
 
 class _Turns:
@@ -429,8 +469,8 @@ class _Kind:
 
 class _Engine:
     __slots__ = (
-        "_model", "_seconds", "_started", "_tokens", "appends", "costs", "first_prompts", "kind",
-        "lent", "load", "mean_decodes", "queue", "residuals", "turns",
+        "_model", "_seconds", "_started", "_tokens", "appends", "costs", "kind", "lent", "load",
+        "mean_decodes", "queue", "turns",
     )  # fmt: skip
 
     def __init__(self, kind: _Kind) -> None:
@@ -442,11 +482,8 @@ class _Engine:
         self.mean_decodes = 0.0
         self.queue = _Queue()
         self.turns = _Turns()
-        # Seconds of prefills for its own conversations.
-        self.first_prompts = _Late(_LATE_S)
-        self.appends = _Late(_LATE_S)
+        self.appends = _Spent(_LATE_S)
         self.lent: deque[tuple[float, int]] = deque()
-        self.residuals = _Late(_LATE_S)
         self._seconds = _Late(_LATE_S)
         self._tokens = _Late(_LATE_S)
 
@@ -469,7 +506,6 @@ class _Engine:
         seconds = self.costs.prefill_s(tokens, cached_tokens)
         self._seconds.add(seconds, now_s)
         self._tokens.add(tokens, now_s)
-        self.residuals.add(seconds * seconds / 2, now_s)
         return seconds
 
     def token_s(self, now_s: float) -> float:

@@ -20,11 +20,8 @@ from conserve.placement import (
     Prefiller,
     Shared,
 )
-from conserve.placement.elastic import home_loads, prefill_cost_s
+from conserve.placement.elastic import home_costs, prefill_cost_s
 from tests.unit.benchmarks.simulate.test_elastic import COSTS
-
-# Of a conversation, in all its turns.
-OUTPUT_TOKENS = 500
 
 
 def slower(costs: Costs, factor: float) -> Costs:
@@ -75,13 +72,14 @@ class Judged(ElasticPlacement):
         pool = [one.id for one in prefillers]
         homes = self.homes(decoders, prefillers, now_s)
         work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
-        demand, residual_s = self.loads.demand(len(pool), now_s), self.loads.residual_s(1, now_s)
-        loads = home_loads(
+        later_s = home_costs(
             tokens, homes, pool, shared, work,
-            demand=demand, residual_s=residual_s, occupancy_weight=1.0,
+            first=self.loads.first_prompts(now_s),
+            shares=self.first_prompts_shares(decoders, pool, now_s),
+            occupancy_weight=1.0,
         )  # fmt: skip
         home = work[placement.decoder_id]
-        cost_s = OUTPUT_TOKENS * loads[placement.decoder_id]
+        cost_s = later_s[placement.decoder_id]
         if placement.prefiller_id is None:
             return cost_s + prefill_cost_s(home, tokens, 0)
         there_s = prefill_cost_s(work[placement.prefiller_id], tokens, 0)

@@ -82,7 +82,7 @@ def test_later_turns_count_as_work_of_their_decoder() -> None:
     assert loads_of(table).work("d1", 0.0).turns_per_s > before.turns_per_s
     assert table.advance(later.key, "d1", stats(1_700), (), 0.0)
     after = loads_of(table).work("d1", 0.0)
-    assert after.own_share > before.own_share
+    assert after.append_share > before.append_share
 
 
 def test_turns_that_the_decoder_began_by_itself_count_too() -> None:

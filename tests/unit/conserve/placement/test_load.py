@@ -14,7 +14,7 @@ from conserve.placement import (
     Step,
 )
 from conserve.placement.engine_costs import EngineCosts
-from conserve.placement.load import Work
+from conserve.placement.load import FirstPrompts, Work
 
 # A token takes a millisecond.
 COSTS = EngineCosts(per_token_s=1e-3, step_s=0.01, per_sequence_s=5e-4)
@@ -150,14 +150,26 @@ def test_shares_and_rates_fade() -> None:
         loads.computed("d", 100, 900, float(second))
     work = loads.work("d", 299.0)
     assert work.turns_per_s == pytest.approx(2.0, rel=0.05)
-    assert work.own_share == pytest.approx(0.6, rel=0.05)
     assert work.append_share == pytest.approx(0.1, rel=0.05)
-    assert loads.demand(1, 299.0) == pytest.approx(0.5, rel=0.05)
-    assert loads.demand(2, 299.0) == pytest.approx(0.25, rel=0.05)
-    assert loads.demand(0, 1299.0) < 0.001
+    assert work.append_s == pytest.approx(0.1)
+    first = loads.first_prompts(299.0)
+    assert first.engines == pytest.approx(0.5, rel=0.05)
+    assert first.per_s == pytest.approx(1.0, rel=0.05)
+    assert loads.first_prompts(1299.0).engines < 0.001
     assert loads.work("d", 1299.0).turns_per_s < 0.001
     # Clocks may be set back.
     assert loads.work("d", 0.0).turns_per_s < 0.001
+
+
+def test_the_prompt_that_runs_when_one_runs_is_a_long_one() -> None:
+    loads = Loads(COSTS)
+    assert loads.first_prompts(0.0) == FirstPrompts()
+    for tokens, placement in ((500, Placement("d", None)), (1_500, Placement("d", "p"))):
+        loads.placed(str(tokens), tokens, placement, NOTHING_SHARED, 0.0)
+    first = loads.first_prompts(0.0)
+    # Three quarters of the time are the longer one's.
+    assert (first.tokens, first.seconds) == (1_250, pytest.approx(1.25))
+    assert first.engines == pytest.approx(2.0 / 60)
 
 
 def test_turns_that_come_wait_for_what_is_left_of_a_prefill() -> None:
@@ -198,7 +210,6 @@ def test_what_a_prefiller_has_lent_is_kept_in_mind_for_ten_seconds() -> None:
     assert loads.work("p", 6.0).lent_tokens == 2_000
     assert loads.work("p", 11.0).lent_tokens == 1_000
     assert loads.work("d", 6.0).lent_tokens == 0
-    assert loads.work("d", 6.0).own_share == 0
 
 
 def test_what_later_turns_append_waits_where_it_is_computed() -> None:
@@ -208,9 +219,10 @@ def test_what_later_turns_append_waits_where_it_is_computed() -> None:
     there, here = loads.work("p1", 1.0), loads.work("d1", 1.0)
     assert (there.backlog_tokens, there.lent_tokens) == (2_000, 2_500)
     assert (here.backlog_tokens, here.lent_tokens) == (3_000, 0)
-    # It is a prefiller's time that is asked for; a decoder's own share is known when it is done.
-    assert loads.demand(1, 1.0) == pytest.approx(there.backlog_s / 60)
-    assert here.own_share == 0
+    # It asks for time as first prompts do; what a decoder computes itself counts when it is done.
+    assert loads.first_prompts(1.0).engines == pytest.approx(there.backlog_s / 60)
+    assert loads.first_prompts(1.0).per_s == 0
+    assert here.append_share == 0
     loads.done("p1", "a")
     assert loads.work("p1", 1.0).backlog_tokens == 0
 
