@@ -77,12 +77,12 @@ def per_turn(options: Options) -> PeerPlan:
 def collocated(options: Options) -> PeerPlan:
     """Every engine does everything: the paper's collocated baseline (section 5.1).
 
-    Settings: ConServe's own application with ``placement=collocated decoders=N`` and the paper's
-    chunked prefill: ``max_num_batched_tokens`` is the largest chunk whose iteration takes at most
-    five times an unloaded decode step. The paper found 2,944 tokens for Qwen3-0.6B on an A40, which
-    is the default on GPUs. The default on CPUs, 512, was measured with the embedded model
-    (docs/benchmarks.md). Measure with ``python -m benchmarks.peers chunk``, and give what it finds
-    as ``chunk_tokens``.
+    Settings: ConServe's own application with ``placement=collocated decoders=N``, pausing as
+    elsewhere, and the paper's chunked prefill: ``max_num_batched_tokens`` is the largest chunk
+    whose iteration takes at most five times an unloaded decode step. The paper found 2,944 tokens
+    for Qwen3-0.6B on an A40, which is the default on GPUs. The default on CPUs, 512, was measured
+    with the embedded model (docs/benchmarks.md). Measure with ``python -m benchmarks.peers chunk``,
+    and give what it finds as ``chunk_tokens``.
     """
     chunk_tokens = options.chunk_tokens or (GPU_CHUNK_TOKENS if options.gpu else CPU_CHUNK_TOKENS)
     return _application(

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.state import (
     NOTHING_SHARED,
     Appended,
@@ -18,26 +19,15 @@ from conserve.placement.state import (
 
 
 @dataclass(frozen=True, slots=True)
-class CollocatedPlacement(PlacementPolicy):
-    """Each conversation on the emptiest replica, which does all (ConServe, section 5.1).
+class CollocatedPlacement(ConversationPlacement):
+    """`ConversationPlacement` without prefillers (ConServe, section 5.1).
 
-    Set the engines' ``max_num_batched_tokens`` so that a step with a whole chunk of prefill stays
-    within the SLO for TBT: the paper's rule is 5 times an unloaded step's time.
+    As in the paper, set the engines' ``max_num_batched_tokens`` so that a step with a whole chunk
+    of prefill takes at most 5 times an unloaded step's time.
     """
 
     uses_prefillers = False
-    keeps_later_turns = True
-
-    def place(
-        self,
-        prompt_tokens: int,
-        decoders: Iterable[Decoder],
-        prefillers: Iterable[Prefiller],
-        shared: Shared = NOTHING_SHARED,
-        now_s: float = 0.0,
-    ) -> Placement | None:
-        decoder = emptiest_decoder(prompt_tokens, decoders, shared)
-        return None if decoder is None else Placement(decoder.id, None)
+    only_first_prompts = False
 
 
 class FullDisaggregationPlacement(PlacementPolicy):

@@ -67,7 +67,7 @@ class ConversationPlacement(PlacementPolicy):
             decoder = emptiest_decoder(prompt_tokens, decoders, shared)
         if decoder is None:
             return None
-        remote = prompt_tokens >= self.min_remote_prefill_tokens
+        remote = self.uses_prefillers and prompt_tokens >= self.min_remote_prefill_tokens
         return Placement(decoder.id, shortest_queue(prefillers) if remote else None)
 
     def _comes_from_host(self, prompt_tokens: int, shared: Shared) -> bool:

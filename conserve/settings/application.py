@@ -163,7 +163,8 @@ class Settings(Strict):
         description="Whether idle conversations give up their room where others need it; what they "
         "have stays with the engine until it needs the space, and in host memory "
         "(`lmcache.size_gb`), where turns on a decoder that is half full leave it, too. `off`: as "
-        "in the paper. Only with `placement: conversation` and `elastic`.",
+        "in the paper. Not with `full_disaggregation` and `per_turn`, whose prefillers go on with "
+        "histories.",
     )
     queue_timeout_s: float = Field(
         default=60.0,
@@ -213,6 +214,14 @@ class Settings(Strict):
         return self
 
     @model_validator(mode="after")
+    def _engines_for_all_turns(self) -> Self:
+        if not self.decoders.replicas:
+            raise ValueError("decoders: give at least 1; conversations live there")
+        if not (self.prefillers.replicas or self.policy_class.keeps_later_turns):
+            raise ValueError(f"prefillers: give at least 1 with placement {self.policy_name}")
+        return self
+
+    @model_validator(mode="after")
     def _roles_read_each_others_kv(self) -> Self:
         if self.prefiller_replicas:
             differing = disagreements(
@@ -239,7 +248,7 @@ class Settings(Strict):
                     raise ValueError(
                         f"{place}.{name}: LMCache's keys say nothing of adapters, so one would be "
                         "given another's KV; merge the adapter into a model of its own, or set "
-                        "placement=collocated, which hands nothing over"
+                        "prefillers=0 pausing=off, which stores none"
                     )
         return self
 
@@ -319,7 +328,10 @@ class Settings(Strict):
             raise ValueError("prefillers: placement collocated has none; set decoders alone")
         given = "pausing" in self.model_fields_set
         if not self.policy_class.pauses and self.pausing and given:
-            raise ValueError("pausing: only placement conversation or elastic pauses conversations")
+            raise ValueError(
+                f"pausing: placement {self.policy_name} has prefillers go on with histories, and "
+                "pauses none; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -436,7 +448,7 @@ class Settings(Strict):
     @property
     def prefillers_host(self) -> bool:
         """Whether conversations are bound to prefillers, too."""
-        return self.policy_class.hosts_prefillers
+        return self.policy_class.hosts_prefillers and self.prefiller_replicas > 0
 
     def hosts(self, role: Role) -> bool:
         """Whether conversations are bound to engines of a role."""
@@ -465,7 +477,7 @@ class Settings(Strict):
     @property
     def moves_appends(self) -> bool:
         """Whether prefillers may compute what later turns append."""
-        return self.policy_class.moves_appends and self.parks
+        return self.policy_class.moves_appends and self.parks and self.prefiller_replicas > 0
 
     @property
     def parks(self) -> bool:

@@ -27,9 +27,10 @@ class RoleSettings(Strict):
 
     replicas: int = Field(
         default=1,
-        ge=1,
+        ge=0,
         le=1024,
-        description="How many engines this role has; with `max_replicas`, the fewest.",
+        description="How many engines this role has; with `max_replicas`, the fewest. Without "
+        "prefillers, each decoder computes its conversations' prompts.",
     )
     max_replicas: int | None = Field(
         default=None,

@@ -238,7 +238,7 @@ def test_nothing_is_suggested_where_nothing_is_close() -> None:
         ({"placement": "random"}, "placement"),
         ({"placement": "per_turn:1.5"}, "placement"),
         ({"placement": "per_turn:nan"}, "placement"),
-        ({"decoders": 0}, "decoders.replicas"),
+        ({"decoders": -1}, "decoders.replicas"),
         ({"decoders": "-1"}, "decoders"),
         ({"decoders": "three"}, "decoders"),
         ({"decoders": "\u00b2"}, "decoders"),
@@ -339,7 +339,7 @@ def test_adapters_are_refused_where_their_kv_would_be_mixed_up() -> None:
     assert "engine.lora_modules: LMCache's keys say nothing of adapters" in refusal_of(
         {"engine.lora_modules": modules}
     )
-    assert load({"engine.lora_modules": modules, "placement": "collocated"})
+    assert load({"engine.lora_modules": modules, "prefillers": 0, "pausing": False})
     # If this fails, LMCache has them in its keys, and they can be allowed.
     assert {field.name for key in (ObjectKey, IPCCacheServerKey) for field in fields(key)} == {
         *("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"),
@@ -416,8 +416,10 @@ _LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
     ("arguments", "said"),
     [
         ({"placement": "collocated", "prefillers": 1}, "prefillers: placement collocated has none"),
-        ({"placement": "per_turn:0.1", "pausing": True}, "pausing: only placement conversation"),
-        ({"placement": "per_turn", "pausing": True}, "pausing: only placement conversation"),
+        ({"placement": "per_turn:0.1", "pausing": True}, "has prefillers go on with histories"),
+        ({"placement": "per_turn", "pausing": True}, "has prefillers go on with histories"),
+        ({"decoders": 0}, "decoders: give at least 1"),
+        ({"prefillers": 0, "placement": "per_turn"}, "prefillers: give at least 1 with placement"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
@@ -488,11 +490,19 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert load({}).parks
     assert not load({"pausing": False}).parks
     assert not load({"placement": "elastic", "pausing": False}).parks
-    assert not load({"placement": "collocated"}).parks
+    assert not load({"placement": "full_disaggregation"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
     assert collocated.policy() == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0
-    assert collocated.pausing_policy() is None
+    assert collocated.parks
+    assert not load({"placement": "collocated", "pausing": False}).parks
+    alone = load({"prefillers": 0, "decoders": 1})
+    assert alone.parks
+    assert (alone.prefiller_replicas, alone.prefillers_host, alone.moves_appends) == (
+        0,
+        False,
+        False,
+    )
     assert load({"placement": "conversation"}).parks
     per_turn = load({"placement": "per_turn:1", "prefillers": 2})
     assert per_turn.prefiller_replicas == 2

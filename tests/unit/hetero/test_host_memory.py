@@ -30,7 +30,12 @@ def planned(shape: ModelShape, arguments: dict[str, Any], machines: int = 1) -> 
     return plan(settings, [each] * machines, shape)[1]
 
 
-ONE_ENGINE = {"placement": "collocated", "decoders": 1, "engine.tensor_parallel_size": 8}
+ONE_ENGINE = {
+    "placement": "collocated",
+    "pausing": False,
+    "decoders": 1,
+    "engine.tensor_parallel_size": 8,
+}
 
 
 def test_latent_kv_is_stored_once_for_all_workers() -> None:
@@ -38,7 +43,9 @@ def test_latent_kv_is_stored_once_for_all_workers() -> None:
     found = planned(DEEPSEEK, ONE_ENGINE)
     assert found.size_gb == int(16 * 24_500 * DEEPSEEK_TOKEN / 0.64 / GIB) == 40
     assert found.kept_tokens == pytest.approx(0.64 * 40 * GIB / DEEPSEEK_TOKEN, rel=1e-3)
-    parked = planned(DEEPSEEK, ONE_ENGINE | {"placement": "elastic", "nodes": "one"}, 2)
+    parked = planned(
+        DEEPSEEK, ONE_ENGINE | {"placement": "elastic", "pausing": True, "nodes": "one"}, 2
+    )
     (_, decoder) = parked.engines
     assert decoder.kv_bytes is not None
     assert parked.size_gb == pytest.approx(1.5 * decoder.kv_bytes / GIB, abs=1)
