@@ -85,6 +85,6 @@ def _require_fit(
         raise SettingsError(
             f"engines on CPUs do not fit: {' + '.join(lines)} + {settings.lmcache.size_gb:g} for "
             f"LMCache = {taken / GIB:.1f} GiB, and {memory.said()}; set fewer engines "
-            "(placement=collocated decoders=1 is the least), or a smaller model"
+            "(prefillers=0 decoders=1 is the least), or a smaller model"
         )
     return weights

@@ -67,8 +67,7 @@ class EnginePlan:
     """The engines of one role, all alike; None: not known.
 
     ``num_gpus``, ``budget_bytes`` and ``kv_bytes`` are each worker's. Unless ``fixed``, the KV is
-    an
-    estimate of what vLLM measures at start.
+    an estimate of what vLLM measures at start.
     """
 
     role: Role
@@ -91,10 +90,9 @@ class EnginePlan:
 def with_counts(settings: Settings, gpus: int) -> Settings:
     """Return the settings with the number of engines, and the part of a GPU that each asks for.
 
-    By default one GPU has a prefiller and a decoder; of several, one has a prefiller and each other
-    a
-    decoder. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus`` disable
-    this layout. Raises `SettingsError` if engines with several workers would share GPUs.
+    By default one GPU has a prefiller and a decoder. Of several, one has a prefiller and each other
+    a decoder. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus``
+    disable this layout. Raises `SettingsError` if engines with several workers would share GPUs.
     """
     if laid_out_by_hand(settings):
         return settings
@@ -117,7 +115,7 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
         raise SettingsError(
             f"gpus: {engines} engines want GPUs of their own, since tensor_parallel_size or "
             f"pipeline_parallel_size is over 1: with {cards} GPUs, ask for fewer engines "
-            "(placement=collocated has one role alone), or for one worker each"
+            "(prefillers=0 leaves decoders alone), or for one worker each"
         )
     share = _floor(1 / math.ceil(engines / cards))
     for name, _ in roles(chosen):
@@ -125,15 +123,24 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     return chosen.model_copy(update={"gpus": cards})
 
 
+def one_engine(settings: Settings) -> Settings | None:
+    """Return the settings with one engine that does everything on the one GPU.
+
+    None if they do not allow it: more than one GPU or decoder, or prefillers that were asked for.
+    """
+    asked = settings.decoders.replicas > 1 or _given(settings, "prefillers")
+    if settings.gpus != 1 or asked or not settings.prefiller_replicas:
+        return None
+    return _update(_update(settings, "prefillers", replicas=0), "decoders", num_gpus=1)
+
+
 def with_memory(
     settings: Settings, shape: ModelShape | None, card_bytes: Mapping[str, int | None]
 ) -> tuple[Settings, list[EnginePlan]]:
-    """Return the settings with the memory that engines sharing a GPU are told, and each role's
-    plan.
+    """Return the settings with the memory that engines on one GPU are told, and the roles' plans.
 
     If all engines share one GPU, each gets its weights and reserve. Of the rest, a decoder gets
-    three
-    times as much as a prefiller, which holds at least the longest sequence.
+    three times as much as a prefiller, which holds at least the longest sequence.
 
     Args:
         settings: from `with_counts`.
@@ -368,7 +375,7 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
         return f"set engine.max_model_len={tokens}, which fits, or use more GPUs"
     return (
         "use more or larger GPUs, a smaller or quantised model, tensor_parallel_size with GPUs of "
-        "their own, or placement=collocated with decoders=1"
+        "their own, or prefillers=0 with decoders=1"
     )
 
 

@@ -7,7 +7,7 @@ from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, EnginePlan, gib, roles, with_memory
+from hetero.gpu_layout import GIB, EnginePlan, gib, one_engine, roles, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
@@ -70,6 +70,8 @@ def plan(
 ) -> tuple[Settings, GpuPlan]:
     """Return the settings with all GPU and host memory chosen, and the plan.
 
+    If a prefiller and a decoder do not fit on the one GPU, one engine does the work of both.
+
     Args:
         settings: from `gpu_layout.with_counts`.
         nodes: the cluster's nodes with GPUs.
@@ -78,13 +80,24 @@ def plan(
     Raises:
         SettingsError: the engines do not fit.
     """
+    notes = []
     try:
         chosen, engines = with_memory(settings, shape, _card_bytes(settings, nodes))
     except SettingsError as error:
-        raise SettingsError(f"{error}\n  {why_unknown}" if why_unknown else str(error)) from None
+        alone = one_engine(settings) if shape is not None else None
+        try:
+            if alone is None:
+                raise error
+            chosen, engines = with_memory(alone, shape, _card_bytes(alone, nodes))
+        except SettingsError:
+            why = f"\n  {why_unknown}" if why_unknown else ""
+            raise SettingsError(f"{error}{why}") from None
+        notes.append(
+            "the GPU has room for one engine, which computes its conversations' prompts itself "
+            "(prefillers=0): nothing is handed over"
+        )
     if shape is not None and shape.recurrent:
         chosen = _with_large_blocks(chosen)
-    notes = []
     if why_unknown:
         notes.append(f"{why_unknown}; so what engines hold is not known, nor how much to keep")
     elif shape is not None and shape.estimated:

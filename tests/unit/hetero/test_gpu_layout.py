@@ -101,7 +101,7 @@ def test_two_engines_do_not_fit_on_24_gb_and_the_sums_are_said() -> None:
     assert "1 x decoder: 15.3 weights + 3.2 reserve + 5.6 KV" in said
     assert "(40,960 tokens) = 24.1 GiB" in said
     assert "together 48.1 GiB" in said
-    assert "placement=collocated" in said
+    assert "prefillers=0" in said
 
 
 def test_where_shorter_sequences_would_fit_their_length_is_said() -> None:

@@ -154,6 +154,20 @@ def test_a_kv_space_that_is_set_too_small_is_refused() -> None:
         made(arguments, node(memory=80))
 
 
+def test_where_only_one_engine_fits_it_does_the_work_of_both_roles() -> None:
+    shorter = {"engine.max_model_len": 8_192}
+    asked = with_counts(load({"model": "m", **shorter}), 1)
+    settings, found = plan(asked, [node(memory=24)], SHAPE)
+    assert (settings.prefiller_replicas, settings.decoders.replicas) == (0, 1)
+    assert settings.decoders.num_gpus == 1
+    assert [one.role for one in found.engines] == ["decoder"]
+    assert any("room for one engine" in note for note in found.notes)
+    # With more memory there are two; and where two were asked for, the refusal is for two.
+    assert len(made(shorter, node(memory=80)).engines) == 2
+    with pytest.raises(SettingsError, match="do not fit on one GPU"):
+        made({**shorter, "gpus": 1, "prefillers": 1}, node(memory=24))
+
+
 def test_a_model_that_is_not_known_is_no_obstacle_where_engines_measure() -> None:
     found = made({}, node(cards=2), shape=None, why="model: not to be had")
     assert found.size_gb == 2
