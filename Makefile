@@ -69,7 +69,7 @@ else
 	@$(BIN)/python -m pytest tests/engines -m 'not long and not full' --hypothesis-profile same
 endif
 
-test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (under forty minutes on two cores)
+test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (an hour on two cores)
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
 	@$(BIN)/python -m pytest tests/engines $(ARGS)
 

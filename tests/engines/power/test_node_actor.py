@@ -64,7 +64,7 @@ while True:
         "left": left.is_set(), "address": ray.get_runtime_context().gcs_address,
     }
     try:
-        said |= ray.get(client._actor.status.remote(), timeout=30)
+        said |= ray.get(client._connect().status.remote(), timeout=30)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
         said["down"] = str(error)
     print(json.dumps(said), flush=True)
