@@ -99,15 +99,19 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     console.print(
         f"Host memory for handoffs: {plan.size_gb:g} GiB a node{kept}{there}.", highlight=False
     )
+    _show_bound(settings)
     for note in plan.notes:
         console.print(f"[yellow]{escape(note)}[/yellow]", highlight=False)
 
 
 def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
-    said = (
-        f"No GPU: {settings.prefiller_replicas} prefillers and {settings.decoders.replicas} "
-        "decoders run on the CPU"
-    )
+    prefillers, decoders = settings.prefiller_replicas, settings.decoders.replicas
+    engines = f"{prefillers} prefillers and {decoders} decoders run"
+    if not prefillers:
+        engines = (
+            f"{decoders} decoders without a prefiller run" if decoders > 1 else "1 decoder runs"
+        )
+    said = f"No GPU: {engines} on the CPU"
     there = ""
     if plan is not None:
         spaces = list(dict.fromkeys(plan.kv_gb.values()))
@@ -120,6 +124,15 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         f"{said}. Host memory for handoffs: {settings.lmcache.size_gb:g} GiB a node{there}.",
         highlight=False,
     )
+    _show_bound(settings)
+
+
+def _show_bound(settings: Settings) -> None:
+    if settings.schedules_conversations:
+        bound = "twice the time of a lone decode, which is measured at the start"
+        if settings.tpot_bound_s is not None:
+            bound = f"{1000 * settings.tpot_bound_s:g} ms"
+        console.print(f"TPOT above which prefills are cut: {bound}.", highlight=False)
 
 
 def _is_alone() -> bool:

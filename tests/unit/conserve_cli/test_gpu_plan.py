@@ -177,6 +177,9 @@ def test_too_few_cards_are_refused_with_the_sum(machine: Machine, model: str) ->
 def test_without_a_gpu_it_says_so(machine: Machine) -> None:
     machine.fail_to_open(9)
     assert "1 prefillers and 2 decoders run on the CPU" in said()
+    alone = said("like=mars")
+    assert "No GPU: 1 decoder runs on the CPU" in alone
+    assert "TPOT above which prefills are cut: twice the time of a lone decode" in alone
     assert "run on the CPU" in said("device=cpu")
 
 
