@@ -131,7 +131,7 @@ class ChunkController:
         if affordable is None or self._budget <= affordable:
             self._was_cut = True
 
-    def step(self, lasted_s: float, prefill_tokens: int, now_s: float, decodes: int = 1) -> None:
+    def step(self, lasted_s: float, prefill_tokens: int, now_s: float, decodes: int) -> None:
         if self._late_s is None and decodes == 1 and not prefill_tokens:
             self._lone_s.append(lasted_s)
             if len(self._lone_s) == self._LONE_STEPS:

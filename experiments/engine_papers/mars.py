@@ -19,6 +19,7 @@ from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler
 from benchmarks.workloads import Arrivals
 from conserve.admission import Levels, LineOrder, Pressure, Ticket, WaitingLine, Window
+from conserve.engine_scheduling.chunks import LATE_TIMES
 from experiments.engine_papers.programs import Live, Program, Sessions, draw
 from experiments.scale import regime
 
@@ -243,7 +244,8 @@ class Node(Sessions):
         blocks = Blocks(steps.capacity_tokens // block_tokens, block_tokens)
         self.scheduler = Scheduler(blocks)
         if system.parts is not None:
-            self.scheduler = ConversationScheduler(blocks, parts=system.parts)
+            parts = replace(system.parts, chunking={"late_s": LATE_TIMES * steps.step_s(1, 3_000)})
+            self.scheduler = ConversationScheduler(blocks, parts=parts)
         self.engine: Engine = Engine(self.loop, self.scheduler, steps, self.turn_ends)
         self.control: ControlPlane | None = None
         if system.admits:
@@ -254,8 +256,6 @@ class Node(Sessions):
                 self.turn,
                 packs=system.packs,
             )
-        # Baselines are told of no last call; ours go by what clients of ConServe may say.
-        self.tells_last = system.admits and system.parts is not None
 
     def serve(self, programs: Sequence[Program]) -> list[float]:
         """Serve programs to their ends; how long each took."""

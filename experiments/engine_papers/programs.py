@@ -121,7 +121,6 @@ class Sessions(ABC):
 
     Attributes:
         engine: the engine, which calls `turn_ends`.
-        tells_last: whether the engine is told that a call is its program's last one.
         calls: all calls, and whether each is its program's first one.
     """
 
@@ -130,18 +129,16 @@ class Sessions(ABC):
     def __init__(self, cores: int) -> None:
         self.loop = Loop()
         self.tools = Tools(self.loop, cores)
-        self.tells_last = True
         self.live: dict[str, Live] = {}
         self.calls: list[tuple[Call, bool]] = []
 
     def turn(self, key: str) -> None:
         """A program's next turn comes."""
         one = self.live[key]
-        turn, turns = one.program.turns[one.turn], len(one.program.turns)
+        turn = one.program.turns[one.turn]
         one.context_tokens += turn.append_tokens
-        last = self.tells_last and one.turn + 1 == turns
-        came_s = one.program.arrives_s
-        call = Call(key, one.context_tokens, turn.output_tokens, came_s, last=last)
+        # No system is told that a call is its program's last one.
+        call = Call(key, one.context_tokens, turn.output_tokens, one.program.arrives_s)
         self.calls.append((call, one.turn == 0))
         self.engine.submit(call)
 

@@ -141,7 +141,7 @@ class ConversationScheduler(Scheduler):
         if step.decodes:
             for number in range(steps):
                 at_s = now_s - lasted_s * (steps - 1 - number)
-                self.controller.step(lasted_s, step.prefill_tokens, at_s)
+                self.controller.step(lasted_s, step.prefill_tokens, at_s, len(step.decodes))
         return super().done(step, lasted_s, now_s, steps)
 
     def longest_s(self, step: Step) -> float | None:

@@ -26,7 +26,7 @@ def run(
             controller.was_cut()
         took_s = base_s + token_s * tokens
         now_s += took_s
-        controller.step(took_s, tokens, now_s)
+        controller.step(took_s, tokens, now_s, decodes=4)
         lasted.append(took_s)
     return lasted
 
@@ -91,7 +91,7 @@ def test_whatever_happens_it_stays_within_its_bounds(
         if cut:
             controller.was_cut()
         now_s += lasted_s
-        controller.step(lasted_s, tokens, now_s)
+        controller.step(lasted_s, tokens, now_s, decodes=1)
         budgets.append(controller.budget_tokens)
     delta = max(1, (least + more) // 8)
     assert all(abs(after - before) <= delta for before, after in pairwise(budgets))
