@@ -120,14 +120,21 @@ class Experiment:
         return Path(tempfile.mkdtemp(prefix=f"conserve-{self.name.replace('_', '-')}-"))
 
     @contextlib.contextmanager
-    def serving(self, *settings: str, port: int = _PORT, name: str = "ConServe") -> Iterator[str]:
-        """Have ConServe up, with one prefiller and one decoder, for the time of a ``with`` block.
+    def serving(
+        self, *settings: str, prefillers: int = 1, port: int = _PORT, name: str = "ConServe"
+    ) -> Iterator[str]:
+        """Have ConServe up with one decoder for the time of a ``with`` block.
 
         Yields:
             Its URL.
         """
-        launch = Launch(["decoders=1", f"port={port}", *settings], self.log(name))
-        with self.up(launch, name, lambda url: launch.wait_until_serving(url, 1, 1), port) as url:
+        counts = (f"prefillers={prefillers}", "decoders=1")
+        launch = Launch([*counts, f"port={port}", *settings], self.log(name))
+
+        def wait(url: str) -> None:
+            launch.wait_until_serving(url, prefillers, 1)
+
+        with self.up(launch, name, wait, port) as url:
             yield url
 
     @contextlib.contextmanager

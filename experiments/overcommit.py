@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.peers import Options, PeerUnavailable, start
 from benchmarks.peers.plan import CONVERSATION_HEADER
-from experiments.agents import Agent, Shape, clients
+from conserve.settings import EMBEDDED_MODEL, load
+from experiments.agents import MODEL, Agent, Shape, clients
 from experiments.harness import Experiment, figure, numbers, percentile
 
 PORT = 8000
@@ -88,10 +89,12 @@ class Watch:
     Args:
         shape: of their conversations.
         gap_s: mean time between an agent's turns.
+        model: that they ask for.
     """
 
-    def __init__(self, shape: Shape = SHAPE, gap_s: float = _GAP_S) -> None:
+    def __init__(self, shape: Shape = SHAPE, gap_s: float = _GAP_S, model: str = MODEL) -> None:
         self._shape = shape
+        self._model = model
         self._gap_s = gap_s
         self._level: Level | None = None
 
@@ -125,7 +128,7 @@ class Watch:
         await asyncio.sleep(agent.rng.uniform(0, self._gap_s))
         while True:
             before, began_s = agent.held_tokens, time.perf_counter()
-            answer = await agent.turn(stream=False, stream_options=None)
+            answer = await agent.turn(stream=False, stream_options=None, model=self._model)
             if self._level is not None:
                 took_s = time.perf_counter() - began_s
                 self._level.add(answer.usage, before, took_s)
@@ -138,11 +141,10 @@ class Watch:
 
 
 @contextlib.contextmanager
-def serving(experiment: Experiment, system: str, blocks: int) -> Iterator[tuple[str, str]]:
+def serving(experiment: Experiment, system: str) -> Iterator[tuple[str, str]]:
     """Have a system up for the time of a ``with`` block.
 
-    Args:
-        blocks: of KV, of each engine; a bare engine has those of two.
+    A bare engine has the blocks of all engines of the others.
 
     Yields:
         Its URL, and the header by which it tells conversations apart.
@@ -150,17 +152,25 @@ def serving(experiment: Experiment, system: str, blocks: int) -> Iterator[tuple[
     Raises:
         PeerUnavailable: it cannot run here.
     """
-    engine = {"num_gpu_blocks_override": blocks, "max_model_len": _MAX_MODEL_LEN}
+    chosen = experiment.options
+    engine = {"num_gpu_blocks_override": chosen.blocks, "max_model_len": _MAX_MODEL_LEN}
     if system in _SETTINGS:
         own = [f"engine.{name}={value}" for name, value in engine.items()]
         # Its one decoder alone holds histories: whether a prefiller hosts some is not in question.
-        settings = ("placement=conversation", *own, *_SETTINGS[system])
-        with experiment.serving(*settings, port=PORT, name=system) as url:
+        settings = ("placement=conversation", f"model={chosen.model}", *own, *_SETTINGS[system])
+        prefillers = chosen.engines - 1
+        with experiment.serving(*settings, prefillers=prefillers, port=PORT, name=system) as url:
             yield url, CONVERSATION_HEADER
         return
     if system == BARE:
-        engine["num_gpu_blocks_override"] *= 2
-    options = Options(engines=2, engine=engine, port=PORT, logs=experiment.logs)
+        engine["num_gpu_blocks_override"] *= chosen.engines
+    options = Options(
+        engines=chosen.engines,
+        model=chosen.model,
+        engine=engine,
+        port=PORT,
+        logs=experiment.logs,
+    )
     with start(system, options, experiment.console.print) as peer:
         yield f"http://127.0.0.1:{PORT}", peer.session_header or CONVERSATION_HEADER
 
@@ -220,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                       type=numbers, metavar="N,...")  # fmt: skip
     experiment.option("--systems", ",".join(SYSTEMS))
     experiment.option("--blocks", 96, "of KV of each engine")
+    experiment.option("--engines", 2, "1: one that does everything; 2: ConServe has a prefiller")
+    experiment.option("--model", EMBEDDED_MODEL)
     experiment.option("--settle", 20.0, "seconds, of each number")
     experiment.option("--seconds", 60.0, "that are counted after that")
     options = experiment.parse(arguments)
@@ -229,13 +241,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(chosen) - set(SYSTEMS):
         known = ", ".join(SYSTEMS)
         experiment.parser.error(f"--systems: no {', '.join(sorted(unknown))}; there are {known}")
+    model = load({"model": options.model}).model_id
     found: dict[str, list[Level]] = {}
     for name in chosen:
         try:
-            with serving(experiment, name, options.blocks) as (url, header):
+            with serving(experiment, name) as (url, header):
                 found[name] = [
                     asyncio.run(
-                        Watch().measure(
+                        Watch(model=model).measure(
                             url, header, count, options.settle, options.seconds, options.seed
                         )
                     )
