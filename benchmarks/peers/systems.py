@@ -35,11 +35,11 @@ _BLOCK_TOKENS = {True: 16, False: 128}
 def conserve(options: Options) -> PeerPlan:
     """ConServe as in the paper: one prefiller, and decoders that keep their conversations.
 
-    Settings: ``placement=conversation`` with ``prefillers=1 decoders=N-1``, as the paper has it on
-    four GPUs (section 5.1). Everything else is what ``conserve serve`` starts with; that itself
-    places as `elastic`.
+    Settings: ``like=conserve_paper`` (``placement=conversation pausing=off``) with ``prefillers=1
+    decoders=N-1``, as the paper has it on four GPUs (section 5.1). Everything else is what
+    ``conserve serve`` starts with.
     """
-    return _disaggregated("conserve", options, "placement=conversation")
+    return _disaggregated("conserve", options, "like=conserve_paper")
 
 
 def elastic(options: Options) -> PeerPlan:

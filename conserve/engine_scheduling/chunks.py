@@ -1,5 +1,10 @@
 """Limits how much a step may prefill beside decodes, by what steps have taken."""
 
+from statistics import median
+
+# Steps are late above this many times one that decodes for a single call. AgentServe scales what
+# model and device take alone by a constant, which it does not give (section IV-A).
+LATE_TIMES = 2.0
 # Forgets within some fifty steps: contexts grow, and decodes come and go.
 _KEEP = 0.98
 _ENOUGH = 8.0
@@ -60,6 +65,8 @@ class ChunkController:
 
     Args:
         least_tokens: B_min. More than a block and a usual append, so that appends are not cut.
+        late_s: None: `LATE_TIMES` a step that decodes for one call alone, as the first of them
+            took.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -69,26 +76,30 @@ class ChunkController:
     _PARTS = 8
     # Steps aimed at the bound itself would be late half of the time.
     _AIM = 0.9
+    # That many steps with one decode alone tell the bound. An engine's warm-up has about twenty.
+    _LONE_STEPS = 12
+    _ASSUMED_LATE_S = 0.05
 
     def __init__(
         self,
         least_tokens: int,
         most_tokens: int,
         *,
-        late_s: float = 0.05,
+        late_s: float | None = None,
         calm_share: float = 0.8,
         interval_s: float = 0.05,
     ) -> None:
         if not 0 < least_tokens <= most_tokens:
             raise ValueError(f"least_tokens: {least_tokens} is not within 1 and {most_tokens}")
-        if not late_s > 0:
+        if late_s is not None and not late_s > 0:
             raise ValueError(f"late_s: {late_s} is not above 0")
         if not 0 <= calm_share < 1:
             raise ValueError(f"calm_share: {calm_share} is not within 0 and 1")
         self._least = least_tokens
         self._most = most_tokens
-        self.late_s = late_s
-        self._calm_s = calm_share * late_s
+        self._late_s = late_s
+        self._lone_s: list[float] = []
+        self._calm_share = calm_share
         self._interval_s = interval_s
         self._delta = max(1, most_tokens // self._PARTS)
         self._budget = least_tokens
@@ -99,6 +110,10 @@ class ChunkController:
         self._steps = 0
         # In the last interval.
         self.tpot_s = 0.0
+
+    @property
+    def late_s(self) -> float:
+        return self._ASSUMED_LATE_S if self._late_s is None else self._late_s
 
     @property
     def budget_tokens(self) -> int:
@@ -116,7 +131,11 @@ class ChunkController:
         if affordable is None or self._budget <= affordable:
             self._was_cut = True
 
-    def step(self, lasted_s: float, prefill_tokens: int, now_s: float) -> None:
+    def step(self, lasted_s: float, prefill_tokens: int, now_s: float, decodes: int = 1) -> None:
+        if self._late_s is None and decodes == 1 and not prefill_tokens:
+            self._lone_s.append(lasted_s)
+            if len(self._lone_s) == self._LONE_STEPS:
+                self._late_s = LATE_TIMES * median(self._lone_s)
         self._cost.add(lasted_s, prefill_tokens)
         self._lasted_s += lasted_s
         self._steps += 1
@@ -127,7 +146,7 @@ class ChunkController:
         self.tpot_s = self._lasted_s / self._steps
         if self.tpot_s > self.late_s:
             self._budget = max(self._least, self._budget - self._delta)
-        elif self.tpot_s < self._calm_s and self._was_cut:
+        elif self.tpot_s < self._calm_share * self.late_s and self._was_cut:
             self._budget = min(self._most, self._budget + min(self._delta, self._budget))
         self._since_s, self._lasted_s, self._steps, self._was_cut = now_s, 0.0, 0, False
 

@@ -43,7 +43,7 @@ class DecodeReserve:
             raise ValueError(f"most_share: {most_share} is not between 0 and 1")
         self.sizes_sms = tuple(sizes_sms)
         self.late_s = late_s
-        self._calm_s = calm_share * late_s
+        self._calm_share = calm_share
         self._interval_s = interval_s
         self._longest_wait_s = longest_wait_s
         self._forget_s = forget_s
@@ -91,7 +91,7 @@ class DecodeReserve:
             return
         for position in [one for one in self._slow_s if one >= at]:
             del self._slow_s[position]
-        if self.tpot_s < self._calm_s:
+        if self.tpot_s < self._calm_share * self.late_s:
             self._at = min(self._most, max(self._base(now_s), at - 1))
 
     def _base(self, now_s: float) -> int:

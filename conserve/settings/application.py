@@ -149,6 +149,11 @@ class Settings(Strict):
         "Two take a number: with `conversation:TOKENS` decoders prefill shorter first prompts, and "
         "`per_turn:SHARE` sends that share of later turns to a prefiller, by mistake.",
     )
+    like: Literal["conserve_paper", "thunderagent", "mars", "agentserve"] | None = Field(
+        default=None,
+        description="A paper's system, as near as ConServe has it: sets what docs/papers.md lists, "
+        "where it is not given. Unset: ConServe's own defaults.",
+    )
     engine_scheduler: Literal["conversation", "conversation_lane", "vllm"] = Field(
         default="vllm",
         description="Who decides within a decoder what its next step runs. `conversation`: who "
@@ -157,6 +162,13 @@ class Settings(Strict):
         "long prompts and appends are computed beside steps while others decode, and not in them; "
         "on CPUs both take turns, and nothing is gained. `vllm`: as vLLM does it, first come first "
         "served.",
+    )
+    tpot_bound_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="With an `engine_scheduler` of ConServe's, the time per output token above "
+        "which prefills give way to decodes. Unset: twice what a step takes that decodes for one "
+        "call alone, as measured at the engine's start.",
     )
     pausing: bool = Field(
         default=True,
@@ -337,6 +349,8 @@ class Settings(Strict):
     @model_validator(mode="after")
     def _scheduler_has_its_arguments(self) -> Self:
         if not self.schedules_conversations:
+            if self.tpot_bound_s is not None:
+                raise ValueError("tpot_bound_s: engine_scheduler=vllm has no bound; set another")
             return self
         for name, given in (
             ("engine", self.engine),

@@ -11,6 +11,20 @@ from pydantic import BaseModel, ValidationError
 from conserve.settings.application import Settings, SettingsError
 from conserve.settings.removed import REMOVED
 
+# The papers' systems, by the settings that differ from the defaults; `docs/papers.md` says what of
+# a paper these have. Given settings come before them.
+LIKE: dict[str, dict[str, Any]] = {
+    "conserve_paper": {"placement": "conversation", "pausing": False},
+    "thunderagent": {"prefillers": 0},
+    "mars": {"prefillers": 0, "decoders": 1, "engine_scheduler": "conversation"},
+    "agentserve": {
+        "prefillers": 0,
+        "decoders": 1,
+        "engine_scheduler": "conversation_lane",
+        "pausing": False,
+    },
+}
+
 
 def load(arguments: dict[str, Any] | Settings | None) -> Settings:
     """Validate arguments as given by ``serve run`` or a config file.
@@ -23,7 +37,7 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
     """
     if isinstance(arguments, Settings):
         return arguments
-    nested = copy.deepcopy(_nested(arguments or {}))
+    nested = _like(copy.deepcopy(_nested(arguments or {})))
     problems = _take_removed(nested)
     try:
         settings = Settings.model_validate(nested)
@@ -37,6 +51,15 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
             else:
                 problems.append(f"{field}: {item['msg']}")
     raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+
+
+def _like(nested: dict[str, Any]) -> dict[str, Any]:
+    chosen = LIKE.get(str(nested.get("like")), {})
+    for name, value in chosen.items():
+        given = nested.setdefault(name, value)
+        if isinstance(given, dict):
+            given.setdefault("replicas", value)
+    return nested
 
 
 def _take_removed(nested: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from benchmarks.simulate.inside.lane import LaneEngine
 from benchmarks.simulate.inside.scheduler import Scheduler
 from benchmarks.simulate.inside.sm_share import FedBackShare, FixedShare
 from benchmarks.workloads import PRESETS, Arrivals, Latency, Shape, Spread
+from conserve.engine_scheduling.chunks import LATE_TIMES
 from experiments.engine_papers.programs import Live, Program, Sessions, draw
 
 GPUS = {"A5000": A5000, "5090": RTX_5090}
@@ -46,9 +47,6 @@ _SESSIONS_EACH = 8
 # vLLM's default where chunked prefill began; llama.cpp takes prompts whole.
 _VLLM_TOKENS, _WHOLE_TOKENS = 512, 8192
 _DEFAULT_TOKENS = 2048
-# The bound of time per token, as a multiple of a lone decode's. The paper scales, too, by a
-# factor that it does not give.
-_BOUND_TIMES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ class Box(Sessions):
         # Tools run elsewhere, and no agent runs two.
         super().__init__(cores=agents)
         costs = Steps(gpu, model)
-        late_s = _BOUND_TIMES * costs.step_s(1, 3_000)
+        late_s = LATE_TIMES * costs.step_s(1, 3_000)
         blocks = Blocks(costs.capacity_tokens // 16)
         scheduler = Scheduler(blocks, system.step_tokens)
         if system.ours:

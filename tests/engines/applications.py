@@ -80,6 +80,22 @@ PAUSING = Application(
     decoders=2,
 )
 
+# The ConServe paper's system.
+PAPER = Application("paper", (*_ENGINES, "like=conserve_paper", "decoders=2"), decoders=2)
+
+# One engine that does everything, and is full soon.
+ONE = Application(
+    "one",
+    (
+        *_ENGINES,
+        "prefillers=0",
+        "decoders=1",
+        "engine.max_model_len=2944",
+        "engine.num_gpu_blocks_override=24",
+    ),
+    prefillers=0,
+)
+
 # A prefiller that hosts conversations as the decoder does; each is full soon.
 ELASTIC = Application(
     "elastic",
@@ -277,8 +293,8 @@ GPU_LANE_SLOTS = Application(
     "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape
 )
 
-# Those that `make test` starts: the paper's placement, and the default one.
-QUICK = (MAIN, ELASTIC)
+# Those that `make test` starts.
+QUICK = (MAIN, PAPER, ONE, ELASTIC)
 
 # In the order in which they are started.
 APPLICATIONS = (
@@ -288,6 +304,8 @@ APPLICATIONS = (
         CLIENTS,
         SMALL,
         PAUSING,
+        PAPER,
+        ONE,
         ELASTIC,
         SCHEDULED,
         LANE,

@@ -73,8 +73,7 @@ class SchedulerLane:
         # The first token that is the lane's, by request, until the request's next step.
         self._starts: dict[str, int] = {}
         self._failed: set[str] = set()
-        self._late_s = float(scheduler.chunks.late_s)
-        self.reserve = DecodeReserve((), late_s=self._late_s)
+        self.reserve = DecodeReserve(())
         self.decode_sms = 0
         self._current_since_s = 0.0
 
@@ -130,13 +129,14 @@ class SchedulerLane:
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
         if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
+            self.reserve.late_s = self._scheduler.chunks.late_s
             self.reserve.step(lasted_s, decode_sms, now_s)
 
     def hears(self, report: LaneReport | None, received: set[str]) -> None:
         """Note what the worker has done, and requests whose blocks are free of the lane."""
         if report is not None:
             if report.sizes_sms:
-                self.reserve = DecodeReserve(report.sizes_sms, late_s=self._late_s)
+                self.reserve = DecodeReserve(report.sizes_sms)
             self._failed |= report.failed
             for name, tokens in report.computed.items():
                 self.policy.computed(name, tokens)

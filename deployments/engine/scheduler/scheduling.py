@@ -220,7 +220,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         if decodes:
             # With two in flight the second begins when the first has ended.
             lasted_s = now_s - max(began_s, self._updated_s)
-            self.chunks.step(lasted_s, prefill_tokens, now_s)
+            self.chunks.step(lasted_s, prefill_tokens, now_s, decodes)
             if self.lane is not None:
                 self.lane.stepped(lasted_s, decode_sms, now_s)
         self._updated_s = now_s

@@ -420,6 +420,7 @@ _LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
         ({"placement": "per_turn", "pausing": True}, "has prefillers go on with histories"),
         ({"decoders": 0}, "decoders: give at least 1"),
         ({"prefillers": 0, "placement": "per_turn"}, "prefillers: give at least 1 with placement"),
+        ({"tpot_bound_s": 0.03}, "tpot_bound_s: engine_scheduler=vllm has no bound"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
@@ -484,6 +485,15 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
+
+
+@pytest.mark.parametrize("like", LIKE)
+def test_a_papers_system_is_a_set_of_settings_that_others_come_before(like: str) -> None:
+    chosen = load({"like": like})
+    assert chosen == load({**LIKE[like], "like": like})
+    assert load({"like": like, "prefillers": 2, "decoders": 3, "pausing": True}).parks
+    nested = load({"like": like, "prefillers.num_cpus": 2})
+    assert nested.prefillers.replicas == chosen.prefillers.replicas
 
 
 def test_turns_park_where_conversations_are_paused() -> None:

@@ -40,6 +40,20 @@ def test_it_finds_the_chunk_that_keeps_decodes_within_their_bound() -> None:
     assert controller.allowed_tokens() >= 390
 
 
+def test_the_bound_is_twice_a_step_that_decodes_for_one_call_alone() -> None:
+    controller = ChunkController(64, 8_192)
+    assert controller.late_s == 0.05
+    for number in range(12):
+        # Others say nothing of it: several decodes, and prefills beside one.
+        controller.step(0.3, 0, 0.0, decodes=2)
+        controller.step(0.4, 64, 0.0, decodes=1)
+        # The first ones of an engine take longer.
+        controller.step(0.2 if number < 3 else 0.01, 0, 0.0, decodes=1)
+    assert controller.late_s == pytest.approx(0.02)
+    controller.step(0.3, 0, 0.0, decodes=1)
+    assert controller.late_s == pytest.approx(0.02)
+
+
 def test_calm_does_not_make_it_grow() -> None:
     controller = ChunkController(64, 8_192, late_s=0.05)
     run(controller, 1_000, 0.005, 1e-4, 0)

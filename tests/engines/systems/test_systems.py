@@ -1,0 +1,52 @@
+"""The ConServe paper's system, and one engine that does everything."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+
+from tests.engines.applications import ONE, PAPER
+from tests.engines.client import Agent, engines, prose
+from tests.engines.metrics import metric
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.application(PAPER)
+async def test_as_in_the_paper_each_conversation_is_handed_over_once_and_never_moves(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    agents = [Agent(client) for _ in range(8)]
+    for _ in range(3):
+        await asyncio.gather(*(agent.say(prose(rng, 150), tokens=8) for agent in agents))
+    assert metric("conserve_handoffs_total") == len(agents)
+    assert metric("conserve_moves_total") == metric("conserve_pauses_total") == 0
+    for agent in agents:
+        assert len({reply.decoder for reply in agent.replies}) == 1
+        assert [turn["lmcache_tokens"] > 0 for turn in agent.stats] == [True, False, False]
+        assert agent.stats[2]["cached_tokens"] > agent.stats[0]["prompt_tokens"]
+
+
+@pytest.mark.application(ONE)
+async def test_one_engine_pauses_and_parks_what_it_has_no_room_for(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Twelve agents' histories are twice what the engine holds; none is refused or lost."""
+    (engine,) = engines("decoder")
+    assert engines("prefiller") == []
+    agents = [Agent(client, f"one-{number}") for number in range(12)]
+    for _ in range(4):
+        for first in range(0, len(agents), 4):
+            group = agents[first : first + 4]
+            await asyncio.gather(*(agent.say(prose(rng, 110), tokens=8) for agent in group))
+    held = sum(agent.stats[-1]["prompt_tokens"] for agent in agents)
+    assert held > 1.9 * int(str(engine["capacity_tokens"]))
+    assert metric("conserve_handoffs_total") == 0
+    assert metric("conserve_pauses_total", reason="room") > 0
+    assert metric("conserve_restores_total", where="reloaded") > 0
+    # Whatever was paused is found, in the engine or in host memory: whole blocks of it.
+    for agent in agents:
+        for before, after in zip(agent.stats, agent.stats[1:], strict=False):
+            found = after["cached_tokens"] + after["lmcache_tokens"]
+            assert found >= before["prompt_tokens"] // 128 * 128
