@@ -2,8 +2,8 @@
 
 from statistics import median
 
-# Steps are late above this many times one that decodes for a single call. AgentServe scales what
-# model and device take alone by a constant, which it does not give (section IV-A).
+# Steps are late above this many times one without prefills. AgentServe scales what model and device
+# take alone by a constant, which it does not give (section IV-A).
 LATE_TIMES = 2.0
 # Forgets within some fifty steps: contexts grow, and decodes come and go.
 _KEEP = 0.98
@@ -65,8 +65,9 @@ class ChunkController:
 
     Args:
         least_tokens: B_min. More than a block and a usual append, so that appends are not cut.
-        late_s: None: `LATE_TIMES` a step that decodes for one call alone, as the first of them
-            took.
+        late_s: None: `LATE_TIMES` a step of the same decodes without prefills, and at least that of
+            one that decodes for one call alone.
+        lone_s: the time of the latter; None: as the first of them took.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -86,6 +87,7 @@ class ChunkController:
         most_tokens: int,
         *,
         late_s: float | None = None,
+        lone_s: float | None = None,
         calm_share: float = 0.8,
         interval_s: float = 0.05,
     ) -> None:
@@ -98,7 +100,10 @@ class ChunkController:
         self._least = least_tokens
         self._most = most_tokens
         self._late_s = late_s
-        self._lone_s: list[float] = []
+        self._lone_s = lone_s
+        self._lone_steps_s: list[float] = []
+        # Of recent steps, what they would take without prefills.
+        self._base_s = 0.0
         self._calm_share = calm_share
         self._interval_s = interval_s
         self._delta = max(1, most_tokens // self._PARTS)
@@ -113,7 +118,11 @@ class ChunkController:
 
     @property
     def late_s(self) -> float:
-        return self._ASSUMED_LATE_S if self._late_s is None else self._late_s
+        if self._late_s is not None:
+            return self._late_s
+        if self._lone_s is None:
+            return self._ASSUMED_LATE_S
+        return LATE_TIMES * max(self._lone_s, self._base_s)
 
     @property
     def budget_tokens(self) -> int:
@@ -132,11 +141,14 @@ class ChunkController:
             self._was_cut = True
 
     def step(self, lasted_s: float, prefill_tokens: int, now_s: float, decodes: int) -> None:
-        if self._late_s is None and decodes == 1 and not prefill_tokens:
-            self._lone_s.append(lasted_s)
-            if len(self._lone_s) == self._LONE_STEPS:
-                self._late_s = LATE_TIMES * median(self._lone_s)
+        if self._lone_s is None and decodes == 1 and not prefill_tokens:
+            self._lone_steps_s.append(lasted_s)
+            if len(self._lone_steps_s) == self._LONE_STEPS:
+                self._lone_s = median(self._lone_steps_s)
         self._cost.add(lasted_s, prefill_tokens)
+        line = self._cost.line()
+        if line is not None:
+            self._base_s = line[0]
         self._lasted_s += lasted_s
         self._steps += 1
         if self._since_s is None:
@@ -144,6 +156,9 @@ class ChunkController:
         if self._steps < self._LEAST_STEPS or now_s - self._since_s < self._interval_s:
             return
         self.tpot_s = self._lasted_s / self._steps
+        if line is None and self._budget == self._least:
+            # Steps with less cannot be tried, so this is nearly what the decodes take.
+            self._base_s = self.tpot_s
         if self.tpot_s > self.late_s:
             self._budget = max(self._least, self._budget - self._delta)
         elif self.tpot_s < self._calm_share * self.late_s and self._was_cut:

@@ -167,8 +167,8 @@ class Settings(Strict):
         default=None,
         gt=0,
         description="With an `engine_scheduler` of ConServe's, the time per output token above "
-        "which prefills give way to decodes. Unset: twice what a step takes that decodes for one "
-        "call alone, as measured at the engine's start.",
+        "which prefills give way to decodes. Unset: twice what a step would take without prefills, "
+        "and at least twice a lone decode, which is measured at the engine's start.",
     )
     pausing: bool = Field(
         default=True,

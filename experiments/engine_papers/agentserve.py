@@ -133,16 +133,17 @@ class Box(Sessions):
         # Tools run elsewhere, and no agent runs two.
         super().__init__(cores=agents)
         costs = Steps(gpu, model)
-        late_s = LATE_TIMES * costs.step_s(1, 3_000)
+        lone_s = costs.step_s(1, 3_000)
         blocks = Blocks(costs.capacity_tokens // 16)
         scheduler = Scheduler(blocks, system.step_tokens)
         if system.ours:
-            parts = Parts(chunking={"late_s": late_s})
+            parts = Parts(chunking={"lone_s": lone_s})
             scheduler = ConversationScheduler(blocks, system.step_tokens, parts=parts)
         if system.lane is None:
             self.engine = Engine(self.loop, scheduler, costs, self.turn_ends)
         else:
-            share = FedBackShare(late_s) if system.lane == "fed back" else FixedShare()
+            fed_back = system.lane == "fed back"
+            share = FedBackShare(LATE_TIMES * lone_s) if fed_back else FixedShare()
             self.engine = LaneEngine(self.loop, scheduler, costs, self.turn_ends, share)
         self._agents = agents
         self._programs: deque[Program] = deque()

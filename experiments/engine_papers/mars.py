@@ -19,7 +19,6 @@ from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler
 from benchmarks.workloads import Arrivals
 from conserve.admission import Levels, LineOrder, Pressure, Ticket, WaitingLine, Window
-from conserve.engine_scheduling.chunks import LATE_TIMES
 from experiments.engine_papers.programs import Live, Program, Sessions, draw
 from experiments.scale import regime
 
@@ -244,7 +243,7 @@ class Node(Sessions):
         blocks = Blocks(steps.capacity_tokens // block_tokens, block_tokens)
         self.scheduler = Scheduler(blocks)
         if system.parts is not None:
-            parts = replace(system.parts, chunking={"late_s": LATE_TIMES * steps.step_s(1, 3_000)})
+            parts = replace(system.parts, chunking={"lone_s": steps.step_s(1, 3_000)})
             self.scheduler = ConversationScheduler(blocks, parts=parts)
         self.engine: Engine = Engine(self.loop, self.scheduler, steps, self.turn_ends)
         self.control: ControlPlane | None = None
