@@ -82,7 +82,6 @@ class Window:
         self._kv = _Overload(_KV_HIGH, _KV_LOW, persists_s)
         self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, persists_s)
         self._tools = _Overload(_TOOLS_HIGH, _TOOLS_LOW, persists_s)
-        self._overloads = (self._kv, self._cpu, self._tools)
         self._observed_s = -math.inf
         self._admitted = math.inf
         self._wide_since_s: float | None = None
@@ -102,7 +101,8 @@ class Window:
         self._tools.observe(now_s, pressure.tools)
         if self._is_overload():
             self._admitted = max(self._least, self._shrink * min(self._admitted, active))
-        elif all(one.slack for one in self._overloads):
+        elif self._kv.slack and self._cpu.slack:
+            # Tools' times vary: while they are no overload, they do not hold it back.
             self._admitted += self._grow
         self._forget(now_s, active)
         kv = active * (1 - pressure.kv) / (1 - _KV_HIGH) if self._kv.on else math.inf
@@ -113,7 +113,7 @@ class Window:
         self.limit = limit if limit == math.inf else max(self._least, math.floor(limit))
 
     def _is_overload(self) -> bool:
-        return any(one.on for one in self._overloads)
+        return self._kv.on or self._cpu.on or self._tools.on
 
     def _forget(self, now_s: float, active: int) -> None:
         if self._admitted < 2 * active or self._is_overload():

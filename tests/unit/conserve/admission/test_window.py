@@ -58,6 +58,13 @@ def test_between_the_bounds_it_stays_as_it_is() -> None:
     assert limits == [10, 11, 11, 11]
 
 
+def test_tools_that_take_a_little_longer_do_not_hold_it_back() -> None:
+    window = a_window()
+    after(window, *[(HIGH, 40)] * 3)
+    longer = Pressure(0.05, 0.5, tools=0.45)
+    assert after(window, *[(longer, 20)] * 3, from_s=30.0) == [21, 22, 23]
+
+
 def test_each_pressure_has_its_own_cap_meanwhile() -> None:
     window = Window(2, 1.0, 1.0, INTERVAL_S, PERSISTS_S)
     # Four fifths of what it had is not computed again at the bound, and 0.4 are now.
