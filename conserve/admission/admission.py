@@ -97,7 +97,8 @@ class Admission:
         if self._held_share() < _PRESSED:
             kv = 0.0
         was = window.limit
-        window.observe(now_s, table.active(now_s), Pressure(kv, cpu_pressure))
+        tools = table.tools.times.pressure(now_s)
+        window.observe(now_s, table.active(now_s), Pressure(kv, cpu_pressure, tools))
         return window.limit != was
 
     def _held_share(self) -> float:
@@ -120,6 +121,8 @@ class Admission:
             ValueError: the conversation waits already.
         """
         arrived_s = now_s if arrived_s is None else arrived_s
+        # While it waits for room, its tool does not run.
+        self._table.tools.turn_came(history_id, arrived_s)
         if not self.line and self._has_slot(now_s, now_s):
             admitted = self._bind(history_id, prompt_tokens, now_s, arrived_s, opening)
             if admitted is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 _KV_HIGH, _KV_LOW = 0.2, 0.1
 # The same of `Pressure.cpu`.
 _CPU_HIGH, _CPU_LOW = 0.9, 0.7
+# The same of `Pressure.tools`: tools take twice as long as usual, and a third longer.
+_TOOLS_HIGH, _TOOLS_LOW = 0.5, 0.25
 
 
 class _Overload:
@@ -38,10 +40,12 @@ class Pressure:
     Attributes:
         kv: of the tokens that prompts should have found cached, the share computed again.
         cpu: of the machine that tools run on; 0 without one.
+        tools: of tools' times, the share that they take longer than usual (`ToolTimes`).
     """
 
     kv: float = 0.0
     cpu: float = 0.0
+    tools: float = 0.0
 
 
 class Window:
@@ -50,8 +54,8 @@ class Window:
     W_adm follows additive increase and multiplicative decrease (MARS, algorithm 1), but has no
     bound before the first overload, nor once it has been twice the active histories for
     ``forget_s``. During an overload, W_cpu and W_kv would bring that pressure to its bound if it
-    were proportional to the active histories. An overload begins when a pressure has been high for
-    ``persists_s``, and ends when it is low.
+    were proportional to the active histories; W_cpu is of ``Pressure.cpu`` and ``Pressure.tools``.
+    An overload begins when a pressure has been high for ``persists_s``, and ends when it is low.
 
     Args:
         follows_kv: whether ``Pressure.kv`` counts. It should where histories are parked; else those
@@ -77,6 +81,7 @@ class Window:
         self._follows_kv = follows_kv
         self._kv = _Overload(_KV_HIGH, _KV_LOW, persists_s)
         self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, persists_s)
+        self._tools = _Overload(_TOOLS_HIGH, _TOOLS_LOW, persists_s)
         self._observed_s = -math.inf
         self._admitted = math.inf
         self._wide_since_s: float | None = None
@@ -93,18 +98,25 @@ class Window:
         self.pressure = pressure
         self._kv.observe(now_s, pressure.kv if self._follows_kv else 0.0)
         self._cpu.observe(now_s, pressure.cpu)
-        if self._kv.on or self._cpu.on:
+        self._tools.observe(now_s, pressure.tools)
+        if self._is_overload():
             self._admitted = max(self._least, self._shrink * min(self._admitted, active))
         elif self._kv.slack and self._cpu.slack:
+            # Tools' times vary: while they are no overload, they do not hold it back.
             self._admitted += self._grow
         self._forget(now_s, active)
         kv = active * (1 - pressure.kv) / (1 - _KV_HIGH) if self._kv.on else math.inf
         cpu = active * _CPU_HIGH / pressure.cpu if self._cpu.on else math.inf
-        limit = min(self._admitted, cpu, kv)
+        # Tools would take their usual time with 1 - pressure of the active histories.
+        tools = active * (1 - pressure.tools) / (1 - _TOOLS_HIGH) if self._tools.on else math.inf
+        limit = min(self._admitted, cpu, tools, kv)
         self.limit = limit if limit == math.inf else max(self._least, math.floor(limit))
 
+    def _is_overload(self) -> bool:
+        return self._kv.on or self._cpu.on or self._tools.on
+
     def _forget(self, now_s: float, active: int) -> None:
-        if self._admitted < 2 * active or self._kv.on or self._cpu.on:
+        if self._admitted < 2 * active or self._is_overload():
             self._wide_since_s = None
         elif self._wide_since_s is None:
             self._wide_since_s = now_s

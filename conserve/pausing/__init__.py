@@ -4,6 +4,7 @@ from conserve.pausing.cache import EngineCache
 from conserve.pausing.gaps import Gaps
 from conserve.pausing.memory import Forgotten, Memory
 from conserve.pausing.policy import Idle, Pausing
+from conserve.pausing.times import ToolTimes
 from conserve.pausing.tools import RunningTools, ToolReport, TooManyTools, tool_called
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "RunningTools",
     "TooManyTools",
     "ToolReport",
+    "ToolTimes",
     "tool_called",
 ]

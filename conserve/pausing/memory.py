@@ -124,6 +124,7 @@ class Memory:
             policy = self._policy
             gaps = policy.resumes if wait.tool_ended else policy.gaps
             gaps.returned(came_s - wait.since_s, wait.tool)
+            self._tools.turn_came(history.id, came_s)
         self.used(history)
 
     def used(self, history: History) -> None:
@@ -166,6 +167,8 @@ class Memory:
 
     def turn_ended(self, history: History, turn_id: int, stats: TurnStats | None) -> None:
         """Note that a turn has ended; ``stats`` is None if the engine did nothing for it."""
+        if stats is not None and not history.running:
+            self._tools.turn_ended(history)
         if (rested := self._rested.get(history.decoder_id or "")) is not None:
             rested[history.id] = None
         parking = turn_id in self._parking

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from conserve.history import History
+from conserve.pausing.times import ToolTimes
 
 MOST_NAME_CHARS = 64
 # Of one history at a time: a client with more reports no ends.
@@ -68,10 +69,14 @@ class RunningTools:
     Reports are forgotten when the history's next turn begins, or it ends. While a tool runs, the
     history waits for that one from its start on, whatever its answer called. After the last one's
     end its turn should come at once.
+
+    Attributes:
+        times: of these tools, and of those that answers have called and no client reports.
     """
 
     def __init__(self) -> None:
         self._reported: dict[str, _Reported] = {}
+        self.times = ToolTimes()
 
     def __len__(self) -> int:
         return len(self._reported)
@@ -100,11 +105,17 @@ class RunningTools:
             if meant is None or report.call_id is None:
                 if len(reported.running) >= MOST_RUNNING:
                     raise TooManyTools
-                reported.running.append(Running(report.tool, report.call_id, now_s))
+                started = Running(report.tool, report.call_id, now_s)
+                reported.running.append(started)
                 reported.ended = None
+                # Clients that report no tools are slower to come back, so their times are apart.
+                self.times.begins((history_id, started), (report.tool, "reported"), now_s)
+            self.times.drop(history_id)
             return None
+        self.times.drop(history_id)
         if meant is not None:
             reported.running.remove(meant)
+            self.times.ends((history_id, meant), now_s)
         reported.ended = Wait(report.tool, now_s, tool_ended=True)
         return None if meant is None else max(0.0, now_s - meant.started_s)
 
@@ -134,8 +145,20 @@ class RunningTools:
         ended = reported.ended
         return ended._replace(since_s=max(idle_since_s, ended.since_s))
 
+    def turn_ended(self, history: History) -> None:
+        """Note that the tool runs which an answer has called, unless its client says more."""
+        if history.tool and history.id not in self._reported:
+            self.times.begins(history.id, history.tool, history.last_used_s)
+
+    def turn_came(self, history_id: str, came_s: float) -> None:
+        """Note that the next turn has come, so the tool which the last answer called is done."""
+        self.times.ends(history_id, came_s)
+
     def forget(self, history_id: str) -> None:
-        self._reported.pop(history_id, None)
+        self.times.drop(history_id)
+        reported = self._reported.pop(history_id, None)
+        for one in () if reported is None else reported.running:
+            self.times.drop((history_id, one))
 
 
 def _find(running: Iterable[Running], report: ToolReport) -> Running | None:

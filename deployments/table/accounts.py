@@ -93,6 +93,7 @@ class Accounts:
             "window", limit=None if window.limit == math.inf else window.limit,
             active=self._admission.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
             cpu_pressure=round(window.pressure.cpu, 3),
+            tool_pressure=round(window.pressure.tools, 3),
         )  # fmt: skip
 
     def turned_away(self, history_id: str, code: str) -> None:

@@ -7,7 +7,7 @@ are read from state at each scrape; `engine_metrics` has those of engines.
 import functools
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -227,6 +227,11 @@ def _waiting(seen: Observed) -> Samples:
     return [(why, counts[why]) for why in WHYS]
 
 
+def _pressures(seen: Observed) -> Samples:
+    window = seen.admission.window
+    return [] if window is None else asdict(window.pressure).items()
+
+
 def _needed(seen: Observed) -> Samples:
     needs = ((role, wanted.need) for role, wanted in seen.autoscaler.wanted.items())
     return [(role, need.signal, need.replicas) for role, need in needs if need is not None]
@@ -313,6 +318,17 @@ TABLE: tuple[Row[Observed], ...] = (
         GAUGE, "conserve_admission_window",
         "Number of histories that may be active; +Inf: as many as there is room for.",
         (), lambda seen: None if (window := seen.admission.window) is None else window.limit,
+    ),
+    Row(
+        GAUGE, "conserve_admission_pressure",
+        "Pressure that the window follows, from 0 to 1: of KV (kv), of CPUs of the machine that "
+        "environments run on (cpu), and of tools that take longer while many run (tools).",
+        ("of",), _pressures,
+    ),
+    Row(
+        GAUGE, "conserve_tools_running",
+        "Tools that run, by clients' reports; without them, by the calls in answers.",
+        (), lambda seen: seen.table.tools.times.running,
     ),
     Row(
         GAUGE, "conserve_active", "Active histories: a turn runs, or ended a moment ago.",

@@ -7,6 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from benchmarks.simulate.inside.blocks import Blocks
+from benchmarks.simulate.inside.call import Call
 from benchmarks.simulate.inside.conversations import (
     ConversationScheduler,
     Parts,
@@ -19,6 +20,7 @@ from benchmarks.simulate.inside.loop import Loop
 from benchmarks.simulate.inside.scheduler import Scheduler
 from benchmarks.workloads import Arrivals
 from conserve.admission import Levels, LineOrder, Pressure, Ticket, WaitingLine, Window
+from conserve.pausing import ToolTimes
 from experiments.engine_papers.programs import Live, Program, Sessions, draw
 from experiments.scale import regime
 
@@ -39,16 +41,20 @@ class System:
         parts: of the scheduler that knows conversations; None: vLLM's.
         admits: whether a control plane does.
         packs: whether its line is MARS's.
+        times: whether the window follows tools' times, as in the live system, not their cores.
     """
 
     name: str
     parts: Parts | None = None
     admits: bool = False
     packs: bool = False
+    times: bool = False
 
 
 OURS = System("conserve", Parts(), admits=True)
 PACKED = replace(OURS, name="conserve, MARS's packing", packs=True)
+# In the published tables, the window knows how many cores are asked for.
+TIMED = replace(OURS, name="conserve, tools' times", times=True)
 BASELINES = (
     System("vllm"),
     System("attained (Autellix)", attained_service()),
@@ -156,6 +162,7 @@ class ControlPlane:
         cpu_pressure: of the machine that tools run on.
         begin: called with the key of a program that is let in.
         packs: whether the line is MARS's, by size; else `Levels`, as ConServe's.
+        times: of the tools that run; if given, the window follows these and not ``cpu_pressure``.
 
     Attributes:
         longest_wait_s: in the line.
@@ -169,8 +176,10 @@ class ControlPlane:
         begin: Callable[[str], None],
         *,
         packs: bool = False,
+        times: ToolTimes | None = None,
     ) -> None:
         self._loop = loop
+        self._times = times
         self._scheduler = scheduler
         self._cpu_pressure = cpu_pressure
         self._begin = begin
@@ -223,8 +232,11 @@ class ControlPlane:
             scheduler, before = self._scheduler, self._counted
             self._counted = scheduler.expected_tokens, scheduler.recomputed_tokens
             expected = max(1, self._counted[0] - before[0])
-            pressure = Pressure((self._counted[1] - before[1]) / expected, self._cpu_pressure())
-            self.window.observe(self._loop.now_s, len(self._held_tokens), pressure)
+            kv, now_s = (self._counted[1] - before[1]) / expected, self._loop.now_s
+            pressure = Pressure(kv, self._cpu_pressure())
+            if self._times is not None:
+                pressure = Pressure(kv, tools=self._times.pressure(now_s))
+            self.window.observe(now_s, len(self._held_tokens), pressure)
         self._admit()
 
     def _cpu_overloaded(self) -> bool:
@@ -246,6 +258,7 @@ class Node(Sessions):
             parts = replace(system.parts, chunking={"lone_s": steps.step_s(1, 3_000)})
             self.scheduler = ConversationScheduler(blocks, parts=parts)
         self.engine: Engine = Engine(self.loop, self.scheduler, steps, self.turn_ends)
+        self.times = ToolTimes()
         self.control: ControlPlane | None = None
         if system.admits:
             self.control = ControlPlane(
@@ -254,6 +267,7 @@ class Node(Sessions):
                 lambda: self.tools.pressure,
                 self.turn,
                 packs=system.packs,
+                times=self.times if system.times else None,
             )
 
     def serve(self, programs: Sequence[Program]) -> list[float]:
@@ -272,12 +286,18 @@ class Node(Sessions):
 
     def turn(self, key: str) -> None:
         """A program's next turn comes, and the control plane hears how long its history gets."""
+        self.times.ends(key, self.loop.now_s)
         super().turn(key)
         if self.control is not None:
             call, _ = self.calls[-1]
             self.control.grown(key, call.prompt_tokens + call.output_tokens)
 
+    def turn_ends(self, call: Call) -> None:
+        self.times.begins(call.key, "tool", self.loop.now_s)
+        super().turn_ends(call)
+
     def ended(self, key: str) -> None:
+        self.times.drop(key)
         if self.control is not None:
             self.scheduler.forget(key)
             self.control.left(key)

@@ -35,7 +35,9 @@ def test_tools_wait_for_a_core() -> None:
     assert tools.pressure == 0.0
 
 
-@pytest.mark.parametrize("system", [*mars.SYSTEMS, *mars.WITHOUT], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "system", [*mars.SYSTEMS, *mars.WITHOUT, mars.TIMED], ids=lambda one: one.name
+)
 def test_every_system_does_all_of_the_work(system: mars.System) -> None:
     arrivals = Arrivals("poisson", 1.0, 0)
     programs = draw(regime(mars.VOLUMES_TOKENS["ILR-2"]), 12, arrivals, seed=0)
@@ -47,6 +49,31 @@ def test_every_system_does_all_of_the_work(system: mars.System) -> None:
     turns = sum(len(one.turns) for one in programs)
     # Each turn's first token comes of its prefill, also of one that was preempted.
     assert node.engine.decoded_tokens == outputs - turns - node.scheduler.preemptions
+
+
+def test_the_window_follows_tools_that_wait_for_cores() -> None:
+    """Programs come slowly, and then in a burst; tools have two cores, or enough."""
+
+    def least(cores: int) -> float:
+        calm_s = [30.0 * number for number in range(20)]
+        arrivals_s = [*calm_s, *(700.0 + number for number in range(40))]
+        turns = (Turn(500, 20, 5.0),) * 12 + (Turn(500, 20, 0.0),)
+        node = mars.Node(mars.TIMED, mars.GPUS["H200"], cores)
+        limits: list[float] = []
+        control = node.control
+        assert control is not None
+        look = control._look
+
+        def looks() -> None:
+            look()
+            limits.append(control.window.limit)
+
+        control._look = looks  # type: ignore[method-assign]
+        node.serve([Program(f"p{at:g}", at, turns) for at in arrivals_s])
+        return min(limits)
+
+    assert least(cores=2) < 10
+    assert least(cores=64) == float("inf")
 
 
 def test_a_lone_program_takes_as_long_under_each_system() -> None:

@@ -70,7 +70,7 @@ def test_who_fits_goes_before_one_who_does_not_for_a_bounded_time() -> None:
 
 
 def test_by_default_and_without_pausing_nobody_overtakes() -> None:
-    for settings in (Settings(pausing=False), Settings(placement="collocated")):
+    for settings in (Settings(pausing=False), Settings(placement="per_turn")):
         assert isinstance(settings.line_order(), FirstCome)
     order = Settings().line_order()
     assert isinstance(order, Levels)

@@ -39,7 +39,7 @@ def test_overload_that_lasts_halves_what_is_at_work_each_interval_down_to_the_le
     assert limits == [math.inf, math.inf, 20, 10, 5, 2, 2]
 
 
-@pytest.mark.parametrize("high", [Pressure(kv=0.3), Pressure(cpu=0.95)])
+@pytest.mark.parametrize("high", [Pressure(kv=0.3), Pressure(cpu=0.95), Pressure(tools=0.5)])
 def test_either_pressure_is_enough(high: Pressure) -> None:
     assert after(a_window(), *[(high, 40)] * 3)[-1] == 20
 
@@ -58,12 +58,22 @@ def test_between_the_bounds_it_stays_as_it_is() -> None:
     assert limits == [10, 11, 11, 11]
 
 
+def test_tools_that_take_a_little_longer_do_not_hold_it_back() -> None:
+    window = a_window()
+    after(window, *[(HIGH, 40)] * 3)
+    longer = Pressure(0.05, 0.5, tools=0.45)
+    assert after(window, *[(longer, 20)] * 3, from_s=30.0) == [21, 22, 23]
+
+
 def test_each_pressure_has_its_own_cap_meanwhile() -> None:
     window = Window(2, 1.0, 1.0, INTERVAL_S, PERSISTS_S)
     # Four fifths of what it had is not computed again at the bound, and 0.4 are now.
     assert after(window, *[(Pressure(kv=0.6), 40)] * 3)[-1] == 20
     window = Window(2, 1.0, 1.0, INTERVAL_S, PERSISTS_S)
     assert after(window, *[(Pressure(cpu=1.0), 40)] * 3)[-1] == 36
+    window = Window(2, 1.0, 1.0, INTERVAL_S, PERSISTS_S)
+    # Tools take four times as long as usual, and with half of the histories twice as long.
+    assert after(window, *[(Pressure(tools=0.75), 40)] * 3)[-1] == 20
 
 
 def test_it_is_gone_once_it_has_been_wide_for_long() -> None:

@@ -5,11 +5,12 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from autoscale.autoscaler import Autoscaler, Need, Scaling, Wanted
-from conserve.admission import Admission
+from conserve.admission import Admission, Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import EventLog
 from conserve.history import TurnStats
+from conserve.pausing import ToolReport
 from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
 from deployments.messages import EngineInfo
@@ -34,16 +35,17 @@ UNITS = (
 )  # fmt: skip
 COUNTED = (
     "_handoffs", "_prefills", "_failures", "_moves", "_lost", "_conversations", "_ended",
-    "_turns", "_refusals", "_length", "_replicas", "_waiting", "_active", "_window", "_events",
+    "_turns", "_refusals", "_length", "_replicas", "_waiting", "_active", "_window", "_pressure",
+    "_events",
     "_decodes", "_running", "_kinds", "_begun", "_cut", "_preempted", "_parts", "_blocks", "_slots",
     "_sms", "_pauses", "_restores", "_refused", "_integrated",
 )  # fmt: skip
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, window: Window | None = None) -> None:
         self.table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
-        admission = Admission(self.table, limit=3, timeout_s=60)
+        admission = Admission(self.table, limit=3, timeout_s=60, window=window)
         self.line = admission.line
         self.registry = Registry(self.table, 0.0)
         self.autoscaler = Autoscaler({}, {"decoder": 3}, None, window_s=60)
@@ -101,6 +103,16 @@ def test_an_empty_table_says_zero_and_not_nothing(scene: Scene) -> None:
     assert scene.value("conserve_conversations", phase="acting") == 0
     assert scene.value("conserve_queue_length") == 0
     assert scene.value("conserve_handoffs_total") == 0
+
+
+def test_the_window_shows_its_pressures() -> None:
+    window = Window()
+    scene = Scene(window)
+    window.observe(0.0, 3, Pressure(kv=0.25, tools=0.5))
+    for of, value in (("kv", 0.25), ("cpu", 0.0), ("tools", 0.5)):
+        assert scene.value("conserve_admission_pressure", of=of) == value
+    scene.table.tools.report("a", ToolReport("bash"), 0.0)
+    assert scene.value("conserve_tools_running") == 1
 
 
 def test_gauges_follow_a_conversation(scene: Scene) -> None:
