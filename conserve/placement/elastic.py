@@ -20,6 +20,9 @@ from conserve.placement.state import (
 _BUSIEST = 0.95
 # A conversation counts as decoding for at least this long.
 _LEAST_DECODING_S = 0.5
+# Rates of about the last minute tell nothing beyond the next one. Without this bound a conversation
+# would live for ever where none has come of late, and a home would count for more than any prefill.
+_MOST_LIFE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +187,12 @@ def home_costs(
     decodes = sum(work[one.id].mean_decodes for one in homes)
     conversations = sum(work[one.id].conversations for one in homes)
     turns_per_s = sum(work[one.id].turns_per_s for one in homes) / max(1, conversations)
-    # The share of time in which a conversation decodes (half before any is known); for how long in
-    # its life, by Little's law, and how long that is.
+    # The share of time in which a conversation decodes (half before any is known).
     duty = min(1.0, (decodes + 0.5) / (conversations + 1))
-    decoding_s = max(_LEAST_DECODING_S, decodes / first.per_s if first.per_s else 0.0)
-    life_s = max(decoding_s, conversations / first.per_s if first.per_s else 0.0)
+    # How long it lives, by Little's law, and for how long of that it decodes.
+    life_s = conversations / first.per_s if first.per_s else math.inf
+    life_s = min(life_s, _MOST_LIFE_S) if conversations else 0.0
+    decoding_s = max(_LEAST_DECODING_S, min(1.0, decodes / max(1, conversations)) * life_s)
     busy, waits_s = {}, {}
     for hosts in (False, True):
         alike = [work[one.id] for one in homes if (one.id in pool) == hosts]
@@ -222,7 +226,7 @@ def home_costs(
 
 def _waiting(share: float, prefill_s: float, turns_per_s: float) -> float:
     """Return the share of its life that a conversation waits for such prefills of others."""
-    if not share:
+    if not share or not prefill_s:
         return 0.0
     # A prefill that runs may be followed by others.
     return share / prefill_s * wait_s(prefill_s, turns_per_s) / (1 - min(_BUSIEST, share))

@@ -28,6 +28,8 @@ _SHARE = 1 / _LATE_S
 _HARDLY_ANY = 1e-4
 # Histories that had no turn for this long are not expected to send one.
 _FORGOTTEN_S = 5 * _LATE_S
+# A sum that has decayed to less than this is none.
+_NOTHING = 1e-9
 # A prompt's length, to tell seconds from tokens before any was computed.
 _USUAL_TOKENS = 1_000
 
@@ -357,6 +359,9 @@ class _Late:
     def _decay(self, now_s: float) -> None:
         if now_s > self._at_s:
             self._sum *= math.exp((self._at_s - now_s) / self._over_s)
+            if self._sum < _NOTHING:
+                # Ratios of sums that have nearly vanished would mean nothing.
+                self._sum = 0.0
             self._at_s = now_s
 
 

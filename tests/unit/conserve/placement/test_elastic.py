@@ -147,8 +147,9 @@ def later_s(
     decodes = sum(each.mean_decodes for each in work.values())
     conversations = sum(each.conversations for each in work.values())
     duty = min(1.0, (decodes + 0.5) / (conversations + 1))
-    decoding_s = max(0.5, decodes / first.per_s if first.per_s else 0.0)
-    life_s = max(decoding_s, conversations / first.per_s if first.per_s else 0.0)
+    # It counts for a minute at most.
+    life_s = min(60.0, conversations / first.per_s) if first.per_s else 60.0 * bool(conversations)
+    decoding_s = max(0.5, min(1.0, decodes / max(1, conversations)) * life_s)
     token_s = {}
     for one in homes:
         if one.id in tokens:
@@ -290,6 +291,21 @@ def test_two_conversations_use_two_idle_engines_where_decodes_delay_each_other()
     )  # fmt: skip
     assert second_home(fast) == "p1"
     assert second_home(replace(fast, per_sequence_s=1e-6)) == "d1"
+
+
+def test_after_any_idle_time_a_prompt_goes_where_its_beginning_is() -> None:
+    """Where no conversation has come for hours, and one goes on all the time."""
+    homes = [Decoder("d1", 100_000, 6_000, 1), Decoder("d2", 100_000, 5_000, 1)]
+    shared = Shared({"d1": 1_900}, warm_on="d1")
+    for idle_s in (0, 60, 600, *range(10_000, 60_000, 50)):
+        loads = known({}, [("d1", "p1"), ("d2", None)])
+        at_s = NOW_S + idle_s
+        for engine_id in ("d1", "d2"):
+            loads.computed(engine_id, 100, 900, NOW_S)
+            loads.turn_came("before0", engine_id, at_s)
+            loads.says(engine_id, EngineLoad(decodes=1, step_s=0.01), at_s)
+        choice = ElasticPlacement(loads).place(2_000, homes, [Prefiller("p1")], shared, at_s)
+        assert choice == Placement("d1", None), idle_s
 
 
 def test_a_prefiller_hosts_where_decoders_are_fuller() -> None:
