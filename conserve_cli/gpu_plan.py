@@ -129,7 +129,7 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
 
 def _show_bound(settings: Settings) -> None:
     if settings.schedules_conversations:
-        bound = "twice the time of a lone decode, which is measured at the start"
+        bound = "twice a step without prefills, as engines measure it"
         if settings.tpot_bound_s is not None:
             bound = f"{1000 * settings.tpot_bound_s:g} ms"
         console.print(f"TPOT above which prefills are cut: {bound}.", highlight=False)

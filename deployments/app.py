@@ -253,8 +253,10 @@ def llm_arguments(
         # With this policy vLLM's scheduler uses priorities, which our scheduler sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
         if settings.tpot_bound_s is not None:
-            ours = {"conserve": {"chunks": {"late_s": settings.tpot_bound_s}}}
-            engine["additional_config"] = (engine.get("additional_config") or {}) | ours
+            given = engine.get("additional_config") or {}
+            ours = given.get("conserve") or {}
+            chunks = (ours.get("chunks") or {}) | {"late_s": settings.tpot_bound_s}
+            engine["additional_config"] = given | {"conserve": ours | {"chunks": chunks}}
         if settings.prefill_lane:
             connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
             engine["worker_cls"] = _LANE_WORKER if gpu else _CPU_LANE_WORKER

@@ -84,14 +84,11 @@ def plan(
     try:
         chosen, engines = with_memory(settings, shape, _card_bytes(settings, nodes))
     except SettingsError as error:
-        alone = one_engine(settings) if shape is not None else None
-        try:
-            if alone is None:
-                raise error
-            chosen, engines = with_memory(alone, shape, _card_bytes(alone, nodes))
-        except SettingsError:
+        found = _one_engine(settings, nodes, shape)
+        if found is None:
             why = f"\n  {why_unknown}" if why_unknown else ""
             raise SettingsError(f"{error}{why}") from None
+        chosen, engines = found
         notes.append(
             "the GPU has room for one engine, which computes its conversations' prompts itself "
             "(prefillers=0): nothing is handed over"
@@ -113,6 +110,19 @@ def plan(
     size_gb = chosen.lmcache.size_gb
     memory = _least(nodes).memory if nodes else None
     return chosen, GpuPlan(gpus, cards, tuple(engines), size_gb, kept, tuple(notes), memory)
+
+
+def _one_engine(
+    settings: Settings, nodes: Sequence[GpuNode], shape: ModelShape | None
+) -> tuple[Settings, list[EnginePlan]] | None:
+    alone = one_engine(settings)
+    if alone is None or shape is None:
+        return None
+    try:
+        return with_memory(alone, shape, _card_bytes(alone, nodes))
+    except SettingsError:
+        # The refusal of two engines says more.
+        return None
 
 
 def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int | None]:

@@ -117,11 +117,16 @@ class ChunkController:
         self.tpot_s = 0.0
 
     @property
-    def late_s(self) -> float:
+    def alone_late_s(self) -> float:
+        """Return the bound for decodes that nothing else slows down, however few SMs they have."""
         if self._late_s is not None:
             return self._late_s
-        if self._lone_s is None:
-            return self._ASSUMED_LATE_S
+        return self._ASSUMED_LATE_S if self._lone_s is None else LATE_TIMES * self._lone_s
+
+    @property
+    def late_s(self) -> float:
+        if self._late_s is not None or self._lone_s is None:
+            return self.alone_late_s
         return LATE_TIMES * max(self._lone_s, self._base_s)
 
     @property

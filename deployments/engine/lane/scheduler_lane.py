@@ -129,7 +129,8 @@ class SchedulerLane:
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
         if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
-            self.reserve.late_s = self._scheduler.chunks.late_s
+            # The other bound follows steps that few SMs have slowed down.
+            self.reserve.late_s = self._scheduler.chunks.alone_late_s
             self.reserve.step(lasted_s, decode_sms, now_s)
 
     def hears(self, report: LaneReport | None, received: set[str]) -> None:

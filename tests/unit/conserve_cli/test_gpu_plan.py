@@ -179,7 +179,7 @@ def test_without_a_gpu_it_says_so(machine: Machine) -> None:
     assert "1 prefillers and 2 decoders run on the CPU" in said()
     alone = said("like=mars")
     assert "No GPU: 1 decoder runs on the CPU" in alone
-    assert "TPOT above which prefills are cut: twice the time of a lone decode" in alone
+    assert "TPOT above which prefills are cut: twice a step without prefills" in alone
     assert "run on the CPU" in said("device=cpu")
 
 

@@ -269,12 +269,18 @@ def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) ->
     from deployments.app import llm_arguments
 
     chosen = Settings(
-        engine_scheduler="conversation_lane", placement="conversation", tpot_bound_s=0.03
+        engine_scheduler="conversation_lane",
+        placement="conversation",
+        tpot_bound_s=0.03,
+        engine={"additional_config": {"conserve": {"lane": {}}, "other": 1}},
     )
     decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu)["engine_kwargs"]
     assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
     assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
-    assert decoder["additional_config"] == {"conserve": {"chunks": {"late_s": 0.03}}}
+    assert decoder["additional_config"] == {
+        "conserve": {"lane": {}, "chunks": {"late_s": 0.03}},
+        "other": 1,
+    }
     prefiller = llm_arguments("prefiller", chosen, chosen.prefillers, gpu)["engine_kwargs"]
     assert "worker_cls" not in prefiller
     assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"

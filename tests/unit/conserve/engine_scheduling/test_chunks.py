@@ -49,6 +49,8 @@ def test_the_bound_is_twice_a_step_without_prefills_and_at_least_a_lone_decodes(
     for number in range(16):
         controller.step(0.015, 0, 1.0 + 0.015 * number, decodes=2)
     assert controller.late_s == pytest.approx(0.03)
+    # That of a lone decode stays, by which SMs are reserved: fewer SMs would widen the other one.
+    assert controller.alone_late_s == pytest.approx(0.02)
 
 
 def test_many_decodes_do_not_leave_prefills_without_time() -> None:
