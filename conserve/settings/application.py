@@ -166,9 +166,9 @@ class Settings(Strict):
     tpot_bound_s: float | None = Field(
         default=None,
         gt=0,
-        description="With an `engine_scheduler` of ConServe's, the time per output token above "
-        "which prefills give way to decodes. Unset: twice what a step would take without prefills, "
-        "and at least twice a lone decode, which is measured at the engine's start.",
+        description="With `engine_scheduler` `conversation` or `conversation_lane`, the time per "
+        "output token above which a step's prefills are cut. Unset: twice the time of a step "
+        "without prefills, and at least twice a lone decode, which is measured at the start.",
     )
     pausing: bool = Field(
         default=True,
@@ -350,7 +350,10 @@ class Settings(Strict):
     def _scheduler_has_its_arguments(self) -> Self:
         if not self.schedules_conversations:
             if self.tpot_bound_s is not None:
-                raise ValueError("tpot_bound_s: engine_scheduler=vllm has no bound; set another")
+                raise ValueError(
+                    "tpot_bound_s: engine_scheduler=vllm has no bound; set conversation or "
+                    "conversation_lane"
+                )
             return self
         for name, given in (
             ("engine", self.engine),

@@ -37,7 +37,7 @@ def slow_search(rng: random.Random, now_s: float) -> tuple[str, float]:
 
 
 def longer_work(rng: random.Random, now_s: float) -> tuple[str, float]:
-    """Those that come in the burst run longer commands."""
+    """Commands are longer from the burst on."""
     return "bash", rng.lognormvariate(math.log(2.0 if now_s < CALM_S else 12.0), 1.2)
 
 
