@@ -205,6 +205,18 @@ def fit_overhead(
     return Overhead(direct_s=constants[0], handed_off_s=constants[1], quality=quality)
 
 
+def fit_slowdown(points: Sequence[PrefillPoint | DecodePoint], seconds: Sequence[float]) -> float:
+    """Return how many times as long the points took as a curve says: their geometric mean, from 1.
+
+    Under a power cap, ConServe's figures 7 and 8 show it by lengths and batches.
+
+    Args:
+        seconds: the curve's, for each point.
+    """
+    ratios = _times(points) / np.array(seconds)
+    return max(1.0, float(np.exp(np.log(ratios).mean())))
+
+
 def _table(rows: Sequence[tuple[float, ...]]) -> Any:
     return np.array(rows, dtype=float)
 

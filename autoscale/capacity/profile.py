@@ -195,6 +195,21 @@ class Profile(_Strict):
         known = ", ".join(f"{power.cap_w:g}" for power in self.power)
         raise ProfileError(f"profile {self.name} has no cap of {cap_w:g} W, only {known} W")
 
+    def with_power(self, power: CappedPower) -> Self:
+        """Return the profile with a lower cap than its highest one, in place of what it had of it.
+
+        Raises `ProfileError` if the profile has no power, or the cap is not lower.
+        """
+        highest = self.power_at(None)
+        if power.cap_w >= highest.cap_w:
+            raise ProfileError(
+                f"profile {self.name} was measured under {highest.cap_w:g} W, and "
+                f"{power.cap_w:g} W are set now; set a lower cap to add it"
+            )
+        others = [one for one in self.power if one.cap_w != power.cap_w]
+        caps = sorted([*others, power], key=lambda one: one.cap_w, reverse=True)
+        return self.model_copy(update={"power": tuple(caps)})
+
     def require_serves(self, model: str, versions: Mapping[str, str | None]) -> None:
         """Raise `ProfileError` if this profile is of another model or package version."""
         if model != self.model:

@@ -8,12 +8,13 @@ import random
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import typer
 from rich import box
@@ -34,6 +35,7 @@ from autoscale.capacity.fit import (
     fit_interference,
     fit_overhead,
     fit_prefill,
+    fit_slowdown,
 )
 from autoscale.capacity.profile import (
     NAME_PATTERN,
@@ -41,6 +43,7 @@ from autoscale.capacity.profile import (
     Profile,
     ProfileError,
     Quality,
+    load_profile,
     save_profile,
 )
 from autoscale.capacity.served import engine_versions
@@ -179,6 +182,14 @@ def profile(
             f"{MIN_R_SQUARED:g}; for iterations {MIN_R_SQUARED_STEPS:g})."
         ),
     ] = None,
+    add_cap: Annotated[
+        bool,
+        typer.Option(
+            "--add-cap",
+            help="Measure what the power cap that is set now costs, and add it to the profile in "
+            "--out, which was measured without it.",
+        ),
+    ] = False,
     seed: Annotated[
         int, typer.Option(help="Seed of the prompts, and of the order of measurements.")
     ] = 0,
@@ -199,6 +210,22 @@ def profile(
     ):
         refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
     seen = _Seen()
+    repetitions = _Repetitions(repeats, random.Random(seed))
+    tokens = range(int(low), int(high))
+    if add_cap:
+        try:
+            known = load_profile(out)
+            capped = asyncio.run(
+                _measure_cap(seen, url, known, repetitions, largest_batch, tokens, seed)
+            )
+            save_profile(known.with_power(capped), out)
+        except (MeasureError, ProfileError, FitError) as error:
+            refuse(str(error))
+        except NoDraw as error:
+            refuse(f"the cap's power was not measured: {error}")
+        _show_cap(known, seen, capped)
+        console.print(f"The cap is in {escape(str(out))}.", highlight=False)
+        return
     try:
         made = asyncio.run(
             _measure(
@@ -206,10 +233,10 @@ def profile(
                 url,
                 out=out,
                 name=name,
-                repeats=repeats,
+                repetitions=repetitions,
                 longest_tokens=longest_tokens,
                 largest_batch=largest_batch,
-                vocabulary=range(int(low), int(high)),
+                vocabulary=tokens,
                 kv_bytes_per_token=kv_bytes_per_token,
                 batched_tokens=batched_tokens,
                 # Unless it is given, each curve has its own default.
@@ -235,13 +262,44 @@ def profile(
 # --- Measuring ------------------------------------------------------------------------------------
 
 
+class _Repetitions:
+    """Makes each of some calls once to warm up, then all over and over, in random order."""
+
+    def __init__(self, repeats: int, order: random.Random) -> None:
+        self._repeats = repeats
+        self._order = order
+        self._bar = progress_bar()
+
+    @contextmanager
+    def of(self, calls: int) -> Iterator[Self]:
+        """Show the progress of this number of calls meanwhile."""
+        with self._bar as bar:
+            self._task = bar.add_task("", total=calls * (self._repeats + 1))
+            yield self
+
+    async def __call__(
+        self, what: str, calls: Iterable[Callable[[], Awaitable[Point]]]
+    ) -> list[Point]:
+        """Return each call's point, the median of its repetitions."""
+        self._bar.update(self._task, description=what)
+        calls = list(calls)
+        found: dict[int, list[Point]] = defaultdict(list)
+        for round_number in range(self._repeats + 1):
+            for index in self._order.sample(range(len(calls)), len(calls)):
+                point = await calls[index]()
+                if round_number:
+                    found[index].append(point)
+                self._bar.advance(self._task)
+        return [_median(points) for points in found.values()]
+
+
 async def _measure(
     seen: _Seen,
     url: str,
     *,
     out: Path,
     name: str,
-    repeats: int,
+    repetitions: _Repetitions,
     longest_tokens: int,
     largest_batch: int,
     vocabulary: range,
@@ -258,23 +316,7 @@ async def _measure(
     _prepare(out)
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
     count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
-    order = random.Random(seed)
-    with progress_bar() as bar:
-        task = bar.add_task("", total=count * (repeats + 1))
-
-        async def repeat(what: str, calls: Iterable[Callable[[], Awaitable[Point]]]) -> list[Point]:
-            """Make each call once to warm up, then all over and over, in random order."""
-            bar.update(task, description=what)
-            calls = list(calls)
-            found: dict[int, list[Point]] = defaultdict(list)
-            for round_number in range(repeats + 1):
-                for index in order.sample(range(len(calls)), len(calls)):
-                    point = await calls[index]()
-                    if round_number:
-                        found[index].append(point)
-                    bar.advance(task)
-            return [_median(points) for points in found.values()]
-
+    with repetitions.of(count) as repeat:
         async with Probe(application, vocabulary, seed) as probe:
             seen.prefill = await repeat(
                 "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
@@ -316,6 +358,52 @@ async def _measure(
     )
 
 
+async def _measure_cap(
+    seen: _Seen,
+    url: str,
+    known: Profile,
+    repetitions: _Repetitions,
+    largest_batch: int,
+    vocabulary: range,
+    seed: int,
+) -> CappedPower:
+    """Measure power and slowdowns under the cap that is set now, against a profile's curves.
+
+    Raises `NoDraw`: power cannot be measured; `ProfileError`: the profile is not measured, of
+    another model or version, or the cap is not lower than its own.
+    """
+    if known.origin != "measured":
+        raise ProfileError(f"profile {known.name} is not measured; measure one without --add-cap")
+    application = await find_application(url)
+    known.require_serves(application.model, engine_versions())
+    meter = DrawMeter(url)
+    # Refuse before anything is measured.
+    known.with_power(known.power_at(None).model_copy(update={"cap_w": await meter.limit_w()}))
+    longest = known.prefill.longest_tokens
+    grid = make_grid(longest, application.decoder.capacity_tokens, largest_batch)
+    async with Probe(application, vocabulary, seed) as probe:
+        with repetitions.of(len(grid.cold) + len(grid.appends) + len(grid.decodes)) as repeat:
+            seen.prefill = await repeat(
+                "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
+            )
+            seen.prefill += await repeat(
+                "appends", [partial(probe.append, *one) for one in grid.appends]
+            )
+            seen.decode = await repeat(
+                "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+            )
+        drawn = await _drawn(meter, probe, grid)
+    cold = [point for point in seen.prefill if not point.cached_tokens]
+    prefill_s = [known.prefill.seconds(one.new_tokens, 0) for one in cold]
+    step_s = [known.decode.step_s(one.sequences, one.kv_tokens) for one in seen.decode]
+    return drawn.model_copy(
+        update={
+            "prefill_slowdown": fit_slowdown(cold, prefill_s),
+            "decode_slowdown": fit_slowdown(seen.decode, step_s),
+        }
+    )
+
+
 def _prepare(out: Path) -> None:
     """Check that a profile, or a refused one's points, can be written; raises `ProfileError`."""
     try:
@@ -347,7 +435,14 @@ def _batched_tokens(
 
 async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
     """Measure draws under the limit that is set; print why if that is not possible."""
+    try:
+        return (await _drawn(DrawMeter(url), probe, grid),)
+    except NoDraw as reason:
+        console.print(f"Power was not measured: {reason}.", highlight=False)
+        return ()
 
+
+async def _drawn(meter: DrawMeter, probe: Probe, grid: Grid) -> CappedPower:
     # With short contexts and long outputs, little of the work is prefill.
     sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
 
@@ -357,12 +452,8 @@ async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
     async def decode() -> None:
         await probe.decode(sequences, context_tokens, grid.cold[-1] // 2)
 
-    try:
-        with console.status("power: idle, prefill, decode, a minute in all"):
-            return (await measure_power(DrawMeter(url), prefill, decode),)
-    except NoDraw as reason:
-        console.print(f"Power was not measured: {reason}.", highlight=False)
-        return ()
+    with console.status("power: idle, prefill, decode, a minute in all"):
+        return await measure_power(meter, prefill, decode)
 
 
 def _median(points: list[Point]) -> Point:
@@ -448,5 +539,32 @@ def _show(made: Profile) -> None:
     console.print(
         f"KV: {made.kv_capacity_tokens:,} tokens an engine, {handoff.bytes_per_token:,.0f} bytes "
         "each.",
+        highlight=False,
+    )
+
+
+def _show_cap(known: Profile, seen: _Seen, capped: CappedPower) -> None:
+    """Print each point's time under the cap over the profile's (ConServe, figures 7 and 8)."""
+    title = f"{capped.cap_w:g} W against {known.power_at(None).cap_w:g} W: times as long"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table.add_column("measured")
+    table.add_column("times", justify="right")
+    for point in seen.prefill:
+        after = f" after {point.cached_tokens:,} cached" if point.cached_tokens else ""
+        said_s = known.prefill.seconds(point.new_tokens, point.cached_tokens)
+        table.add_row(
+            f"prefill of {point.new_tokens:,} tokens{after}", f"{point.seconds / said_s:.2f}"
+        )
+    for step in seen.decode:
+        said_s = known.decode.step_s(step.sequences, step.kv_tokens)
+        table.add_row(
+            f"decode step of {step.sequences} with {step.kv_tokens:,} tokens of KV",
+            f"{step.seconds / said_s:.2f}",
+        )
+    console.print(table)
+    console.print(
+        f"Recorded: prefills take {capped.prefill_slowdown:.2f} times as long, decode steps "
+        f"{capped.decode_slowdown:.2f}; idle {capped.idle_w:.0f} W, prefill "
+        f"{capped.prefill_w:.0f} W, decode {capped.decode_w:.0f} W.",
         highlight=False,
     )

@@ -91,6 +91,10 @@ class DrawMeter:
                 text = await answer.text()
         return parse_energy(text)
 
+    async def limit_w(self) -> float:
+        """Return the limit of `one_limit_w`, and raise as it does."""
+        return one_limit_w(await self.energy())
+
     async def mean_w(
         self, role: str, work: Callable[[], Awaitable[None]], phase_s: float = PHASE_S
     ) -> float:
@@ -136,7 +140,7 @@ async def measure_power(
 
     Raises `NoDraw` if power cannot be measured.
     """
-    cap_w = one_limit_w(await meter.energy())
+    cap_w = await meter.limit_w()
 
     async def nothing() -> None:
         await asyncio.sleep(_POLL_S)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autoscale.capacity.fit import DecodePoint, MixedPoint, PrefillPoint, TurnPoint
-from autoscale.capacity.profile import load_profile
+from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
 from conserve_cli.profile import command as module
 from conserve_cli.profile import measure
@@ -382,3 +382,81 @@ def test_fits_are_drawn(tmp_path: Path) -> None:
     empty, full = (tmp_path / f"{name}.png" for name in ("empty", "full"))
     assert full.read_bytes().startswith(b"\x89PNG")
     assert full.stat().st_size > empty.stat().st_size
+
+
+# --- A power cap ----------------------------------------------------------------------------------
+
+_A40 = load_profile("a40-qwen3-0.6b")
+
+
+class _CappedProbe(_RefusedProbe):
+    """Measures what a profile says, prefills 1.3 times and decode steps 1.05 times as long."""
+
+    async def cold_prefill(self, tokens: int) -> PrefillPoint:
+        return PrefillPoint(tokens, 0, 1.3 * _A40.prefill.seconds(tokens, 0))
+
+    async def append(self, new: int, cached: int) -> PrefillPoint:
+        return PrefillPoint(new, cached, 1.1 * _A40.prefill.seconds(new, cached))
+
+    async def decode(self, sequences: int, context: int, output: int) -> DecodePoint:
+        kv_tokens = sequences * context
+        return DecodePoint(sequences, kv_tokens, 1.05 * _A40.decode.step_s(sequences, kv_tokens))
+
+
+def _add_cap(
+    profile: Profile, out: Path, monkeypatch: pytest.MonkeyPatch, limit_w: float = 220.0
+) -> tuple[int, str]:
+    async def find(url: str) -> Application:
+        return replace(_application(), model=_A40.model)
+
+    async def limit(meter: object) -> float:
+        return limit_w
+
+    async def drawn(*arguments: object) -> CappedPower:
+        return CappedPower(cap_w=limit_w, idle_w=30, prefill_w=219, decode_w=180)
+
+    monkeypatch.setattr(module, "find_application", find)
+    monkeypatch.setattr(module, "Probe", _CappedProbe)
+    monkeypatch.setattr(module, "_drawn", drawn)
+    monkeypatch.setattr(module.DrawMeter, "limit_w", limit)
+    save_profile(profile, out)
+    arguments = ["http://a", "--add-cap", "--repeats", "1", "--out", str(out)]
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(cli, arguments)
+    return done.exit_code, done.output
+
+
+def test_a_cap_is_added_with_what_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = _A40.model_copy(update={"origin": "measured"})
+    status, output = _add_cap(measured, tmp_path / "p.json", monkeypatch)
+    assert status == 0, output
+    capped = load_profile(tmp_path / "p.json")
+    assert [one.cap_w for one in capped.power] == [300, 220, 200]
+    added = capped.power_at(220)
+    assert added.prefill_slowdown == pytest.approx(1.3)
+    assert added.decode_slowdown == pytest.approx(1.05)
+    assert (capped.prefill, capped.decode) == (measured.prefill, measured.decode)
+    assert "prefills take 1.30 times as long, decode steps 1.05" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "limit_w", "said"),
+    [
+        ({"origin": "measured"}, 300.0, "300 W are set now; set a lower cap"),
+        ({}, 220.0, "is not measured; measure one without --add-cap"),
+        ({"origin": "measured", "power": ()}, 220.0, "has no power"),
+        ({"origin": "measured", "model": "other"}, 220.0, "is of the model other"),
+    ],
+)
+def test_a_cap_that_cannot_be_compared_is_refused_and_the_profile_kept(
+    change: dict[str, object],
+    limit_w: float,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "p.json"
+    known = _A40.model_copy(update=change)
+    status, output = _add_cap(known, out, monkeypatch, limit_w)
+    assert status == 2, output
+    assert said in " ".join(output.split())
+    assert load_profile(out) == known
