@@ -5,6 +5,7 @@ ConServe's, on what steps take by data sheets (`benchmarks/simulate/inside/costs
 1 is in ConServe's favour.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -51,6 +52,11 @@ def mean_s(one: mars.Outcome) -> float:
     return one.mean_s
 
 
+def per_good_s(one: mars.Outcome) -> float:
+    """Return the time for each program that ended within the largest of `mars.SLACKS`."""
+    return 1 / one.goodput_per_s[-1] if one.goodput_per_s[-1] else math.inf
+
+
 # --- What the papers claim ------------------------------------------------------------------------
 
 
@@ -59,8 +65,10 @@ def claims_of_mars(
 ) -> Iterable[Claim]:
     """Yield claims of programs' mean time: over ConServe's, and without one of its mechanisms."""
 
-    def gains(ones: Sequence[mars.Outcome], over: Sequence[str], system: str) -> list[float]:
-        return [*ratios(ones, mean_s, over, system).values()]
+    def gains(
+        ones: Sequence[mars.Outcome], over: Sequence[str], system: str, value: Value = mean_s
+    ) -> list[float]:
+        return [*ratios(ones, value, over, system).values()]
 
     for gpu, said, reached in (("H100", "1.44 to 5.80", 1.44), ("H200", "1.90 to 5.94", 1.90)):
         on_it = [one for one in found if one.point.gpu == gpu]
@@ -69,6 +77,12 @@ def claims_of_mars(
             yield Claim("MARS, 6.3", what, said, reached, gains(on_it, _BASELINES, name))
         over_vllm = gains(on_it, ["vllm"], mars.OURS.name)
         yield Claim("", f"{gpu}: mean time, vllm over conserve", "(a figure)", 1.0, over_vllm)
+    what = f"goodput at {mars.SLACKS[-1]:g} times, conserve over the best baseline"
+    on_h100 = [one for one in found if one.point.gpu == "H100"]
+    for regime, ones in group(on_h100, lambda one: one.point.regime).items():
+        said, reached = ("2 to 3", 2.0) if regime == "ILR-1" else ("others near zero", 2.0)
+        shares = gains(ones, _BASELINES, mars.OURS.name, per_good_s)
+        yield Claim("MARS, 6.3", f"H100, {regime}: {what}", said, reached, shares)
     for name, said, reached in (
         ("without order", "its coordinator: 2 to 5", 2.0),
         ("without admission", "its control plane: 1.5 to 3", 1.5),
@@ -154,6 +168,23 @@ def show_mars(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
         experiment.show(title, ["", *columns], rows, wrap=True, box=SIMPLE_HEAD)
 
 
+def show_goodput(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
+    """Print the programs a minute that ended within each slack (MARS, figure 9)."""
+    for gpu, on_it in group(found, lambda one: one.point.gpu).items():
+        columns, rows = pivot(
+            on_it,
+            lambda one: (f"{one.point.regime}, {one.point.rate_per_s:g}/s",),
+            lambda one: one.system,
+            lambda ones: " / ".join(
+                f"{60 * fmean(values):.1f}"
+                for values in zip(*(one.goodput_per_s for one in ones), strict=True)
+            ),
+        )
+        slacks = " / ".join(f"{slack:g}" for slack in mars.SLACKS)
+        title = f"MARS's workloads, {gpu}: programs/min within {slacks} times their time alone"
+        experiment.show(title, ["", *columns], rows, wrap=True, box=SIMPLE_HEAD)
+
+
 def show_without(found: Sequence[mars.Outcome], experiment: Experiment) -> None:
     """Print mean times without a mechanism, over those with all of them."""
     points = group(found, lambda one: one.point)
@@ -187,6 +218,23 @@ def show_agentserve(found: Sequence[agentserve.Outcome], experiment: Experiment)
         experiment.show(title, ["", *columns], rows, wrap=True, box=SIMPLE_HEAD)
 
 
+def show_attainment(found: Sequence[agentserve.Outcome], experiment: Experiment) -> None:
+    """Print the share of sessions that met both SLOs (AgentServe, figure 6)."""
+
+    def row(one: agentserve.Outcome) -> tuple[str]:
+        return (f"{one.point.gpu}, {one.point.model}, {one.point.agents} agents",)
+
+    for tools, here in group(found, lambda one: one.point.tools).items():
+        columns, rows = pivot(
+            here,
+            row,
+            lambda one: one.system,
+            lambda ones: f"{fmean(one.attained for one in ones):.0%}",
+        )
+        title = f"AgentServe's workloads, {tools} tools: sessions that met both SLOs"
+        experiment.show(title, ["", *columns], rows, wrap=True, box=SIMPLE_HEAD)
+
+
 def _run(case: tuple[Callable[..., Any], Any, Any, int]) -> Any:
     run, *arguments = case
     return run(*arguments)
@@ -212,8 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     without = measure(mars.run, _WITHOUT_AT, (mars.OURS, *mars.WITHOUT))
     agents = measure(agentserve.run, agentserve.POINTS, agentserve.SYSTEMS)
     show_mars(served, experiment)
+    show_goodput(served, experiment)
     show_without(without, experiment)
     show_agentserve(agents, experiment)
+    show_attainment(agents, experiment)
     title = "claims, and what came out (ratios above 1: ConServe is better)"
     show_claims(f"MARS: {title}", claims_of_mars(served, without), experiment)
     for tools in agentserve.TOOLS:

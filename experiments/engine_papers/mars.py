@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import fmean
 
 import numpy as np
@@ -29,6 +30,8 @@ VOLUMES_TOKENS = {"ILR-1": 125_000, "ILR-2": 167_000, "ILR-3": 220_000, "ILR-4":
 GPUS = {"H100": H100_NVL, "H200": H200_NVL}
 # "E.g. ILR-2/3 at 0.2-0.33 req/s" (6.3), "ILR-1, 0.5 req/s" (6.5).
 RATES_PER_S = (0.2, 0.33, 0.5)
+# The targets of equation 2: so many times what a program takes alone (alpha).
+SLACKS = (2.0, 3.0)
 # One of the H200 node's two CPUs (32 cores each). How many tools had is not said.
 CORES = 32
 
@@ -97,6 +100,8 @@ class Outcome:
 
     Attributes:
         mean_s, p95_s: from a program's arrival to its end, tools included.
+        goodput_per_s: programs that ended within each of `SLACKS` times what they take alone, over
+            the time until all have ended (equation 1).
         found: of what later prompts repeat, the share that the cache had.
         prefilled_tokens, decoded_tokens: what the engine computed.
     """
@@ -107,6 +112,7 @@ class Outcome:
     mean_s: float
     p95_s: float
     longest_s: float
+    goodput_per_s: tuple[float, ...]
     found: float
     preemptions: int
     prefilled_tokens: int
@@ -303,11 +309,21 @@ class Node(Sessions):
             self.control.left(key)
 
 
+@lru_cache(maxsize=4)
+def alone_s(gpu: str, programs: tuple[Program, ...]) -> tuple[float, ...]:
+    """Return how long each program takes without others, under vLLM's scheduler."""
+    first = BASELINES[0]
+    return tuple(Node(first, GPUS[gpu], CORES).serve([one])[0] for one in programs)
+
+
 def run(system: System, point: Point, seed: int, cores: int = CORES) -> Outcome:
     arrivals = Arrivals("poisson", point.rate_per_s, seed)
     programs = draw(regime(VOLUMES_TOKENS[point.regime]), point.programs, arrivals, seed)
     node = Node(system, GPUS[point.gpu], cores)
     took_s = node.serve(programs)
+    # The same programs come at all rates.
+    ideal_s = alone_s(point.gpu, tuple(replace(one, arrives_s=0.0) for one in programs))
+    lateness = [took / ideal for took, ideal in zip(took_s, ideal_s, strict=True)]
     scheduler = node.scheduler
     return Outcome(
         system.name,
@@ -316,6 +332,9 @@ def run(system: System, point: Point, seed: int, cores: int = CORES) -> Outcome:
         mean_s=fmean(took_s),
         p95_s=float(np.percentile(took_s, 95)),
         longest_s=max(took_s),
+        goodput_per_s=tuple(
+            sum(times <= slack for times in lateness) / node.loop.now_s for slack in SLACKS
+        ),
         found=1 - scheduler.recomputed_tokens / max(1, scheduler.expected_tokens),
         preemptions=scheduler.preemptions,
         prefilled_tokens=node.engine.prefilled_tokens,

@@ -107,6 +107,28 @@ def test_packing_goes_by_size_and_turns_round_while_cpus_are_overloaded() -> Non
     assert [one.history_id for one in order.tickets(0.0)] == ["c", "b", "a"]
 
 
+def test_goodput_counts_programs_that_took_no_longer_than_a_multiple_of_their_time_alone() -> None:
+    def goodput(rate_per_s: float) -> tuple[float, ...]:
+        point = mars.Point("H100", "ILR-1", rate_per_s, programs=24)
+        return mars.run(mars.BASELINES[0], point, seed=0).goodput_per_s
+
+    # Alone nearly all the time, every program meets both targets.
+    two, three = goodput(0.001)
+    assert two == three > 0
+    # All at a time, they share the engine, and some are late.
+    two, three = goodput(1000.0)
+    assert two < three
+
+
+def test_a_session_fails_its_slos_by_any_turn() -> None:
+    point = agentserve.Point("5090", "Qwen2.5-3B", "react", 1)
+    assert agentserve.run(agentserve.VLLM_NOW, point, seed=0).attained == 1.0
+    crowd = agentserve.Point("A5000", "Llama-3-8B", "react", 24)
+    few = agentserve.run(agentserve.LLAMA_CPP, crowd, seed=0)
+    assert few.attained < 0.2
+    assert few.ttft_p50_s < few.ttft_p95_s
+
+
 def test_agents_run_one_session_after_the_other() -> None:
     point = agentserve.Point("5090", "Qwen2.5-3B", "react", 3)
     for system in agentserve.SYSTEMS:
@@ -119,7 +141,7 @@ def test_agents_run_one_session_after_the_other() -> None:
 def test_ratios_are_of_the_best_at_each_point_and_means_over_seeds() -> None:
     def outcome(system: str, seed: int, mean_s: float) -> mars.Outcome:
         point = mars.Point("H100", "ILR-1", 0.1)
-        return mars.Outcome(system, point, seed, mean_s, 0, 0, 0, 0, 0, 0, 0)
+        return mars.Outcome(system, point, seed, mean_s, 0, 0, (), 0, 0, 0, 0, 0)
 
     found = [outcome("a", 0, 8.0), outcome("b", 0, 4.0), outcome("ours", 0, 2.0)]
     found += [outcome("a", 1, 8.0), outcome("b", 1, 16.0), outcome("ours", 1, 1.0)]
