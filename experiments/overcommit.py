@@ -1,18 +1,21 @@
 """Agents whose histories are several times what engines can hold: throughput, and what is found.
 
-One system after the other is started, each with the same engines and room for the same KV. As many
-agents work at a time that their histories take that room once, twice and so on: each sends a long
-first prompt, then turns that append a little, with gaps between as tools take, and when it has made
-all of its turns it begins anew, without a word about the old one. For each number of agents there
-are output tokens a second, and the share of what a later turn repeats that no engine had to compute
-(by ``usage``). A turn that is refused counts, and is sent again a second later.
+One system after the other is started, each with the same engines and room for the same KV, in a
+random order in each round. As many agents work at a time that their histories take that room once,
+twice and so on: each sends a long first prompt, then turns that append a little, with gaps between
+as tools take, and when it has made all of its turns it begins anew, without a word about the old
+one. For each number of agents there are output tokens a second, and the share of what a later turn
+repeats that no engine had to compute (by ``usage``). A turn that is refused counts, and is sent
+again a second later.
 """
 
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from benchmarks.peers import Options, PeerUnavailable, start
 from benchmarks.peers.plan import CONVERSATION_HEADER
 from conserve.settings import EMBEDDED_MODEL, load
 from experiments.agents import MODEL, Agent, Shape, clients
-from experiments.harness import Experiment, figure, numbers, percentile
+from experiments.harness import Experiment, figure, numbers, percentile, rounds
 
 PORT = 8000
 CONSERVE, PINNED = "conserve", "pausing-off"
@@ -66,6 +69,19 @@ class Level:
     def found(self) -> float:
         """The share of what was repeated that no engine had to compute."""
         return self.found_tokens / self.repeated_tokens if self.repeated_tokens else 0.0
+
+    def pooled(self, other: "Level") -> "Level":
+        """Return this and another round's together."""
+        refused = Counter(self.refused) + Counter(other.refused)
+        return Level(
+            self.agents,
+            self.seconds + other.seconds,
+            self.output_tokens + other.output_tokens,
+            self.repeated_tokens + other.repeated_tokens,
+            self.found_tokens + other.found_tokens,
+            dict(refused),
+            self.latency_s + other.latency_s,
+        )
 
     def add(self, usage: dict[str, Any], repeated_tokens: int, latency_s: float) -> None:
         """A turn has ended.
@@ -175,6 +191,11 @@ def serving(experiment: Experiment, system: str) -> Iterator[tuple[str, str]]:
         yield f"http://127.0.0.1:{PORT}", peer.session_header or CONVERSATION_HEADER
 
 
+def pool(rounds: Sequence[Sequence[Level]]) -> list[Level]:
+    """Return a system's levels over all of its rounds."""
+    return [reduce(Level.pooled, levels) for levels in zip(*rounds, strict=True)]
+
+
 def report(found: dict[str, list[Level]], room_tokens: int, experiment: Experiment) -> None:
     rows: list[list[str]] = []
     for system, levels in found.items():
@@ -225,7 +246,7 @@ def draw(found: dict[str, list[Level]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    experiment = Experiment("overcommit", __doc__, width=110, seed=1)
+    experiment = Experiment("overcommit", __doc__, width=110, seed=1, rounds=1)
     experiment.option("--times", "1,2,3,4", "histories, in times a decoder's room",
                       type=numbers, metavar="N,...")  # fmt: skip
     experiment.option("--systems", ",".join(SYSTEMS))
@@ -242,22 +263,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known = ", ".join(SYSTEMS)
         experiment.parser.error(f"--systems: no {', '.join(sorted(unknown))}; there are {known}")
     model = load({"model": options.model}).model_id
-    found: dict[str, list[Level]] = {}
-    for name in chosen:
+    by_round: dict[str, list[list[Level]]] = {}
+    for number, name in rounds(chosen, options.rounds, options.seed):
         try:
             with serving(experiment, name) as (url, header):
-                found[name] = [
-                    asyncio.run(
-                        Watch(model=model).measure(
-                            url, header, count, options.settle, options.seconds, options.seed
+                by_round.setdefault(name, []).append(
+                    [
+                        asyncio.run(
+                            Watch(model=model).measure(
+                                url, header, count, options.settle, options.seconds,
+                                options.seed + number,
+                            )
                         )
-                    )
-                    for count in experiment.track(counts, name)
-                ]
+                        for count in experiment.track(counts, name)
+                    ]
+                )  # fmt: skip
         except PeerUnavailable as error:
             experiment.console.print(f"{name}: {error}", style="yellow")
+    found = {name: pool(by_round[name]) for name in chosen if name in by_round}
     report(found, room_tokens, experiment)
-    experiment.save(found)
+    experiment.save(by_round)
     if path := experiment.file("png"):
         draw(found, path)
         experiment.console.print(f"Picture and numbers are in {path.parent}.")

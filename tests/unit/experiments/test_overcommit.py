@@ -11,7 +11,7 @@ from rich.console import Console
 from experiments import overcommit
 from experiments.agents import Shape
 from experiments.harness import Experiment
-from experiments.overcommit import Level, Watch, draw, report
+from experiments.overcommit import Level, Watch, draw, pool, report
 
 SHAPE = Shape(first_words=40, later_words=10, output_tokens=5, turns=3)
 
@@ -32,6 +32,17 @@ def test_what_is_found_is_told_of_what_was_sent_before() -> None:
     assert level.found == (96 + 95) / 200
     level.add({"completion_tokens": 5, "prompt_tokens_details": None}, 100, 1.0)
     assert level.found == (96 + 95) / 300
+
+
+def test_rounds_are_pooled_level_by_level() -> None:
+    def level(agents: int, output_tokens: int, refused: dict[int, int]) -> Level:
+        return Level(agents, 10.0, output_tokens, 100, 50, refused, [1.0])
+
+    once, four = pool([[level(6, 20, {}), level(25, 40, {429: 1})],
+                       [level(6, 40, {}), level(25, 80, {429: 2, 503: 1})]])  # fmt: skip
+    assert (once.agents, once.tokens_per_s, once.found) == (6, 3.0, 0.5)
+    assert (four.agents, four.tokens_per_s, four.latency_s) == (25, 6.0, [1.0, 1.0])
+    assert four.refused == {429: 3, 503: 1}
 
 
 class Server:
