@@ -2,7 +2,8 @@
 
 Closed loops of programs as in ThunderAgent's evaluation, and MARS's regimes of programs that
 arrive; each system's rules under the same load, and what the papers claim beside what came out.
-Without recorded sessions (``--data``) their scene is left out.
+Without recorded sessions (``--data``) their scene is left out. ``--sweep`` varies ThunderAgent's
+interval and decay instead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,12 +31,12 @@ from benchmarks.workloads import (
     synthetic,
 )
 from experiments.claims import Claim, show_claims
-from experiments.harness import Experiment, figure, group, numbers, pivot
+from experiments.harness import Experiment, at_least_1, figure, group, numbers, pivot
 
 # As in ConServe's paper; the others have four collocated engines.
 _CLOSED_ENGINES = EngineCounts(prefillers=1, decoders=3)
-# The smallest that ConServe can do with; MARS's evaluation has one.
-_OPEN_ENGINES = EngineCounts(prefillers=1, decoders=1)
+# As MARS's evaluation. ConServe's engine decodes and prefills (``prefillers=0``).
+_OPEN_ENGINES = EngineCounts(prefillers=0, decoders=1)
 PROFILE = "h100-qwen3-8b"
 _VOCABULARY = range(1_000, 4_000)
 # More than begin in any run of a closed loop.
@@ -74,11 +75,26 @@ CONTENDERS: tuple[Contender, ...] = tuple(
         Contender("ttl, 30 s", "ttl", {"ttl_s": 30.0}),
         Contender("attained", "attained"),
         Contender("thunderagent", "thunderagent"),
-        Contender("thunderagent, f = 1", "thunderagent", {"discounts": False}),
+        Contender("thunderagent, f = 1", "thunderagent", {"decay": 1.0}),
         Contender("conserve", "conserve"),
         Contender("pausing", "pausing"),
         Contender("parking", "parking"),
         Contender("parking, 256 GB", "parking", host_tokens_each=_HOST_TOKENS),
+        # What `conserve serve` starts.
+        Contender("as shipped", "elastic_parking"),
+        Contender("as shipped, 256 GB", "elastic_parking", host_tokens_each=_HOST_TOKENS),
+    )
+)
+# ThunderAgent's figure 6b: the interval with its decay, and the decay with its interval.
+SWEEP: tuple[Contender, ...] = tuple(
+    Contender(
+        f"every {interval_s:g} s, f = {decay:g}^-t",
+        "thunderagent",
+        _ALIKE | {"interval_s": interval_s, "decay": decay},
+    )
+    for interval_s, decay in (
+        *((interval_s, 2.0) for interval_s in (1.0, 2.0, 5.0, 10.0, 20.0)),
+        *((5.0, decay) for decay in (1.0, 1.1, 1.5, 4.0)),
     )
 )
 
@@ -211,6 +227,7 @@ class Figures:
         tokens_per_s, steps_per_min: output tokens, and turns that ended.
         found: of what later turns repeat, the share that no engine had to compute.
         latency_s: mean time of a turn, from when it was sent.
+        first_token_s: the part of it until the first token.
         program_s: mean time of a program that ended, its tools' included; None where none did.
         failed: turns that were refused.
         preemptions: running turns that were sent back.
@@ -225,6 +242,7 @@ class Figures:
     steps_per_min: float
     found: float
     latency_s: float
+    first_token_s: float
     program_s: float | None
     failed: int
     preemptions: int
@@ -299,6 +317,7 @@ def _figures(
         steps_per_min=60 * len(ended) / counted_s,
         found=found / repeated if repeated else 0.0,
         latency_s=fmean(one.ended_s - one.sent_s for one in ended),
+        first_token_s=fmean((one.first_token_s or one.ended_s) - one.sent_s for one in ended),
         program_s=fmean(program_s) if program_s else None,
         failed=len(records) - len(ended),
         preemptions=sum(engine.preemptions for engine in engines),
@@ -309,7 +328,9 @@ def _figures(
 # --- What papers claim ----------------------------------------------------------------------------
 
 _SERVING, _OVER_CONTINUUM, _ROLLOUT, _MARS = (1.48, 3.58), (1.17, 3.31), (1.79, 3.92), (1.44, 5.94)
-_OURS = ("conserve", "pausing", "parking", "parking, 256 GB")
+_OURS = (
+    "conserve", "pausing", "parking", "parking, 256 GB", "as shipped", "as shipped, 256 GB",
+)  # fmt: skip
 # What MARS is compared with in its paper, and of what is simulated here.
 _MARS_OTHERS = ("vllm", "affinity", "ttl, 2 s", "ttl, 30 s", "attained")
 
@@ -386,6 +407,8 @@ _COLOURS = {
     "pausing": "tab:cyan",
     "parking": "tab:blue",
     "parking, 256 GB": "navy",
+    "as shipped": "mediumorchid",
+    "as shipped, 256 GB": "indigo",
 }
 
 
@@ -405,8 +428,9 @@ _CLOSED: dict[str, _Cell] = {
     "output tokens/s, and of what is repeated, what was found": lambda one: (
         f"{one.tokens_per_s:,.0f} {one.found:4.0%}"
     ),
-    "steps/min, and a turn's mean latency": lambda one: (
-        f"{one.steps_per_min:,.0f} {one.latency_s:5.1f} s"
+    "steps/min, and a turn's mean time, s: to its first token + decoding": lambda one: (
+        f"{one.steps_per_min:,.0f} {one.first_token_s:5.1f} + "
+        f"{one.latency_s - one.first_token_s:4.1f}"
     ),
 }
 _REFUSED: dict[str, _Cell] = {"turns refused": lambda one: f"{one.failed:,}"}
@@ -457,13 +481,38 @@ def draw(found: Sequence[Figures], path: Path) -> None:
     picture.savefig(path, dpi=110)
 
 
+def sweep(programs: int, seed: int, experiment: Experiment) -> None:
+    """Simulate ThunderAgent with other intervals and decays, on drawn programs."""
+    runs = [
+        Run(scene, one, programs, _CLOSED_ENGINES, None, seed)
+        for scene in CLOSED
+        if scene.shape is not None
+        for one in SWEEP
+    ]
+    found = experiment.on_all_cores(measure, runs)
+    columns, rows = pivot(
+        found,
+        lambda one: (one.system,),
+        lambda one: one.scene,
+        lambda here: f"{here[0].steps_per_min:,.0f} {here[0].found:4.0%}",
+    )
+    title = f"ThunderAgent's interval and decay, {programs} programs: steps/min, and found"
+    experiment.show(title, ["", *columns], rows, box=SIMPLE_HEAD)
+    experiment.save(found)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     experiment = Experiment("scale", __doc__, width=118, seed=0, data=True)
     about = "how many programs at a time; 0: none"
     experiment.option("--programs", "24,48,96,120,144", about, type=numbers, metavar="N,...")
     about = "of MARS's regimes, programs a second; 0: none"
     experiment.option("--rates", "0.2,0.33,0.5,1", about, type=numbers, metavar="RATE,...")
+    about = "vary ThunderAgent's interval and decay, with this number of programs"
+    experiment.option("--sweep", None, about, type=at_least_1, metavar="N")
     options = experiment.parse(arguments)
+    if options.sweep is not None:
+        sweep(options.sweep, options.seed, experiment)
+        return
     scenes = [one for one in CLOSED if one.shape is not None or options.data is not None]
     cases: list[tuple[ClosedLoop | Arriving, float, EngineCounts]] = [
         *((scene, load, _CLOSED_ENGINES) for scene in scenes for load in options.programs if load),

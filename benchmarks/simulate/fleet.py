@@ -28,7 +28,11 @@ class Fleet(Clients):
             for i, costs in enumerate(system.decoders)
         }
         self._rival = make_rival(
-            system.rival, self.decoders, ttl_s=system.ttl_s, discounts=system.discounts
+            system.rival,
+            self.decoders,
+            ttl_s=system.ttl_s,
+            interval_s=system.interval_s,
+            decay=system.decay,
         )
         self._checking = False
 

@@ -155,13 +155,13 @@ class Ttl(Affinity):
 class ThunderAgent(Rival):
     """ThunderAgent (arXiv 2602.13692), as its public code does it (commit 260e227).
 
-    Every five seconds (delta t), on the sum of the contexts of the programs on each engine, with a
+    Every ``interval_s`` (delta t), on the sum of the contexts of the programs on each engine, with a
     buffer of 100 tokens a program, against its capacity (lambda_max and lambda_min are 1):
 
     - *Resume* (equations 4 and 10): programs in the global queue whose turn waits go first, then
       new ones, then those whose tools run, the shortest first, as many as fit all engines' room
       together; of these the longest is placed first, where most room is. For this alone acting
-      programs' tokens count 2^-t, t seconds after their turn's end (equation 7).
+      programs' tokens count f(t) = x^-t, t seconds after their turn's end (equation 7).
     - *Pause* (equations 5 and 11): while an engine's programs, undiscounted, are more than it
       holds, its acting programs leave it, the shortest first. If that is not enough, *all* of its
       reasoning ones are marked, to leave at their turn's end.
@@ -175,15 +175,16 @@ class ThunderAgent(Rival):
     simulated. Shared prefixes are not deducted; this version of the code never does.
 
     Args:
-        discounts: whether acting programs' tokens are discounted, as in the paper's experiments;
-            the code has it as an option that is off by default.
+        decay: x of f(t), 2 in the paper's experiments. 1 counts acting programs in full, as the
+            code does by default.
     """
 
-    interval_s = 5.0
-
-    def __init__(self, engines: Mapping[str, Engine], discounts: bool = True) -> None:
+    def __init__(
+        self, engines: Mapping[str, Engine], *, interval_s: float = 5.0, decay: float = 2.0
+    ) -> None:
         super().__init__(engines)
-        self._discounts = discounts
+        self.interval_s = interval_s
+        self._decay = decay
         self._on: dict[str, dict[Program, None]] = {id: {} for id in engines}
         # Who is paused, or new and waits, and since when its turn waits, if one does.
         self._queue: dict[Program, float | None] = {}
@@ -239,7 +240,7 @@ class ThunderAgent(Rival):
         return sum(
             one.tokens
             if one.reasoning or now_s is None
-            else one.tokens * 2.0 ** -(now_s - one.acting_s)
+            else one.tokens * self._decay ** -(now_s - one.acting_s)
             for one in self._on[engine_id]
         )
 
@@ -259,7 +260,7 @@ class ThunderAgent(Rival):
         return len(self._on[engine_id])
 
     def _resume(self, now_s: float) -> list[tuple[Program, str]]:
-        rooms = {id: self.room(id, now_s if self._discounts else None) for id in self._on}
+        rooms = {id: self.room(id, now_s) for id in self._on}
         rooms = {id: room for id, room in rooms.items() if room > _BUFFER_TOKENS}
         total = sum(rooms.values())
         chosen: list[Program] = []
@@ -309,7 +310,12 @@ def _restored_first(program: Program) -> tuple[int, int]:
 
 
 def make_rival(
-    name: RivalName, engines: Mapping[str, Engine], *, ttl_s: float = 2.0, discounts: bool = True
+    name: RivalName,
+    engines: Mapping[str, Engine],
+    *,
+    ttl_s: float = 2.0,
+    interval_s: float = 5.0,
+    decay: float = 2.0,
 ) -> Rival:
     match name:
         case "vllm":
@@ -321,4 +327,4 @@ def make_rival(
         case "attained":
             return Attained(engines)
         case "thunderagent":
-            return ThunderAgent(engines, discounts)
+            return ThunderAgent(engines, interval_s=interval_s, decay=decay)

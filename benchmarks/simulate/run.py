@@ -19,7 +19,7 @@ from benchmarks.simulate.fleet import Fleet
 from benchmarks.simulate.rivals import RivalName
 from benchmarks.simulate.system import SimulationError, System
 from benchmarks.workloads import Workload
-from conserve.placement import PolicyName
+from conserve.placement import POLICIES, PolicyName
 
 # Placements of the systems that are built as ConServe is. ``conserve`` is the paper's, ``pausing``
 # the same with idle conversations giving up their room, ``parking`` with host memory for them, too.
@@ -81,10 +81,8 @@ def make_system(name: str, profile: Profile, engines: EngineCounts, **options: A
         decoders = engines.prefillers * (
             Costs.of(profile, role, engines.prefiller_cap_w),
         ) + engines.decoders * (Costs.of(profile, role, engines.decoder_cap_w),)
-    elif engines.prefillers < 1:
-        raise SimulationError(
-            f"{name} needs at least one prefiller; only systems of collocated engines have none"
-        )
+    elif not (engines.prefillers or POLICIES[placement].keeps_later_turns):
+        raise SimulationError(f"{name} sends later turns to prefillers; give at least one")
     else:
         prefillers = engines.prefillers * (Costs.of(profile, "prefiller", engines.prefiller_cap_w),)
         decoders = engines.decoders * (Costs.of(profile, "decoder", engines.decoder_cap_w),)

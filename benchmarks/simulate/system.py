@@ -38,7 +38,8 @@ class System:
             does.
         rival: another system's rules for the decoders, instead of `placement`.
         ttl_s: for how long ``ttl`` keeps idle KV.
-        discounts: whether ``thunderagent`` counts acting programs' tokens 2^-t when it resumes.
+        interval_s: how often ``thunderagent`` resumes and pauses; above 0.
+        decay: when ``thunderagent`` resumes, acting programs' tokens count decay^-t; 1: in full.
     """
 
     name: str
@@ -64,8 +65,12 @@ class System:
     keeps_ended: bool = False
     rival: RivalName | None = None
     ttl_s: float = 2.0
-    discounts: bool = True
+    interval_s: float = 5.0
+    decay: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.stale_s > 0:
-            raise SimulationError(f"stale_s is {self.stale_s:g}; give a number above 0")
+        for name, value in (("stale_s", self.stale_s), ("interval_s", self.interval_s)):
+            if not value > 0:
+                raise SimulationError(f"{name} is {value:g}; give a number above 0")
+        if not self.decay >= 1:
+            raise SimulationError(f"decay is {self.decay:g}; give at least 1")

@@ -15,8 +15,8 @@ _LABELS = {one.label: one for one in CONTENDERS}
 
 def _figures(scene: str, system: str, load: float, **more: float) -> Figures:
     seen = {"steps_per_min": 100.0, "program_s": 60.0} | more
-    return Figures(scene, system, load, 1.0, seen["steps_per_min"], 0.5, 1.0, seen["program_s"],
-                   0, 0, ())  # fmt: skip
+    return Figures(scene, system, load, 1.0, seen["steps_per_min"], 0.5, 1.0, 0.5,
+                   seen["program_s"], 0, 0, ())  # fmt: skip
 
 
 def test_a_closed_loop_counts_what_ended_after_its_first_third() -> None:
@@ -38,6 +38,12 @@ def test_conserve_has_as_many_engines_and_host_memory_by_their_number() -> None:
     assert len(one.busy) == 2
     assert one.program_s is not None
     assert one.latency_s < one.program_s
+
+
+def test_on_one_engine_each_system_has_one() -> None:
+    regime = replace(REGIMES[0], programs=3)
+    for one in CONTENDERS:
+        assert len(measure(Run(regime, one, 0.1, EngineCounts(0, 1), None, 0)).busy) == 1
 
 
 def test_regimes_prompts_add_up_to_what_mars_says() -> None:
@@ -84,6 +90,17 @@ def test_the_command_prints_every_system_and_draws_them(
         ("vllm", 2), ("parking", 2), ("vllm", 3), ("parking", 3), ("vllm", 0.5), ("parking", 0.5),
     ]  # fmt: skip
     assert (tmp_path / "scale.png").stat().st_size > 10_000
+
+
+def test_the_sweep_shows_each_interval_and_decay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "CLOSED", (replace(CLOSED[0], seconds=60.0), CLOSED[2]))
+    command.main(["--sweep", "4", "--out", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert all(one.label in output for one in command.SWEEP)
+    rows = json.loads((tmp_path / "scale.json").read_text())
+    assert {row["scene"] for row in rows} == {"quick tools"}
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "1,,2"])

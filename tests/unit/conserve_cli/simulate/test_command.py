@@ -45,7 +45,7 @@ def _simulate(*arguments: str) -> tuple[int, str]:
         (("--workload", "dialogues"), "needs --data"),
         (("--rate", "-1"), "the arrival rate is -1"),
         (("--decoders", "0"), "give at least one decoder"),
-        (("--prefillers", "0"), "conserve needs at least one prefiller"),
+        (("--prefillers", "0", "--system", "per_turn"), "per_turn sends later turns to prefillers"),
         (("--decoder-cap", "250"), "has no cap of 250 W"),
         (("--wrong-decision-rate", "2"), "--wrong-decision-rate is 2"),
         (("--system", "parking", "--host-tokens", "0"), "--host-tokens is 0"),

@@ -82,7 +82,7 @@ def test_where_histories_do_not_fit_thunderagent_finds_what_affinity_computes_ag
     def found(rival: RivalName) -> float:
         records: list[TurnRecord] = []
         fleet = Fleet(
-            _system(rival, replace(COSTS, capacity_tokens=100_000), discounts=False), records.extend
+            _system(rival, replace(COSTS, capacity_tokens=100_000), decay=1.0), records.extend
         )
         fleet.run_programs(_workload(400), 30, until_s=600.0)
         later = [one for one in records if one.turn > 1]

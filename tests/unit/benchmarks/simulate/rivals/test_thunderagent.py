@@ -86,18 +86,18 @@ def test_a_turn_of_a_paused_program_waits_until_it_is_resumed() -> None:
     assert rival.route(one, 11.0) == "e"
 
 
-@pytest.mark.parametrize(("discounts", "resumed"), [(True, ["one"]), (False, [])])
+@pytest.mark.parametrize(("decay", "resumed"), [(2.0, ["one"]), (1.0, [])])
 def test_acting_programs_count_half_with_each_second_when_others_resume(
-    discounts: bool, resumed: list[str]
+    decay: float, resumed: list[str]
 ) -> None:
-    rival = ThunderAgent({"e": StubEngine(10_000)}, discounts)
+    rival = ThunderAgent({"e": StubEngine(10_000)}, decay=decay)
     _place(rival, acting("acts", 8_000, since_s=0.0))
     one = reasoning("one", 4_000, turns=1)
     assert rival.route(one, 0.0) is None
     # After one second they count 4,000: with both buffers and 4,000 more it fits into 10,000.
     assert [program.id for program, _ in rival.check(1.0)] == resumed
     # Pausing counts them in full, so who has just been resumed takes the place of who acts.
-    assert [program.id for program in rival.paused()] == (["acts"] if discounts else ["one"])
+    assert [program.id for program in rival.paused()] == (["acts"] if resumed else ["one"])
 
 
 def test_who_waits_with_a_turn_resumes_before_new_ones_and_these_before_acting_ones() -> None:
