@@ -155,8 +155,8 @@ class Ttl(Affinity):
 class ThunderAgent(Rival):
     """ThunderAgent (arXiv 2602.13692), as its public code does it (commit 260e227).
 
-    Every ``interval_s`` (delta t), on the sum of the contexts of the programs on each engine, with a
-    buffer of 100 tokens a program, against its capacity (lambda_max and lambda_min are 1):
+    Every ``interval_s`` (delta t), on the sum of the contexts of the programs on each engine, with
+    a buffer of 100 tokens a program, against its capacity (lambda_max and lambda_min are 1):
 
     - *Resume* (equations 4 and 10): programs in the global queue whose turn waits go first, then
       new ones, then those whose tools run, the shortest first, as many as fit all engines' room
