@@ -189,9 +189,12 @@ def home_costs(
     turns_per_s = sum(work[one.id].turns_per_s for one in homes) / max(1, conversations)
     # The share of time in which a conversation decodes (half before any is known).
     duty = min(1.0, (decodes + 0.5) / (conversations + 1))
-    # How long it lives, by Little's law, and for how long of that it decodes.
+    # How long it lives, by Little's law, and for how long of that it decodes. That law does not
+    # hold while conversations come faster than for the last minute: then nearly all are young, and
+    # one is taken to live for twice their mean age.
     life_s = conversations / first.per_s if first.per_s else math.inf
-    life_s = min(life_s, _MOST_LIFE_S) if conversations else 0.0
+    ages_s = sum(work[one.id].ages_s for one in homes)
+    life_s = min(life_s, 2 * ages_s / conversations, _MOST_LIFE_S) if conversations else 0.0
     decoding_s = max(_LEAST_DECODING_S, min(1.0, decodes / max(1, conversations)) * life_s)
     busy, waits_s = {}, {}
     for hosts in (False, True):
@@ -271,7 +274,8 @@ def cheapest(
             best = here, Placement(home, None)
         way_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
         for one in (id for id in two_least if id != home):
-            moved = elsewhere[one] + way_s + later_s, later_s
+            comes_s = elsewhere[one] + way_s
+            moved = comes_s + held_up_s(work[home], comes_s) + later_s, later_s
             if best_moved is None or moved < best_moved[0]:
                 doubt_s = _doubt_s(work[home], prefill_s, work[one], elsewhere[one])
                 best_moved = moved, Placement(home, one), doubt_s
@@ -292,6 +296,11 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
     running_s = costs.prefill_share * work.decodes * own_s
     waits_s = work.prefill_wait_s(new_tokens, cached_tokens)
     return waits_s + running_s + work.coming_wait_s(own_s)
+
+
+def held_up_s(work: Work, after_s: float) -> float:
+    """Return for how long prefills hold up a conversation that comes to an engine after a time."""
+    return work.costs.prefill_share * max(0.0, work.backlog_s - after_s)
 
 
 def again_s(work: Work, tokens: int) -> float:

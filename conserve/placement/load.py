@@ -77,6 +77,7 @@ class Work(NamedTuple):
         append_s: the time of the append that runs at an average moment at which one runs.
         lent_tokens: prefilled for other engines in the last ten seconds.
         conversations: those that are there yet and had a turn lately.
+        ages_s: how long ago these began, together.
     """
 
     costs: EngineCosts
@@ -90,6 +91,7 @@ class Work(NamedTuple):
     lent_tokens: int = 0
     conversations: int = 0
     mean_decodes: float = 0.0
+    ages_s: float = 0.0
 
     def coming_wait_s(self, held_up_s: float) -> float:
         """Return the total wait of turns that come while the engine is held up."""
@@ -263,6 +265,7 @@ class Loads:
             engine.lent_tokens(now_s),
             engine.turns.histories(now_s),
             engine.mean_decodes,
+            engine.turns.ages_s(now_s),
         )
 
     def price(self) -> Price:
@@ -387,31 +390,41 @@ class _Spent:
 
 
 class _Turns:
-    __slots__ = ("_all", "_last_s")
+    __slots__ = ("_all", "_begun_s", "_since")
 
     def __init__(self) -> None:
         self._all = _Late(_LATE_S)
-        # When the last turn came of each history that is there yet; the latest is last.
-        self._last_s: dict[str, float] = {}
+        # When the first and the last turn came of each history that is there yet; the latest last.
+        self._since: dict[str, tuple[float, float]] = {}
+        # The first turns' times, together.
+        self._begun_s = 0.0
 
     def add(self, history_id: str, now_s: float) -> None:
-        self._last_s.pop(history_id, None)
-        self._last_s[history_id] = now_s
+        known = self._since.pop(history_id, None)
+        if known is None:
+            self._begun_s += now_s
+        self._since[history_id] = now_s if known is None else known[0], now_s
         self._all.add(1.0, now_s)
 
     def drop(self, history_id: str) -> None:
-        self._last_s.pop(history_id, None)
+        known = self._since.pop(history_id, None)
+        if known is not None:
+            # Of none that is left, the sum is exact.
+            self._begun_s = self._begun_s - known[0] if self._since else 0.0
 
     def per_s(self, now_s: float) -> float:
         return self._all.per_s(now_s)
 
+    def ages_s(self, now_s: float) -> float:
+        return max(0.0, len(self._since) * now_s - self._begun_s)
+
     def histories(self, now_s: float) -> int:
-        while self._last_s:
-            history_id = next(iter(self._last_s))
-            if self._last_s[history_id] > now_s - _FORGOTTEN_S:
+        while self._since:
+            history_id = next(iter(self._since))
+            if self._since[history_id][1] > now_s - _FORGOTTEN_S:
                 break
-            del self._last_s[history_id]
-        return len(self._last_s)
+            self.drop(history_id)
+        return len(self._since)
 
 
 class _Queue:

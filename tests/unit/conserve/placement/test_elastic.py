@@ -80,6 +80,7 @@ def known(said: dict[str, EngineLoad], sent: Sequence[tuple[str, str | None]] = 
     for engine_id, load in said.items():
         loads.says(engine_id, load, NOW_S)
     for number, (home, prefiller) in enumerate(sent):
+        loads.turn_came(f"before{number}", home, NOW_S - 4 * number)
         loads.placed(f"before{number}", 3_000, Placement(home, prefiller), NOTHING_SHARED, NOW_S)
     return loads
 
@@ -106,7 +107,11 @@ def cost_s(
         delayed_s += again_s + COSTS.prefill_share * work.decodes * again_s
     moved = tokens - there[home] if at != home else found - there[home]
     way_s = COSTS.handoff_constant_s + COSTS.handoff_per_token_s * moved if moved > 0 else 0.0
-    return wait_s + delayed_s + way_s
+    whole_s = wait_s + delayed_s + way_s
+    if at != home:
+        # The home's own prefills may still run when it comes there.
+        whole_s += COSTS.prefill_share * max(0.0, loads.work(home, NOW_S).backlog_s - whole_s)
+    return whole_s
 
 
 def test_a_prompt_leaves_a_home_to_which_many_turns_come() -> None:
@@ -147,8 +152,12 @@ def later_s(
     decodes = sum(each.mean_decodes for each in work.values())
     conversations = sum(each.conversations for each in work.values())
     duty = min(1.0, (decodes + 0.5) / (conversations + 1))
-    # It counts for a minute at most.
-    life_s = min(60.0, conversations / first.per_s) if first.per_s else 60.0 * bool(conversations)
+    # It counts for a minute at most, and for twice the mean age of those that live.
+    ages_s = sum(each.ages_s for each in work.values())
+    life_s = 0.0
+    if conversations:
+        life_s = min(60.0, 2 * ages_s / conversations)
+        life_s = min(life_s, conversations / first.per_s) if first.per_s else life_s
     decoding_s = max(0.5, min(1.0, decodes / max(1, conversations)) * life_s)
     token_s = {}
     for one in homes:
@@ -160,7 +169,6 @@ def later_s(
             )
     found = {}
     for id, each_s in token_s.items():
-        # No conversation has had a later turn, so none would wait for a first prompt.
         busy = min(0.95, shares[id in pool])
         decoding = decoding_s * each_s / min(token_s.values()) / (1 - busy)
         rate = sum(each.turns_per_s for each in work.values()) / max(1, conversations)
@@ -314,6 +322,31 @@ def test_a_prefiller_hosts_where_decoders_are_fuller() -> None:
     assert policy.place(500, homes, [Prefiller("p1")]) == Placement("p1", None)
     homes[0].held_tokens = 0
     assert policy.place(500, homes, [Prefiller("p1")]) == Placement("d1", None)
+
+
+def test_a_prompt_is_not_handed_to_an_engine_that_is_in_the_middle_of_a_long_one() -> None:
+    """An idle prefiller would compute it at once, and its home could not decode it."""
+    homes, pool = [Decoder("d1", 100_000), Decoder("p1", 100_000)], [Prefiller("p1")]
+    loads = known({})
+    loads.placed("long", 15_000, Placement("d1", None), NOTHING_SHARED, NOW_S)
+    policy = ElasticPlacement(loads)
+    assert policy.place(300, homes, pool, now_s=NOW_S + 3) == Placement("p1", None)
+    # Where no prefiller hosts, it is computed there while it would wait anyway.
+    assert policy.place(300, homes[:1], pool, now_s=NOW_S + 3) == Placement("d1", "p1")
+
+
+def test_a_burst_after_silence_spreads_over_both_engines() -> None:
+    """Few prompts came in the last minute, which would make conversations look long-lived."""
+    homes, pool = [Decoder("d1", 1_000_000), Decoder("p1", 1_000_000)], [Prefiller("p1")]
+    loads, went = known({}), []
+    for number in range(8):
+        now_s = NOW_S + number
+        choice = ElasticPlacement(loads).place(3_000, homes, pool, now_s=now_s)
+        assert choice is not None
+        loads.placed(f"c{number}", 3_000, choice, NOTHING_SHARED, now_s)
+        loads.turn_came(f"c{number}", choice.decoder_id, now_s + 0.5)
+        went.append(choice.decoder_id)
+    assert went.count("p1") >= 2
 
 
 def test_a_home_is_filled_whose_conversations_are_idle() -> None:
