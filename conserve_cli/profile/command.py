@@ -216,7 +216,15 @@ def profile(
         try:
             known = load_profile(out)
             capped = asyncio.run(
-                _measure_cap(seen, url, known, repetitions, largest_batch, tokens, seed)
+                _measure_cap(
+                    seen,
+                    url,
+                    known,
+                    repetitions=repetitions,
+                    largest_batch=largest_batch,
+                    vocabulary=tokens,
+                    seed=seed,
+                )
             )
             save_profile(known.with_power(capped), out)
         except (MeasureError, ProfileError, FitError) as error:
@@ -362,6 +370,7 @@ async def _measure_cap(
     seen: _Seen,
     url: str,
     known: Profile,
+    *,
     repetitions: _Repetitions,
     largest_batch: int,
     vocabulary: range,

@@ -45,7 +45,7 @@ OUTPUTS = {
 TOOLS = {"remote": Latency(1.0, 10.0), "cached": Latency(0.1, 0.5)}
 # Sessions that each agent has, one after the other; the paper does not say.
 _SESSIONS_EACH = 8
-# Both SLOs of a session are so many times the isolated p95 ("a constant factor", section IV-A).
+# Both SLOs of a session, in isolated p95s: "a constant factor" (section IV-A).
 _SLO_TIMES = 2.0
 # vLLM's default where chunked prefill began; llama.cpp takes prompts whole.
 _VLLM_TOKENS, _WHOLE_TOKENS = 512, 8192

@@ -30,7 +30,7 @@ VOLUMES_TOKENS = {"ILR-1": 125_000, "ILR-2": 167_000, "ILR-3": 220_000, "ILR-4":
 GPUS = {"H100": H100_NVL, "H200": H200_NVL}
 # "E.g. ILR-2/3 at 0.2-0.33 req/s" (6.3), "ILR-1, 0.5 req/s" (6.5).
 RATES_PER_S = (0.2, 0.33, 0.5)
-# The targets of equation 2: so many times what a program takes alone (alpha).
+# Equation 2's alpha: a program's target, in times that it takes alone.
 SLACKS = (2.0, 3.0)
 # One of the H200 node's two CPUs (32 cores each). How many tools had is not said.
 CORES = 32
