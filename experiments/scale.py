@@ -506,7 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = "how many programs at a time; 0: none"
     experiment.option("--programs", "24,48,96,120,144", about, type=numbers, metavar="N,...")
     about = "of MARS's regimes, programs a second; 0: none"
-    experiment.option("--rates", "0.2,0.33,0.5,1", about, type=numbers, metavar="RATE,...")
+    experiment.option("--rates", "0.1,0.2,0.33,0.5", about, type=numbers, metavar="RATE,...")
     about = "vary ThunderAgent's interval and decay, with this number of programs"
     experiment.option("--sweep", None, about, type=at_least_1, metavar="N")
     options = experiment.parse(arguments)
