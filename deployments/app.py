@@ -244,8 +244,8 @@ def llm_arguments(
     engine = engine_arguments(settings.model, gpu)
     if gpu:
         engine["worker_extension_cls"] = EXTENSION
-    # For vLLM an empty list is no limit. This is no domain; clients see it in the refusal.
-    engine["allowed_media_domains"] = settings.allowed_media_domains or [_NO_DOMAIN]
+    # Routers fetch, and engines nothing. For vLLM an empty list is no limit; this is no domain.
+    engine["allowed_media_domains"] = [_NO_DOMAIN]
     engine |= settings.engine | own.engine
     engine["enable_prefix_caching"] = True
     connector, module = _CONNECTOR, _CONNECTOR_MODULE

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from conserve.media import MEMBERS, name_of
+
 _ARRAY = (list, tuple)
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
@@ -73,12 +75,23 @@ def _segments(content: Any) -> list[Any]:
             if run:
                 segments.append("\n".join(run))
                 run = []
-            segments.append([part])
+            segments.append([_named(part)])
         elif text_or_none:
             run.append(text_or_none)
     if run:
         segments.append("\n".join(run))
     return segments
+
+
+def _named(part: Any) -> Any:
+    """Return a part with the name of its media in place of these, where they have one."""
+    for member in MEMBERS if isinstance(part, Mapping) else ():
+        given = part.get(member)
+        url = given.get("url") if isinstance(given, Mapping) else given
+        name = name_of(url) if isinstance(url, str) else None
+        if name is not None:
+            return {"type": member, member: name}
+    return part
 
 
 def _part_text(part: Any) -> str | None:

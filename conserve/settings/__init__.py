@@ -12,6 +12,7 @@ from conserve.settings.groups import (
     EnvironmentSettings,
     LimitSettings,
     LMCacheSettings,
+    MediaSettings,
     RoleSettings,
     TierSettings,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "EnvironmentSettings",
     "LMCacheSettings",
     "LimitSettings",
+    "MediaSettings",
     "RoleSettings",
     "Settings",
     "SettingsError",

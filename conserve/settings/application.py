@@ -23,6 +23,7 @@ from conserve.settings.groups import (
     AutoscalingSettings,
     EnvironmentSettings,
     LMCacheSettings,
+    MediaSettings,
     RoleSettings,
     Strict,
     TierSettings,
@@ -137,8 +138,12 @@ class Settings(Strict):
     )
     allowed_media_domains: list[str] = Field(
         default_factory=list,
-        description="Domains that a multimodal engine may fetch images, audio and video from, "
-        "without following redirects. None: media come in `data:` URLs only.",
+        description="Domains that the router may fetch images, audio and video from, at public "
+        "addresses and without following redirects. None: media come in `data:` URLs only.",
+    )
+    media: MediaSettings = Field(
+        default_factory=MediaSettings,
+        description="Limits of a request's images, audio and video.",
     )
     placement: str = Field(
         default="elastic",

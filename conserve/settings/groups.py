@@ -194,6 +194,23 @@ class LimitSettings(Strict):
     )
 
 
+class MediaSettings(Strict):
+    """What a request may hold of images, audio and video."""
+
+    parts: int = Field(default=32, ge=0, description="Most parts with media in a request.")
+    bytes: int = Field(
+        default=32 * 1024 * 1024,
+        ge=0,
+        description="Most bytes of a request's media together, which `max_body_bytes` does not "
+        "count.",
+    )
+    pixels: int = Field(
+        default=16_000_000,
+        ge=1,
+        description="Most pixels of an image, read from its header before it is decoded.",
+    )
+
+
 class EnvironmentSettings(Strict):
     """Whether clients may have environments in which their agents' tools run, and how many."""
 

@@ -21,6 +21,7 @@ from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.cut_calls import tell_of_cut_calls
+from deployments.engine.media_names import keep_media_names
 from deployments.engine.messages import answer_as_anthropic
 from deployments.engine.observer import TurnObserver, told_of_caches
 from deployments.engine.refusals import explain_refusals
@@ -53,6 +54,7 @@ class EngineHttp:
         )
         explain_refusals(app)
         answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
+        keep_media_names()
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)

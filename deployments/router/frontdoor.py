@@ -77,7 +77,7 @@ class FrontDoor:
             settings, table, upstream, router_id, Homes() if homes is None else homes
         )
         stored = turns.stored
-        tokens = TokensEndpoint(settings, table, upstream, stored)
+        tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[

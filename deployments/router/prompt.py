@@ -108,7 +108,7 @@ class SystemLengths:
         if (
             system is None
             or counted.prompt_tokens < LEAST_SYSTEM_TOKENS
-            or len(request.raw) > _MOST_BYTES
+            or request.size > _MOST_BYTES
         ):
             return 0
         body = request.body

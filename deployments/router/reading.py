@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from conserve import budget
+from conserve import budget, media
 from conserve.apis import COMPLETIONS, DETOKENIZE
 from conserve.errors import ApiError, unknown_model
+from conserve.media import Lifted
 from conserve.settings import Settings
 
 _TIMEOUT_S = 120.0
@@ -90,9 +91,8 @@ async def read_body(
 
 async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
     announced = headers.get("content-length", "0")
-    too_long = ApiError(413, f"the body is longer than {limit} bytes", "body_too_long")
     if announced.isdigit() and int(announced) > limit:
-        raise too_long
+        raise too_long(limit)
     parts, length = [], 0
     while True:
         message = await receive()
@@ -101,7 +101,7 @@ async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> byt
         parts.append(message.get("body", b""))
         length += len(parts[-1])
         if length > limit:
-            raise too_long
+            raise too_long(limit)
         if not message.get("more_body"):
             return b"".join(parts)
         if length > _UNPACED_BYTES:
@@ -139,6 +139,34 @@ def read_json(raw: bytes, path: str, settings: Settings) -> tuple[bytes, dict[st
     if model not in (None, settings.model_id):
         raise unknown_model(model, settings.model_id)
     return raw, body
+
+
+def read_lifted(raw: bytes, path: str, settings: Settings) -> tuple[Lifted, dict[str, Any]]:
+    """Parse a body as `read_json` does, with the data of its media out of the parser's way.
+
+    Raises ApiError (413) if it is too long without them.
+    """
+    lifted = Lifted.of(raw)
+    lifted.raw, body = read_json(lifted.raw, path, settings)
+    if lifted.spans:
+        used = media.marks(body, path)
+        if stray := lifted.spans.keys() - used:
+            # Other texts have to be read, and counted.
+            only = [span for mark, span in lifted.spans.items() if mark not in stray]
+            lifted = Lifted.of(raw, only)
+            lifted.raw, body = read_json(lifted.raw, path, settings)
+    if len(lifted.raw) > settings.max_body_bytes:
+        raise too_long(settings.max_body_bytes)
+    return lifted, body
+
+
+def most_bytes(settings: Settings) -> int:
+    """Return how long a body may be with its media, which are in base64."""
+    return settings.max_body_bytes + settings.media.bytes * 4 // 3
+
+
+def too_long(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {limit} bytes", "body_too_long")
 
 
 def _parsed(raw: bytes) -> Any:

@@ -20,8 +20,15 @@ from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of, tenant_of
-from deployments.router.reading import changed_body, read_body, read_json, understood
-from deployments.router.salt import own_media, with_salt
+from deployments.router.media import MediaReader, NotFetched
+from deployments.router.reading import (
+    changed_body,
+    most_bytes,
+    read_body,
+    read_lifted,
+    understood,
+)
+from deployments.router.salt import with_salt
 from deployments.router.stored import PREVIOUS, StoredResponses
 
 # How many digests the table gets to recognise a history by: those of the newest answers.
@@ -43,7 +50,8 @@ class ClientRequest:
     """A turn as its client asked for it.
 
     Attributes:
-        raw: the body as engines get it; ``body`` is the same, parsed.
+        raw: the body as engines get it; ``body`` is the same, parsed, without the data of media.
+        size: the length of ``raw`` in bytes, without the data of media.
         explicit_id: the conversation's id, scoped to its tenant, if the request names it.
         chain: digests by which its history is recognised; None for a completion.
         one_off: whether it is a completion without an id: a conversation of this one turn.
@@ -54,6 +62,7 @@ class ClientRequest:
 
     path: str
     raw: bytes
+    size: int
     body: dict[str, Any]
     explicit_id: str | None
     chain: Chain | None
@@ -88,28 +97,37 @@ class ClientRequest:
 
 
 async def read_request(
-    scope: Scope, receive: Receive, settings: Settings, stored: StoredResponses | None = None
+    scope: Scope, receive: Receive, media: MediaReader, stored: StoredResponses | None = None
 ) -> ClientRequest:
-    """Read a request to its end.
+    """Read a request to its end, and fetch the media that it names by URL.
+
+    Args:
+        media: of the router, with its settings.
 
     Raises:
         ApiError: it is not one that can be served; the error says why.
         ClientDisconnect: the client left while it sent.
     """
     headers = Headers(scope=scope)
-    raw = await read_body(headers, receive, settings.max_body_bytes)
+    raw = await read_body(headers, receive, most_bytes(media.settings))
     goes_on: str | None = None
     if scope["path"] == RESPONSES and stored is not None:
         raw, goes_on = await stored.with_history(raw, tenant_of(scope))
-    return await understood(len(raw), _understood, scope, headers, raw, settings, goes_on)
+    arguments = (scope, headers, raw, media, goes_on)
+    try:
+        return await understood(len(raw), _understood, *arguments)
+    except NotFetched as missing:
+        caller = caller_of(scope)
+        await media.fetch(missing.urls, None if caller is None else caller.cache_salt)
+        return await understood(len(raw), _understood, *arguments)
 
 
 def _understood(
-    scope: Scope, headers: Headers, raw: bytes, settings: Settings, goes_on: str | None
+    scope: Scope, headers: Headers, raw: bytes, media: MediaReader, goes_on: str | None
 ) -> ClientRequest:
-    path, caller = scope["path"], caller_of(scope)
+    path, caller, settings = scope["path"], caller_of(scope), media.settings
     tenant, salt = (None, None) if caller is None else (caller.tenant, caller.cache_salt)
-    raw, body = read_json(raw, path, settings)
+    lifted, body = read_lifted(raw, path, settings)
     asked = resolved(path, body)
     budget.check(asked, path)
     if path == RESPONSES and body.get(PREVIOUS) is not None:
@@ -132,9 +150,11 @@ def _understood(
         own = canonical({name: value for name, value in own.items() if name not in named}) | named
     own = _forwarded(own, settings)
     takes_room_left = _asks_by_default(headers, body)
-    own = with_salt(own_media(own, salt), salt)
-    raw = changed_body(raw, body, own)
     chat = apis.is_dialogue(path)
+    if chat:
+        own = media.named(own, path, lifted, salt)
+    own = with_salt(own, salt)
+    changed = changed_body(lifted.raw, body, own)
     chain: Chain | None = None
     if chat:
         known_by = heard(path, own, settings.volatile_text)
@@ -143,7 +163,8 @@ def _understood(
         goes_on = identity.scoped(tenant, explicit_id or identity.new_id())
     return ClientRequest(
         path=path,
-        raw=raw,
+        raw=lifted.put_back(changed),
+        size=len(changed),
         body=own,
         explicit_id=goes_on,
         chain=chain,

@@ -21,7 +21,7 @@ from conserve.settings import Settings
 from deployments import answers
 from deployments.router.access import tenant_of
 from deployments.router.errors import answer_response
-from deployments.router.reading import understood
+from deployments.router.reading import most_bytes, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -71,10 +71,11 @@ class StoredResponses:
             conversation_id = conversation_id or named_id
         before = 0 if found is None else len(found.request) + len(found.response)
         whole = await understood(before + len(raw), _whole, body, found)
-        if len(whole) > self.settings.max_body_bytes:
+        limit = most_bytes(self.settings)
+        if len(whole) > limit:
             raise ApiError(
                 413,
-                f"the body and its history are longer than {self.settings.max_body_bytes} bytes",
+                f"the body and its history are longer than {limit} bytes",
                 "body_too_long",
             )
         assert conversation_id is not None

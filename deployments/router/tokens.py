@@ -24,9 +24,17 @@ from conserve.settings import Settings
 from deployments import answers
 from deployments.router.access import caller_of
 from deployments.router.errors import answer_response, hold_back
-from deployments.router.reading import changed_body, read_body, read_json, understood
+from deployments.router.media import MediaReader, NotFetched
+from deployments.router.reading import (
+    changed_body,
+    most_bytes,
+    read_body,
+    read_json,
+    read_lifted,
+    too_long,
+    understood,
+)
 from deployments.router.request import read_request
-from deployments.router.salt import own_media
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -41,7 +49,7 @@ _WAIT_S = 30.0
 _ATTEMPTS = 3
 
 # Makes of a tenant's salt and a body what the engine gets; raises ApiError where it is refused.
-_Judged = Callable[[str | None, Settings, bytes], bytes]
+_Judged = Callable[[str | None, MediaReader, bytes], bytes]
 _T = TypeVar("_T")
 
 
@@ -53,6 +61,7 @@ class TokensEndpoint:
     table: TableClient
     upstream: Upstream
     stored: StoredResponses
+    media: MediaReader
     _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
     _waiting: int = 0
 
@@ -66,7 +75,7 @@ class TokensEndpoint:
 
     async def _counted(self, request: Request) -> Response:
         scope = {**request.scope, "path": RESPONSES}
-        turn = await read_request(scope, request.receive, self.settings, self.stored)
+        turn = await read_request(scope, request.receive, self.media, self.stored)
         async with self._one_of_few():
             checked = await self._ask(
                 RESPONSES, lambda url: self.upstream.check(url, RESPONSES, turn.raw)
@@ -76,13 +85,16 @@ class TokensEndpoint:
 
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
-        judged, most_bytes = _JUDGED[path]
-        longest = self.settings.max_body_bytes
-        limit = longest if most_bytes is None else min(most_bytes, longest)
-        raw = await read_body(request.headers, request.receive, limit)
+        judged, limit = _JUDGED[path]
+        raw = await read_body(request.headers, request.receive, limit or most_bytes(self.settings))
         caller = caller_of(request.scope)
         salt = None if caller is None else caller.cache_salt
-        asked = await understood(len(raw), judged, salt, self.settings, raw)
+        arguments = (salt, self.media, raw)
+        try:
+            asked = await understood(len(raw), judged, *arguments)
+        except NotFetched as missing:
+            await self.media.fetch(missing.urls, salt)
+            asked = await understood(len(raw), judged, *arguments)
         async with self._one_of_few():
             answer = await self._ask(path, lambda url: self.upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
@@ -151,31 +163,36 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
     )
 
 
-def _tokenize(salt: str | None, settings: Settings, raw: bytes) -> bytes:
-    raw, body = read_json(raw, TOKENIZE, settings)
-    budget.check_tokenize(body, len(raw))
-    return changed_body(raw, body, own_media(body, salt))
+def _tokenize(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
+    lifted, body = read_lifted(raw, TOKENIZE, media.settings)
+    if len(lifted.raw) > budget.MOST_TOKENIZE_BYTES:
+        raise too_long(budget.MOST_TOKENIZE_BYTES)
+    budget.check_tokenize(body, len(lifted.raw))
+    own = media.named(body, TOKENIZE, lifted, salt)
+    return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
-def _detokenize(salt: str | None, settings: Settings, raw: bytes) -> bytes:
-    raw, body = read_json(raw, DETOKENIZE, settings)
+def _detokenize(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
+    raw, body = read_json(raw, DETOKENIZE, media.settings)
     budget.check_detokenize(body)
     return raw
 
 
-def _count_tokens(salt: str | None, settings: Settings, raw: bytes) -> bytes:
-    raw, body = read_json(raw, COUNT_TOKENS, settings)
+def _count_tokens(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
+    settings = media.settings
+    lifted, body = read_lifted(raw, COUNT_TOKENS, settings)
     budget.check(body, COUNT_TOKENS)
     # vLLM's error, where there is no name, is one of the server's.
     own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)
     if "billing_header" in settings.volatile_text:
         own = without_billing_header(COUNT_TOKENS, own)
-    return changed_body(raw, body, own_media(own, salt))
+    own = media.named(own, COUNT_TOKENS, lifted, salt)
+    return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
-# How each path's body is read, and its most bytes; None: as many as a turn's.
+# How each path's body is read, and its most bytes; None: as many as a turn's, with its media.
 _JUDGED: dict[str, tuple[_Judged, int | None]] = {
-    TOKENIZE: (_tokenize, budget.MOST_TOKENIZE_BYTES),
+    TOKENIZE: (_tokenize, None),
     DETOKENIZE: (_detokenize, budget.MOST_DETOKENIZE_BYTES),
     COUNT_TOKENS: (_count_tokens, None),
 }

@@ -35,6 +35,7 @@ from deployments.router.answer import (
     StreamBroken,
 )
 from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
+from deployments.router.media import MediaReader
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
 from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
@@ -69,11 +70,12 @@ class TurnEndpoint:
     def __post_init__(self) -> None:
         self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
         self.stored = StoredResponses(self.settings, self.table, self.upstream)
+        self.media = MediaReader(self.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
         try:
-            request = await read_request(scope, receive, self.settings, self.stored)
+            request = await read_request(scope, receive, self.media, self.stored)
         except ClientDisconnect:
             return
         except ApiError as error:
@@ -200,7 +202,7 @@ class Turn:
         home = self._homes.find(self._stated_id, asked.chain, self._hints)
         if home is None:
             return _Attempt()
-        if self._settings.moves_appends and home.appends_much(len(asked.raw)):
+        if self._settings.moves_appends and home.appends_much(asked.size):
             return _Attempt(counter=home)
         limits = None if asked.tenant is None else asked.tenant.limits
         if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
@@ -370,7 +372,7 @@ class Turn:
                     self._attempt.plan = TurnPlan(key, home.decoder_id, home.url, later=True)
                     self._history_id = key.history_id
                     self._let_in = self._attempt.at_decoder = True
-                    home = home._replace(request_bytes=len(asked.raw))
+                    home = home._replace(request_bytes=asked.size)
                     self._homes.remember(self._stated_id, asked.chain, home)
                 await self._relay(response, home.decoder_id, home.url)
         except EngineUnreachable:
@@ -416,8 +418,7 @@ class Turn:
         url = plan.decoder_url + asked.engine_path
         async with self._upstream.post(url, body, headers) as response:
             if plan.direct and response.status == 200:
-                size = len(asked.raw)
-                home = Home(plan.decoder_id, plan.decoder_url, self._hints, size)
+                home = Home(plan.decoder_id, plan.decoder_url, self._hints, asked.size)
                 self._homes.remember(self._stated_id, asked.chain, home)
             await self._relay(response, plan.decoder_id, plan.decoder_url)
 

@@ -32,6 +32,7 @@ from deployments.engine.cut_calls import tell_of_cut_calls
 from deployments.engine.load import LoadMeter
 from deployments.engine.messages import answer_as_anthropic
 from deployments.engine.observer import TurnObserver, observe_engine, told_of_caches
+from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
 
 MODEL = Settings().model_id
@@ -48,7 +49,7 @@ def read(path: str, body: Any) -> ClientRequest:
         return {"type": "http.request", "body": json.dumps(body).encode()}
 
     scope = {"type": "http", "path": path, "headers": []}
-    return asyncio.run(read_request(scope, receive, Settings()))
+    return asyncio.run(read_request(scope, receive, MediaReader(Settings())))
 
 
 class Server:

@@ -16,6 +16,7 @@ from deployments.answers import Alive
 from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.media import MediaReader
 from deployments.router.request import read_request
 from tests.unit.deployments.stub_table import StubTable
 
@@ -337,7 +338,7 @@ def read(keys: Keys, key: str, body: Any, headers: dict[str, str] | None = None)
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": raw}
 
-    return asyncio.run(read_request(scope, receive, keys.settings))
+    return asyncio.run(read_request(scope, receive, MediaReader(keys.settings)))
 
 
 CHAT = {"messages": [{"role": "user", "content": "grüße"}], "model": "conserve-embedded"}

@@ -11,6 +11,7 @@ from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.history import TurnKey
 from conserve.items import item_id
+from conserve.media import name_of
 from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import Settings
@@ -20,6 +21,7 @@ from deployments.answers import Engine
 from deployments.engine.response_store import TURN, ResponseKeeper, ResponseStore
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import Checked, EngineUnreachable
@@ -113,7 +115,7 @@ def read(
 
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     scope = {"type": "http", "path": path, "headers": given}
-    request = asyncio.run(read_request(scope, receive, Settings(**settings), stored))
+    request = asyncio.run(read_request(scope, receive, MediaReader(Settings(**settings)), stored))
     assert json.loads(request.raw) == request.body
     return request
 
@@ -216,7 +218,7 @@ def test_a_response_that_is_named_in_escapes_is_not_passed_over() -> None:
 
     scope = {"type": "http", "path": RESPONSES, "headers": []}
     with pytest.raises(ApiError, match="without escapes") as error:
-        asyncio.run(read_request(scope, receive, Settings()))
+        asyncio.run(read_request(scope, receive, MediaReader(Settings())))
     assert (error.value.status, error.value.param) == (400, "previous_response_id")
 
 
@@ -318,7 +320,8 @@ def test_names_cannot_make_a_body_without_bounds() -> None:
 
 
 def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
-    image = {"type": "input_image", "image_url": "data:,", "uuid": "cat"}
+    pixel = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
+    image = {"type": "input_image", "image_url": f"data:image/gif;base64,{pixel}", "uuid": "cat"}
     store = ResponseStore(10_000)
     stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
     caller = Caller("key", "acme", admin=False, limits=Limits(), cache_salt="salt")
@@ -328,19 +331,21 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
             return {"type": "http.request", "body": json.dumps(body).encode()}
 
         scope = {"type": "http", "path": RESPONSES, "headers": [], "conserve.caller": caller}
-        request = asyncio.run(read_request(scope, receive, Settings(), stored))
+        request = asyncio.run(read_request(scope, receive, MediaReader(Settings()), stored))
         assert request.body["cache_salt"] == "salt"
         return request.body
 
     first = asked(input=[{"role": "user", "content": [image]}])
-    name = first["input"][0]["content"][0]["uuid"]
-    assert name != "cat"
+    part = first["input"][0]["content"][0]
+    assert "uuid" not in part
+    assert name_of(part["image_url"]) is not None
     said = {"type": "message", "role": "assistant", "content": "a"}
     response = json.dumps({"id": "resp_1", "status": "completed", "output": [said]}).encode()
     store.add("resp_1", identity.scoped("acme", "c"), json.dumps(first).encode(), response)
     result = {"type": "function_call_output", "call_id": "c", "output": [image]}
     items = asked(previous_response_id="resp_1", input=[result])["input"]
-    assert items[0]["content"][0]["uuid"] == items[-1]["output"][0]["uuid"] == name
+    assert items[0]["content"][0]["image_url"] == part["image_url"]
+    assert items[-1]["output"][0]["image_url"] == part["image_url"]
 
 
 def test_a_history_may_not_be_longer_than_a_body() -> None:
@@ -348,7 +353,8 @@ def test_a_history_may_not_be_longer_than_a_body() -> None:
     keep(store, "resp_1", "hello" * 1000)
     table: Any = Table("d1")
     upstream: Any = Upstream(d1=store)
-    stored = StoredResponses(Settings(max_body_bytes=2000), table, upstream)
+    settings = Settings(max_body_bytes=2000, media={"bytes": 0})
+    stored = StoredResponses(settings, table, upstream)
     with pytest.raises(ApiError) as error:
         read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)
     assert error.value.status == 413

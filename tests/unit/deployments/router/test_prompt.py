@@ -43,8 +43,9 @@ class Engine:
 
 def request(path: str, **body: Any) -> ClientRequest:
     own = {"model": MODEL, **body}
+    raw = json.dumps(own).encode()
     return ClientRequest(
-        path=path, raw=json.dumps(own).encode(), body=own, explicit_id=None,
+        path=path, raw=raw, size=len(raw), body=own, explicit_id=None,
         chain=chain_of(*heard(path, own)), one_off=False, final=False, request_id=None,
         hints=None,  # type: ignore[arg-type]
     )  # fmt: skip

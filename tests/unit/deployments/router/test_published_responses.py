@@ -5,6 +5,7 @@ never comes to complaints of theirs about some branch of a union.
 """
 
 import asyncio
+import base64
 import json
 import re
 from collections import Counter
@@ -24,7 +25,9 @@ from vllm.entrypoints.openai.responses.utils import (
 
 from conserve.apis import RESPONSES
 from conserve.errors import ApiError
+from conserve.media import Medium, make_name
 from conserve.settings import Settings
+from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
 from tests.published_schemas import Published, Variant
 
@@ -43,13 +46,18 @@ REFUSED_PLACES = {
     ".call_id=null": "call_id must be a string",
     "<ItemReference>": "must be item_reference where an item is named by its id",
 }
+# A GIF of one pixel.
+_PIXEL = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
+IMAGE = f"data:image/gif;base64,{_PIXEL}"
+_NAME = make_name(None, base64.b64decode(_PIXEL), [None, None])
+NAMED_IMAGE = Medium(_NAME, "image/gif", _PIXEL).url
 PUBLISHED = Published(
     {
         "ResponseInputImageParam": {"image_url"},
         "ResponseInputImageContentParam": {"image_url"},
         "FunctionCallOutput": {"call_id"},
     },
-    texts={"name": "x"},
+    texts={"name": "x", "image_url": IMAGE},
     nulls=True,
 )
 
@@ -63,7 +71,7 @@ def read(body: Json, **written: str) -> ClientRequest:
         return {"type": "http.request", "body": f"{{{', '.join(members)}}}".encode()}
 
     scope = {"type": "http", "path": RESPONSES, "headers": []}
-    request = asyncio.run(read_request(scope, receive, Settings()))
+    request = asyncio.run(read_request(scope, receive, MediaReader(Settings())))
     assert request is not None
     return request
 
@@ -205,12 +213,12 @@ SHOWN = [{"role": "assistant", "content": "a"}]
           "output": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": None}]},
          [{"role": "tool", "tool_call_id": "c", "content": [{"type": "input_text",
                                                              "text": "x"}]}]),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "data:,",
+        ({"role": "user", "content": [{"type": "input_image", "image_url": IMAGE,
                                        "detail": None, "file_id": None}]},
-         [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,",
+         [{"role": "user", "content": [{"type": "input_image", "image_url": NAMED_IMAGE,
                                         "detail": "auto"}]}]),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
-         [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,",
+        ({"role": "user", "content": [{"type": "input_image", "image_url": IMAGE}]},
+         [{"role": "user", "content": [{"type": "input_image", "image_url": NAMED_IMAGE,
                                         "detail": "auto"}]}]),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from conserve import budget, wire
 from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.settings import Settings
+from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
 
 SETTINGS = Settings()
@@ -25,7 +26,7 @@ def read(
 
     given = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     scope = {"type": "http", "path": path, "headers": given}
-    return asyncio.run(read_request(scope, receive, SETTINGS))
+    return asyncio.run(read_request(scope, receive, MediaReader(SETTINGS)))
 
 
 def refused(body: Any, headers: dict[str, str] | None = None) -> ApiError:
@@ -222,7 +223,7 @@ def test_a_long_body_comes_no_faster_than_it_costs(
         return messages.pop(0)
 
     scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-    request = asyncio.run(read_request(scope, receive, SETTINGS))
+    request = asyncio.run(read_request(scope, receive, MediaReader(SETTINGS)))
     assert request.body["messages"] == json.loads(raw)["messages"]
     assert sum(sleeps) == pytest.approx(slept_s)
 

@@ -11,11 +11,13 @@ from starlette.requests import ClientDisconnect, Request
 from conserve import budget
 from conserve.apis import COUNT_INPUT, COUNT_TOKENS, TOKEN_PATHS
 from conserve.errors import ApiError
+from conserve.media import name_of
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
 from deployments.answers import Engine
 from deployments.router import tokens
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.media import MediaReader
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
@@ -263,7 +265,9 @@ def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     path = tmp_path / "keys.json"
     content, key = KeyFile.new().with_key("acme", "2026-01-31")
     keyfile.write(path, content)
-    part = {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": "mine"}
+    pixel = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
+    image = {"url": f"data:image/gif;base64,{pixel}"}
+    part = {"type": "image_url", "image_url": image, "uuid": "mine"}
     body = {"messages": [{"role": "user", "content": [part]}]}
 
     async def scenario() -> None:
@@ -276,14 +280,15 @@ def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     asyncio.run(scenario())
     ((_, raw),) = engines.asked
     sent = json.loads(raw)["messages"][0]["content"][0]
-    assert sent["image_url"] == part["image_url"]
-    assert sent["uuid"] != "mine"
+    assert sent["image_url"]["url"].endswith(pixel)
+    assert name_of(sent["image_url"]["url"]) is not None
+    assert "uuid" not in sent
 
 
 def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
     async def scenario() -> None:
         stored = StoredResponses(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
-        endpoint = TokensEndpoint(Settings(), Table(), Upstream(5), stored)  # type: ignore[arg-type]
+        endpoint = TokensEndpoint(Settings(), Table(), Upstream(5), stored, MediaReader(Settings()))  # type: ignore[arg-type]
 
         async def left() -> dict[str, Any]:
             return {"type": "http.disconnect"}

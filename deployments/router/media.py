@@ -1,0 +1,307 @@
+"""Gives media in requests their names, and fetches those that are sent by URL.
+
+Engines fetch nothing. The router fetches from `Settings.allowed_media_domains` alone, once, and
+connects only to addresses that are public: the name is resolved here, and what was checked is what
+is connected to.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from conserve.media import (
+    Lifted,
+    Medium,
+    Place,
+    check_image,
+    data_of,
+    encoded,
+    make_name,
+    unfit,
+    with_urls,
+)
+from conserve.settings import Settings
+
+_FETCH_S = 20.0
+# What is fetched, or has a client's own name, is kept for later turns of its history.
+_KEPT_BYTES = 256 * 1024 * 1024
+# Images that have been decoded once are not decoded again.
+_MOST_CHECKED = 16_384
+_REMOTE = ("http://", "https://")
+
+
+class NotFetched(Exception):
+    """Media have to be fetched first.
+
+    Attributes:
+        urls: where from, by the path of the first part that names each.
+    """
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        super().__init__()
+        self.urls = urls
+
+
+@dataclass(eq=False)
+class MediaReader:
+    """Names the media of requests, and keeps what has to be kept of them."""
+
+    settings: Settings
+    _kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
+    _checked: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
+
+    def named(self, body: dict[str, Any], path: str, lifted: Lifted, salt: str | None) -> Any:
+        """Return a turn's body with each medium as engines get it; see `conserve.media.Medium`.
+
+        Args:
+            lifted: the body's long texts; those of media that were fetched are added.
+            salt: the tenant's secret.
+
+        Raises:
+            ApiError: 400 for media that cannot be served.
+            NotFetched: some are sent by URL, and are not here yet.
+        """
+        reading = _Reading(self, lifted, salt)
+        own = with_urls(body, path, reading.put)
+        if reading.missing:
+            raise NotFetched(reading.missing)
+        return own
+
+    def kept(self, kind: str, salt: str | None, name: str) -> bytes | None:
+        """Return media that a tenant has sent before by this URL, or under this uuid."""
+        return self._kept.get((kind, salt, name))
+
+    def keep(self, kind: str, salt: str | None, name: str, data: bytes) -> None:
+        self._kept.put((kind, salt, name), data)
+
+    async def fetch(self, urls: dict[str, str], salt: str | None) -> None:
+        """Fetch media and keep them; raises ApiError (400) for one that cannot be had."""
+        await asyncio.gather(*(self._fetch(url, where, salt) for url, where in urls.items()))
+
+    async def _fetch(self, url: str, where: str, salt: str | None) -> None:
+        domains, most_bytes = self.settings.allowed_media_domains, self.settings.media.bytes
+        self.keep("url", salt, url, await fetched(url, where, domains, most_bytes))
+
+    def checked(self, name: str, data: bytes, where: str) -> str:
+        """Return an image's media type; it is decoded if it is new."""
+        known = self._checked.get(name)
+        if known is None:
+            known = check_image(data, self.settings.media.pixels, where)
+            self._checked[name] = known
+            if len(self._checked) > _MOST_CHECKED:
+                self._checked.popitem(last=False)
+        return known
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Reads one request's media."""
+
+    reader: MediaReader
+    lifted: Lifted
+    salt: str | None
+    missing: dict[str, str] = field(default_factory=dict)
+    count: int = 0
+    bytes: int = 0
+
+    def put(self, place: Place) -> str | None:
+        limits = self.reader.settings.media
+        self.count += 1
+        if self.count > limits.parts:
+            raise unfit(
+                place.where,
+                f"is one part too many with media: a request may have {limits.parts}; leave out "
+                "old ones",
+            )
+        found = self._data(place)
+        if found is None:
+            return None
+        media_type, data, text = found
+        self.bytes += len(data)
+        if self.bytes > limits.bytes:
+            raise unfit(
+                place.where,
+                f"makes this request's media longer than {limits.bytes:,} bytes; send smaller or "
+                "fewer ones",
+            )
+        name = make_name(self.salt, data, place.changes)
+        if place.kind == "image":
+            media_type = self.reader.checked(name, data, place.where)
+        if place.uuid is not None:
+            self.reader.keep("uuid", self.salt, str(place.uuid), data)
+        return Medium(name, media_type, text).url
+
+    def _data(self, place: Place) -> tuple[str, bytes, str] | None:
+        """Return media type, bytes, and base64 or its mark; None: to be fetched."""
+        url = place.url
+        if url is None and place.uuid is not None:
+            data = self.reader.kept("uuid", self.salt, str(place.uuid))
+            if data is None:
+                raise unfit(
+                    place.where,
+                    "names media by a uuid, and they are not here any more; send them whole",
+                )
+            return f"{place.kind}/*", data, self._lift(data)
+        if not isinstance(url, str):
+            raise unfit(place.where, "must have a URL")
+        if url.startswith("data:"):
+            return data_of(url, self.lifted.spans, place.where)
+        if not url.startswith(_REMOTE):
+            raise unfit(place.where, "must have a data:, http: or https: URL")
+        data = self.reader.kept("url", self.salt, url)
+        if data is None:
+            self.missing.setdefault(url, place.where)
+            return None
+        return f"{place.kind}/*", data, self._lift(data)
+
+    def _lift(self, data: bytes) -> str:
+        return self.lifted.add(encoded(data))
+
+
+class _Kept:
+    """Bytes by key, the least recently used dropped first. Several threads use it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._by: OrderedDict[tuple[str, str | None, str], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, str | None, str]) -> bytes | None:
+        with self._lock:
+            found = self._by.get(key)
+            if found is not None:
+                self._by.move_to_end(key)
+            return found
+
+    def put(self, key: tuple[str, str | None, str], data: bytes) -> None:
+        with self._lock:
+            self._bytes += len(data) - len(self._by.pop(key, b""))
+            self._by[key] = data
+            # The newest stays, whatever its size: a request is waiting for it.
+            while self._bytes > self._most_bytes and len(self._by) > 1:
+                self._bytes -= len(self._by.popitem(last=False)[1])
+
+
+# --- Fetching -------------------------------------------------------------------------------------
+
+
+async def fetched(url: str, where: str, domains: Iterable[str], most_bytes: int) -> bytes:
+    """Return what is at a URL; raises ApiError (400) that names the part.
+
+    Args:
+        domains: the names that may be fetched from.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise unfit(where, "has no valid URL") from None
+    if host is None or host.lower() not in {domain.lower() for domain in domains}:
+        raise unfit(
+            where,
+            f"is at {(host or 'no host')[:100]!r}, which is not among the server's "
+            "allowed_media_domains; send it as a data: URL",
+        )
+    if parts.username is not None or parts.password is not None:
+        raise unfit(where, "has a user or a password in its URL; send it as a data: URL")
+    if is_address(host) and not is_public(host):
+        # No name is resolved then.
+        raise unfit(where, "is at an address that is not public")
+    timeout = aiohttp.ClientTimeout(total=_FETCH_S)
+    connector = aiohttp.TCPConnector(resolver=PublicResolver(), use_dns_cache=False)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+            session.get(url, allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise unfit(where, f"could not be fetched: its server answered {response.status}")
+            return await _read(response, where, most_bytes)
+    except TimeoutError:
+        raise unfit(where, f"could not be fetched within {_FETCH_S:g} s") from None
+    except NotPublic:
+        raise unfit(where, "is at an address that is not public") from None
+    except aiohttp.ClientError as error:
+        if isinstance(error.__cause__, NotPublic):
+            raise unfit(where, "is at an address that is not public") from None
+        raise unfit(where, "could not be fetched: no connection to its server") from None
+
+
+async def _read(response: aiohttp.ClientResponse, where: str, most_bytes: int) -> bytes:
+    data = bytearray()
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > most_bytes:
+            raise unfit(where, f"is longer than {most_bytes:,} bytes")
+    return bytes(data)
+
+
+class NotPublic(OSError):
+    """A name stands for an address that is not public."""
+
+
+class PublicResolver(AbstractResolver):
+    """Resolves names to public addresses; raises `NotPublic` if any other is among them."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, family=family, flags=socket.AI_ADDRCONFIG
+        )
+        addresses = [
+            (own_family, proto, str(address[0])) for own_family, _, proto, _, address in found
+        ]
+        if not all(is_public(address) for _, _, address in addresses):
+            raise NotPublic
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=own_family,
+                proto=proto,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for own_family, proto, address in addresses
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is of the public internet, and so is an IPv4 address within it."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(known, ipaddress.IPv6Address):
+        inner = known.ipv4_mapped or known.sixtofour
+        if inner is None and known in _NAT64:
+            inner = ipaddress.IPv4Address(int(known) & 0xFFFFFFFF)
+        if inner is not None:
+            known = inner
+    return known.is_global and not known.is_multicast
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -1,0 +1,278 @@
+"""Media in requests: their names, their places, and images that are none."""
+
+import base64
+import contextlib
+import io
+import json
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from conserve.apis import CHAT, MESSAGES, RESPONSES
+from conserve.errors import ApiError
+from conserve.media import (
+    Lifted,
+    Medium,
+    Place,
+    check_image,
+    data_of,
+    make_name,
+    marks,
+    name_of,
+    places,
+    with_urls,
+)
+from conserve.recognition.normal import normalised
+
+LONG = base64.b64encode(bytes(range(256)) * 100).decode()
+PIXELS = 16_000_000
+
+
+def written(image: Image.Image, kind: str, **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+PICTURE = Image.linear_gradient("L").convert("RGB")
+PNG = written(PICTURE, "PNG")
+
+
+# --- Long texts -----------------------------------------------------------------------------------
+
+_texts = st.text(max_size=8) | st.sampled_from(
+    [LONG, f"data:image/png;base64,{LONG}", f"see {LONG} or;base64,{LONG}", "data", ";base64,",
+     "a\\b", 'a"b', "é"]
+)  # fmt: skip
+_bodies = st.recursive(
+    _texts | st.integers() | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["data", "url", "text"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(body=st.dictionaries(st.sampled_from(["data", "messages"]), _bodies), spaced=st.booleans())
+def test_what_is_lifted_comes_back_as_it_was(body: dict[str, Any], spaced: bool) -> None:
+    raw = json.dumps(body, indent=1 if spaced else None).encode()
+    lifted = Lifted.of(raw)
+    assert lifted.put_back(lifted.raw) == raw
+    # It stays JSON, and the same but for the marks.
+    text = json.dumps(json.loads(lifted.raw))
+    for mark, span in lifted.spans.items():
+        assert text.count(mark) == 1
+        text = text.replace(mark, span.decode())
+    assert json.loads(text) == body
+
+
+def test_data_of_media_is_lifted_by_every_api() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": LONG}
+    for body in (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]},
+        {"input": [{"content": [{"image_url": f"data:image/png;base64,{LONG}"}]}]},
+    ):
+        lifted = Lifted.of(json.dumps(body).encode())
+        assert len(lifted.raw) < 300
+        assert list(lifted.spans.values()) == [LONG.encode()]
+
+
+# --- Places ---------------------------------------------------------------------------------------
+
+
+def _image_parts(url: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """A turn with an image in a message and one in a tool's result, by each API."""
+    chat = {"type": "image_url", "image_url": {"url": url} | more}
+    block = {"type": "image", "source": {"type": "url", "url": url}}
+    item = {"type": "input_image", "image_url": url} | more
+    text = {"type": "text", "text": "what is it?"}
+    return {
+        CHAT: {
+            "messages": [
+                {"role": "user", "content": [text, chat]},
+                {"role": "tool", "tool_call_id": "c", "content": [chat]},
+            ]
+        },
+        MESSAGES: {
+            "messages": [
+                {"role": "user", "content": [text, block]},
+                {"role": "user", "content": [{"type": "tool_result", "content": [block]}]},
+            ]
+        },
+        RESPONSES: {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "?"}, item]},
+                {"type": "function_call_output", "call_id": "c", "output": [item]},
+            ]
+        },
+    }
+
+
+WHERE = {
+    CHAT: ["messages[0].content[1]", "messages[1].content[0]"],
+    MESSAGES: ["messages[0].content[1]", "messages[1].content[0].content[0]"],
+    RESPONSES: ["input[0].content[1]", "input[1].output[0]"],
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_each_part_is_found_by_its_path_and_gets_its_url(path: str) -> None:
+    body = _image_parts("https://a.example/1.png")[path]
+    found = places(body, path)
+    assert [one.where for one in found] == WHERE[path]
+    assert {(one.kind, one.url) for one in found} == {("image", "https://a.example/1.png")}
+    own = with_urls(body, path, lambda place: f"data:{place.where}")
+    assert [one.url for one in places(own, path)] == [f"data:{one}" for one in WHERE[path]]
+    # The given body is as it was.
+    assert body == _image_parts("https://a.example/1.png")[path]
+    assert with_urls(body, path, lambda place: None) is body
+
+
+def test_a_clients_names_do_not_go_on() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:x"}, "uuid": "cat"}
+    sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}, "uuid": "cat"}
+    body = {"messages": [{"role": "user", "content": [part, sound, "x"]}]}
+    seen: list[Place] = []
+    own = with_urls(body, CHAT, lambda place: seen.append(place) or "data:y")  # type: ignore[func-returns-value]
+    assert [one.uuid for one in seen] == ["cat"]
+    assert "uuid" not in json.dumps(own)
+
+
+def test_marks_are_those_of_media_alone() -> None:
+    text = f"data:text/plain;base64,{LONG}"
+    content = [{"type": "text", "text": text}, *_image_parts("data:image/png;base64,AAAA")[CHAT]
+               ["messages"][0]["content"]]  # fmt: skip
+    assert marks({"messages": [{"role": "user", "content": content}]}, CHAT) == {"AAAA"}
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+def test_a_name_tells_tenants_bytes_and_what_is_made_of_them_apart() -> None:
+    names = {
+        make_name(salt, data, changes)
+        for salt in (None, "a", "b")
+        for data in (b"x", b"y")
+        for changes in (None, [None, None], ["low", None], [None, {"image": {"rgba": 1}}])
+    }
+    assert len(names) == 3 * 2 * 4
+    assert make_name("a", b"x", None) == make_name("a", b"x", None)
+
+
+def test_detail_and_how_media_are_read_change_the_name_and_auto_does_not() -> None:
+    def changes(**more: Any) -> Any:
+        body = _image_parts("data:x", **more.pop("part", {}))[CHAT] | more
+        return places(body, CHAT)[0].changes
+
+    assert changes() == changes(part={"detail": "auto"})
+    assert changes() != changes(part={"detail": "low"})
+    assert changes() != changes(media_io_kwargs={"image": {}})
+
+
+def test_a_url_carries_the_name_and_histories_are_known_by_it() -> None:
+    url = Medium("f00", "image/png", "AAAA").url
+    assert name_of(url) == "f00"
+    assert name_of("data:image/png;base64,AAAA") is None
+    assert name_of("https://a.example/;conserve=f00") is None
+
+    def known(url: str) -> Any:
+        return normalised(_image_parts(url)[CHAT]["messages"][0])
+
+    assert known(url) == known(Medium("f00", "image/jpeg", "BBBB").url)
+    assert known(url) != known(Medium("f01", "image/png", "AAAA").url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["data:image/png,plain", "data:image/png;base64,????", "data:;base64,AAA", "data:nothing",
+     "data:image/png;base64," + LONG + "=AAA"],
+)  # fmt: skip
+def test_what_is_no_base64_is_refused_by_its_part(url: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        data_of(url, {}, "messages[3].content[1]")
+    assert refused.value.status == 400
+    assert refused.value.param == "messages[3].content[1]"
+
+
+@given(data=st.binary(max_size=100), parameter=st.sampled_from(["", ";charset=x", ";conserve=f"]))
+def test_data_is_read_whatever_its_parameters(data: bytes, parameter: str) -> None:
+    text = base64.b64encode(data).decode()
+    assert data_of(f"data:image/PNG{parameter};base64,{text}", {}, "x") == ("image/png", data, text)
+    mark = {"m": base64.b64encode(data * 20_000)}
+    assert data_of("data:image/png;base64,m", mark, "x") == ("image/png", data * 20_000, "m")
+
+
+# --- Images ---------------------------------------------------------------------------------------
+
+
+def _png_header(width: int, height: int) -> bytes:
+    """A PNG that says it is this large, and has nothing in it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (struct.pack(">I", len(data)) + kind + data
+                + struct.pack(">I", zlib.crc32(kind + data)))  # fmt: skip
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+SERVED = {
+    "png": (PNG, "image/png"),
+    "jpeg": (written(PICTURE, "JPEG"), "image/jpeg"),
+    "webp": (written(PICTURE, "WEBP"), "image/webp"),
+    "cmyk": (written(PICTURE.convert("CMYK"), "JPEG"), "image/jpeg"),
+    "16 bit": (written(Image.new("I;16", (8, 8)), "PNG"), "image/png"),
+    "animated": (
+        written(PICTURE, "GIF", save_all=True, append_images=[Image.new("RGB", (256, 256))] * 3),
+        "image/gif",
+    ),
+    "1 x 100,000": (written(Image.new("L", (1, 100_000)), "PNG"), "image/png"),
+    "palette": (written(PICTURE.convert("P"), "PNG"), "image/png"),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_images_of_many_kinds_are_taken(name: str) -> None:
+    data, media_type = SERVED[name]
+    assert check_image(data, PIXELS, "x") == media_type
+
+
+REFUSED = {
+    "nothing": (b"", "no image that can be read"),
+    "text": (b"hello", "no image that can be read"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image that can be read"),
+    "tiff": (written(PICTURE, "TIFF"), "no image that can be read"),
+    "cut png": (PNG[: len(PNG) // 2], "damaged"),
+    "cut jpeg": (written(PICTURE, "JPEG")[:300], ""),
+    "broken png": (PNG[:60] + b"\0" * 40 + PNG[100:], "damaged"),
+    "bomb": (_png_header(100_000, 100_000), "more than 16,000,000 pixels"),
+    "large": (_png_header(5_000, 5_000), "more than 16,000,000 pixels (5000 x 5000)"),
+    "header alone": (_png_header(100, 100), "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_image_that_is_none_is_refused_and_shows_nothing_of_the_server(name: str) -> None:
+    data, said = REFUSED[name]
+    with pytest.raises(ApiError) as refused:
+        check_image(data, PIXELS, "messages[3].content[1]")
+    error = refused.value
+    assert (error.status, error.param) == (400, "messages[3].content[1]")
+    assert str(error).startswith("messages[3].content[1] ")
+    assert said in str(error)
+    assert not any(word in str(error) for word in ("BytesIO", "PIL", "/", "0x", "Error"))
+
+
+@given(cut=st.integers(0, len(PNG)), at=st.integers(0, len(PNG) - 1), to=st.integers(0, 255))
+def test_whatever_is_broken_is_read_or_refused(cut: int, at: int, to: int) -> None:
+    broken = bytearray(PNG[:cut] if cut % 2 else PNG)
+    if at < len(broken):
+        broken[at] = to
+    with contextlib.suppress(ApiError):
+        assert check_image(bytes(broken), PIXELS, "x") == "image/png"

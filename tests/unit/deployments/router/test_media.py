@@ -1,0 +1,277 @@
+"""Media of requests: named, limited, kept, and fetched from public addresses alone."""
+
+import asyncio
+import base64
+import io
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from conserve.apis import CHAT, MESSAGES, RESPONSES
+from conserve.errors import ApiError
+from conserve.media import Lifted, name_of, places
+from conserve.settings import Settings
+from deployments.router import media as module
+from deployments.router.media import MediaReader, NotFetched, PublicResolver, fetched, is_public
+
+HOST = "images.example"
+
+
+def png(colour: int = 0, size: int = 8) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def chat(*urls: Any, **more: Any) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": url}} | more for url in urls]
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def named(
+    reader: MediaReader, body: dict[str, Any], salt: str | None = None, path: str = CHAT
+) -> list[str]:
+    """The names that engines get."""
+    lifted = Lifted.of(json.dumps(body).encode())
+    own = reader.named(json.loads(lifted.raw), path, lifted, salt)
+    return [name_of(place.url) or "" for place in places(own, path)]
+
+
+def refusal(reader: MediaReader, body: dict[str, Any], salt: str | None = None) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        named(reader, body, salt)
+    assert refused.value.status == 400
+    return refused.value
+
+
+@pytest.fixture
+def reader() -> MediaReader:
+    return MediaReader(Settings(allowed_media_domains=[HOST]))
+
+
+def test_an_image_has_one_name_by_every_api_and_every_encoding(reader: MediaReader) -> None:
+    large = png(size=200) + b"\0" * 40_000  # Long enough to be lifted.
+    text = base64.b64encode(large).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": text}
+    block = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    item = {"type": "input_image", "image_url": data_url(large)}
+    names = {
+        *named(reader, chat(data_url(large), data_url(large))),
+        *named(reader, chat(f"data:image/jpeg;charset=x;base64,{text}")),
+        *named(reader, block, path=MESSAGES),
+        *named(reader, {"input": [{"role": "user", "content": [item]}]}, path=RESPONSES),
+    }
+    assert len(names) == 1
+    others = {
+        *named(reader, chat(data_url(large)), "a"),
+        *named(reader, chat(data_url(large)), "b"),
+    }
+    assert len(names | others) == 3
+    # What another says it is called does not matter.
+    forged = min(names)
+    assert named(reader, chat(f"data:image/png;conserve={forged};base64,"
+                              f"{base64.b64encode(png(5)).decode()}")) != [forged]  # fmt: skip
+
+
+def test_limits_name_the_part_that_is_too_much() -> None:
+    one = png()
+    reader = MediaReader(Settings(media={"parts": 2, "bytes": 2 * len(one), "pixels": 100}))
+    assert len(named(reader, chat(*[data_url(one)] * 2))) == 2
+    error = refusal(reader, chat(*[data_url(one)] * 3))
+    assert error.param == "messages[0].content[2]"
+    assert "a request may have 2" in str(error)
+    error = refusal(reader, chat(data_url(one), data_url(one + b"\0")))
+    assert error.param == "messages[0].content[1]"
+    assert "longer than" in str(error)
+    error = refusal(reader, chat(data_url(png(size=11))))
+    assert "more than 100 pixels (11 x 11)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (None, "must have a URL"),
+        (5, "must have a URL"),
+        ("", "must have a data:, http: or https: URL"),
+        ("file:///etc/passwd", "must have a data:, http: or https: URL"),
+        ("data:image/png;base64,bm8=", "no image that can be read"),
+    ],
+)
+def test_other_urls_are_refused(reader: MediaReader, url: Any, said: str) -> None:
+    error = refusal(reader, chat(url))
+    assert error.param == "messages[0].content[0]"
+    assert said in str(error)
+
+
+def test_a_tenant_may_name_what_it_has_sent_and_nothing_else(reader: MediaReader) -> None:
+    names = named(reader, chat(data_url(png()), uuid="cat"), "a")
+    assert named(reader, chat(None, uuid="cat"), "a") == names
+    assert "not here any more" in str(refusal(reader, chat(None, uuid="cat"), "b"))
+    assert "not here any more" in str(refusal(reader, chat(None, uuid=names[0]), "b"))
+
+
+# --- By URL ---------------------------------------------------------------------------------------
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@pytest.fixture
+def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name stands for this machine, whose address counts as public."""
+
+    async def resolved(loop: Any, host: str, port: int, **more: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+    monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.1")
+
+
+async def _with_server(handler: Handler, use: Callable[[str], Awaitable[Any]]) -> Any:
+    app = web.Application()
+    app.router.add_get("/{path:.*}", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        return await use(f"http://{HOST}:{runner.addresses[0][1]}/1.png")
+    finally:
+        await runner.cleanup()
+
+
+def fetch(handler: Handler, most_bytes: int = 10_000) -> bytes:
+    async def use(url: str) -> bytes:
+        return await fetched(url, "messages[0].content[0]", [HOST], most_bytes)
+
+    return bytes(asyncio.run(_with_server(handler, use)))
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+def test_an_image_is_fetched_once_and_is_the_same_as_in_the_request(reader: MediaReader) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.host)
+        return web.Response(body=png())
+
+    async def use(url: str) -> list[str]:
+        with pytest.raises(NotFetched) as missing:
+            named(reader, chat(url, url, data_url(png(3))), "a")
+        assert missing.value.urls == {url: "messages[0].content[0]"}
+        await reader.fetch(missing.value.urls, "a")
+        found = named(reader, chat(url, url), "a")
+        # Another tenant fetches for itself: by the time it takes it would know.
+        with pytest.raises(NotFetched):
+            named(reader, chat(url), "b")
+        return found
+
+    found = asyncio.run(_with_server(answer, use))
+    assert set(found) == set(named(reader, chat(data_url(png())), "a"))
+    assert len(asked) == 1
+    assert asked[0].startswith(HOST)
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+def test_what_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPFound("http://127.0.0.1/")
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"\0" * 1000)
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"\0")
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(module, "_FETCH_S", 0.3)
+    for handler, said in (
+        (redirect, "its server answered 302"),
+        (endless, "longer than 10,000 bytes"),
+        (slow, "could not be fetched within 0.3 s"),
+    ):
+        with pytest.raises(ApiError, match=said) as refused:
+            fetch(handler)
+        assert (refused.value.status, refused.value.param) == (400, "messages[0].content[0]")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1/", "http://localhost/", "http://2130706433/", "http://0x7f.1/",
+     "http://[::1]/", "http://[::ffff:127.0.0.1]/", "http://169.254.169.254/", "http://10.0.0.1/"],
+)  # fmt: skip
+def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
+    """Even if its name is allowed."""
+
+    async def use() -> bytes:
+        host = url.removeprefix("http://").removesuffix("/").strip("[]")
+        return await fetched(url, "x", [host], 1000)
+
+    with pytest.raises(ApiError, match=r"not public|no connection to its server"):
+        asyncio.run(use())
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://other.example/1.png", "not among the server's allowed_media_domains"),
+        (f"http://{HOST}.other.example/1.png", "not among the server's allowed_media_domains"),
+        (f"http://{HOST}@other.example/", "not among the server's allowed_media_domains"),
+        (f"http://user:word@{HOST}/", "has a user or a password"),
+        ("http:///1.png", "not among the server's allowed_media_domains"),
+        ("http://[::1", "has no valid URL"),
+        (f"http://{HOST}:99999/", "has no valid URL"),
+    ],
+)
+def test_other_domains_are_refused(url: str, said: str) -> None:
+    with pytest.raises(ApiError, match=said):
+        asyncio.run(fetched(url, "x", [HOST], 1000))
+
+
+def test_of_a_name_with_several_addresses_all_have_to_be_public(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was checked is what is connected to: a name is resolved once."""
+    asked: list[str] = []
+
+    async def resolved(loop: Any, host: str, port: int, **more: Any) -> list[Any]:
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+                for address in ("1.1.1.1", "127.0.0.1")[: len(asked)]]  # fmt: skip
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+    (found,) = asyncio.run(PublicResolver().resolve(HOST, 80))
+    assert (found["host"], found["flags"]) == (
+        "1.1.1.1", socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+    )  # fmt: skip
+    with pytest.raises(module.NotPublic):
+        asyncio.run(PublicResolver().resolve(HOST, 80))
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("1.1.1.1", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("0.0.0.0", False),
+        ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False), ("100.64.0.1", False),
+        ("169.254.169.254", False), ("224.0.0.1", False), ("::1", False), ("fe80::1", False),
+        ("fd00::1", False), ("::ffff:10.0.0.1", False), ("::ffff:1.1.1.1", True),
+        ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("ff02::1", False), ("", False),
+        ("fe80::1%lo", False), ("localhost", False),
+    ],
+)  # fmt: skip
+def test_public_addresses(address: str, public: bool) -> None:
+    assert is_public(address) is public
