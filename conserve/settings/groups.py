@@ -209,6 +209,12 @@ class MediaSettings(Strict):
         ge=1,
         description="Most pixels of an image, read from its header before it is decoded.",
     )
+    encoded_gb: float = Field(
+        default=1.0,
+        ge=0,
+        description="Most host memory of a node in which its engines keep what they have encoded "
+        "of images, so that each is encoded once there. 0: each engine encodes for itself.",
+    )
 
 
 class EnvironmentSettings(Strict):

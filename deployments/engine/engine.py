@@ -38,6 +38,7 @@ from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
+from deployments.engine.vision.arena import ARENA_PATH
 from deployments.engine.warm_up import WarmUp
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
@@ -53,6 +54,8 @@ logger = logging.getLogger("ray.serve")
 
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _FREEING_S = 5.0
+# Members of a model's configuration that describe an encoder.
+_ENCODERS = ("vision_config", "audio_config")
 
 
 class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
@@ -115,6 +118,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._sm_slots is not None:
             told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
         _tell_connector(llm_config, told)
+        if settings.media.encoded_gb and _sees(llm_config):
+            _share_encoded(llm_config, await self._node.arena())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download. Otherwise a process loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -345,3 +350,26 @@ def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:
     transfer = config.engine_kwargs["kv_transfer_config"]
     extra = {**transfer["kv_connector_extra_config"], **more}
     config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})
+
+
+def _sees(config: LLMConfig) -> bool:
+    """Whether the model has an encoder of images, or of other media."""
+    # vLLM is loaded when an engine starts, and not with this module.
+    from vllm.transformers_utils.config import get_config
+
+    source = config.model_loading_config.model_source
+    trusts = bool(config.engine_kwargs.get("trust_remote_code"))
+    read = get_config(source, trusts, config.engine_kwargs.get("revision"))
+    return any(hasattr(read, name) for name in _ENCODERS)
+
+
+def _share_encoded(config: LLMConfig, arena: str) -> None:
+    """Have the engine keep what it encodes in its node's arena, and read from there."""
+    config.update_engine_kwargs(
+        ec_transfer_config={
+            "ec_connector": "NodeEncoderCache",
+            "ec_connector_module_path": "deployments.engine.vision.connector",
+            "ec_role": "ec_both",
+            "ec_connector_extra_config": {ARENA_PATH: arena},
+        }
+    )

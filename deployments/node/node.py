@@ -19,6 +19,7 @@ import ray
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
 from deployments.detached import ActorClient, Patience, call, find_or_make
+from deployments.engine.vision.arena import make_arena
 from deployments.messages import NodeCache
 from deployments.node.caches import CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
@@ -49,6 +50,8 @@ class NodeService:
         self._names = names
         self._server: LMCacheServer | None = None
         self._caches = SeenCaches()
+        # Where this node's engines keep what they have encoded; reserved by the first one.
+        self._arena: str | None = None
         self._starting = asyncio.Lock()
         self._last_beat_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
@@ -69,6 +72,12 @@ class NodeService:
         """Return when the LMCache server answers; raises `RuntimeError` if it does not."""
         server = await self._ensure_started()
         await server.wait_until_healthy()
+
+    async def arena(self) -> str:
+        """Return where engines find the arena of what they have encoded."""
+        if self._arena is None:
+            self._arena = make_arena(round(self._settings.media.encoded_gb * 1e9))
+        return self._arena
 
     async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
         """Note that an engine lives, and return the energy of the GPUs it uses, if known."""
@@ -242,6 +251,10 @@ class NodeClient(ActorClient):
     def actor_name(self) -> str:
         """The actor's name in Ray's namespace ``serve``."""
         return self._names.of(self._node_id)
+
+    async def arena(self) -> str:
+        """Return the path of the node's arena, in which engines keep what they have encoded."""
+        return await self._ask(_PATIENCE, NodeService.arena)
 
     async def leave(self, engine_id: str) -> None:
         """Tell the node that the engine has ended, which frees its SMs."""

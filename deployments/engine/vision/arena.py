@@ -1,0 +1,158 @@
+"""Memory in which a node's engines keep what they have encoded, for one another.
+
+It is a ring of records, the oldest of which is overwritten first. The memory has no name in
+/dev/shm (see `deployments.node.unnamed_memory`): one process reserves it, and it goes with the last
+process that uses it.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# The name of an arena's path in a connector's configuration.
+ARENA_PATH = "conserve.arena"
+KEY_BYTES = 32
+_ALIGNED = 64
+# Two counts of bytes since the beginning, skipped ones included: up to where records are whole, and
+# up to where the ring may have been overwritten. They differ while a record is written, and after
+# its writer was killed; then the next one is written over it.
+_WHOLE, _BEGUN = 0, 8
+_HEADER_BYTES = _ALIGNED
+_COUNT = struct.Struct("<Q")
+# A record's bytes in all, those of its data, and its key.
+_RECORD = struct.Struct(f"<QQ{KEY_BYTES}s")
+_SKIP = bytes(KEY_BYTES)
+# A record that is this near to be overwritten counts as gone, since a step has yet to read it.
+_MARGIN_SHARE = 0.25
+
+
+class ArenaError(RuntimeError):
+    """The memory cannot be used; the message says why."""
+
+
+def make_arena(size: int) -> str:
+    """Reserve memory for an arena of ``size`` bytes; returns its path on this machine.
+
+    This process has to live while others open it. Memory is used as records come.
+    """
+    file = os.memfd_create("conserve-encoded", os.MFD_CLOEXEC)
+    os.ftruncate(file, _HEADER_BYTES + max(1, size // _ALIGNED) * _ALIGNED)
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    at: int
+    length: int
+
+
+class Arena:
+    """One process's view of the ring, for one thread.
+
+    Args:
+        path: as `make_arena` returns it; raises `ArenaError` if it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._map = mmap.mmap(self._file, 0)
+        except (OSError, ValueError) as error:
+            raise ArenaError(f"{path} cannot be opened: {error}") from None
+        self._room = len(self._map) - _HEADER_BYTES
+        self._known: dict[bytes, _Record] = {}
+        # Up to where records are known.
+        self._read = 0
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._file)
+
+    def has(self, key: bytes) -> bool:
+        """Whether a key's data can be read, and will be for some time."""
+        record = self._find(key)
+        return record is not None and self._left(record) > _MARGIN_SHARE * self._room
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return a copy of a key's data; None if they are not there."""
+        record = self._find(key)
+        if record is None:
+            return None
+        start = self._place(record.at) + _RECORD.size
+        data = self._map[start : start + record.length]
+        # It may have been overwritten meanwhile.
+        return data if self._left(record) >= 0 else None
+
+    def put(self, key: bytes, data: bytes) -> bool:
+        """Write data, unless they are there; returns False if they are too large for the ring."""
+        size = -(-(_RECORD.size + len(data)) // _ALIGNED) * _ALIGNED
+        if size > self._room // 2:
+            return False
+        with self._locked():
+            if self.has(key):
+                return True
+            at = self._count(_WHOLE)
+            to_end = self._room - at % self._room
+            if size > to_end:
+                self._write(at, to_end, _SKIP, b"")
+                at += to_end
+            self._write(at, size, key, data)
+        return True
+
+    def _write(self, at: int, size: int, key: bytes, data: bytes) -> None:
+        _COUNT.pack_into(self._map, _BEGUN, at + size)
+        start = self._place(at)
+        begin = start + _RECORD.size
+        self._map[start:begin] = _RECORD.pack(size, len(data), key)
+        self._map[begin : begin + len(data)] = data
+        _COUNT.pack_into(self._map, _WHOLE, at + size)
+
+    def _find(self, key: bytes) -> _Record | None:
+        if self._read != self._count(_WHOLE):
+            self._read_on()
+        record = self._known.get(key)
+        return record if record is not None and self._left(record) >= 0 else None
+
+    def _read_on(self) -> None:
+        """Learn of the records that were written since the last time."""
+        whole = self._count(_WHOLE)
+        if self._is_lost(self._read):
+            # One begins where the ring does.
+            self._read = whole - whole % self._room
+        while self._read < whole:
+            start = self._place(self._read)
+            size, length, key = _RECORD.unpack(self._map[start : start + _RECORD.size])
+            if self._is_lost(self._read):
+                # Where the next one begins cannot be told. What is there is encoded once more.
+                self._read = whole
+                break
+            if key != _SKIP:
+                self._known[key] = _Record(self._read, length)
+            self._read += size
+        self._known = {key: one for key, one in self._known.items() if self._left(one) >= 0}
+
+    def _is_lost(self, at: int) -> bool:
+        return at < self._count(_BEGUN) - self._room
+
+    def _left(self, record: _Record) -> int:
+        """Return how many bytes may be written before a record is overwritten."""
+        return record.at + self._room - self._count(_BEGUN)
+
+    def _place(self, at: int) -> int:
+        return _HEADER_BYTES + at % self._room
+
+    def _count(self, which: int) -> int:
+        return int(_COUNT.unpack_from(self._map, which)[0])
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Of a process that is killed, the kernel frees the lock.
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)

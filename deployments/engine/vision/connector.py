@@ -1,0 +1,95 @@
+"""Keeps what engines have encoded in their node's memory, so that each image is encoded once there.
+
+It is vLLM's encoder-cache connector. The scheduler looks for an image by its identifier, which is
+the name that a router has given it (`conserve.media`). If the node's `Arena` has it, the worker
+reads it into vLLM's own encoder cache; otherwise it is encoded, and written.
+
+An engine without an arena, since its node's actor was restarted, encodes for itself.
+"""
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+from vllm.platforms import current_platform
+
+from deployments.engine.vision.arena import ARENA_PATH, Arena, ArenaError
+
+logger = logging.getLogger("conserve.engine")
+
+_TENSOR = "encoded"
+
+
+@dataclass
+class ToLoad(ECConnectorMetadata):
+    """The identifiers of what a step reads from the arena."""
+
+    identifiers: list[str] = field(default_factory=list)
+
+
+class NodeEncoderCache(ECConnectorBase):
+    """One engine's access to the arena, for its scheduler or its worker."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        transfer = vllm_config.ec_transfer_config
+        assert transfer is not None
+        self._arena: Arena | None = None
+        try:
+            self._arena = Arena(str(transfer.get_from_extra_config(ARENA_PATH, "")))
+        except ArenaError as error:
+            logger.warning("images are encoded for this engine alone: %s", error)
+        # What is encoded depends on the model and its precision, too.
+        model = vllm_config.model_config
+        self._salt = f"{model.model} {model.revision} {model.dtype}".encode()
+        self._to_load: list[str] = []
+
+    # --- In the scheduler ---------------------------------------------------------------------
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._arena is not None and self._arena.has(self._key(identifier))
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        identifier = request.mm_features[index].identifier
+        if self.has_cache_item(identifier):
+            self._to_load.append(identifier)
+
+    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
+        wanted, self._to_load = self._to_load, []
+        return ToLoad(wanted)
+
+    # --- In the worker ------------------------------------------------------------------------
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ToLoad)
+        for identifier in metadata.identifiers:
+            if identifier in encoder_cache:
+                continue
+            data = None if self._arena is None else self._arena.get(self._key(identifier))
+            if data is None:
+                raise RuntimeError(
+                    f"the encoded image {identifier} was overwritten before it was read; give "
+                    "media.encoded_gb more memory"
+                )
+            tensor = safetensors.torch.load(data)[_TENSOR]
+            encoder_cache[identifier] = tensor.to(current_platform.device_type)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
+        if self._arena is None:
+            return
+        tensor = encoder_cache[mm_hash].detach().to("cpu").contiguous()
+        if not self._arena.put(self._key(mm_hash), safetensors.torch.save({_TENSOR: tensor})):
+            logger.warning("an encoded image is too large for media.encoded_gb")
+
+    def _key(self, identifier: str) -> bytes:
+        return hashlib.sha256(self._salt + b"\0" + identifier.encode()).digest()

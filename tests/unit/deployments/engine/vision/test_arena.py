@@ -1,0 +1,114 @@
+"""The memory that a node's engines share: what is read is what was written, whoever dies."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.engine.vision.arena import Arena, ArenaError, make_arena
+
+ROOM = 64 * 1024
+
+
+def key_of(name: object) -> bytes:
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def data_of(name: object, length: int) -> bytes:
+    return random.Random(str(name)).randbytes(length)
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    made = make_arena(ROOM)
+    yield made
+    os.close(int(made.rpartition("/")[2]))
+
+
+def test_what_one_process_view_writes_another_reads(path: str) -> None:
+    one, other = Arena(path), Arena(path)
+    assert not other.has(key_of("a"))
+    assert one.put(key_of("a"), b"hello")
+    assert other.has(key_of("a"))
+    assert other.get(key_of("a")) == b"hello"
+    assert other.get(key_of("b")) is None
+    # It is written once.
+    assert other.put(key_of("a"), b"other")
+    assert one.get(key_of("a")) == b"hello"
+
+
+def test_what_is_too_large_is_not_kept(path: str) -> None:
+    one = Arena(path)
+    assert not one.put(key_of("a"), bytes(ROOM))
+    assert not one.has(key_of("a"))
+    assert one.put(key_of("b"), bytes(ROOM // 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 30), st.integers(0, ROOM // 3), st.booleans())))
+def test_the_newest_are_there_and_nothing_else_is_ever_read(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    made = make_arena(ROOM)
+    writers, reader = [Arena(made), Arena(made)], Arena(made)
+    lengths: dict[int, int] = {}
+    written = 0
+    last: dict[int, int] = {}
+    for name, length, which in steps:
+        there = writers[which].has(key_of(name))
+        assert writers[which].put(key_of(name), data_of((name, length), length))
+        if not there:
+            lengths[name] = length
+            written += length + 48
+            last[name] = written
+        late = reader if which else writers[0]
+        for known, size in lengths.items():
+            found = late.get(key_of(known))
+            assert found in (None, data_of((known, size), size))
+            assert found is not None or not late.has(key_of(known))
+        assert late.get(key_of(name)) is not None
+    for one in (*writers, reader):
+        one.close()
+    os.close(int(made.rpartition("/")[2]))
+
+
+def _write_for_ever(path: str, seed: int) -> None:
+    arena, rng = Arena(path), random.Random(seed)
+    while True:
+        name = rng.randrange(10**9)
+        arena.put(key_of(name), data_of(name, name % 5000))
+
+
+def test_writers_that_are_killed_leave_nothing_half_written(path: str) -> None:
+    context = multiprocessing.get_context("fork")
+    arena = Arena(path)
+    for seed in range(8):
+        writers = [context.Process(target=_write_for_ever, args=(path, seed + n)) for n in (0, 50)]
+        for writer in writers:
+            writer.start()
+        ends_s = time.monotonic() + 0.1
+        while time.monotonic() < ends_s:
+            for known in list(arena._known) or [key_of(0)]:
+                arena.get(known)
+        for writer in writers:
+            assert writer.pid is not None
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join()
+        for rng in (random.Random(seed), random.Random(seed + 50)):
+            for name in (rng.randrange(10**9) for _ in range(20_000)):
+                found = arena.get(key_of(name))
+                assert found is None or found == data_of(name, name % 5000)
+        assert arena.put(key_of("after"), b"x") or arena.has(key_of("after"))
+        assert len(arena._known) > 5
+
+
+def test_memory_that_is_gone_is_told(path: str) -> None:
+    with pytest.raises(ArenaError, match="cannot be opened"):
+        Arena(f"/proc/{os.getpid()}/fd/9999")
