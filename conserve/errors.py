@@ -290,7 +290,7 @@ def from_engine(status: int, body: Any) -> ApiError:
             "the types of those in messages, tools and chat_template_kwargs"
         )
     elif _NO_MEDIA.match(message):
-        message = "this model takes text alone; send no images, audio or video"
+        message = "this model reads text only; send no images, audio or video"
     message = _INNER.sub("", message)
     code = None
     if status == 400 and _CONTEXT.search(message):

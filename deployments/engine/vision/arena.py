@@ -21,6 +21,8 @@ _ALIGNED = 64
 # up to where the ring may have been overwritten. They differ while a record is written, and after
 # its writer was killed; then the next one is written over it.
 _WHOLE, _BEGUN = 0, 8
+# How often data were offered, and read: how many images were encoded, and how many were found.
+_OFFERED, _FOUND = 16, 24
 _HEADER_BYTES = _ALIGNED
 _COUNT = struct.Struct("<Q")
 # A record's bytes in all, those of its data, and its key.
@@ -84,15 +86,20 @@ class Arena:
             return None
         start = self._place(record.at) + _RECORD.size
         data = self._map[start : start + record.length]
-        # It may have been overwritten meanwhile.
-        return data if self._left(record) >= 0 else None
+        if self._left(record) < 0:
+            # It was overwritten meanwhile.
+            return None
+        with self._locked():
+            self._add_one(_FOUND)
+        return data
 
     def put(self, key: bytes, data: bytes) -> bool:
         """Write data, unless they are there; returns False if they are too large for the ring."""
         size = -(-(_RECORD.size + len(data)) // _ALIGNED) * _ALIGNED
-        if size > self._room // 2:
-            return False
         with self._locked():
+            self._add_one(_OFFERED)
+            if size > self._room // 2:
+                return False
             if self.has(key):
                 return True
             at = self._count(_WHOLE)
@@ -102,6 +109,13 @@ class Arena:
                 at += to_end
             self._write(at, size, key, data)
         return True
+
+    def counts(self) -> tuple[int, int]:
+        """Return how often data were offered, and how often some were read."""
+        return self._count(_OFFERED), self._count(_FOUND)
+
+    def _add_one(self, which: int) -> None:
+        _COUNT.pack_into(self._map, which, self._count(which) + 1)
 
     def _write(self, at: int, size: int, key: bytes, data: bytes) -> None:
         _COUNT.pack_into(self._map, _BEGUN, at + size)

@@ -29,7 +29,7 @@ TOOL: Any = {
     },
 }
 PUBLISHED = Published({"FunctionCallOutput": {"call_id"}}, texts={"name": "x"}, nulls=True)
-# Of items that are served, what is refused: images, since the model takes text alone.
+# Of items that are served, what is refused: images, since the model reads text only.
 UNFIT = ("InputImage", "InputFile", "encrypted_content", "call_id=null", "ItemReference")
 
 

@@ -45,8 +45,8 @@ async def test_what_a_schema_allows_is_served_or_refused_by_name(
                 wrong.append((str(case), body))
             continue
         message = body["error"]["message"]
-        # The model that is served here takes text alone.
-        if status != 400 or not (case.names(message) or "takes text alone" in message):
+        # The model that is served here reads text only.
+        if status != 400 or not (case.names(message) or "reads text only" in message):
             wrong.append((str(case), status, message))
     assert wrong == []
     served = sum(status == 200 for _, status, _ in answers)

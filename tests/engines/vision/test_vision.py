@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import contextlib
 import io
-import json
 import random
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.wire import PREFILL_PREFIX
+from deployments.engine.vision.arena import Arena
 from tests.engines.applications import VISION
 from tests.engines.client import TIMEOUT_S, Agent, engines, last_turn, lone_answer, prose
 from tests.engines.lone import LONE_PORT
@@ -136,6 +138,91 @@ async def test_later_turns_find_the_image_where_they_are(
         assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
 
 
+def _encoded() -> tuple[int, int]:
+    """How many images the application's engines have encoded, and how many they have found."""
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if "memfd:conserve-encoded" in str(file.readlink()):
+                return Arena(str(file)).counts()
+    raise AssertionError("no arena")
+
+
+def _conversation(path: str, first: list[Any], later: list[Any]) -> list[dict[str, Any]]:
+    """Bodies of two turns: images in a message and in a tool's result, and one of them again."""
+    call = {"id": "call_1", "name": "look", "arguments": "{}"}
+    if path == CHAT:
+        calls = [{"id": call["id"], "type": "function", "function": call}]
+        begun = [_user(first)]
+        told = [
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "call_1", "content": later},
+        ]
+        return [{"messages": begun}, {"messages": begun + told}]
+    if path == MESSAGES:
+        use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
+        begun = [_user(first)]
+        told = [
+            {"role": "assistant", "content": [use]},
+            _user([{"type": "tool_result", "tool_use_id": "call_1", "content": later}]),
+        ]
+        return [{"messages": begun}, {"messages": begun + told}]
+    begun = [_user(first)]
+    told = [
+        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": later},
+    ]
+    return [{"input": begun}, {"input": begun + told}]
+
+
+def _parts(path: str, given: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Texts and images as parts of an API."""
+    made: list[dict[str, Any]] = []
+    for kind, value in given:
+        url = f"data:image/png;base64,{value}"
+        if path == CHAT:
+            image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+        elif path == MESSAGES:
+            source = {"type": "base64", "media_type": "image/png", "data": value}
+            image = {"type": "image", "source": source}
+        else:
+            image = {"type": "input_image", "image_url": url}
+        text = {"type": "input_text" if path == RESPONSES else "text", "text": value}
+        made.append(image if kind == "image" else text)
+    return made
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_each_image_is_encoded_once_on_its_node_by_every_api(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, path: str
+) -> None:
+    """One image twice, one again in a tool's result; each prompt ends in an image."""
+    stage.wait_for_lone()
+    one, two, three = (_image(rng) for _ in range(3))
+    first = _parts(path, [("text", prose(rng, 150)), ("image", one), ("text", "and"),
+                          ("image", two), ("image", one)])  # fmt: skip
+    later = _parts(path, [("image", two), ("text", "then"), ("image", three)])
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    common = {"model": "conserve-embedded", "temperature": 0, limit: OUTPUT_TOKENS}
+    for number, body in enumerate(_conversation(path, first, later)):
+        before = _encoded()[0]
+        reply = await _post(client, application + path, common | body)
+        alone = await _post(client, LONE + path, common | body)
+        assert _answered(path, reply.json()) == _answered(path, alone.json())
+        # Of the second turn, only the third image is new.
+        assert _encoded()[0] - before == (2, 1)[number]
+
+
+async def test_another_conversation_does_not_encode_an_image_again(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    image = _image(rng)
+    await _post(client, application + CHAT, _body(CHAT, _texts(rng), image))
+    encoded, _ = _encoded()
+    for _ in range(3):
+        await _post(client, application + CHAT, _body(CHAT, _texts(rng), image))
+    assert _encoded()[0] == encoded
+
+
 async def test_of_another_image_nothing_is_taken(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
@@ -202,7 +289,9 @@ async def test_an_image_that_is_none_is_refused_before_anything_is_computed(
     body = _body(CHAT, _texts(rng), base64.b64encode(b"no image").decode())
     reply = await client.post(application + CHAT, json=body)
     assert reply.status_code == 400, reply.text
-    assert "image" in json.dumps(reply.json())
+    error = reply.json()["error"]
+    assert error["param"] == "messages[0].content[1]"
+    assert "no image that can be read" in error["message"]
 
 
 @pytest.mark.application(VISION, last=True)

@@ -151,7 +151,7 @@ def test_a_rewritten_body_is_explained_without_what_is_for_programmers() -> None
             "{'json': None, 'regex': None, '_backend': None}",
             "You must use one kind of structured outputs constraint but none are specified",
         ),
-        ("<path> is not a multimodal model", "this model takes text alone"),
+        ("<path> is not a multimodal model", "this model reads text only"),
         ("'int' object is not iterable", "chat_template_kwargs"),
         ("sequence item 0: expected str instance, int found", "check the types"),
         (

@@ -83,7 +83,7 @@ def test_what_a_schema_allows_is_served_or_refused_by_name(path: str) -> None:
                 wrong.append((str(case), what))
             continue
         if response.status_code != 200:
-            # The model takes text alone.
+            # The model reads text only.
             if not case.names(response.text) and "multimodal" not in response.text:
                 wrong.append((str(case), response.text[:200]))
             continue
