@@ -141,7 +141,8 @@ class Lifted:
 
     def put_back(self, raw: bytes) -> bytes:
         """Return a body with the spans in the places of their marks, each of which is used once."""
-        at, parts = 0, []
+        at = 0
+        parts: list[bytes] = []
         found = sorted((raw.find(mark.encode()), mark) for mark in self.spans)
         for start, mark in found:
             if start >= at:

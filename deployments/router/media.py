@@ -111,7 +111,7 @@ class _Reading:
     salt: str | None
     missing: dict[str, str] = field(default_factory=dict)
     count: int = 0
-    bytes: int = 0
+    size: int = 0
 
     def put(self, place: Place) -> str | None:
         limits = self.reader.settings.media
@@ -126,8 +126,8 @@ class _Reading:
         if found is None:
             return None
         media_type, data, text = found
-        self.bytes += len(data)
-        if self.bytes > limits.bytes:
+        self.size += len(data)
+        if self.size > limits.bytes:
             raise unfit(
                 place.where,
                 f"makes this request's media longer than {limits.bytes:,} bytes; send smaller or "

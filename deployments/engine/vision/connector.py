@@ -30,13 +30,13 @@ _TENSOR = "encoded"
 
 
 @dataclass
-class ToLoad(ECConnectorMetadata):
+class ToLoad(ECConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not looked at.
     """The identifiers of what a step reads from the arena."""
 
     identifiers: list[str] = field(default_factory=list)
 
 
-class NodeEncoderCache(ECConnectorBase):
+class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
     """One engine's access to the arena, for its scheduler or its worker."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:

@@ -185,7 +185,7 @@ def _parts(path: str, given: list[tuple[str, str]]) -> list[dict[str, Any]]:
             source = {"type": "base64", "media_type": "image/png", "data": value}
             image = {"type": "image", "source": source}
         else:
-            image = {"type": "input_image", "image_url": url}
+            image = {"type": "input_image", "image_url": url, "detail": "auto"}
         text = {"type": "input_text" if path == RESPONSES else "text", "text": value}
         made.append(image if kind == "image" else text)
     return made

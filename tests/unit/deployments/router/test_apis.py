@@ -14,7 +14,7 @@ from conserve.items import item_id
 from conserve.media import name_of
 from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
-from conserve.settings import Settings
+from conserve.settings import MediaSettings, Settings
 from conserve.tenants import Caller, Limits
 from conserve.wire import Role
 from deployments.answers import Engine
@@ -353,7 +353,7 @@ def test_a_history_may_not_be_longer_than_a_body() -> None:
     keep(store, "resp_1", "hello" * 1000)
     table: Any = Table("d1")
     upstream: Any = Upstream(d1=store)
-    settings = Settings(max_body_bytes=2000, media={"bytes": 0})
+    settings = Settings(max_body_bytes=2000, media=MediaSettings(bytes=0))
     stored = StoredResponses(settings, table, upstream)
     with pytest.raises(ApiError) as error:
         read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)

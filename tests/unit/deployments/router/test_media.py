@@ -15,7 +15,7 @@ from PIL import Image
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.media import Lifted, name_of, places
-from conserve.settings import Settings
+from conserve.settings import MediaSettings, Settings
 from deployments.router import media as module
 from deployments.router.media import MediaReader, NotFetched, PublicResolver, fetched, is_public
 
@@ -84,7 +84,8 @@ def test_an_image_has_one_name_by_every_api_and_every_encoding(reader: MediaRead
 
 def test_limits_name_the_part_that_is_too_much() -> None:
     one = png()
-    reader = MediaReader(Settings(media={"parts": 2, "bytes": 2 * len(one), "pixels": 100}))
+    limits = MediaSettings(parts=2, bytes=2 * len(one), pixels=100)
+    reader = MediaReader(Settings(media=limits))
     assert len(named(reader, chat(*[data_url(one)] * 2))) == 2
     error = refusal(reader, chat(*[data_url(one)] * 3))
     assert error.param == "messages[0].content[2]"
