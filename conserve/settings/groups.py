@@ -195,7 +195,7 @@ class LimitSettings(Strict):
 
 
 class MediaSettings(Strict):
-    """What a request may hold of images, audio and video."""
+    """Limits of a request's images, audio and video, and memory for what is encoded of them."""
 
     parts: int = Field(default=32, ge=0, description="Most parts with media in a request.")
     bytes: int = Field(

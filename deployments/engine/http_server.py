@@ -21,12 +21,13 @@ from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.cut_calls import tell_of_cut_calls
-from deployments.engine.media_names import keep_media_names
 from deployments.engine.messages import answer_as_anthropic
 from deployments.engine.observer import TurnObserver, told_of_caches
 from deployments.engine.refusals import explain_refusals
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.vision.names import keep_media_names
+from deployments.engine.vision.prepared import prepare_once
 
 _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
@@ -55,6 +56,7 @@ class EngineHttp:
         explain_refusals(app)
         answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
         keep_media_names()
+        prepare_once(client.renderer)
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
