@@ -11,10 +11,11 @@ import binascii
 import hashlib
 import io
 import json
+import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from conserve import apis
@@ -25,13 +26,21 @@ Json = dict[str, Any]
 PARAMETER = "conserve"
 # The members of a part that hold a URL.
 MEMBERS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+# A part that has a ``uuid`` alone has the member that its type says.
+_MEMBER_OF = {"input_image": "image_url"} | {name: name for name in MEMBERS}
 _MARK = f";{PARAMETER}="
 _DATA = "data:"
 # Shorter ones cost little to parse.
 _LEAST_LIFTED_BYTES = 16 * 1024
-_BASE64 = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
+# A longer run than `_LEAST_LIFTED_BYTES` that is the rest of a JSON string.
+_RUN = re.compile(rb'[A-Za-z0-9+/=]{%d,}(?=")' % _LEAST_LIFTED_BYTES)
+_COLON = re.compile(rb'[ \t\n\r]{0,64}:[ \t\n\r]{0,64}"')
+# A body with more places where base64 may begin is parsed as it is.
+_MOST_STARTS = 4096
+_END = "."
 # Decoded at a time, while other threads wait; base64 of whole bytes.
 _PIECE_CHARS = 512 * 1024
+_LONGEST_TYPE = 64
 # What Pillow may try: its other formats are rare, and have had more faults.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _KINDS = "a PNG, JPEG, WebP, GIF or BMP"
@@ -45,14 +54,14 @@ class Place(NamedTuple):
         kind: ``image``, ``audio`` or ``video``.
         url: as it was sent; None: only its ``uuid`` was.
         uuid: its client's name for it, if it has one.
-        changes: what changes what is made of it.
+        changes: its kind, and what else changes what is made of it, as a text.
     """
 
     where: str
     kind: str
     url: Any
     uuid: Any = None
-    changes: Any = None
+    changes: str = ""
 
 
 class Medium(NamedTuple):
@@ -82,15 +91,17 @@ def name_of(url: str) -> str | None:
     return after.partition(";")[0] if mark else None
 
 
-def make_name(salt: str | None, data: bytes, changes: Any) -> str:
+def make_name(salt: str | None, data: bytes, changes: str) -> str:
     """Return the name of media: a hash of the bytes and of what changes what is made of them.
 
     Args:
         salt: a tenant's secret, so that no tenant can tell what another one has sent; None:
             there are no tenants.
+        changes: see `Place`.
     """
     hasher = hashlib.blake2b(digest_size=20, key=hashlib.sha256((salt or "").encode()).digest())
-    hasher.update(json.dumps(changes, sort_keys=True, default=str).encode() + b"\0")
+    said = changes.encode("utf-8", "surrogatepass")
+    hasher.update(b"%d:" % len(said) + said)
     hasher.update(data)
     return hasher.hexdigest()
 
@@ -98,92 +109,74 @@ def make_name(salt: str | None, data: bytes, changes: Any) -> str:
 # --- Long texts, out of the way of the parser -----------------------------------------------------
 
 
-@dataclass(slots=True)
 class Lifted:
     """A body without its long runs of base64, for which short marks stand.
 
-    To parse, hash and write 40 MB would hold up all streams of the process.
+    To parse, hash and write 40 MB would hold up all streams of the process. It takes time in
+    proportion to the body, whatever that holds.
 
     Attributes:
         raw: the body with marks.
         spans: what they stand for.
     """
 
-    raw: bytes
-    spans: dict[str, bytes] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, raw: bytes, only: Sequence[bytes] | None = None) -> "Lifted":
-        """Lift what follows ``;base64,`` or is a member called ``data``.
-
-        Args:
-            only: the spans to lift; None: all that are long.
-        """
-        secret = secrets.token_hex(8)
-        spans: dict[str, bytes] = {}
+    def __init__(self, raw: bytes) -> None:
+        """Lift what follows ``;base64,`` or is a member called ``data``."""
+        self._prefix = f"conserve-{secrets.token_hex(8)}-"
+        self.spans: dict[str, bytes] = {}
         parts: list[bytes] = []
         at = 0
-        for start in _starts(raw):
-            if start < at:
-                continue
-            end = raw.find(b'"', start)
-            if end - start < _LEAST_LIFTED_BYTES:
-                continue
-            span = raw[start:end]
-            if not _is_base64(span) or (only is not None and span not in only):
-                continue
-            mark = f"conserve-{secret}-{len(spans)}"
-            spans[mark] = span
-            parts += (raw[at:start], mark.encode())
-            at = end
-        parts.append(raw[at:])
-        return cls(b"".join(parts), spans)
-
-    def put_back(self, raw: bytes) -> bytes:
-        """Return a body with the spans in the places of their marks, each of which is used once."""
-        at = 0
-        parts: list[bytes] = []
-        found = sorted((raw.find(mark.encode()), mark) for mark in self.spans)
-        for start, mark in found:
-            if start >= at:
-                parts += (raw[at:start], self.spans[mark])
-                at = start + len(mark)
-        return b"".join((*parts, raw[at:])) if parts else raw
+        for start in sorted((*_after(raw, b";base64,"), *_members(raw))):
+            run = _RUN.match(raw, start)
+            if run is not None and start >= at:
+                parts += (raw[at:start], self.add(run[0]).encode())
+                at = run.end()
+        self.raw = b"".join((*parts, raw[at:])) if parts else raw
 
     def add(self, span: bytes) -> str:
         """Return a mark for one more span."""
-        mark = f"conserve-{secrets.token_hex(8)}-{len(self.spans)}"
+        mark = f"{self._prefix}{len(self.spans)}{_END}"
         self.spans[mark] = span
         return mark
 
+    def drop(self, marks: Collection[str]) -> None:
+        """Put the spans of some marks back for good."""
+        self.raw = self.put_back(self.raw, marks)
+        for mark in marks:
+            del self.spans[mark]
 
-def _starts(raw: bytes) -> Iterator[int]:
-    """Yield where base64 may begin, in no order that matters."""
-    found = [*_after(raw, b";base64,")]
-    for at in _after(raw, b'"data"'):
-        colon = _skip_space(raw, at)
-        quote = _skip_space(raw, colon + 1) if raw[colon : colon + 1] == b":" else len(raw)
-        if raw[quote : quote + 1] == b'"':
-            found.append(quote + 1)
-    yield from sorted(found)
+    def put_back(self, raw: bytes, marks: Collection[str] | None = None) -> bytes:
+        """Return a body with the spans in the places of their marks; None: of all."""
+        prefix, end = self._prefix.encode(), _END.encode()
+        parts: list[bytes] = []
+        at = 0
+        start = raw.find(prefix)
+        while start >= 0:
+            stop = raw.find(end, start) + 1
+            mark = raw[start:stop].decode("ascii", "replace")
+            if mark in self.spans and (marks is None or mark in marks):
+                parts += (raw[at:start], self.spans[mark])
+                at = stop
+            start = raw.find(prefix, start + len(prefix))
+        return b"".join((*parts, raw[at:])) if parts else raw
 
 
 def _after(raw: bytes, text: bytes) -> Iterator[int]:
     at = raw.find(text)
-    while at >= 0:
+    for _ in range(_MOST_STARTS):
+        if at < 0:
+            return
         at += len(text)
         yield at
         at = raw.find(text, at)
 
 
-def _skip_space(raw: bytes, at: int) -> int:
-    while raw[at : at + 1] in (b" ", b"\t", b"\n", b"\r"):
-        at += 1
-    return at
-
-
-def _is_base64(span: bytes) -> bool:
-    return not span.translate(None, bytes(_BASE64))
+def _members(raw: bytes) -> Iterator[int]:
+    """Yield where the texts of members called ``data`` begin."""
+    for at in _after(raw, b'"data"'):
+        found = _COLON.match(raw, at)
+        if found is not None:
+            yield found.end()
 
 
 # --- Where they stand -----------------------------------------------------------------------------
@@ -211,8 +204,8 @@ def with_urls(body: Json, path: str, put: Put) -> Json:
     Returns:
         The same object, if no part changes.
     """
-    changes = body.get("media_io_kwargs")
     name = "input" if path == apis.RESPONSES else "messages"
+    changes = json.dumps(body.get("media_io_kwargs"), sort_keys=True)
     walk = _Walk(put, changes, anthropic=apis.is_anthropic(path))
     given = body.get(name)
     changed = walk.each(given, name)
@@ -222,60 +215,68 @@ def with_urls(body: Json, path: str, put: Put) -> Json:
 @dataclass(slots=True)
 class _Walk:
     put: Put
-    changes: Any
+    changes: str
     anthropic: bool
 
-    def each(self, given: Any, where: str) -> Any:
+    def each(self, given: Any, where: str, depth: int = 0) -> Any:
         if not isinstance(given, list):
             return given
-        changed = [self.one(one, f"{where}[{n}]") for n, one in enumerate(given)]
+        changed = [self.one(one, f"{where}[{n}]", depth) for n, one in enumerate(given)]
         same = all(one is other for one, other in zip(changed, given, strict=True))
         return given if same else changed
 
-    def one(self, given: Any, where: str) -> Any:
-        """Return a message, an item or a part; parts stand in contents, and in outputs of tools."""
+    def one(self, given: Any, where: str, depth: int) -> Any:
+        """Return a message or item (0), its part (1), or a part of a tool's result in it (2)."""
         if not isinstance(given, dict):
             return given
         own = given
-        for name in ("content", "output"):
+        # Of an assistant's tool results vLLM shows the JSON.
+        deepest = 1 if given.get("role") == "assistant" else 2
+        for name in ("content", "output") if depth < deepest else ():
             inner = given.get(name)
-            changed = self.each(inner, f"{where}.{name}")
+            changed = self.each(inner, f"{where}.{name}", depth + (2 if deepest == 1 else 1))
             if changed is not inner:
                 own = {**own, name: changed}
-        if self.anthropic and given.get("type") == "image":
-            return self._block(own, where)
-        for member in MEMBERS:
-            if member in given:
-                return self._part(own, member, where)
-        # What vLLM has made of other parts is kept under their names, whoever gives one.
-        return {name: own[name] for name in own if name != "uuid"} if "uuid" in own else own
+        return self._part(own, where) if depth else own
+
+    def _part(self, given: Json, where: str) -> Json:
+        if self.anthropic:
+            return self._block(given, where) if given.get("type") == "image" else given
+        own = {name: value for name, value in given.items() if name != "uuid"}
+        uuid = given.get("uuid")
+        for member, kind in MEMBERS.items():
+            value = given.get(member)
+            named = uuid is not None and _MEMBER_OF.get(str(given.get("type"))) == member
+            if value is None and not named:
+                continue
+            detail = value.get("detail") if isinstance(value, dict) else given.get("detail")
+            url = value.get("url") if isinstance(value, dict) else value
+            new = self.put(Place(where, kind, url, uuid, self._changes(kind, detail)))
+            if new is not None and given.get("type") == "input_image":
+                own[member] = new
+            elif new is not None:
+                own[member] = {**value, "url": new} if isinstance(value, dict) else {"url": new}
+        audio = given.get("input_audio")
+        if isinstance(audio, dict) and not str(audio.get("format", "")).isalnum():
+            # vLLM writes it into a URL, which may hold a name.
+            raise unfit(where, "must have an input_audio.format, as in wav")
+        return given if own == given else own
 
     def _block(self, block: Json, where: str) -> Json:
         source = block.get("source")
         if not isinstance(source, dict):
             return block
-        if source.get("type") == "url":
-            url = source.get("url")
-        else:
+        url = source.get("url")
+        if source.get("type") != "url":
             media_type, data = source.get("media_type", "image/jpeg"), source.get("data")
             if not isinstance(data, str) or not isinstance(media_type, str):
-                return block
+                raise unfit(where, "must have a source with a media_type and data in base64")
             url = f"{_DATA}{media_type};base64,{data}"
-        new = self.put(Place(where, "image", url, block.get("uuid"), self._all(None)))
+        new = self.put(Place(where, "image", url, None, self._changes("image", None)))
         return block if new is None else {**block, "source": {"type": "url", "url": new}}
 
-    def _part(self, part: Json, member: str, where: str) -> Json:
-        given = part[member]
-        url = given.get("url") if isinstance(given, dict) else given
-        detail = given.get("detail") if isinstance(given, dict) else part.get("detail")
-        new = self.put(Place(where, MEMBERS[member], url, part.get("uuid"), self._all(detail)))
-        if new is None:
-            return part
-        own = {name: value for name, value in part.items() if name != "uuid"}
-        return {**own, member: {**given, "url": new} if isinstance(given, dict) else new}
-
-    def _all(self, detail: Any) -> Any:
-        return [None if detail == "auto" else detail, self.changes]
+    def _changes(self, kind: str, detail: Any) -> str:
+        return f"{kind} {None if detail == 'auto' else detail} {self.changes}"
 
 
 def marks(body: Json, path: str) -> set[str]:
@@ -294,7 +295,8 @@ def data_of(url: str, lifted: Mapping[str, bytes], where: str) -> tuple[str, byt
     """
     head, comma, text = url.removeprefix(_DATA).partition(",")
     media_type, *parameters = head.split(";")
-    if not comma or not parameters or parameters[-1].strip().lower() != "base64":
+    is_base64 = bool(comma and parameters and parameters[-1].strip().lower() == "base64")
+    if not is_base64 or len(media_type) > _LONGEST_TYPE:
         raise unfit(where, "must be a data: URL in base64, as in data:image/png;base64,...")
     span = lifted.get(text)
     try:
@@ -305,9 +307,8 @@ def data_of(url: str, lifted: Mapping[str, bytes], where: str) -> tuple[str, byt
 
 
 def _decoded(encoded: bytes) -> bytes:
-    if len(encoded) <= _PIECE_CHARS:
-        return binascii.a2b_base64(encoded, strict_mode=True)
-    if not _is_base64(encoded):
+    padding = encoded.find(b"=")
+    if 0 <= padding < len(encoded) - 2:
         raise ValueError
     pieces = range(0, len(encoded), _PIECE_CHARS)
     return b"".join(
@@ -319,8 +320,8 @@ def encoded(data: bytes) -> bytes:
     return base64.b64encode(data)
 
 
-def check_image(data: bytes, most_pixels: int, where: str) -> str:
-    """Return an image's media type, if it can be shown to a model: it is decoded once.
+def check_image(data: bytes, most_pixels: int, where: str) -> tuple[str, int]:
+    """Return an image's media type and pixels, if it can be shown to a model: it is decoded.
 
     Only the first picture of an animation counts, as for vLLM.
 
@@ -345,7 +346,7 @@ def check_image(data: bytes, most_pixels: int, where: str) -> str:
     except _BROKEN:
         raise unfit(where, "is an image that is damaged, or not whole") from None
     assert image.format is not None
-    return str(Image.MIME[image.format])
+    return str(Image.MIME[image.format]), width * height
 
 
 # What Pillow raises for files that are none, or damaged.

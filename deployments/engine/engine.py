@@ -118,7 +118,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._sm_slots is not None:
             told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
         _tell_connector(llm_config, told)
-        if settings.media.encoded_gb and _sees(llm_config):
+        if settings.media.encoded_gb and await asyncio.to_thread(_sees, llm_config):
             _share_encoded(llm_config, await self._node.arena())
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download. Otherwise a process loads vLLM to find that out.
@@ -357,9 +357,19 @@ def _sees(config: LLMConfig) -> bool:
     # vLLM is loaded when an engine starts, and not with this module.
     from vllm.transformers_utils.config import get_config
 
-    source = config.model_loading_config.model_source
-    trusts = bool(config.engine_kwargs.get("trust_remote_code"))
-    read = get_config(source, trusts, config.engine_kwargs.get("revision"))
+    own = config.engine_kwargs
+    names = ("revision", "code_revision", "hf_overrides_kw")
+    try:
+        read = get_config(
+            own.get("hf_config_path") or config.model_loading_config.model_source,
+            bool(own.get("trust_remote_code")),
+            config_format=own.get("config_format", "auto"),
+            **{name: own[name] for name in names if name in own},
+        )
+    except Exception as error:
+        # Whatever vLLM makes of the model: it is served, without what its encoders would share.
+        logger.warning("the model's configuration cannot be read for its encoders: %s", error)
+        return False
     return any(hasattr(read, name) for name in _ENCODERS)
 
 

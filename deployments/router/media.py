@@ -10,7 +10,7 @@ import ipaddress
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,8 +34,13 @@ from conserve.settings import Settings
 _FETCH_S = 20.0
 # What is fetched, or has a client's own name, is kept for later turns of its history.
 _KEPT_BYTES = 256 * 1024 * 1024
+_LONGEST_UUID = 256
+# What Python takes for an entry, beside its key and data.
+_ENTRY_BYTES = 512
 # Images that have been decoded once are not decoded again.
 _MOST_CHECKED = 16_384
+# One request may have the router decode this number of images of the largest size.
+_MOST_LARGEST = 8
 _REMOTE = ("http://", "https://")
 
 
@@ -43,7 +48,7 @@ class NotFetched(Exception):
     """Media have to be fetched first.
 
     Attributes:
-        urls: where from, by the path of the first part that names each.
+        urls: where from, with the path of the first part that names each.
     """
 
     def __init__(self, urls: dict[str, str]) -> None:
@@ -59,22 +64,48 @@ class MediaReader:
     _kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
     _checked: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
 
-    def named(self, body: dict[str, Any], path: str, lifted: Lifted, salt: str | None) -> Any:
+    def named(
+        self,
+        body: dict[str, Any],
+        path: str,
+        lifted: Lifted,
+        salt: str | None,
+        fetched: Mapping[str, bytes] | None = None,
+    ) -> Any:
         """Return a turn's body with each medium as engines get it; see `conserve.media.Medium`.
 
         Args:
             lifted: the body's long texts; those of media that were fetched are added.
             salt: the tenant's secret.
+            fetched: what was fetched for this request, by URL.
 
         Raises:
             ApiError: 400 for media that cannot be served.
             NotFetched: some are sent by URL, and are not here yet.
         """
-        reading = _Reading(self, lifted, salt)
+        reading = _Reading(self, lifted, salt, fetched or {})
         own = with_urls(body, path, reading.put)
         if reading.missing:
             raise NotFetched(reading.missing)
         return own
+
+    async def fetch(self, missing: NotFetched, salt: str | None) -> dict[str, bytes]:
+        """Fetch media, and keep them; raises ApiError (400) if one of them cannot be had."""
+        budget = _Budget(self.settings.media.bytes)
+        domains = self.settings.allowed_media_domains
+        tasks = {
+            url: asyncio.ensure_future(fetched(url, where, domains, budget))
+            for url, where in missing.urls.items()
+        }
+        try:
+            await asyncio.gather(*tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        found = {url: task.result() for url, task in tasks.items()}
+        for url, data in found.items():
+            self._kept.put(("url", salt, url), data)
+        return found
 
     def kept(self, kind: str, salt: str | None, name: str) -> bytes | None:
         """Return media that a tenant has sent before by this URL, or under this uuid."""
@@ -83,35 +114,32 @@ class MediaReader:
     def keep(self, kind: str, salt: str | None, name: str, data: bytes) -> None:
         self._kept.put((kind, salt, name), data)
 
-    async def fetch(self, urls: dict[str, str], salt: str | None) -> None:
-        """Fetch media and keep them; raises ApiError (400) for one that cannot be had."""
-        await asyncio.gather(*(self._fetch(url, where, salt) for url, where in urls.items()))
+    def known_type(self, name: str) -> str | None:
+        """Return the media type of an image that was decoded before."""
+        return self._checked.get(name)
 
-    async def _fetch(self, url: str, where: str, salt: str | None) -> None:
-        domains, most_bytes = self.settings.allowed_media_domains, self.settings.media.bytes
-        self.keep("url", salt, url, await fetched(url, where, domains, most_bytes))
-
-    def checked(self, name: str, data: bytes, where: str) -> str:
-        """Return an image's media type; it is decoded if it is new."""
-        known = self._checked.get(name)
-        if known is None:
-            known = check_image(data, self.settings.media.pixels, where)
-            self._checked[name] = known
-            if len(self._checked) > _MOST_CHECKED:
-                self._checked.popitem(last=False)
-        return known
+    def checked(self, name: str, media_type: str) -> None:
+        self._checked[name] = media_type
+        if len(self._checked) > _MOST_CHECKED:
+            self._checked.popitem(last=False)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads one request's media."""
+    """Reads one request's media.
+
+    Attributes:
+        size: of all of them so far, in bytes; ``pixels``: of the images that were decoded.
+    """
 
     reader: MediaReader
     lifted: Lifted
     salt: str | None
+    fetched: Mapping[str, bytes]
     missing: dict[str, str] = field(default_factory=dict)
     count: int = 0
     size: int = 0
+    pixels: int = 0
 
     def put(self, place: Place) -> str | None:
         limits = self.reader.settings.media
@@ -135,16 +163,32 @@ class _Reading:
             )
         name = make_name(self.salt, data, place.changes)
         if place.kind == "image":
-            media_type = self.reader.checked(name, data, place.where)
+            media_type = self._image_type(name, data, place.where)
         if place.uuid is not None:
-            self.reader.keep("uuid", self.salt, str(place.uuid), data)
+            self.reader.keep("uuid", self.salt, _uuid(place), data)
         return Medium(name, media_type, text).url
+
+    def _image_type(self, name: str, data: bytes, where: str) -> str:
+        known = self.reader.known_type(name)
+        if known is not None:
+            return known
+        most = self.reader.settings.media.pixels
+        known, pixels = check_image(data, most, where)
+        self.reader.checked(name, known)
+        self.pixels += pixels
+        if self.pixels > _MOST_LARGEST * most:
+            raise unfit(
+                where,
+                f"makes this request's new images larger than {_MOST_LARGEST * most:,} pixels; "
+                "send smaller ones, or some of them in an earlier turn",
+            )
+        return known
 
     def _data(self, place: Place) -> tuple[str, bytes, str] | None:
         """Return media type, bytes, and base64 or its mark; None: to be fetched."""
         url = place.url
         if url is None and place.uuid is not None:
-            data = self.reader.kept("uuid", self.salt, str(place.uuid))
+            data = self.reader.kept("uuid", self.salt, _uuid(place))
             if data is None:
                 raise unfit(
                     place.where,
@@ -157,7 +201,9 @@ class _Reading:
             return data_of(url, self.lifted.spans, place.where)
         if not url.startswith(_REMOTE):
             raise unfit(place.where, "must have a data:, http: or https: URL")
-        data = self.reader.kept("url", self.salt, url)
+        data = self.fetched.get(url)
+        if data is None:
+            data = self.reader.kept("url", self.salt, url)
         if data is None:
             self.missing.setdefault(url, place.where)
             return None
@@ -165,6 +211,12 @@ class _Reading:
 
     def _lift(self, data: bytes) -> str:
         return self.lifted.add(encoded(data))
+
+
+def _uuid(place: Place) -> str:
+    if not isinstance(place.uuid, str) or len(place.uuid) > _LONGEST_UUID:
+        raise unfit(place.where, f"must have a uuid of at most {_LONGEST_UUID} characters")
+    return place.uuid
 
 
 class _Kept:
@@ -185,21 +237,43 @@ class _Kept:
 
     def put(self, key: tuple[str, str | None, str], data: bytes) -> None:
         with self._lock:
-            self._bytes += len(data) - len(self._by.pop(key, b""))
+            before = self._by.pop(key, None)
+            self._bytes += self._size(key, data) - (
+                0 if before is None else self._size(key, before)
+            )
             self._by[key] = data
             # The newest stays, whatever its size: a request is waiting for it.
             while self._bytes > self._most_bytes and len(self._by) > 1:
-                self._bytes -= len(self._by.popitem(last=False)[1])
+                self._bytes -= self._size(*self._by.popitem(last=False))
+
+    @staticmethod
+    def _size(key: tuple[str, str | None, str], data: bytes) -> int:
+        return _ENTRY_BYTES + len(key[2]) + len(data)
+
+
+class _Budget:
+    """Bytes that may be fetched for one request."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._left = most
+
+    def take(self, count: int, where: str) -> None:
+        """Raise ApiError (400) if there are not so many left."""
+        self._left -= count
+        if self._left < 0:
+            raise unfit(where, f"makes what is fetched longer than {self.most:,} bytes")
 
 
 # --- Fetching -------------------------------------------------------------------------------------
 
 
-async def fetched(url: str, where: str, domains: Iterable[str], most_bytes: int) -> bytes:
+async def fetched(url: str, where: str, domains: Iterable[str], budget: _Budget) -> bytes:
     """Return what is at a URL; raises ApiError (400) that names the part.
 
     Args:
         domains: the names that may be fetched from.
+        budget: of the request.
     """
     try:
         parts = urlsplit(url)
@@ -226,7 +300,7 @@ async def fetched(url: str, where: str, domains: Iterable[str], most_bytes: int)
         ):
             if response.status != 200:
                 raise unfit(where, f"could not be fetched: its server answered {response.status}")
-            return await _read(response, where, most_bytes)
+            return await _read(response, where, budget)
     except TimeoutError:
         raise unfit(where, f"could not be fetched within {_FETCH_S:g} s") from None
     except NotPublic:
@@ -237,12 +311,11 @@ async def fetched(url: str, where: str, domains: Iterable[str], most_bytes: int)
         raise unfit(where, "could not be fetched: no connection to its server") from None
 
 
-async def _read(response: aiohttp.ClientResponse, where: str, most_bytes: int) -> bytes:
+async def _read(response: aiohttp.ClientResponse, where: str, budget: _Budget) -> bytes:
     data = bytearray()
     async for part in response.content.iter_any():
+        budget.take(len(part), where)
         data += part
-        if len(data) > most_bytes:
-            raise unfit(where, f"is longer than {most_bytes:,} bytes")
     return bytes(data)
 
 
@@ -301,7 +374,7 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(known) & 0xFFFFFFFF)
         if inner is not None:
             known = inner
-    return known.is_global and not known.is_multicast
+    return known.is_global and not known.is_multicast and not known.is_reserved
 
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from conserve import budget, media
-from conserve.apis import COMPLETIONS, DETOKENIZE
+from conserve.apis import COMPLETIONS, DETOKENIZE, TOKENIZE
 from conserve.errors import ApiError, unknown_model
 from conserve.media import Lifted
 from conserve.settings import Settings
@@ -26,6 +26,10 @@ _UNPACED_BYTES = 256 * 1024
 _PACE_BYTES_S = 16 * 1024 * 1024
 _SMALL_BYTES = 16 * 1024
 _READER = ThreadPoolExecutor(1, "reader")
+# Images are decoded here, so that no other body waits for them.
+_MEDIA = ThreadPoolExecutor(1, "media")
+# A body without any of these names no media.
+_NAMES_MEDIA = (b"_url", b'"image"', b"input_image")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 # How half a surrogate pair begins, in a pair too, where it is escaped and where it is not.
@@ -42,11 +46,15 @@ _HALF_BYTES = 6  # Of the escape of one.
 _T = TypeVar("_T")
 
 
-async def understood(length: int, function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function that reads a body, in a thread if that has more than a few bytes."""
-    if length <= _SMALL_BYTES:
+async def understood(raw: bytes, function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function that reads a body, in a thread if that may take more than a moment."""
+    loop = asyncio.get_running_loop()
+    if any(name in raw for name in _NAMES_MEDIA):
+        return await loop.run_in_executor(_MEDIA, function, *arguments)
+    # With escapes it may name media, too.
+    if len(raw) <= _SMALL_BYTES and b"\\u" not in raw:
         return function(*arguments)
-    return await asyncio.get_running_loop().run_in_executor(_READER, function, *arguments)
+    return await loop.run_in_executor(_READER, function, *arguments)
 
 
 def whole_characters(raw: bytes) -> bytes:
@@ -146,17 +154,20 @@ def read_lifted(raw: bytes, path: str, settings: Settings) -> tuple[Lifted, dict
 
     Raises ApiError (413) if it is too long without them.
     """
-    lifted = Lifted.of(raw)
+    lifted = Lifted(raw)
+    longest = settings.max_body_bytes
+    if path == TOKENIZE:
+        longest = min(longest, budget.MOST_TOKENIZE_BYTES)
+    if len(lifted.raw) > longest:
+        raise too_long(longest)
     lifted.raw, body = read_json(lifted.raw, path, settings)
-    if lifted.spans:
-        used = media.marks(body, path)
-        if stray := lifted.spans.keys() - used:
-            # Other texts have to be read, and counted.
-            only = [span for mark, span in lifted.spans.items() if mark not in stray]
-            lifted = Lifted.of(raw, only)
-            lifted.raw, body = read_json(lifted.raw, path, settings)
-    if len(lifted.raw) > settings.max_body_bytes:
-        raise too_long(settings.max_body_bytes)
+    served = set() if path == COMPLETIONS else media.marks(body, path)
+    if stray := lifted.spans.keys() - served:
+        # Other texts have to be read, and counted.
+        lifted.drop(stray)
+        if len(lifted.raw) > longest:
+            raise too_long(longest)
+        lifted.raw, body = read_json(lifted.raw, path, settings)
     return lifted, body
 
 

@@ -115,15 +115,20 @@ async def read_request(
         raw, goes_on = await stored.with_history(raw, tenant_of(scope))
     arguments = (scope, headers, raw, media, goes_on)
     try:
-        return await understood(len(raw), _understood, *arguments)
+        return await understood(raw, _understood, *arguments)
     except NotFetched as missing:
         caller = caller_of(scope)
-        await media.fetch(missing.urls, None if caller is None else caller.cache_salt)
-        return await understood(len(raw), _understood, *arguments)
+        fetched = await media.fetch(missing, None if caller is None else caller.cache_salt)
+        return await understood(raw, _understood, *arguments, fetched)
 
 
 def _understood(
-    scope: Scope, headers: Headers, raw: bytes, media: MediaReader, goes_on: str | None
+    scope: Scope,
+    headers: Headers,
+    raw: bytes,
+    media: MediaReader,
+    goes_on: str | None,
+    fetched: Mapping[str, bytes] | None = None,
 ) -> ClientRequest:
     path, caller, settings = scope["path"], caller_of(scope), media.settings
     tenant, salt = (None, None) if caller is None else (caller.tenant, caller.cache_salt)
@@ -152,7 +157,7 @@ def _understood(
     takes_room_left = _asks_by_default(headers, body)
     chat = apis.is_dialogue(path)
     if chat:
-        own = media.named(own, path, lifted, salt)
+        own = media.named(own, path, lifted, salt, fetched)
     own = with_salt(own, salt)
     changed = changed_body(lifted.raw, body, own)
     chain: Chain | None = None

@@ -17,11 +17,12 @@ from starlette.responses import Response
 from conserve import budget, identity, wire
 from conserve.errors import ApiError
 from conserve.items import REFERENCE, response_of
+from conserve.media import Lifted
 from conserve.settings import Settings
 from deployments import answers
 from deployments.router.access import tenant_of
 from deployments.router.errors import answer_response
-from deployments.router.reading import most_bytes, understood
+from deployments.router.reading import most_bytes, too_long, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -52,8 +53,11 @@ class StoredResponses:
         """
         if not any(name in raw for name in _NAMES):
             return raw, None
-        budget.check_raw(raw, chat=True)
-        body = await understood(len(raw), _parsed, raw)
+        lifted = [Lifted(raw)]
+        if len(lifted[0].raw) > self.settings.max_body_bytes:
+            raise too_long(self.settings.max_body_bytes)
+        budget.check_raw(lifted[0].raw, chat=True)
+        body = await understood(raw, _parsed, lifted[0].raw)
         if not isinstance(body, dict):
             return raw, None
         previous_id = body.get(PREVIOUS)
@@ -67,10 +71,10 @@ class StoredResponses:
             found = await self._previous(previous_id, tenant)
             conversation_id = found.history_id
         if referring:
-            body["input"], named_id = await self._with_items(items, tenant)
+            body["input"], named_id = await self._with_items(items, tenant, lifted)
             conversation_id = conversation_id or named_id
-        before = 0 if found is None else len(found.request) + len(found.response)
-        whole = await understood(before + len(raw), _whole, body, found)
+        before = b"" if found is None else bytes(found.request)
+        whole = await understood(before or raw, _whole, body, found, lifted)
         limit = most_bytes(self.settings)
         if len(whole) > limit:
             raise ApiError(
@@ -96,8 +100,14 @@ class StoredResponses:
             )
         return found
 
-    async def _with_items(self, given: list[Any], tenant: str | None) -> tuple[list[Any], str]:
-        """Put items in the place of references; returns the newest's conversation, too."""
+    async def _with_items(
+        self, given: list[Any], tenant: str | None, lifted: list[Lifted]
+    ) -> tuple[list[Any], str]:
+        """Put items in the place of references; returns the newest's conversation, too.
+
+        Args:
+            lifted: long texts, to which those of the items are added.
+        """
         known: dict[str, Any] = {}
         looked_up: list[wire.StoredResponse] = []
         items = [*given]
@@ -115,14 +125,14 @@ class StoredResponses:
                 looked_up.append(found)
                 # A response takes as long to read as a body.
                 size = sum(len(one.request) + len(one.response) for one in looked_up)
-                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * self.settings.max_body_bytes:
+                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * most_bytes(self.settings):
                     raise ApiError(
                         400,
                         f"{where}: the items that are named are of too many responses, or of too "
                         "long ones; send some of them whole",
                         param=where,
                     )
-                known |= await understood(size, _by_id, found)
+                known |= await understood(bytes(found.request), _by_id, found, lifted)
             if id_ not in known:
                 raise _no_item(id_, where)
             # No item is named twice: else a short body could become one without bounds.
@@ -211,25 +221,29 @@ def _parsed(raw: bytes) -> Any:
         return None  # It is refused where it is read.
 
 
-def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
+def _whole(body: dict[str, Any], found: wire.StoredResponse | None, lifted: list[Lifted]) -> bytes:
     """Return a body that follows the history of ``found``, and names no response."""
     whole = {name: value for name, value in body.items() if name != PREVIOUS}
     if found is not None:
-        whole["input"] = [*_kept(found), *_items(body.get("input"))]
-    return json.dumps(whole).encode()
+        whole["input"] = [*_kept(found, lifted), *_items(body.get("input"))]
+    raw = json.dumps(whole).encode()
+    for one in lifted:
+        raw = one.put_back(raw)
+    return raw
 
 
-def _kept(found: wire.StoredResponse) -> list[Any]:
-    """Return the items that a response answers, and its own."""
-    before = json.loads(bytes(found.request)).get("input")
+def _kept(found: wire.StoredResponse, lifted: list[Lifted]) -> list[Any]:
+    """Return the items that a response answers, and its own; their long texts are lifted."""
+    lifted.append(Lifted(bytes(found.request)))
+    before = json.loads(lifted[-1].raw).get("input")
     output: list[Any] = json.loads(bytes(found.response))["output"]
     return [*_items(before), *output]
 
 
-def _by_id(found: wire.StoredResponse) -> dict[str, Any]:
+def _by_id(found: wire.StoredResponse, lifted: list[Lifted]) -> dict[str, Any]:
     return {
         item["id"]: item
-        for item in _kept(found)
+        for item in _kept(found, lifted)
         if isinstance(item, dict) and isinstance(item.get("id"), str)
     }
 

@@ -7,7 +7,7 @@ engines tokenize in one thread, which turns wait for, too.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -31,7 +31,6 @@ from deployments.router.reading import (
     read_body,
     read_json,
     read_lifted,
-    too_long,
     understood,
 )
 from deployments.router.request import read_request
@@ -49,7 +48,7 @@ _WAIT_S = 30.0
 _ATTEMPTS = 3
 
 # Makes of a tenant's salt and a body what the engine gets; raises ApiError where it is refused.
-_Judged = Callable[[str | None, MediaReader, bytes], bytes]
+_Judged = Callable[..., bytes]
 _T = TypeVar("_T")
 
 
@@ -86,15 +85,18 @@ class TokensEndpoint:
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
         judged, limit = _JUDGED[path]
-        raw = await read_body(request.headers, request.receive, limit or most_bytes(self.settings))
+        longest = most_bytes(self.settings)
+        if limit is not None:
+            longest = min(limit, self.settings.max_body_bytes)
+        raw = await read_body(request.headers, request.receive, longest)
         caller = caller_of(request.scope)
         salt = None if caller is None else caller.cache_salt
         arguments = (salt, self.media, raw)
         try:
-            asked = await understood(len(raw), judged, *arguments)
+            asked = await understood(raw, judged, *arguments)
         except NotFetched as missing:
-            await self.media.fetch(missing.urls, salt)
-            asked = await understood(len(raw), judged, *arguments)
+            fetched = await self.media.fetch(missing, salt)
+            asked = await understood(raw, judged, *arguments, fetched)
         async with self._one_of_few():
             answer = await self._ask(path, lambda url: self.upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
@@ -163,12 +165,12 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
     )
 
 
-def _tokenize(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
+def _tokenize(
+    salt: str | None, media: MediaReader, raw: bytes, fetched: Mapping[str, bytes] | None = None
+) -> bytes:
     lifted, body = read_lifted(raw, TOKENIZE, media.settings)
-    if len(lifted.raw) > budget.MOST_TOKENIZE_BYTES:
-        raise too_long(budget.MOST_TOKENIZE_BYTES)
     budget.check_tokenize(body, len(lifted.raw))
-    own = media.named(body, TOKENIZE, lifted, salt)
+    own = media.named(body, TOKENIZE, lifted, salt, fetched)
     return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
@@ -178,7 +180,9 @@ def _detokenize(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
     return raw
 
 
-def _count_tokens(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
+def _count_tokens(
+    salt: str | None, media: MediaReader, raw: bytes, fetched: Mapping[str, bytes] | None = None
+) -> bytes:
     settings = media.settings
     lifted, body = read_lifted(raw, COUNT_TOKENS, settings)
     budget.check(body, COUNT_TOKENS)
@@ -186,7 +190,7 @@ def _count_tokens(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
     own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)
     if "billing_header" in settings.volatile_text:
         own = without_billing_header(COUNT_TOKENS, own)
-    own = media.named(own, COUNT_TOKENS, lifted, salt)
+    own = media.named(own, COUNT_TOKENS, lifted, salt, fetched)
     return lifted.put_back(changed_body(lifted.raw, body, own))
 
 

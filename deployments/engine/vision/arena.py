@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # The name of an arena's path in a connector's configuration.
 ARENA_PATH = "conserve.arena"
@@ -20,16 +20,16 @@ _ALIGNED = 64
 # Two counts of bytes since the beginning, skipped ones included: up to where records are whole, and
 # up to where the ring may have been overwritten. They differ while a record is written, and after
 # its writer was killed; then the next one is written over it.
-_WHOLE, _BEGUN = 0, 8
+_WHOLE, _BEGUN = 0, 1
 # How often data were offered, and read: how many images were encoded, and how many were found.
-_OFFERED, _FOUND = 16, 24
+_OFFERED, _FOUND = 2, 3
 _HEADER_BYTES = _ALIGNED
-_COUNT = struct.Struct("<Q")
 # A record's bytes in all, those of its data, and its key.
 _RECORD = struct.Struct(f"<QQ{KEY_BYTES}s")
 _SKIP = bytes(KEY_BYTES)
-# A record that is this near to be overwritten counts as gone, since a step has yet to read it.
-_MARGIN_SHARE = 0.25
+# A record counts as gone while this share of the ring may still be written before it is, since a
+# step has yet to read it. No record takes more than the second.
+_MARGIN_SHARE, _LARGEST_SHARE = 0.5, 0.125
 
 
 class ArenaError(RuntimeError):
@@ -46,8 +46,9 @@ def make_arena(size: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class Record(NamedTuple):
+    """Where data are in the ring, and their length."""
+
     at: int
     length: int
 
@@ -65,44 +66,48 @@ class Arena:
             self._map = mmap.mmap(self._file, 0)
         except (OSError, ValueError) as error:
             raise ArenaError(f"{path} cannot be opened: {error}") from None
+        # Each is written whole, so that no process sees half of one.
+        self._counts = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
         self._room = len(self._map) - _HEADER_BYTES
-        self._known: dict[bytes, _Record] = {}
+        self._known: dict[bytes, Record] = {}
         # Up to where records are known.
         self._read = 0
 
     def close(self) -> None:
+        self._counts.release()
         self._map.close()
         os.close(self._file)
 
-    def has(self, key: bytes) -> bool:
-        """Whether a key's data can be read, and will be for some time."""
-        record = self._find(key)
-        return record is not None and self._left(record) > _MARGIN_SHARE * self._room
+    def find(self, key: bytes) -> Record | None:
+        """Return where a key's data are, if they can be read for some time yet."""
+        if self._read != self._counts[_WHOLE]:
+            self._read_on()
+        record = self._known.get(key)
+        safe = record is not None and self._left(record) > _MARGIN_SHARE * self._room
+        return record if safe else None
 
-    def get(self, key: bytes) -> bytes | None:
-        """Return a copy of a key's data; None if they are not there."""
-        record = self._find(key)
-        if record is None:
-            return None
-        start = self._place(record.at) + _RECORD.size
-        data = self._map[start : start + record.length]
-        if self._left(record) < 0:
-            # It was overwritten meanwhile.
+    def get(self, key: bytes, record: Record) -> bytes | None:
+        """Return a copy of what `find` found, in any process; None if it is overwritten."""
+        start = self._place(record.at)
+        begin = start + _RECORD.size
+        _, length, known = _RECORD.unpack(self._map[start:begin])
+        data = self._map[begin : begin + record.length]
+        if (length, known) != (record.length, key) or self._left(record) < 0:
             return None
         with self._locked():
-            self._add_one(_FOUND)
+            self._counts[_FOUND] += 1
         return data
 
     def put(self, key: bytes, data: bytes) -> bool:
         """Write data, unless they are there; returns False if they are too large for the ring."""
         size = -(-(_RECORD.size + len(data)) // _ALIGNED) * _ALIGNED
         with self._locked():
-            self._add_one(_OFFERED)
-            if size > self._room // 2:
+            self._counts[_OFFERED] += 1
+            if size > _LARGEST_SHARE * self._room:
                 return False
-            if self.has(key):
+            if self.find(key) is not None:
                 return True
-            at = self._count(_WHOLE)
+            at = self._counts[_WHOLE]
             to_end = self._room - at % self._room
             if size > to_end:
                 self._write(at, to_end, _SKIP, b"")
@@ -112,28 +117,20 @@ class Arena:
 
     def counts(self) -> tuple[int, int]:
         """Return how often data were offered, and how often some were read."""
-        return self._count(_OFFERED), self._count(_FOUND)
-
-    def _add_one(self, which: int) -> None:
-        _COUNT.pack_into(self._map, which, self._count(which) + 1)
+        return self._counts[_OFFERED], self._counts[_FOUND]
 
     def _write(self, at: int, size: int, key: bytes, data: bytes) -> None:
-        _COUNT.pack_into(self._map, _BEGUN, at + size)
+        # A writer that was killed may have overwritten more.
+        self._counts[_BEGUN] = max(at + size, self._counts[_BEGUN])
         start = self._place(at)
         begin = start + _RECORD.size
         self._map[start:begin] = _RECORD.pack(size, len(data), key)
         self._map[begin : begin + len(data)] = data
-        _COUNT.pack_into(self._map, _WHOLE, at + size)
-
-    def _find(self, key: bytes) -> _Record | None:
-        if self._read != self._count(_WHOLE):
-            self._read_on()
-        record = self._known.get(key)
-        return record if record is not None and self._left(record) >= 0 else None
+        self._counts[_WHOLE] = at + size
 
     def _read_on(self) -> None:
         """Learn of the records that were written since the last time."""
-        whole = self._count(_WHOLE)
+        whole = self._counts[_WHOLE]
         if self._is_lost(self._read):
             # One begins where the ring does.
             self._read = whole - whole % self._room
@@ -145,22 +142,19 @@ class Arena:
                 self._read = whole
                 break
             if key != _SKIP:
-                self._known[key] = _Record(self._read, length)
+                self._known[key] = Record(self._read, length)
             self._read += size
         self._known = {key: one for key, one in self._known.items() if self._left(one) >= 0}
 
     def _is_lost(self, at: int) -> bool:
-        return at < self._count(_BEGUN) - self._room
+        return at < self._counts[_BEGUN] - self._room
 
-    def _left(self, record: _Record) -> int:
+    def _left(self, record: Record) -> int:
         """Return how many bytes may be written before a record is overwritten."""
-        return record.at + self._room - self._count(_BEGUN)
+        return record.at + self._room - self._counts[_BEGUN]
 
     def _place(self, at: int) -> int:
         return _HEADER_BYTES + at % self._room
-
-    def _count(self, which: int) -> int:
-        return int(_COUNT.unpack_from(self._map, which)[0])
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

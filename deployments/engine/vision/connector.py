@@ -22,7 +22,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.platforms import current_platform
 
-from deployments.engine.vision.arena import ARENA_PATH, Arena, ArenaError
+from deployments.engine.vision.arena import ARENA_PATH, Arena, ArenaError, Record
 
 logger = logging.getLogger("conserve.engine")
 
@@ -31,9 +31,9 @@ _TENSOR = "encoded"
 
 @dataclass
 class ToLoad(ECConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """The identifiers of what a step reads from the arena."""
+    """What a step reads from the arena, by identifier."""
 
-    identifiers: list[str] = field(default_factory=list)
+    records: dict[str, Record] = field(default_factory=dict)
 
 
 class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
@@ -51,20 +51,29 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         # What is encoded depends on the model and its precision, too.
         model = vllm_config.model_config
         self._salt = f"{model.model} {model.revision} {model.dtype}".encode()
-        self._to_load: list[str] = []
+        # What was found since the last step was planned: vLLM asks more than once, and must not get
+        # another answer.
+        self._found: dict[str, Record] = {}
+        self._to_load: dict[str, Record] = {}
 
     # --- In the scheduler ---------------------------------------------------------------------
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self._arena is not None and self._arena.has(self._key(identifier))
+        if self._arena is not None and identifier not in self._found:
+            record = self._arena.find(self._key(identifier))
+            if record is not None:
+                self._found[identifier] = record
+        return identifier in self._found
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         identifier = request.mm_features[index].identifier
-        if self.has_cache_item(identifier):
-            self._to_load.append(identifier)
+        record = self._found.get(identifier)
+        if record is not None:
+            self._to_load[identifier] = record
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
-        wanted, self._to_load = self._to_load, []
+        wanted, self._to_load = self._to_load, {}
+        self._found.clear()
         return ToLoad(wanted)
 
     # --- In the worker ------------------------------------------------------------------------
@@ -72,10 +81,11 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ToLoad)
-        for identifier in metadata.identifiers:
+        for identifier, record in metadata.records.items():
             if identifier in encoder_cache:
                 continue
-            data = None if self._arena is None else self._arena.get(self._key(identifier))
+            arena = self._arena
+            data = None if arena is None else arena.get(self._key(identifier), record)
             if data is None:
                 raise RuntimeError(
                     f"the encoded image {identifier} was overwritten before it was read; give "

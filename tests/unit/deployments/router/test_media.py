@@ -17,7 +17,14 @@ from conserve.errors import ApiError
 from conserve.media import Lifted, name_of, places
 from conserve.settings import MediaSettings, Settings
 from deployments.router import media as module
-from deployments.router.media import MediaReader, NotFetched, PublicResolver, fetched, is_public
+from deployments.router.media import (
+    MediaReader,
+    NotFetched,
+    PublicResolver,
+    _Budget,
+    fetched,
+    is_public,
+)
 
 HOST = "images.example"
 
@@ -41,7 +48,7 @@ def named(
     reader: MediaReader, body: dict[str, Any], salt: str | None = None, path: str = CHAT
 ) -> list[str]:
     """The names that engines get."""
-    lifted = Lifted.of(json.dumps(body).encode())
+    lifted = Lifted(json.dumps(body).encode())
     own = reader.named(json.loads(lifted.raw), path, lifted, salt)
     return [name_of(place.url) or "" for place in places(own, path)]
 
@@ -118,6 +125,25 @@ def test_a_tenant_may_name_what_it_has_sent_and_nothing_else(reader: MediaReader
     assert named(reader, chat(None, uuid="cat"), "a") == names
     assert "not here any more" in str(refusal(reader, chat(None, uuid="cat"), "b"))
     assert "not here any more" in str(refusal(reader, chat(None, uuid=names[0]), "b"))
+    for uuid in ("x" * 257, 5, ["cat"], {}):
+        assert "a uuid of at most" in str(refusal(reader, chat(data_url(png()), uuid=uuid), "a"))
+
+
+def test_new_images_of_a_request_are_bounded_together() -> None:
+    reader = MediaReader(Settings(media=MediaSettings(pixels=64)))
+    images = [data_url(png(colour)) for colour in range(9)]
+    error = refusal(reader, chat(*images))
+    assert error.param == "messages[0].content[8]"
+    assert "larger than 512 pixels" in str(error)
+    # The others are known by now.
+    assert len(named(reader, chat(*images))) == 9
+
+
+def test_the_same_bytes_as_another_kind_have_another_name(reader: MediaReader) -> None:
+    (image,) = named(reader, chat(data_url(png())))
+    part = {"type": "video_url", "video_url": {"url": data_url(png())}}
+    (video,) = named(reader, {"messages": [{"role": "user", "content": [part]}]})
+    assert image != video
 
 
 # --- By URL ---------------------------------------------------------------------------------------
@@ -151,7 +177,7 @@ async def _with_server(handler: Handler, use: Callable[[str], Awaitable[Any]]) -
 
 def fetch(handler: Handler, most_bytes: int = 10_000) -> bytes:
     async def use(url: str) -> bytes:
-        return await fetched(url, "messages[0].content[0]", [HOST], most_bytes)
+        return await fetched(url, "messages[0].content[0]", [HOST], _Budget(most_bytes))
 
     return bytes(asyncio.run(_with_server(handler, use)))
 
@@ -168,7 +194,7 @@ def test_an_image_is_fetched_once_and_is_the_same_as_in_the_request(reader: Medi
         with pytest.raises(NotFetched) as missing:
             named(reader, chat(url, url, data_url(png(3))), "a")
         assert missing.value.urls == {url: "messages[0].content[0]"}
-        await reader.fetch(missing.value.urls, "a")
+        await reader.fetch(missing.value, "a")
         found = named(reader, chat(url, url), "a")
         # Another tenant fetches for itself: by the time it takes it would know.
         with pytest.raises(NotFetched):
@@ -220,7 +246,7 @@ def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
 
     async def use() -> bytes:
         host = url.removeprefix("http://").removesuffix("/").strip("[]")
-        return await fetched(url, "x", [host], 1000)
+        return await fetched(url, "x", [host], _Budget(1000))
 
     with pytest.raises(ApiError, match=r"not public|no connection to its server"):
         asyncio.run(use())
@@ -240,7 +266,7 @@ def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
 )
 def test_other_domains_are_refused(url: str, said: str) -> None:
     with pytest.raises(ApiError, match=said):
-        asyncio.run(fetched(url, "x", [HOST], 1000))
+        asyncio.run(fetched(url, "x", [HOST], _Budget(1000)))
 
 
 def test_of_a_name_with_several_addresses_all_have_to_be_public(

@@ -49,7 +49,7 @@ REFUSED_PLACES = {
 # A GIF of one pixel.
 _PIXEL = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
 IMAGE = f"data:image/gif;base64,{_PIXEL}"
-_NAME = make_name(None, base64.b64decode(_PIXEL), [None, None])
+_NAME = make_name(None, base64.b64decode(_PIXEL), "image None null")
 NAMED_IMAGE = Medium(_NAME, "image/gif", _PIXEL).url
 PUBLISHED = Published(
     {
