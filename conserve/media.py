@@ -33,7 +33,7 @@ _DATA = "data:"
 # Shorter ones cost little to parse.
 _LEAST_LIFTED_BYTES = 16 * 1024
 # A longer run than `_LEAST_LIFTED_BYTES` that is the rest of a JSON string.
-_RUN = re.compile(rb'[A-Za-z0-9+/=]{%d,}(?=")' % _LEAST_LIFTED_BYTES)
+_RUN = re.compile(rb'[A-Za-z0-9+/=]{%d,}+(?=")' % _LEAST_LIFTED_BYTES)
 _COLON = re.compile(rb'[ \t\n\r]{0,64}:[ \t\n\r]{0,64}"')
 # A body with more places where base64 may begin is parsed as it is.
 _MOST_STARTS = 4096

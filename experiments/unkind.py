@@ -12,11 +12,15 @@ its own.
 """
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
+import math
 import multiprocessing
 import os
 import queue
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +29,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
+from PIL import Image
 
 from conserve import budget
 from conserve.settings import Settings
@@ -63,13 +68,19 @@ def _nested(depth: int) -> Any:
     return value
 
 
-def kinds(most_bytes: int) -> dict[str, Unkind]:
-    """Return the requests, by what they are made of.
+def _picture(most_bytes: int) -> str:
+    """Return an image of noise, as a URL; its bytes come to about as many."""
+    side = math.isqrt(most_bytes // 3) - 1
+    file = io.BytesIO()
+    noise = random.Random(0).randbytes(3 * side * side)
+    Image.frombytes("RGB", (side, side), noise).save(file, "PNG", compress_level=0)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
-    Args:
-        most_bytes: the longest body that the router takes.
-    """
-    room = most_bytes - _SLACK_BYTES
+
+def kinds(settings: Settings) -> dict[str, Unkind]:
+    """Return the requests, by what they are made of."""
+    room = settings.max_body_bytes - _SLACK_BYTES
+    picture = {"type": "image_url", "image_url": {"url": _picture(settings.media.bytes)}}
     deep = budget.DEEPEST - 3
     messages = [{"role": "user", "content": "a few words of it"}] * budget.MOST_ITEMS
     nested = [_nested(deep)] * (budget.MOST_CONTAINERS // deep - 1)
@@ -82,6 +93,8 @@ def kinds(most_bytes: int) -> dict[str, Unkind]:
         "most messages": _chat(messages=messages),
         "most token ids": _completion([1] * budget.MOST_TOKEN_IDS),
         "most prompts": _completion(["a b " * 10_000] * budget.MOST_CHOICES),
+        # The engine's model reads text only.
+        "largest image": _chat(messages=[{"role": "user", "content": [picture]}]),
         "most listed": Unkind("/v1/conversations?limit=10000", None),
     }
 
@@ -206,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.option("--seconds", 4.0, "of each kind in each round")
     experiment.option("--agents", 2)
     experiment.option("--connections", 2, "of unkind clients")
-    all_kinds = kinds(Settings().max_body_bytes)
+    all_kinds = kinds(Settings())
     experiment.option("--kinds", list(all_kinds), "only these", choices=all_kinds, metavar="KIND")
     options = experiment.parse(arguments)
     chosen = {name: all_kinds[name] for name in options.kinds}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from conserve.settings import MediaSettings, Settings
 from experiments import appends, overhead, tenants, unkind, warm
 from experiments.harness import Experiment
 from tests.unit.experiments.chat import Chat
@@ -95,7 +96,7 @@ def test_unkind_clients_send_beside_agents_and_stop() -> None:
 
 
 def test_no_unkind_body_is_longer_than_the_router_takes() -> None:
-    kinds = unkind.kinds(10**6)
+    kinds = unkind.kinds(Settings(max_body_bytes=10**6, media=MediaSettings(bytes=10**5)))
     lengths = {name: len(kinds[name].body or b"") for name in kinds}
     assert 10**6 - 2_000 < lengths["longest text"] <= 10**6
     assert 10**6 - 2_000 < lengths["most arrays, unbounded"] <= 10**6
