@@ -257,7 +257,8 @@ class _Walk:
             elif new is not None:
                 own[member] = {**value, "url": new} if isinstance(value, dict) else {"url": new}
         audio = given.get("input_audio")
-        if isinstance(audio, dict) and not str(audio.get("format", "")).isalnum():
+        form = audio.get("format") if isinstance(audio, dict) else "wav"
+        if not isinstance(form, str) or not form.isalnum():
             # vLLM writes it into a URL, which may hold a name.
             raise unfit(where, "must have an input_audio.format, as in wav")
         return given if own == given else own

@@ -313,7 +313,7 @@ def test_names_cannot_make_a_body_without_bounds() -> None:
     assert (error.value.status, error.value.param) == (400, "input[0]")
     with pytest.raises(ApiError, match="second time"):
         read(RESPONSES, {"input": [names[0], names[0]]}, stored)
-    small = Settings(max_body_bytes=1024)
+    small = Settings(max_body_bytes=1024, media=MediaSettings(bytes=0))
     stored = StoredResponses(small, Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
     with pytest.raises(ApiError, match="too long"):
         read(RESPONSES, {"input": names[:8]}, stored)
