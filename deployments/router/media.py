@@ -259,7 +259,7 @@ class _Budget:
         self._left = most
 
     def take(self, count: int, where: str) -> None:
-        """Raise ApiError (400) if there are not so many left."""
+        """Count bytes that came; raise ApiError (400) once they are too many."""
         self._left -= count
         if self._left < 0:
             raise unfit(where, f"makes what is fetched longer than {self.most:,} bytes")

@@ -47,7 +47,7 @@ def make_arena(size: int) -> str:
 
 
 class Record(NamedTuple):
-    """Where data are in the ring, and their length."""
+    """A place of data in the ring, and their length."""
 
     at: int
     length: int

@@ -31,7 +31,7 @@ _TENSOR = "encoded"
 
 @dataclass
 class ToLoad(ECConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """What a step reads from the arena, by identifier."""
+    """Records that a step reads from the arena, by identifier."""
 
     records: dict[str, Record] = field(default_factory=dict)
 
