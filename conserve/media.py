@@ -205,7 +205,8 @@ def with_urls(body: Json, path: str, put: Put) -> Json:
         The same object, if no part changes.
     """
     name = "input" if path == apis.RESPONSES else "messages"
-    changes = json.dumps(body.get("media_io_kwargs"), sort_keys=True)
+    said = json.dumps(body.get("media_io_kwargs"), sort_keys=True).encode()
+    changes = hashlib.sha256(said).hexdigest()
     walk = _Walk(put, changes, anthropic=apis.is_anthropic(path))
     given = body.get(name)
     changed = walk.each(given, name)
@@ -231,7 +232,7 @@ class _Walk:
             return given
         own = given
         # Of an assistant's tool results vLLM shows the JSON.
-        deepest = 1 if given.get("role") == "assistant" else 2
+        deepest = 1 if depth == 0 and given.get("role") == "assistant" else 2
         for name in ("content", "output") if depth < deepest else ():
             inner = given.get(name)
             changed = self.each(inner, f"{where}.{name}", depth + (2 if deepest == 1 else 1))
@@ -281,9 +282,21 @@ class _Walk:
 
 
 def marks(body: Json, path: str) -> set[str]:
-    """Return what stands for data in the ``data:`` URLs of a body: marks of `Lifted`, or base64."""
-    urls = [place.url for place in places(body, path)]
-    return {url.partition(",")[2] for url in urls if isinstance(url, str) and url.startswith(_DATA)}
+    """Return what stands for data in the ``data:`` URLs of a body: marks of `Lifted`, or base64.
+
+    Raises ApiError (400) for a body that is nested too deep to be looked at.
+    """
+    found: set[str] = set()
+
+    def note(place: Place) -> None:
+        if isinstance(place.url, str) and place.url.startswith(_DATA):
+            found.add(place.url.partition(",")[2])
+
+    try:
+        with_urls(body, path, note)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deep") from None
+    return found
 
 
 # --- What they are --------------------------------------------------------------------------------

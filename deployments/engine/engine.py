@@ -358,7 +358,7 @@ def _sees(config: LLMConfig) -> bool:
     from vllm.transformers_utils.config import get_config
 
     own = config.engine_kwargs
-    names = ("revision", "code_revision", "hf_overrides_kw")
+    names = ("revision", "code_revision")
     try:
         read = get_config(
             own.get("hf_config_path") or config.model_loading_config.model_source,

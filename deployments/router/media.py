@@ -49,11 +49,13 @@ class NotFetched(Exception):
 
     Attributes:
         urls: where from, with the path of the first part that names each.
+        kept: those that are here, by their URL: they may be dropped meanwhile.
     """
 
-    def __init__(self, urls: dict[str, str]) -> None:
+    def __init__(self, urls: dict[str, str], kept: dict[str, bytes]) -> None:
         super().__init__()
         self.urls = urls
+        self.kept = kept
 
 
 @dataclass(eq=False)
@@ -80,17 +82,20 @@ class MediaReader:
             fetched: what was fetched for this request, by URL.
 
         Raises:
-            ApiError: 400 for media that cannot be served.
+            ApiError: 400 for media that cannot be served; 503 for too many new ones at a time.
             NotFetched: some are sent by URL, and are not here yet.
         """
         reading = _Reading(self, lifted, salt, fetched or {})
         own = with_urls(body, path, reading.put)
         if reading.missing:
-            raise NotFetched(reading.missing)
+            raise NotFetched(reading.missing, reading.kept)
         return own
 
     async def fetch(self, missing: NotFetched, salt: str | None) -> dict[str, bytes]:
-        """Fetch media, and keep them; raises ApiError (400) if one of them cannot be had."""
+        """Fetch media, and keep them; returns all that the request has by URL.
+
+        Raises ApiError (400) if one of them cannot be had.
+        """
         budget = _Budget(self.settings.media.bytes)
         domains = self.settings.allowed_media_domains
         tasks = {
@@ -105,7 +110,7 @@ class MediaReader:
         found = {url: task.result() for url, task in tasks.items()}
         for url, data in found.items():
             self._kept.put(("url", salt, url), data)
-        return found
+        return missing.kept | found
 
     def kept(self, kind: str, salt: str | None, name: str) -> bytes | None:
         """Return media that a tenant has sent before by this URL, or under this uuid."""
@@ -137,6 +142,7 @@ class _Reading:
     salt: str | None
     fetched: Mapping[str, bytes]
     missing: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, bytes] = field(default_factory=dict)
     count: int = 0
     size: int = 0
     pixels: int = 0
@@ -177,10 +183,14 @@ class _Reading:
         self.reader.checked(name, known)
         self.pixels += pixels
         if self.pixels > _MOST_LARGEST * most:
-            raise unfit(
-                where,
-                f"makes this request's new images larger than {_MOST_LARGEST * most:,} pixels; "
-                "send smaller ones, or some of them in an earlier turn",
+            # What was decoded is known when it comes again: this router may be new.
+            raise ApiError(
+                503,
+                f"{where} makes this request's new images larger than "
+                f"{_MOST_LARGEST * most:,} pixels; send it again",
+                "unavailable",
+                param=where,
+                retry_after_s=1,
             )
         return known
 
@@ -207,6 +217,7 @@ class _Reading:
         if data is None:
             self.missing.setdefault(url, place.where)
             return None
+        self.kept[url] = data
         return f"{place.kind}/*", data, self._lift(data)
 
     def _lift(self, data: bytes) -> str:

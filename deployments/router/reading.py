@@ -29,7 +29,7 @@ _READER = ThreadPoolExecutor(1, "reader")
 # Images are decoded here, so that no other body waits for them.
 _MEDIA = ThreadPoolExecutor(1, "media")
 # A body without any of these names no media.
-_NAMES_MEDIA = (b"_url", b'"image"', b"input_image")
+_NAMES_MEDIA = tuple(f'"{name}"'.encode() for name in (*media.MEMBERS, "image", "input_image"))
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 # How half a surrogate pair begins, in a pair too, where it is escaped and where it is not.
@@ -46,13 +46,17 @@ _HALF_BYTES = 6  # Of the escape of one.
 _T = TypeVar("_T")
 
 
-async def understood(raw: bytes, function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function that reads a body, in a thread if that may take more than a moment."""
+async def understood(raw: bytes, function: Callable[..., _T], *arguments: Any, more: int = 0) -> _T:
+    """Call a function that reads a body, in a thread if that may take more than a moment.
+
+    Args:
+        more: bytes that it reads besides.
+    """
     loop = asyncio.get_running_loop()
     if any(name in raw for name in _NAMES_MEDIA):
         return await loop.run_in_executor(_MEDIA, function, *arguments)
     # With escapes it may name media, too.
-    if len(raw) <= _SMALL_BYTES and b"\\u" not in raw:
+    if len(raw) + more <= _SMALL_BYTES and b"\\u" not in raw:
         return function(*arguments)
     return await loop.run_in_executor(_READER, function, *arguments)
 

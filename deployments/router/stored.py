@@ -53,11 +53,8 @@ class StoredResponses:
         """
         if not any(name in raw for name in _NAMES):
             return raw, None
-        lifted = [Lifted(raw)]
-        if len(lifted[0].raw) > self.settings.max_body_bytes:
-            raise too_long(self.settings.max_body_bytes)
-        budget.check_raw(lifted[0].raw, chat=True)
-        body = await understood(raw, _parsed, lifted[0].raw)
+        lifted: list[Lifted] = []
+        body = await understood(raw, _parsed, raw, lifted, self.settings.max_body_bytes)
         if not isinstance(body, dict):
             return raw, None
         previous_id = body.get(PREVIOUS)
@@ -73,8 +70,8 @@ class StoredResponses:
         if referring:
             body["input"], named_id = await self._with_items(items, tenant, lifted)
             conversation_id = conversation_id or named_id
-        before = b"" if found is None else bytes(found.request)
-        whole = await understood(before or raw, _whole, body, found, lifted)
+        before = 0 if found is None else len(found.request) + len(found.response)
+        whole = await understood(raw, _whole, body, found, lifted, more=before)
         limit = most_bytes(self.settings)
         if len(whole) > limit:
             raise ApiError(
@@ -132,7 +129,7 @@ class StoredResponses:
                         "long ones; send some of them whole",
                         param=where,
                     )
-                known |= await understood(bytes(found.request), _by_id, found, lifted)
+                known |= await understood(b"", _by_id, found, lifted, more=size)
             if id_ not in known:
                 raise _no_item(id_, where)
             # No item is named twice: else a short body could become one without bounds.
@@ -214,7 +211,13 @@ def _not_found(response_id: str) -> ApiError:
     )
 
 
-def _parsed(raw: bytes) -> Any:
+def _parsed(raw: bytes, lifted: list[Lifted], most_bytes: int) -> Any:
+    """Parse a body, whose long texts are added to ``lifted``; return None if it is no JSON."""
+    lifted.append(Lifted(raw))
+    raw = lifted[-1].raw
+    if len(raw) > most_bytes:
+        raise too_long(most_bytes)
+    budget.check_raw(raw, chat=True)
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):

@@ -25,11 +25,9 @@ _WHOLE, _BEGUN = 0, 1
 _OFFERED, _FOUND = 2, 3
 _HEADER_BYTES = _ALIGNED
 # A record's bytes in all, those of its data, and its key.
-_RECORD = struct.Struct(f"<QQ{KEY_BYTES}s")
+_HEAD = struct.Struct(f"<QQ{KEY_BYTES}s")
 _SKIP = bytes(KEY_BYTES)
-# A record counts as gone while this share of the ring may still be written before it is, since a
-# step has yet to read it. No record takes more than the second.
-_MARGIN_SHARE, _LARGEST_SHARE = 0.5, 0.125
+_LARGEST_SHARE = 0.25
 
 
 class ArenaError(RuntimeError):
@@ -46,9 +44,7 @@ def make_arena(size: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-class Record(NamedTuple):
-    """A place of data in the ring, and their length."""
-
+class _Record(NamedTuple):
     at: int
     length: int
 
@@ -69,7 +65,7 @@ class Arena:
         # Each is written whole, so that no process sees half of one.
         self._counts = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
         self._room = len(self._map) - _HEADER_BYTES
-        self._known: dict[bytes, Record] = {}
+        self._known: dict[bytes, _Record] = {}
         # Up to where records are known.
         self._read = 0
 
@@ -78,21 +74,15 @@ class Arena:
         self._map.close()
         os.close(self._file)
 
-    def find(self, key: bytes) -> Record | None:
-        """Return where a key's data are, if they can be read for some time yet."""
-        if self._read != self._counts[_WHOLE]:
-            self._read_on()
-        record = self._known.get(key)
-        safe = record is not None and self._left(record) > _MARGIN_SHARE * self._room
-        return record if safe else None
-
-    def get(self, key: bytes, record: Record) -> bytes | None:
-        """Return a copy of what `find` found, in any process; None if it is overwritten."""
-        start = self._place(record.at)
-        begin = start + _RECORD.size
-        _, length, known = _RECORD.unpack(self._map[start:begin])
-        data = self._map[begin : begin + record.length]
-        if (length, known) != (record.length, key) or self._left(record) < 0:
+    def get(self, key: bytes) -> bytes | None:
+        """Return a copy of a key's data; None if they are not there."""
+        record = self._find(key)
+        if record is None:
+            return None
+        start = self._place(record.at) + _HEAD.size
+        data = self._map[start : start + record.length]
+        if self._left(record) < 0:
+            # It was overwritten meanwhile.
             return None
         with self._locked():
             self._counts[_FOUND] += 1
@@ -100,12 +90,12 @@ class Arena:
 
     def put(self, key: bytes, data: bytes) -> bool:
         """Write data, unless they are there; returns False if they are too large for the ring."""
-        size = -(-(_RECORD.size + len(data)) // _ALIGNED) * _ALIGNED
+        size = -(-(_HEAD.size + len(data)) // _ALIGNED) * _ALIGNED
         with self._locked():
             self._counts[_OFFERED] += 1
             if size > _LARGEST_SHARE * self._room:
                 return False
-            if self.find(key) is not None:
+            if self._find(key) is not None:
                 return True
             at = self._counts[_WHOLE]
             to_end = self._room - at % self._room
@@ -123,10 +113,16 @@ class Arena:
         # A writer that was killed may have overwritten more.
         self._counts[_BEGUN] = max(at + size, self._counts[_BEGUN])
         start = self._place(at)
-        begin = start + _RECORD.size
-        self._map[start:begin] = _RECORD.pack(size, len(data), key)
+        begin = start + _HEAD.size
+        self._map[start:begin] = _HEAD.pack(size, len(data), key)
         self._map[begin : begin + len(data)] = data
         self._counts[_WHOLE] = at + size
+
+    def _find(self, key: bytes) -> _Record | None:
+        if self._read != self._counts[_WHOLE]:
+            self._read_on()
+        record = self._known.get(key)
+        return record if record is not None and self._left(record) >= 0 else None
 
     def _read_on(self) -> None:
         """Learn of the records that were written since the last time."""
@@ -136,20 +132,20 @@ class Arena:
             self._read = whole - whole % self._room
         while self._read < whole:
             start = self._place(self._read)
-            size, length, key = _RECORD.unpack(self._map[start : start + _RECORD.size])
+            size, length, key = _HEAD.unpack(self._map[start : start + _HEAD.size])
             if self._is_lost(self._read):
                 # Where the next one begins cannot be told. What is there is encoded once more.
                 self._read = whole
                 break
             if key != _SKIP:
-                self._known[key] = Record(self._read, length)
+                self._known[key] = _Record(self._read, length)
             self._read += size
         self._known = {key: one for key, one in self._known.items() if self._left(one) >= 0}
 
     def _is_lost(self, at: int) -> bool:
         return at < self._counts[_BEGUN] - self._room
 
-    def _left(self, record: Record) -> int:
+    def _left(self, record: _Record) -> int:
         """Return how many bytes may be written before a record is overwritten."""
         return record.at + self._room - self._counts[_BEGUN]
 

@@ -1,14 +1,15 @@
 """Keeps what engines have encoded in their node's memory, so that each image is encoded once there.
 
 It is vLLM's encoder-cache connector. The scheduler looks for an image by its identifier, which is
-the name that a router has given it (`conserve.media`). If the node's `Arena` has it, the worker
-reads it into vLLM's own encoder cache; otherwise it is encoded, and written.
+the name that a router has given it (`conserve.media`). If the node's `Arena` has it, the scheduler
+sends a copy to the worker, for vLLM's own encoder cache; otherwise it is encoded, and written.
 
 An engine without an arena, since its node's actor was restarted, encodes for itself.
 """
 
 import hashlib
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +23,19 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.platforms import current_platform
 
-from deployments.engine.vision.arena import ARENA_PATH, Arena, ArenaError, Record
+from deployments.engine.vision.arena import ARENA_PATH, Arena, ArenaError
 
 logger = logging.getLogger("conserve.engine")
 
 _TENSOR = "encoded"
+_MOST_WAITING = 16
 
 
 @dataclass
 class ToLoad(ECConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """Records that a step reads from the arena, by identifier."""
+    """What was encoded of images, by identifier, for the worker's own cache."""
 
-    records: dict[str, Record] = field(default_factory=dict)
+    encoded: dict[str, bytes] = field(default_factory=dict)
 
 
 class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
@@ -51,29 +53,32 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         # What is encoded depends on the model and its precision, too.
         model = vllm_config.model_config
         self._salt = f"{model.model} {model.revision} {model.dtype}".encode()
-        # What was found since the last step was planned: vLLM asks more than once, and must not get
-        # another answer.
-        self._found: dict[str, Record] = {}
-        self._to_load: dict[str, Record] = {}
+        # Copies of what was found: once vLLM has heard that there is one, it must not be overwritten.
+        self._found: OrderedDict[str, bytes] = OrderedDict()
+        self._to_load: dict[str, bytes] = {}
 
     # --- In the scheduler ---------------------------------------------------------------------
 
     def has_cache_item(self, identifier: str) -> bool:
         if self._arena is not None and identifier not in self._found:
-            record = self._arena.find(self._key(identifier))
-            if record is not None:
-                self._found[identifier] = record
+            data = self._arena.get(self._key(identifier))
+            if data is not None:
+                self._found[identifier] = data
         return identifier in self._found
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         identifier = request.mm_features[index].identifier
-        record = self._found.get(identifier)
-        if record is not None:
-            self._to_load[identifier] = record
+        data = self._found.get(identifier)
+        if data is not None:
+            self._to_load[identifier] = data
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         wanted, self._to_load = self._to_load, {}
-        self._found.clear()
+        for identifier in wanted:
+            del self._found[identifier]
+        # Those of requests that found no room yet are asked for again.
+        while len(self._found) > _MOST_WAITING:
+            self._found.popitem(last=False)
         return ToLoad(wanted)
 
     # --- In the worker ------------------------------------------------------------------------
@@ -81,16 +86,7 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **_: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ToLoad)
-        for identifier, record in metadata.records.items():
-            if identifier in encoder_cache:
-                continue
-            arena = self._arena
-            data = None if arena is None else arena.get(self._key(identifier), record)
-            if data is None:
-                raise RuntimeError(
-                    f"the encoded image {identifier} was overwritten before it was read; give "
-                    "media.encoded_gb more memory"
-                )
+        for identifier, data in metadata.encoded.items():
             tensor = safetensors.torch.load(data)[_TENSOR]
             encoder_cache[identifier] = tensor.to(current_platform.device_type)
 

@@ -205,6 +205,9 @@ def test_an_assistants_tool_results_stay_text_and_depth_has_an_end() -> None:
     result = {"type": "tool_result", "content": [image]}
     body: dict[str, Any] = {"messages": [{"role": "assistant", "content": [result, image]}]}
     assert [one.where for one in places(body, MESSAGES)] == ["messages[0].content[1]"]
+    # By the role of the message, not of a block.
+    own = {"type": "tool_result", "role": "assistant", "content": [image]}
+    assert len(places({"messages": [{"role": "user", "content": [own]}]}, MESSAGES)) == 1
     deep: Any = {"image_url": "data:x"}
     for _ in range(900):
         deep = {"content": [deep]}

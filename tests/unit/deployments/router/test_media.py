@@ -132,9 +132,9 @@ def test_a_tenant_may_name_what_it_has_sent_and_nothing_else(reader: MediaReader
 def test_new_images_of_a_request_are_bounded_together() -> None:
     reader = MediaReader(Settings(media=MediaSettings(pixels=64)))
     images = [data_url(png(colour)) for colour in range(9)]
-    error = refusal(reader, chat(*images))
-    assert error.param == "messages[0].content[8]"
-    assert "larger than 512 pixels" in str(error)
+    with pytest.raises(ApiError, match="larger than 512 pixels") as refused:
+        named(reader, chat(*images))
+    assert (refused.value.status, refused.value.param) == (503, "messages[0].content[8]")
     # The others are known by now.
     assert len(named(reader, chat(*images))) == 9
 
@@ -196,6 +196,10 @@ def test_an_image_is_fetched_once_and_is_the_same_as_in_the_request(reader: Medi
         assert missing.value.urls == {url: "messages[0].content[0]"}
         await reader.fetch(missing.value, "a")
         found = named(reader, chat(url, url), "a")
+        # What is here goes along, since it may be dropped while others are fetched.
+        with pytest.raises(NotFetched) as missing:
+            named(reader, chat(url, f"{url}2"), "a")
+        assert (*missing.value.urls, *missing.value.kept) == (f"{url}2", url)
         # Another tenant fetches for itself: by the time it takes it would know.
         with pytest.raises(NotFetched):
             named(reader, chat(url), "b")

@@ -6,6 +6,7 @@ never comes to complaints of theirs about some branch of a union.
 
 import asyncio
 import base64
+import hashlib
 import json
 import re
 from collections import Counter
@@ -49,7 +50,8 @@ REFUSED_PLACES = {
 # A GIF of one pixel.
 _PIXEL = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
 IMAGE = f"data:image/gif;base64,{_PIXEL}"
-_NAME = make_name(None, base64.b64decode(_PIXEL), "image None null")
+_PLAIN = f"image None {hashlib.sha256(b'null').hexdigest()}"
+_NAME = make_name(None, base64.b64decode(_PIXEL), _PLAIN)
 NAMED_IMAGE = Medium(_NAME, "image/gif", _PIXEL).url
 PUBLISHED = Published(
     {
