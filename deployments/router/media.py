@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from conserve.errors import ApiError
 from conserve.media import (
     Lifted,
     Medium,

@@ -53,7 +53,7 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         # What is encoded depends on the model and its precision, too.
         model = vllm_config.model_config
         self._salt = f"{model.model} {model.revision} {model.dtype}".encode()
-        # Copies of what was found: once vLLM has heard that there is one, it must not be overwritten.
+        # Copies of what was found: vLLM counts on it, and it must not be overwritten meanwhile.
         self._found: OrderedDict[str, bytes] = OrderedDict()
         self._to_load: dict[str, bytes] = {}
 
