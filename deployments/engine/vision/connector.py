@@ -33,7 +33,7 @@ _MOST_WAITING = 16
 
 @dataclass
 class ToLoad(ECConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """What was encoded of images, by identifier, for the worker's own cache."""
+    """Encoded images by identifier, for the worker to put into its own cache."""
 
     encoded: dict[str, bytes] = field(default_factory=dict)
 
