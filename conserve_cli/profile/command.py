@@ -61,6 +61,7 @@ cli = typer.Typer(
 Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
 
 _OUTPUT_TOKENS = 48
+_LONGEST_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,9 @@ def profile(
     repeats: Annotated[
         int, typer.Option(min=1, help="How often each measurement is repeated.")
     ] = 5,
-    longest_tokens: Annotated[int, typer.Option(help="Longest prompt that is measured.")] = 8192,
+    longest_tokens: Annotated[
+        int, typer.Option(help="Longest prompt that is measured.")
+    ] = _LONGEST_TOKENS,
     largest_batch: Annotated[
         int, typer.Option(help="Most sequences that decode at the same time.")
     ] = 8,
@@ -388,7 +391,7 @@ async def _measure_cap(
     meter = DrawMeter(url)
     # Refuse before anything is measured.
     known.with_power(known.power_at(None).model_copy(update={"cap_w": await meter.limit_w()}))
-    longest = known.prefill.longest_tokens
+    longest = known.prefill.longest_tokens or _LONGEST_TOKENS
     grid = make_grid(longest, application.decoder.capacity_tokens, largest_batch)
     async with Probe(application, vocabulary, seed) as probe:
         with repetitions.of(len(grid.cold) + len(grid.appends) + len(grid.decodes)) as repeat:
