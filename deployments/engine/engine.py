@@ -38,10 +38,10 @@ from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
-from deployments.engine.vision.arena import ARENA_PATH
 from deployments.engine.warm_up import WarmUp
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
+from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable

@@ -19,8 +19,8 @@ import ray
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
 from deployments.detached import ActorClient, Patience, call, find_or_make
-from deployments.engine.vision.arena import make_arena
 from deployments.messages import NodeCache
+from deployments.node.arena import make_arena
 from deployments.node.caches import CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
 from hetero.energy import EngineEnergy

@@ -23,7 +23,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.platforms import current_platform
 
-from deployments.engine.vision.arena import ARENA_PATH, Arena, ArenaError
+from deployments.node.arena import ARENA_PATH, Arena, ArenaError
 
 logger = logging.getLogger("conserve.engine")
 

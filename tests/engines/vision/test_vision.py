@@ -14,7 +14,7 @@ from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.wire import PREFILL_PREFIX
-from deployments.engine.vision.arena import Arena
+from deployments.node.arena import Arena
 from tests.engines.applications import VISION
 from tests.engines.client import TIMEOUT_S, Agent, engines, last_turn, lone_answer, prose
 from tests.engines.lone import LONE_PORT

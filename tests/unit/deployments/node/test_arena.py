@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engine.vision.arena import Arena, ArenaError, make_arena
+from deployments.node.arena import Arena, ArenaError, make_arena
 
 ROOM = 64 * 1024
 
