@@ -24,6 +24,10 @@ def is_for_engines(case: Case) -> bool:
     return not (deep and "." in case.where.partition("]")[2]) and "cache" not in case.where
 
 
+# The model that is served here reads text only, and a schema's variants hold no images.
+_NO_IMAGE = ("reads text only", "no image that can be read", "data: URL", "base64", "http: or")
+
+
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 async def test_what_a_schema_allows_is_served_or_refused_by_name(
     application: str, client: httpx.AsyncClient, path: str
@@ -45,8 +49,7 @@ async def test_what_a_schema_allows_is_served_or_refused_by_name(
                 wrong.append((str(case), body))
             continue
         message = body["error"]["message"]
-        # The model that is served here reads text only.
-        if status != 400 or not (case.names(message) or "reads text only" in message):
+        if status != 400 or not (case.names(message) or any(map(message.count, _NO_IMAGE))):
             wrong.append((str(case), status, message))
     assert wrong == []
     served = sum(status == 200 for _, status, _ in answers)
