@@ -304,6 +304,17 @@ class _Repetitions:
         return [_median(points) for points in found.values()]
 
 
+async def _measure_alone(seen: _Seen, probe: Probe, grid: Grid, repeat: _Repetitions) -> None:
+    """Measure prefills and batches of decodes, each without the other."""
+    seen.prefill = await repeat(
+        "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
+    )
+    seen.prefill += await repeat("appends", [partial(probe.append, *one) for one in grid.appends])
+    seen.decode = await repeat(
+        "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+    )
+
+
 async def _measure(
     seen: _Seen,
     url: str,
@@ -329,15 +340,7 @@ async def _measure(
     count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
     with repetitions.of(count) as repeat:
         async with Probe(application, vocabulary, seed) as probe:
-            seen.prefill = await repeat(
-                "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
-            )
-            seen.prefill += await repeat(
-                "appends", [partial(probe.append, *one) for one in grid.appends]
-            )
-            seen.decode = await repeat(
-                "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
-            )
+            await _measure_alone(seen, probe, grid, repeat)
             seen.beside = await repeat(
                 "appends beside decodes",
                 [partial(probe.append_beside, *one) for one in grid.beside],
@@ -395,15 +398,7 @@ async def _measure_cap(
     grid = make_grid(longest, application.decoder.capacity_tokens, largest_batch)
     async with Probe(application, vocabulary, seed) as probe:
         with repetitions.of(len(grid.cold) + len(grid.appends) + len(grid.decodes)) as repeat:
-            seen.prefill = await repeat(
-                "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
-            )
-            seen.prefill += await repeat(
-                "appends", [partial(probe.append, *one) for one in grid.appends]
-            )
-            seen.decode = await repeat(
-                "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
-            )
+            await _measure_alone(seen, probe, grid, repeat)
         drawn = await _drawn(meter, probe, grid)
     cold = [point for point in seen.prefill if not point.cached_tokens]
     prefill_s = [known.prefill.seconds(one.new_tokens, 0) for one in cold]

@@ -302,7 +302,7 @@ def test_two_conversations_use_two_idle_engines_where_decodes_delay_each_other()
 
 
 def test_after_any_idle_time_a_prompt_goes_where_its_beginning_is() -> None:
-    """Where no conversation has come for hours, and one goes on all the time."""
+    """One conversation goes on for hours, and no other one comes."""
     homes = [Decoder("d1", 100_000, 6_000, 1), Decoder("d2", 100_000, 5_000, 1)]
     shared = Shared({"d1": 1_900}, warm_on="d1")
     for idle_s in (0, 60, 600, *range(10_000, 60_000, 50)):

@@ -102,7 +102,7 @@ def test_writers_that_are_killed_leave_nothing_half_written(path: str) -> None:
                 found = read(arena, name)
                 assert found in (None, data_of(name, name % 5000))
                 seen += found is not None
-        # Whoever was killed holds no lock.
+        # The killed processes hold no lock.
         assert arena.put(key_of(("after", seed)), b"x")
         assert read(arena, ("after", seed)) == b"x"
     assert seen > 0

@@ -276,7 +276,7 @@ def test_other_domains_are_refused(url: str, said: str) -> None:
 def test_of_a_name_with_several_addresses_all_have_to_be_public(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was checked is what is connected to: a name is resolved once."""
+    """A name is resolved once, so the checked address is the one that is connected to."""
     asked: list[str] = []
 
     async def resolved(loop: Any, host: str, port: int, **more: Any) -> list[Any]:
