@@ -84,7 +84,9 @@ class _Observation:
             self.output_tokens[key] = self.output_tokens.get(key, 0) + new if delta else new
         found = wire.cached_tokens(output.kv_transfer_params)
         if found.own_tokens is not None and found.lmcache_tokens is not None:
-            self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
+            # Of several choices one loads the prompt's KV; the others then find it here.
+            if found.lmcache_tokens >= self.lmcache_tokens:
+                self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
         self.missed_tokens = max(self.missed_tokens, found.missed_tokens)

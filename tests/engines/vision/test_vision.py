@@ -301,6 +301,7 @@ async def test_a_stream_goes_on_at_another_decoder_with_its_image(
     stage.wait_for_lone()
     agent = Agent(client, "seen", [_user(_said(_texts(rng), _image(rng)))])
     began, story_tokens = asyncio.Event(), 400
+    encoded, _ = _encoded()
     telling = asyncio.ensure_future(agent.ask(tokens=story_tokens, stream=True, began=began))
     await asyncio.wait_for(began.wait(), TIMEOUT_S)
     await asyncio.sleep(0.3)
@@ -308,6 +309,8 @@ async def test_a_stream_goes_on_at_another_decoder_with_its_image(
     kill(next(engine["pid"] for engine in engines("decoder") if engine["id"] == bound))
     told = await telling
     assert metric("conserve_stream_moves_total") == 1
+    # The engine that took over found what the first one had encoded.
+    assert _encoded()[0] == encoded + 1
     assert told.content == await lone_answer(client, agent.messages, story_tokens)
     # What the stream had put out is computed there; the prompt is not.
     assert (await last_turn(client, "seen"))["lmcache_tokens"] >= 4 * BLOCK_TOKENS
