@@ -76,17 +76,13 @@ class Arena:
 
     def get(self, key: bytes) -> bytes | None:
         """Return a copy of a key's data; None if they are not there."""
-        record = self._find(key)
-        if record is None:
-            return None
-        start = self._place(record.at) + _HEAD.size
-        data = self._map[start : start + record.length]
-        if self._left(record) < 0:
-            # It was overwritten meanwhile.
-            return None
         with self._locked():
+            record = self._find(key)
+            if record is None:
+                return None
             self._counts[_FOUND] += 1
-        return data
+            start = self._place(record.at) + _HEAD.size
+            return self._map[start : start + record.length]
 
     def put(self, key: bytes, data: bytes) -> bool:
         """Write data, unless they are there; returns False if they are too large for the ring."""
@@ -133,10 +129,6 @@ class Arena:
         while self._read < whole:
             start = self._place(self._read)
             size, length, key = _HEAD.unpack(self._map[start : start + _HEAD.size])
-            if self._is_lost(self._read):
-                # Where the next one begins cannot be told. What is there is encoded once more.
-                self._read = whole
-                break
             if key != _SKIP:
                 self._known[key] = _Record(self._read, length)
             self._read += size
@@ -154,7 +146,9 @@ class Arena:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        # Of a process that is killed, the kernel frees the lock.
+        # Records are read and written under it. The kernel orders memory where it hands the lock
+        # over, so a reader sees all that the last writer wrote, on ARM as on x86. Of a process that
+        # is killed, the kernel frees the lock.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
