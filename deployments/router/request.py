@@ -13,6 +13,7 @@ from conserve.apis import COMPLETIONS, RESPONSES
 from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError
 from conserve.hints import Hints, InvalidHint, hints
+from conserve.media import places
 from conserve.recognition import Chain
 from conserve.recognition.apis import continues, heard
 from conserve.recognition.volatile import without_billing_header
@@ -58,6 +59,7 @@ class ClientRequest:
         final: whether the client says that it is the conversation's last turn.
         takes_room_left: whether less output than it asks for will do, if there is no room.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
+        media: how many images, or other parts with media, it has.
     """
 
     path: str
@@ -73,6 +75,7 @@ class ClientRequest:
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
     unserved_tools: tuple[str, ...] = ()
+    media: int = 0
 
     @property
     def chat(self) -> bool:
@@ -180,6 +183,7 @@ def _understood(
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
         takes_room_left=takes_room_left,
         unserved_tools=unserved_tools(body) if path == RESPONSES else (),
+        media=len(places(own, path)) if chat else 0,
     )
 
 

@@ -202,7 +202,7 @@ class Turn:
         home = self._homes.find(self._stated_id, asked.chain, self._hints)
         if home is None:
             return _Attempt()
-        if self._settings.moves_appends and home.appends_much(asked.size):
+        if self._settings.moves_appends and home.appends_much(asked.size, asked.media):
             return _Attempt(counter=home)
         limits = None if asked.tenant is None else asked.tenant.limits
         if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
@@ -372,7 +372,7 @@ class Turn:
                     self._attempt.plan = TurnPlan(key, home.decoder_id, home.url, later=True)
                     self._history_id = key.history_id
                     self._let_in = self._attempt.at_decoder = True
-                    home = home._replace(request_bytes=asked.size)
+                    home = home._replace(request_bytes=asked.size, media=asked.media)
                     self._homes.remember(self._stated_id, asked.chain, home)
                 await self._relay(response, home.decoder_id, home.url)
         except EngineUnreachable:
@@ -418,7 +418,8 @@ class Turn:
         url = plan.decoder_url + asked.engine_path
         async with self._upstream.post(url, body, headers) as response:
             if plan.direct and response.status == 200:
-                home = Home(plan.decoder_id, plan.decoder_url, self._hints, asked.size)
+                at = plan.decoder_id, plan.decoder_url
+                home = Home(*at, self._hints, asked.size, asked.media)
                 self._homes.remember(self._stated_id, asked.chain, home)
             await self._relay(response, plan.decoder_id, plan.decoder_url)
 
