@@ -82,6 +82,17 @@ def test_some_can_be_put_back_for_good() -> None:
     assert lifted.put_back(lifted.raw) == raw
 
 
+def test_no_two_spans_have_one_mark() -> None:
+    lifted = Lifted(json.dumps([f"data:image/png;base64,{LONG}{n}aaa" for n in range(3)]).encode())
+    lifted.drop([next(iter(lifted.spans))])
+    lifted.raw += lifted.add(b"fetched").encode()
+    assert lifted.put_back(lifted.raw).endswith(f'{LONG}2aaa"]fetched'.encode())
+    # Another text's are added to the same ones.
+    lifted.raw += lifted.lift(json.dumps(f"data:image/png;base64,{LONG}3aaa").encode())
+    assert len(lifted.spans) == 4
+    assert lifted.size == len(lifted.put_back(lifted.raw))
+
+
 @pytest.mark.parametrize(
     "text", [";base64,", '"data":"', ";base64," + "A" * 16_383, f";base64,{LONG}"]
 )
