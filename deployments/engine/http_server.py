@@ -26,6 +26,7 @@ from deployments.engine.observer import TurnObserver, told_of_caches
 from deployments.engine.refusals import explain_refusals
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.vision.aside import MediaAside
 from deployments.engine.vision.names import keep_media_names
 from deployments.engine.vision.prepared import prepare_once
 
@@ -61,7 +62,7 @@ class EngineHttp:
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         make_checkable(client, renderer, tasks)
-        keeper = ResponseKeeper(app)
+        keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
         self._host = settings.engine_host
         self._serving: asyncio.Task[None] | None = None
@@ -82,7 +83,7 @@ class EngineHttp:
         listener.bind((host, 0))
         server = uvicorn.Server(
             uvicorn.Config(
-                RequestCheck(self._observer),
+                MediaAside(RequestCheck(self._observer)),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
