@@ -40,8 +40,8 @@ _MOST_STARTS = 4096
 _MARKS = re.compile(rb"conserve-[0-9a-f]{16}-\d+\.")
 # Read, copied or decoded at a time, while other threads wait; base64 of whole bytes.
 _PIECE_BYTES = 512 * 1024
-# Each body with media has one of these: members and types of its parts, or an escaped letter.
-_HINTS = (b'_url"', b'image"', b'input_audio"', b'uuid"')
+# Each body with media has one of these members or types of parts, or an escaped letter in it.
+_HINT = re.compile(rb'"(?:(?:image|audio|video)_url|(?:input_)?image|input_audio|uuid)"')
 _ESCAPED = re.compile(rb"\\u00[2-7]")
 _LONGEST_TYPE = 64
 # What Pillow may try: its other formats are rare, and have had more faults.
@@ -126,8 +126,18 @@ class Lifted:
     def __init__(self, raw: bytes) -> None:
         self._prefix = f"conserve-{secrets.token_hex(8)}-"
         self._count = 0
+        self._looked_at: bytes | None = None
+        self._may_hold_media = False
         self.spans: dict[str, bytes] = {}
         self.raw = self.lift(raw)
+
+    @property
+    def may_hold_media(self) -> bool:
+        """Whether the body, a turn's, may have parts with media; False: it has none."""
+        if self._looked_at is not self.raw:
+            self._looked_at, found = self.raw, _HINT.search(self.raw) or _ESCAPED.search(self.raw)
+            self._may_hold_media = bool(self.spans) or found is not None
+        return self._may_hold_media
 
     @property
     def size(self) -> int:
@@ -198,11 +208,6 @@ def _base64(raw: bytes, start: int, end: int) -> list[bytes]:
         pieces.append(piece)
         start, size = start + size, min(2 * size, _PIECE_BYTES)
     return pieces
-
-
-def may_hold_media(raw: bytes) -> bool:
-    """Whether a turn's body may have parts with media; False: it has none."""
-    return any(hint in raw for hint in _HINTS) or _ESCAPED.search(raw) is not None
 
 
 def _after(raw: bytes, text: bytes) -> Iterator[int]:

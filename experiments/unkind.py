@@ -38,6 +38,7 @@ from experiments.harness import Experiment, median_interval, percentile, rounds
 from experiments.warm import WarmTurns
 
 NONE = "none"
+VARYING_BYTES = 8
 _CHAT = "/v1/chat/completions"
 _COMPLETION = "/v1/completions"
 # Room for the rest of a body beside what fills it.
@@ -45,10 +46,15 @@ _SLACK_BYTES = 1024
 
 
 class Unkind(NamedTuple):
-    """One kind of request: a path, and a body or None."""
+    """One kind of request: a path, and a body or None.
+
+    Attributes:
+        varies: where `VARYING_BYTES` of base64 differ from one request to the next.
+    """
 
     path: str
     body: bytes | None
+    varies: Sequence[int] = ()
 
 
 def _chat(**fields: Any) -> Unkind:
@@ -103,13 +109,21 @@ def _send_for_ever(url: str, unkind: Unkind, connections: int, counts: Any) -> N
     """Be the unkind clients; ``counts`` gets a status for each answer, and never blocks."""
     os.nice(19)
 
+    def next_body() -> Any:
+        if unkind.body is None:
+            return None
+        body = bytearray(unkind.body)
+        for at in unkind.varies:
+            body[at : at + VARYING_BYTES] = base64.b64encode(os.urandom(VARYING_BYTES * 3 // 4))
+        return io.BytesIO(body)
+
     async def one(session: aiohttp.ClientSession) -> None:
         headers = {"Content-Type": "application/json"}
         method = "GET" if unkind.body is None else "POST"
         while True:
             try:
                 async with session.request(
-                    method, url + unkind.path, data=unkind.body, headers=headers
+                    method, url + unkind.path, data=next_body(), headers=headers
                 ) as response:
                     await response.read()
                     counts.put(response.status)

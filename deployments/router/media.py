@@ -27,7 +27,6 @@ from conserve.media import (
     data_of,
     encoded,
     make_name,
-    may_hold_media,
     unfit,
     with_urls,
 )
@@ -87,7 +86,7 @@ class MediaReader:
             ApiError: 400 for media that cannot be served; 503 for too many new ones at a time.
             NotFetched: some are sent by URL, and are not here yet.
         """
-        if not lifted.spans and not may_hold_media(lifted.raw):
+        if not lifted.may_hold_media:
             return body
         reading = _Reading(self, lifted, salt, fetched or {})
         own = with_urls(body, path, reading.put)

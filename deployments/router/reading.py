@@ -16,7 +16,7 @@ from starlette.types import Receive
 from conserve import budget, media
 from conserve.apis import COMPLETIONS, DETOKENIZE, TOKENIZE
 from conserve.errors import ApiError, unknown_model
-from conserve.media import Lifted, may_hold_media
+from conserve.media import Lifted
 from conserve.settings import Settings
 
 _TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ async def understood(
     Args:
         more: bytes that it reads besides.
     """
-    if lifted.spans or may_hold_media(lifted.raw):
+    if lifted.may_hold_media:
         return await _aside(function, *arguments, executor=_MEDIA)
     if len(lifted.raw) + more <= _SMALL_BYTES:
         return function(*arguments)

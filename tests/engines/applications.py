@@ -80,8 +80,19 @@ PAUSING = Application(
     decoders=2,
 )
 
-# The ConServe paper's system.
-PAPER = Application("paper", (*_ENGINES, "like=conserve_paper", "decoders=2"), decoders=2)
+# The ConServe paper's system, with a model that is shown images: `make test` sees a few.
+PAPER = Application(
+    "paper",
+    (
+        *_ENGINES,
+        "like=conserve_paper",
+        "decoders=2",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=4096",
+    ),
+    decoders=2,
+    make_model=make_vision_model,
+)
 
 # One engine that does everything, and is full soon.
 ONE = Application(

@@ -2,30 +2,31 @@
 
 import asyncio
 import base64
-import contextlib
-import io
 import random
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.wire import PREFILL_PREFIX
-from deployments.node.arena import Arena
 from tests.engines.applications import VISION
 from tests.engines.client import TIMEOUT_S, Agent, engines, last_turn, lone_answer, prose
 from tests.engines.lone import LONE_PORT
 from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
+from tests.engines.vision.turns import OUTPUT_TOKENS, ask
+from tests.engines.vision.turns import answer_of as _answered
+from tests.engines.vision.turns import body_of as _body
+from tests.engines.vision.turns import encoded as _encoded
+from tests.engines.vision.turns import new_image as _image
+from tests.engines.vision.turns import said as _said
+from tests.engines.vision.turns import user as _user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(VISION)]
 
 BLOCK_TOKENS = 128
-OUTPUT_TOKENS = 16
 LONE = f"http://127.0.0.1:{LONE_PORT}"
 # Of a prompt's text before its image so much is a whole chunk.
 BEFORE = BLOCK_TOKENS
@@ -35,65 +36,9 @@ def _whole(tokens: int) -> int:
     return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _image(rng: random.Random) -> str:
-    """An image like no other, as base64 of a PNG."""
-    pixels = 112
-    written = io.BytesIO()
-    noise = rng.randbytes(pixels * pixels * 3)
-    Image.frombytes("RGB", (pixels, pixels), noise).save(written, "PNG")
-    return base64.b64encode(written.getvalue()).decode()
-
-
-def _said(texts: tuple[str, str], image: str) -> list[dict[str, Any]]:
-    """A text, an image and a text, as a chat's message has them."""
-    url = f"data:image/png;base64,{image}"
-    before, behind = texts
-    return [
-        {"type": "text", "text": before},
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": behind},
-    ]
-
-
 def _texts(rng: random.Random) -> tuple[str, str]:
     """They begin in a whole chunk, go on into the next, and end some chunks behind the image."""
     return prose(rng, BEFORE + 20), prose(rng, 300)
-
-
-def _body(path: str, texts: tuple[str, str], image: str) -> dict[str, Any]:
-    """A greedy turn of a text, an image and a text, by any API."""
-    body: dict[str, Any] = {"model": "conserve-embedded", "temperature": 0}
-    if path == CHAT:
-        content = _said(texts, image)
-        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [_user(content)]}
-    before, behind = texts
-    if path == MESSAGES:
-        source = {"type": "base64", "media_type": "image/png", "data": image}
-        content = [
-            {"type": "text", "text": before},
-            {"type": "image", "source": source},
-            {"type": "text", "text": behind},
-        ]
-        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [_user(content)]}
-    url = f"data:image/png;base64,{image}"
-    content = [
-        {"type": "input_text", "text": before},
-        {"type": "input_image", "image_url": url, "detail": "auto"},
-        {"type": "input_text", "text": behind},
-    ]
-    return {**body, "max_output_tokens": OUTPUT_TOKENS, "input": [_user(content)]}
-
-
-def _user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def _answered(path: str, body: Any) -> str:
-    if path == CHAT:
-        return str(body["choices"][0]["message"]["content"])
-    if path == MESSAGES:
-        return str(body["content"][0]["text"])
-    return str(body["output"][0]["content"][0]["text"])
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
@@ -102,30 +47,33 @@ async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> ht
     return response
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_an_image_is_handed_off_with_its_prompt(
-    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, path: str
-) -> None:
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random,
+    path: str, stream: bool,
+) -> None:  # fmt: skip
     stage.wait_for_lone()
     body = _body(path, _texts(rng), _image(rng))
-    reply = await _post(client, application + path, body)
-    stats = await last_turn(client, reply.headers["x-conversation-id"])
+    headers, answer, _ = await ask(client, application, path, body, stream=stream)
+    stats = await last_turn(client, headers["x-conversation-id"])
     assert stats["prompt_tokens"] > 4 * BLOCK_TOKENS
     assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1)
     assert stats["decoder_cached_tokens"] == 0
-    alone = await _post(client, LONE + path, body)
-    assert _answered(path, reply.json()) == _answered(path, alone.json())
+    _, alone, _ = await ask(client, LONE, path, body, stream=stream)
+    assert answer == alone
 
 
 async def test_later_turns_find_the_image_where_they_are(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     stage.wait_for_lone()
-    agent = Agent(client)
+    agent, image, before = Agent(client), _image(rng), _encoded()[0]
     for turn in range(3):
-        # One more image comes with the last.
-        said = prose(rng, 80) if turn == 1 else _said(_texts(rng), _image(rng))
+        # It comes again with the last.
+        said = prose(rng, 80) if turn == 1 else _said(_texts(rng), image)
         await agent.say(said, tokens=OUTPUT_TOKENS, stream=turn != 1)
+    assert _encoded()[0] == before + 1
     first, *later = agent.stats
     assert first["lmcache_tokens"] == _whole(first["prompt_tokens"] - 1)
     held = first["prompt_tokens"] + first["output_tokens"]
@@ -136,15 +84,6 @@ async def test_later_turns_find_the_image_where_they_are(
     for turn in range(3):
         asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
         assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
-
-
-def _encoded() -> tuple[int, int]:
-    """How many images the application's engines have encoded, and how many they have found."""
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if "memfd:conserve-encoded" in str(file.readlink()):
-                return Arena(str(file)).counts()
-    raise AssertionError("no arena")
 
 
 def _conversation(path: str, first: list[Any], later: list[Any]) -> list[dict[str, Any]]:
@@ -210,6 +149,30 @@ async def test_each_image_is_encoded_once_on_its_node_by_every_api(
         assert _answered(path, reply.json()) == _answered(path, alone.json())
         # Of the second turn, only the third image is new.
         assert _encoded()[0] - before == (2, 1)[number]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_goes_on_by_a_responses_id_from_what_it_was_shown(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    """Each turn brings an image, the second in a tool's result, and the last the first again."""
+    stage.wait_for_lone()
+    one, two = _image(rng), _image(rng)
+    common = {"model": "conserve-embedded", "temperature": 0, "max_output_tokens": OUTPUT_TOKENS}
+    first, later = (_parts(RESPONSES, [("text", prose(rng, 150)), ("image", image)])
+                    for image in (one, two))  # fmt: skip
+    begun, told = _conversation(RESPONSES, first, later)
+    turns = [begun["input"], told["input"][1:], [_user(_parts(RESPONSES, [("image", one)]))]]
+    before, history, previous = _encoded()[0], [], None
+    for said in turns:
+        history += said
+        body = {**common, "input": said, "previous_response_id": previous}
+        _, answer, end = await ask(client, application, RESPONSES, body, stream=stream)
+        _, alone, _ = await ask(client, LONE, RESPONSES, common | {"input": history}, stream=stream)
+        assert answer == alone
+        response = end["response"] if stream else end
+        previous, history = response["id"], [*history, *response["output"]]
+    assert _encoded()[0] == before + 2
 
 
 async def test_another_conversation_does_not_encode_an_image_again(

@@ -137,6 +137,16 @@ def test_a_record_is_whole_in_whatever_order_memory_shows_it(path: str) -> None:
         assert read(reader, number) == data
 
 
+def test_a_process_that_is_stopped_while_it_writes_stops_no_other(path: str) -> None:
+    stopped, other = Arena(path), Arena(path)
+    assert other.put(key_of("a"), b"hello")
+    with stopped._locked():
+        assert read(other, "a") is None
+        other.put(key_of("b"), b"more")
+    assert read(other, "a") == b"hello"
+    assert read(other, "b") is None
+
+
 def test_memory_that_is_gone_is_told(path: str) -> None:
     with pytest.raises(ArenaError, match="cannot be opened"):
         Arena(f"/proc/{os.getpid()}/fd/9999")
