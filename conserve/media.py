@@ -211,13 +211,15 @@ def _base64(raw: bytes, start: int, end: int) -> list[bytes]:
 
 
 def _after(raw: bytes, text: bytes) -> Iterator[int]:
-    at = raw.find(text)
-    for _ in range(_MOST_STARTS):
-        if at < 0:
-            return
-        at += len(text)
-        yield at
-        at = raw.find(text, at)
+    """Yield where a text ends in a body, a few thousand times at most."""
+    at = count = 0
+    while at < len(raw) and count < _MOST_STARTS:
+        end = at + _PIECE_BYTES
+        found = raw.find(text, at, end + len(text) - 1)
+        at = end if found < 0 else found + len(text)
+        if found >= 0:
+            count += 1
+            yield at
 
 
 def _members(raw: bytes) -> Iterator[int]:

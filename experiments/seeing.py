@@ -51,7 +51,9 @@ _STEP_TOKENS = 512
 
 
 def model(experiment: Experiment, tower: Tower) -> str:
-    """Return the setting of a model that sees, which is made now."""
+    """Return the setting of a model that sees: the one that is given, or one that is made now."""
+    if experiment.options.model is not None:
+        return f"model={experiment.options.model}"
     folder: Path = experiment.logs / f"model-{tower.hidden}"
     if not folder.exists():
         make_vision_model(folder, tower)
@@ -62,7 +64,7 @@ def model(experiment: Experiment, tower: Tower) -> str:
 
 
 def picture(most_bytes: int, seed: int) -> bytes:
-    """Return an image of noise of about so many bytes, each of which may be another one."""
+    """Return an image of noise, any byte of whose pixels may be another one."""
     side = math.isqrt(most_bytes // 3) - 4
     file = io.BytesIO()
     noise = random.Random(seed).randbytes(3 * side * side)
@@ -70,11 +72,15 @@ def picture(most_bytes: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def largest(images: int, *, new: bool) -> Unkind:
-    """Return a turn with as many bytes of images as one may have."""
+def largest(images: int, *, new: bool, most_bytes: int = MediaSettings().bytes) -> Unkind:
+    """Return a turn with as many bytes of images as one may have.
+
+    Args:
+        new: whether no two requests have the same images.
+    """
     start, content = b"base64,", []
     for seed in range(images):
-        data = base64.b64encode(picture(MediaSettings().bytes // images, seed)).decode()
+        data = base64.b64encode(picture(most_bytes // images, seed)).decode()
         url = f"data:image/bmp;base64,{data}"
         content.append({"type": "image_url", "image_url": {"url": url}})
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -264,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.option("--seconds", 6.0, "of each kind of body in each round")
     experiment.option("--streams", 2)
     experiment.option("--turns", 10, "of an agent with screenshots")
+    experiment.option("--model", None, "that sees; none: one of random weights", metavar="MODEL")
     options = experiment.parse(arguments)
     found: dict[str, Any] = {}
     if "text" in options.parts:

@@ -105,25 +105,28 @@ def kinds(settings: Settings) -> dict[str, Unkind]:
     }
 
 
+def varied(unkind: Unkind, body: bytes) -> bytes:
+    """Return the body of the next request of a kind."""
+    if not unkind.varies:
+        return body
+    own = bytearray(body)
+    for at in unkind.varies:
+        own[at : at + VARYING_BYTES] = base64.b64encode(os.urandom(VARYING_BYTES * 3 // 4))
+    return bytes(own)
+
+
 def _send_for_ever(url: str, unkind: Unkind, connections: int, counts: Any) -> None:
     """Be the unkind clients; ``counts`` gets a status for each answer, and never blocks."""
     os.nice(19)
-
-    def next_body() -> Any:
-        if unkind.body is None:
-            return None
-        body = bytearray(unkind.body)
-        for at in unkind.varies:
-            body[at : at + VARYING_BYTES] = base64.b64encode(os.urandom(VARYING_BYTES * 3 // 4))
-        return io.BytesIO(body)
 
     async def one(session: aiohttp.ClientSession) -> None:
         headers = {"Content-Type": "application/json"}
         method = "GET" if unkind.body is None else "POST"
         while True:
             try:
+                body = None if unkind.body is None else io.BytesIO(varied(unkind, unkind.body))
                 async with session.request(
-                    method, url + unkind.path, data=next_body(), headers=headers
+                    method, url + unkind.path, data=body, headers=headers
                 ) as response:
                     await response.read()
                     counts.put(response.status)

@@ -80,6 +80,23 @@ PAUSING = Application(
     decoders=2,
 )
 
+# One engine with a model that is shown images, which may fetch from names that stand for addresses
+# that it must not connect to.
+SIGHTED = Application(
+    "sighted",
+    (
+        *_ENGINES,
+        "prefillers=0",
+        "decoders=1",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=4096",
+        'allowed_media_domains=["127.0.0.1", "localhost", "2130706433", "017700000001", "::1", '
+        '"::ffff:127.0.0.1", "169.254.169.254", "10.0.0.1"]',
+    ),
+    prefillers=0,
+    make_model=make_vision_model,
+)
+
 # The ConServe paper's system, with a model that is shown images: `make test` sees a few.
 PAPER = Application(
     "paper",
@@ -324,6 +341,7 @@ APPLICATIONS = (
         SCALING,
         BURSTS,
         VISION,
+        SIGHTED,
         COMPATIBLE,
         GPU,
         GPU_SLOTS,
