@@ -282,8 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for count in (1, 32) for new in (False, True)
         }  # fmt: skip
         with experiment.serving(model(experiment, Tower()), *_CAPACITY) as url:
-            found["streams"] = asyncio.run(beside(experiment, url, kinds))
-        show_streams(experiment, found["streams"])
+            gaps = asyncio.run(beside(experiment, url, kinds))
+        show_streams(experiment, gaps)
+        # `asdict` would make other counters of the answers.
+        found["streams"] = {name: vars(one) for name, one in gaps.items()}
     if "agents" in options.parts:
         found["agents"] = {}
         for size in (MediaSettings().encoded_gb, 0.0):

@@ -61,7 +61,7 @@ async def test_an_image_is_handed_off_with_its_prompt(
     assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1)
     assert stats["decoder_cached_tokens"] == 0
     _, alone, _ = await ask(client, LONE, path, body, stream=stream)
-    assert answer == alone
+    assert answer == alone != ""
 
 
 async def test_later_turns_find_the_image_where_they_are(
@@ -157,7 +157,8 @@ async def test_a_turn_goes_on_by_a_responses_id_from_what_it_was_shown(
 ) -> None:
     """Each turn brings an image, the second in a tool's result, and the last the first again."""
     stage.wait_for_lone()
-    one, two = _image(rng), _image(rng)
+    # So large that they are kept out of the way while their bodies are parsed.
+    one, two = _image(rng, 400), _image(rng, 400)
     common = {"model": "conserve-embedded", "temperature": 0, "max_output_tokens": OUTPUT_TOKENS}
     first, later = (_parts(RESPONSES, [("text", prose(rng, 150)), ("image", image)])
                     for image in (one, two))  # fmt: skip
@@ -169,7 +170,7 @@ async def test_a_turn_goes_on_by_a_responses_id_from_what_it_was_shown(
         body = {**common, "input": said, "previous_response_id": previous}
         _, answer, end = await ask(client, application, RESPONSES, body, stream=stream)
         _, alone, _ = await ask(client, LONE, RESPONSES, common | {"input": history}, stream=stream)
-        assert answer == alone
+        assert answer == alone != ""
         response = end["response"] if stream else end
         previous, history = response["id"], [*history, *response["output"]]
     assert _encoded()[0] == before + 2

@@ -17,9 +17,8 @@ from deployments.node.arena import Arena
 OUTPUT_TOKENS = 16
 
 
-def new_image(rng: random.Random) -> str:
+def new_image(rng: random.Random, pixels: int = 112) -> str:
     """An image like no other, as base64 of a PNG."""
-    pixels = 112
     written = io.BytesIO()
     noise = rng.randbytes(pixels * pixels * 3)
     Image.frombytes("RGB", (pixels, pixels), noise).save(written, "PNG")
