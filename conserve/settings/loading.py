@@ -95,8 +95,9 @@ def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(fields, dict):
                 raise SettingsError(f"bad settings for ConServe\n  {name}: {part} has no fields")
             into[part] = into = dict(fields)
-        if "engine" in path and isinstance(value, str):
-            # From a command line; engine arguments have no declared type to convert to.
+        if isinstance(value, str) and ("engine" in path or value.startswith("[")):
+            # From a command line; engine arguments have no declared type to convert to, and lists
+            # are written as JSON.
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         into[last] = value

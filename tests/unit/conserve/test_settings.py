@@ -56,6 +56,11 @@ def test_a_command_lines_strings_are_converted() -> None:
     assert (settings.port, settings.queue_timeout_s, settings.lmcache.port) == (9000, 2.5, 7000)
 
 
+def test_a_command_lines_lists_are_json() -> None:
+    assert load({"allowed_hosts": '["a.example", "::1"]'}).allowed_hosts == ["a.example", "::1"]
+    assert "allowed_hosts" in refusal(allowed_hosts="[a.example")
+
+
 def test_a_config_files_nested_roles() -> None:
     settings = load(
         {
