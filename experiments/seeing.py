@@ -231,7 +231,8 @@ def _without_media() -> Iterator[None]:
 
 def reading(size: int, times: int) -> tuple[float, float]:
     """Return how long a router takes to read a turn of text, and without all that images need."""
-    rng, messages = random.Random(size), []
+    rng = random.Random(size)
+    messages: list[Any] = []
     while len(json.dumps(messages)) < size:
         role = ("user", "assistant")[len(messages) % 2]
         messages.append({"role": role, "content": [{"type": "text", "text": words(rng, 150)}]})

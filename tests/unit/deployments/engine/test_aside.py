@@ -17,9 +17,9 @@ from deployments.engine.vision import aside
 from deployments.engine.vision.aside import AsideConnector, MediaAside
 
 
-def _png(colour: str) -> bytes:
+def _png(colour: str, side: int = 400) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (400, 400), colour).save(file, "PNG", compress_level=0)
+    Image.new("RGB", (side, side), colour).save(file, "PNG", compress_level=0)
     return file.getvalue()
 
 
@@ -93,7 +93,7 @@ def test_images_are_read_though_the_body_is_short(path: str, prefix: str) -> Non
 def test_other_bodies_stay_as_they_are() -> None:
     for path, raw in (
         (COMPLETIONS, json.dumps(_body(COMPLETIONS, _url(RED))).encode()),
-        (CHAT, json.dumps(_body(CHAT, *["data:image/png;base64,AAAA"] * 3)).encode()),
+        (CHAT, json.dumps(_body(CHAT, *[_url(_png("red", 8))] * 3)).encode()),
     ):
         assert _seen(path, raw)[0] == raw
 
