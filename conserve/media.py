@@ -28,6 +28,9 @@ PARAMETER = "conserve"
 MEMBERS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 # A part that has a ``uuid`` alone has the member that its type says.
 _MEMBER_OF = {"input_image": "image_url"} | {name: name for name in MEMBERS}
+# The members of a body, beside its messages, by which vLLM makes something else of its media. (A chat
+# may bring the template by which they are placed.)
+_CHANGE_MEDIA = ("model", "media_io_kwargs", "mm_processor_kwargs", "chat_template")
 _MARK = f";{PARAMETER}="
 _DATA = "data:"
 # Shorter ones cost little to parse.
@@ -55,6 +58,7 @@ class Place(NamedTuple):
         url: as it was sent; None: only its ``uuid`` was.
         uuid: its client's name for it, if it has one.
         changes: its kind, and what else changes what is made of it, as a text.
+        part: the part itself, as it was sent.
     """
 
     where: str
@@ -62,6 +66,7 @@ class Place(NamedTuple):
     url: Any
     uuid: Any = None
     changes: str = ""
+    part: Any = None
 
 
 class Medium(NamedTuple):
@@ -252,7 +257,7 @@ class _Walk:
                 continue
             detail = value.get("detail") if isinstance(value, dict) else given.get("detail")
             url = value.get("url") if isinstance(value, dict) else value
-            new = self.put(Place(where, kind, url, uuid, self._changes(kind, detail)))
+            new = self.put(Place(where, kind, url, uuid, self._changes(kind, detail), given))
             if new is not None and given.get("type") == "input_image":
                 own[member] = new
             elif new is not None:
@@ -274,11 +279,23 @@ class _Walk:
             if not isinstance(data, str) or not isinstance(media_type, str):
                 raise unfit(where, "must have a source with a media_type and data in base64")
             url = f"{_DATA}{media_type};base64,{data}"
-        new = self.put(Place(where, "image", url, None, self._changes("image", None)))
+        new = self.put(Place(where, "image", url, None, self._changes("image", None), block))
         return block if new is None else {**block, "source": {"type": "url", "url": new}}
 
     def _changes(self, kind: str, detail: Any) -> str:
         return f"{kind} {None if detail == 'auto' else detail} {self.changes}"
+
+
+def alone(body: Json, path: str, part: Json) -> Json:
+    """Return a request by the same API of one part with media, and what changes what is made of it.
+
+    An engine makes the same of it as in the turn.
+    """
+    kept = {name: body[name] for name in _CHANGE_MEDIA if name in body}
+    said = [{"role": "user", "content": [part]}]
+    if path == apis.RESPONSES:
+        return {**kept, "input": said, "store": False}
+    return {**kept, "messages": said, "max_tokens": 1}
 
 
 def marks(body: Json, path: str) -> set[str]:

@@ -14,7 +14,7 @@ import msgspec
 from conserve import identity
 from conserve.history import TurnKey
 
-Role = Literal["prefiller", "decoder"]
+Role = Literal["encoder", "prefiller", "decoder"]
 """The work of an engine; the place where it runs is its tier (`hetero.tiers`)."""
 
 StartPhase = Literal["starting engines", "warming up"]
@@ -164,7 +164,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 # Before the path of a turn: the engine checks the request and does not serve it.
 CHECK_PREFIX = "/conserve/check"
-# Before the path of a turn: the engine computes the prompt's KV and stores it.
+# Before the path of a turn: the engine computes the prompt's KV and stores it. One that only encodes
+# encodes its images.
 PREFILL_PREFIX = "/conserve/prefill"
 # After the path of a turn, with or without a prefix: limit the output to the room that there is.
 ROOM_LEFT = "?room_left"

@@ -89,7 +89,8 @@ def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
         into, value = nested, arguments[name]
         for part in path:
             # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
-            if part in ("prefillers", "decoders") and not isinstance(into.get(part, {}), dict):
+            roles = ("prefillers", "decoders", "encoders")
+            if part in roles and not isinstance(into.get(part, {}), dict):
                 into[part] = {"replicas": into[part]}
             fields = into.get(part) or {}
             if not isinstance(fields, dict):
