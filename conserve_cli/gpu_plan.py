@@ -48,7 +48,8 @@ def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
 
 def require_arguments(settings: Settings, gpu: bool) -> None:
     """Have vLLM check the engine arguments and the model; end with status 2 if it refuses them."""
-    given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
+    roles = (settings.prefillers, settings.decoders, settings.encoders)
+    given = (settings.engine, *(own.engine for own in roles))
     if settings.model == EMBEDDED_MODEL and not any(given):
         return
     from deployments.engine_arguments import VllmSilent, refused_arguments
@@ -111,6 +112,8 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         engines = (
             f"{decoders} decoders without a prefiller run" if decoders > 1 else "1 decoder runs"
         )
+    if encoders := settings.encoders.replicas:
+        engines = f"{encoders} encoder{'s' if encoders > 1 else ''}, {engines}"
     said = f"No GPU: {engines} on the CPU"
     there = ""
     if plan is not None:

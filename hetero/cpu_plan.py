@@ -15,7 +15,7 @@ _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Memory of an application on CPUs; ``kv_gb`` is each worker's, by role."""
+    """Memory of an application on CPUs; ``kv_gb`` is each worker's, by role that has KV."""
 
     kv_gb: Mapping[str, float]
     weights_bytes: int | None  # Of all engines together.
@@ -39,7 +39,9 @@ def plan(
         size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
-    spaces = {name: _kv_bytes(settings, name) for name, _ in roles(settings)}
+    spaces = {
+        name: _kv_bytes(settings, name) for name, _ in roles(settings) if name != "encoders"
+    }
     weights = None
     if shape is not None:
         weights = _require_fit(settings, shape, spaces, memory)
@@ -70,16 +72,17 @@ def _require_fit(
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
         counted = {"max_num_batched_tokens": 0} | arguments
         each = replace(needs(shape, counted, card_bytes=0), reserve_bytes=0)
-        if spaces[name] and not each.at_most and "num_gpu_blocks_override" not in arguments:
+        space = spaces.get(name, 0)
+        if space and not each.at_most and "num_gpu_blocks_override" not in arguments:
             told = "kv_cache_memory_bytes" in arguments and _KV_SPACE not in own.env
             setting = "engine.kv_cache_memory_bytes" if told else f"env.{_KV_SPACE}"
-            require_longest(f"{name}.{setting}", spaces[name], each)
+            require_longest(f"{name}.{setting}", space, each)
         count = own.replicas * workers(settings, own)
         weights += count * each.weights_bytes
-        taken += count * (each.weights_bytes + spaces[name])
+        taken += count * (each.weights_bytes + space)
         lines.append(
             f"{own.replicas} {name} x ({each.weights_bytes / GIB:.1f} weights + "
-            f"{spaces[name] / GIB:.1f} KV space)"
+            f"{space / GIB:.1f} KV space)"
         )
     if taken > memory.total_bytes:
         raise SettingsError(

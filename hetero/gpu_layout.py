@@ -12,7 +12,7 @@ not start if less than that is free.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from conserve.engines import engine_arguments
 from conserve.settings import RoleSettings, Settings, SettingsError
@@ -91,7 +91,7 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     """Return the settings with the number of engines, and the part of a GPU that each asks for.
 
     By default one GPU has a prefiller and a decoder. Of several, one has a prefiller and each other
-    a decoder. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus``
+    a decoder, and encoders have GPUs of their own. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus``
     disable this layout. Raises `SettingsError` if engines with several workers would share GPUs.
     """
     if laid_out_by_hand(settings):
@@ -101,7 +101,8 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
         return settings
     chosen = settings
     if not _given(settings, "decoders"):
-        taken = settings.prefiller_replicas * workers(settings, settings.prefillers)
+        others = [own for name, own in roles(settings) if name != "decoders"]
+        taken = sum(own.replicas * workers(settings, own) for own in others)
         each = workers(settings, settings.decoders)
         chosen = _update(settings, "decoders", replicas=max(1, (cards - taken) // each))
     engines = sum(most_replicas(own) for _, own in roles(chosen))
@@ -126,9 +127,11 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
 def one_engine(settings: Settings) -> Settings | None:
     """Return the settings with one engine that does everything on the one GPU.
 
-    None if they do not allow it: more than one GPU or decoder, or prefillers that were asked for.
+    None if they do not allow it: more than one GPU or decoder, or prefillers or encoders that were
+    asked for.
     """
     asked = settings.decoders.replicas > 1 or _given(settings, "prefillers")
+    asked = asked or bool(settings.encoders.replicas)
     if settings.gpus != 1 or asked or not settings.prefiller_replicas:
         return None
     return _update(_update(settings, "prefillers", replicas=0), "decoders", num_gpus=1)
@@ -140,18 +143,19 @@ def with_memory(
     """Return the settings with the memory that engines on one GPU are told, and the roles' plans.
 
     If all engines share one GPU, each gets its weights and reserve. Of the rest, a decoder gets
-    three times as much as a prefiller, which holds at least the longest sequence.
+    three times as much as a prefiller, which holds at least the longest sequence, and an encoder
+    nothing.
 
     Args:
         settings: from `with_counts`.
-        card_bytes: memory of the smallest GPU that a role (``decoders``, ``prefillers``) may get.
+        card_bytes: memory of the smallest GPU that a role (``decoders``, for instance) may get.
 
     Raises:
         SettingsError: the engines do not fit, or the model or the GPU would have to be known.
     """
     plans: dict[str, EnginePlan] = {}
     for name, own in roles(settings):
-        role: Role = "decoder" if name == "decoders" else "prefiller"
+        role = cast(Role, name.removesuffix("s"))
         slots = role_tier(settings, own, gpu=True).sm_slots
         plan = EnginePlan(
             role, most_replicas(own), workers(settings, own), own.num_gpus, sm_slots=slots
@@ -160,6 +164,8 @@ def with_memory(
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
             needed = needs(shape, arguments, card)
+            if role == "encoder":
+                needed = replace(needed, least_tokens=0)
             if slots is not None and settings.prefill_lane and settings.hosts(role):
                 graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)
@@ -214,8 +220,10 @@ def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
 
 
 def roles(settings: Settings) -> list[tuple[str, RoleSettings]]:
-    """Return the roles that have engines, by their settings' names."""
-    found = [("prefillers", settings.prefillers)] if settings.prefiller_replicas else []
+    """Return the roles that have engines, by their settings' names; decoders are the last."""
+    found = [("encoders", settings.encoders)] if settings.encoders.replicas else []
+    if settings.prefiller_replicas:
+        found.append(("prefillers", settings.prefillers))
     return [*found, ("decoders", settings.decoders)]
 
 
@@ -265,8 +273,10 @@ def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> i
 def _parts_of_one(
     settings: Settings, plans: dict[str, EnginePlan], card_bytes: Mapping[str, int | None]
 ) -> dict[str, EnginePlan]:
-    prefiller, decoder = plans["prefillers"], plans["decoders"]
-    if prefiller.needs is None or decoder.needs is None:
+    decoder = plans["decoders"]
+    prefillers = plans["prefillers"].replicas if "prefillers" in plans else 0
+    encoders = plans["encoders"].replicas if "encoders" in plans else 0
+    if any(one.needs is None for one in plans.values()):
         return plans
     card = card_bytes["decoders"]
     assert card is not None
@@ -276,25 +286,30 @@ def _parts_of_one(
     least = {name: one.needs.least_kv_bytes + rounding
              for name, one in plans.items() if one.needs is not None}  # fmt: skip
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans.values() if one.needs)
-    pool = usable - fixed
+    pool = usable - fixed - encoders * rounding
     if pool < sum(plans[name].replicas * kept for name, kept in least.items()):
         raise SettingsError(_does_not_fit(list(plans.values()), card, usable))
     weight = 1 if settings.prefillers_host else _HOST_WEIGHT
-    kv = pool // (prefiller.replicas + weight * decoder.replicas)
-    kv = max(kv, least["prefillers"])
-    left = (pool - prefiller.replicas * kv) // decoder.replicas
+    kv = pool // (prefillers + weight * decoder.replicas)
+    kv = max(kv, least.get("prefillers", 0))
+    left = (pool - prefillers * kv) // decoder.replicas
     if left < least["decoders"]:
         left = least["decoders"]
-        kv = (pool - decoder.replicas * left) // prefiller.replicas
+        kv = (pool - decoder.replicas * left) // max(1, prefillers)
     parts = {}
-    for name, plan, own_kv in (("prefillers", prefiller, kv), ("decoders", decoder, left)):
+    given = {"encoders": rounding, "prefillers": kv, "decoders": left}
+    for name, plan in plans.items():
         assert plan.needs is not None
-        share = _floor((plan.needs.fixed_bytes + own_kv) / usable)
+        share = _floor((plan.needs.fixed_bytes + given[name]) / usable)
         parts[name] = replace(plan, num_gpus=share, budget_bytes=int(usable * share))
     return parts
 
 
 def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> EnginePlan:
+    if plan.role == "encoder":
+        if plan.needs and plan.budget_bytes and plan.needs.fixed_bytes > plan.budget_bytes:
+            raise SettingsError(_does_not_fit_part(name, plan))
+        return replace(plan, kv_bytes=0, fixed=True)
     told = arguments.get("kv_cache_memory_bytes")
     if told is not None:
         plan = replace(plan, kv_bytes=int(told), fixed=True)
@@ -326,9 +341,10 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
     arguments = arguments_of(settings, own)
     whole = float(arguments.get("gpu_memory_utilization", UTILISATION))
     told = own.engine | {
-        "kv_cache_memory_bytes": plan.kv_bytes,
         "gpu_memory_utilization": max(1 / _PARTS, _floor(whole * plan.num_gpus)),
     }
+    if plan.role != "encoder":
+        told["kv_cache_memory_bytes"] = plan.kv_bytes
     return _update(settings, name, num_gpus=plan.num_gpus, engine=told)
 
 
