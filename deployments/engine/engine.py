@@ -23,7 +23,7 @@ from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
 from conserve.placement import EngineLoad
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
 from deployments.engine.core import core_loads_first, unnamed_afterwards
@@ -74,7 +74,10 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
-    """A prefiller or a decoder, or both (`Settings.prefillers_host`).
+    """A prefiller or a decoder, or both (`Settings.prefillers_host`), or an encoder.
+
+    An encoder loads no language model, and has no KV and no turns: a prefill on it (see `check`)
+    has the images of a prompt encoded into its node's memory.
 
     Serve takes it for ready when it is warmed up, listens and is known to the conversation table.
     """
@@ -97,8 +100,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
-        own = settings.decoders if role == "decoder" else settings.prefillers
-        self._scales = own.max_replicas is not None
+        self._scales = settings.of_role(role).max_replicas is not None
         # The table's last answer to a beat.
         self._heard: Heard | None = None
         if settings.device == "gpu":
@@ -118,8 +120,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._sm_slots is not None:
             told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
         _tell_connector(llm_config, told)
+        encodes_only = role == "encoder"
         if settings.media.encoded_gb and await asyncio.to_thread(_sees, llm_config):
-            _share_encoded(llm_config, await self._node.arena())
+            _share_encoded(llm_config, await self._node.arena(), encodes_only)
+        elif encodes_only:
+            raise SettingsError(f"encoders: {settings.model_id} reads text only; set encoders=0")
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download. Otherwise a process loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -147,7 +152,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             role=role,
             url=self._http.url,
             pid=os.getpid(),
-            capacity_tokens=capacity_tokens(cache),
+            capacity_tokens=0 if encodes_only else capacity_tokens(cache),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
             max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
             tier=tier.name,
@@ -158,9 +163,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             also_hosts=role == "prefiller" and settings.prefillers_host,
             kind=kind_of(client.vllm_config, tier.name),
         )
-        self._table.engine_starting(EngineStarting(self._id, "warming up"))
-        warm_up = WarmUp(client, self._meter, self._info, settings.model_id)
-        self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
+        if not encodes_only:
+            self._table.engine_starting(EngineStarting(self._id, "warming up"))
+            warm_up = WarmUp(client, self._meter, self._info, settings.model_id)
+            self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
         await self._register()
         if self._info.hosts:
             self._reporter.start()
@@ -347,7 +353,9 @@ def kind_of(vllm_config: Any, tier: str) -> str:
 
 
 def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:
-    transfer = config.engine_kwargs["kv_transfer_config"]
+    transfer = config.engine_kwargs.get("kv_transfer_config")
+    if transfer is None:
+        return
     extra = {**transfer["kv_connector_extra_config"], **more}
     config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})
 
@@ -373,13 +381,16 @@ def _sees(config: LLMConfig) -> bool:
     return any(hasattr(read, name) for name in _ENCODERS)
 
 
-def _share_encoded(config: LLMConfig, arena: str) -> None:
-    """Have the engine keep what it encodes in its node's arena, and read from there."""
+def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
+    """Have the engine keep what it encodes in its node's arena, and read from there.
+
+    By its role vLLM knows one that only encodes, and loads no language model.
+    """
     config.update_engine_kwargs(
         ec_transfer_config={
             "ec_connector": "NodeEncoderCache",
             "ec_connector_module_path": "deployments.engine.vision.connector",
-            "ec_role": "ec_both",
+            "ec_role": "ec_producer" if encodes_only else "ec_both",
             "ec_connector_extra_config": {ARENA_PATH: arena},
         }
     )

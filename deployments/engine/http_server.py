@@ -60,7 +60,8 @@ class EngineHttp:
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
-        make_checkable(client, renderer, tasks)
+        stores = client.vllm_config.kv_transfer_config is not None
+        make_checkable(client, renderer, tasks, stores=stores)
         keeper = ResponseKeeper(app)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
         self._host = settings.engine_host

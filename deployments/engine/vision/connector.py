@@ -4,7 +4,8 @@ It is vLLM's encoder-cache connector. The scheduler looks for an image by its id
 the name that a router has given it (`conserve.media`). If the node's `Arena` has it, the scheduler
 sends a copy to the worker, for vLLM's own encoder cache; otherwise it is encoded, and written.
 
-An engine without an arena, since its node's actor was restarted, encodes for itself.
+An engine without an arena, since its node's actor was restarted, encodes for itself. One that only
+encodes skips what the node has, and loads nothing.
 """
 
 import hashlib
@@ -60,6 +61,8 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
     # --- In the scheduler ---------------------------------------------------------------------
 
     def has_cache_item(self, identifier: str) -> bool:
+        if not self.is_consumer:
+            return self._arena is not None and self._arena.has(self._key(identifier))
         if self._arena is not None and identifier not in self._found:
             data = self._arena.get(self._key(identifier))
             if data is not None:
