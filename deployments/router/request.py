@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -58,6 +58,7 @@ class ClientRequest:
         final: whether the client says that it is the conversation's last turn.
         takes_room_left: whether less output than it asks for will do, if there is no room.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
+        to_encode: see `MediaReader.to_encode`.
     """
 
     path: str
@@ -73,6 +74,7 @@ class ClientRequest:
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
     unserved_tools: tuple[str, ...] = ()
+    to_encode: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -180,6 +182,7 @@ def _understood(
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
         takes_room_left=takes_room_left,
         unserved_tools=unserved_tools(body) if path == RESPONSES else (),
+        to_encode=media.to_encode(own, path, lifted) if chat else {},
     )
 
 

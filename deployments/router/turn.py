@@ -1,6 +1,7 @@
 """Serves turns: where one goes, on a first turn the prefill before it, its answer, and its end."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -34,6 +35,7 @@ from deployments.router.answer import (
     RelayedAnswer,
     StreamBroken,
 )
+from deployments.router.encoding import Encoding
 from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.media import MediaReader
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
@@ -71,6 +73,7 @@ class TurnEndpoint:
         self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
         self.stored = StoredResponses(self.settings, self.table, self.upstream)
         self.media = MediaReader(self.settings)
+        self.encoding = Encoding(self.upstream, self.media.encoders)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
@@ -125,6 +128,7 @@ class Turn:
         self._upstream = endpoint.upstream
         self._homes = endpoint.homes
         self._systems = endpoint.systems
+        self._encoding = endpoint.encoding
         self._router_id = endpoint.router_id
 
         # The request, and what its client has of the answer.
@@ -262,6 +266,7 @@ class Turn:
             plan = answer
         self._history_id = plan.turn.history_id
         attempt.plan = plan
+        await self._encode(plan.prefiller_url or plan.decoder_url)
         if plan.prefiller_url is not None:
             if counted is None:
                 counted = await self._count(plan.decoder_url, plan.decoder_id)
@@ -309,6 +314,15 @@ class Turn:
             await self._report_if_lost(engine_id, url, str(error), error.had_request)
             raise
 
+    async def _encode(self, url: str) -> None:
+        """Have encoders beside the engine at ``url`` encode what is new there, if there are any."""
+        if not self._request.to_encode:
+            return
+        for encoder, error in await self._encoding.encode(self._request, url):
+            with contextlib.suppress(TableUnavailable):
+                await self._report_if_lost(encoder.id, encoder.url, str(error), error.had_request)
+        self._require_another_try()
+
     async def _prefill(self, plan: TurnPlan, counted: CountedPrompt) -> None:
         assert plan.prefiller_url is not None
         assert plan.prefiller_id is not None
@@ -351,6 +365,7 @@ class Turn:
         asked, home = self._request, self._attempt.home
         if home is None:
             return False
+        await self._encode(home.url)
         chain, tenant = asked.chain, asked.tenant
         straight = wire.Straight(
             self._router_id,
