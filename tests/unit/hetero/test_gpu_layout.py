@@ -214,3 +214,35 @@ def test_graphs_for_each_border_have_room_of_their_own() -> None:
 def test_without_gpus_nothing_is_laid_out() -> None:
     settings = load({"model": "m"})
     assert with_counts(settings, 0) is settings
+
+
+def test_an_encoder_has_a_gpu_of_its_own_and_no_kv() -> None:
+    cards = {"encoders": H100, "prefillers": H100, "decoders": H100}
+    settings, plans = with_memory(
+        with_counts(load({"model": "m", "encoders": 1}), 4), SHAPE, cards
+    )
+    assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [
+        ("encoder", 1, 1),
+        ("prefiller", 1, 1),
+        ("decoder", 2, 1),
+    ]
+    assert (plans[0].kv_bytes, plans[0].kv_tokens) == (0, 0)
+    assert settings.encoders.engine == {}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"prefillers": 0, "decoders": 1}])
+def test_an_encoder_on_the_one_gpu_has_what_it_needs_and_others_the_rest(
+    arguments: dict[str, Any],
+) -> None:
+    chosen = {"model": "m", "encoders": 1, "gpus": 1, "engine.max_model_len": 8192, **arguments}
+    cards = {"encoders": H100, "prefillers": H100, "decoders": H100}
+    settings, plans = with_memory(with_counts(load(chosen), 1), SHAPE, cards)
+    encoder, decoder = plans[0], plans[-1]
+    assert sum(one.replicas * one.num_gpus for one in plans) <= 1
+    assert encoder.needs is not None
+    assert encoder.budget_bytes is not None
+    assert 0 <= encoder.budget_bytes - encoder.needs.fixed_bytes < 0.01 * GIB
+    assert "kv_cache_memory_bytes" not in settings.encoders.engine
+    assert settings.encoders.engine["gpu_memory_utilization"] < 0.92
+    assert decoder.kv_bytes is not None
+    assert decoder.kv_bytes > 5 * GIB

@@ -45,6 +45,9 @@ def test_what_one_process_view_writes_another_reads(path: str) -> None:
     assert other.put(key_of("a"), b"other")
     assert read(one, "a") == b"hello"
     assert one.counts() == other.counts() == (2, 2)
+    # To look for it is not to find it.
+    assert [other.has(key_of(name)) for name in "ab"] == [True, False]
+    assert other.counts() == (2, 2)
 
 
 def test_what_is_too_large_is_not_kept(path: str) -> None:
