@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from conserve.engines import engine_arguments, engine_environment
 from conserve.settings import Settings, SettingsError
+from conserve.wire import Role
 from hetero import host_memory
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, gib, needs, require_longest, roles, workers
+from hetero.gpu_layout import GIB, gib, require_longest, role_needs, roles, workers
 from hetero.model_shape import ModelShape
 
 _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -76,7 +78,8 @@ def _require_fit(
         arguments = engine_arguments(settings.model, gpu=False) | settings.engine | own.engine
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
         counted = {"max_num_batched_tokens": 0} | arguments
-        each = replace(needs(shape, counted, card_bytes=0), reserve_bytes=0)
+        role = cast(Role, name.removesuffix("s"))
+        each = replace(role_needs(role, shape, counted, card_bytes=0), reserve_bytes=0)
         space = spaces.get(name, 0)
         if space and not each.at_most and "num_gpu_blocks_override" not in arguments:
             told = "kv_cache_memory_bytes" in arguments and _KV_SPACE not in own.env

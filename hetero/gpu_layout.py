@@ -94,6 +94,8 @@ class EnginePlan:
     def kv_tokens(self) -> int | None:
         if self.kv_bytes is None or self.needs is None:
             return None
+        if self.role == "encoder":
+            return 0
         return int(self.kv_bytes / self.needs.kv_token_bytes)
 
 
@@ -173,9 +175,7 @@ def with_memory(
         card = card_bytes[name]
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
-            needed = needs(shape, arguments, card)
-            if role == "encoder":
-                needed = replace(needed, least_tokens=0)
+            needed = role_needs(role, shape, arguments, card)
             if slots is not None and settings.prefill_lane and settings.hosts(role):
                 graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)
@@ -189,6 +189,20 @@ def with_memory(
         if plan.num_gpus < 1:
             settings = _tell(settings, name, plan)
     return settings, [plans[name] for name, _ in roles(settings)]
+
+
+def role_needs(
+    role: Role, shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int
+) -> Needs:
+    """Return what each worker of a role's engine needs.
+
+    An encoder whose tower is not known counts as the whole model, without KV.
+    """
+    if role != "encoder":
+        return needs(shape, arguments, card_bytes)
+    return encoder_needs(shape, arguments) or replace(
+        needs(shape, arguments, card_bytes), kv_token_bytes=0.0, least_tokens=0
+    )
 
 
 def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> Needs:
@@ -412,10 +426,11 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
 
 
 def _sum(needs: Needs) -> str:
-    cache = f"{gib(needs.cache_bytes)} encoder cache + " if needs.tower else ""
+    cache = f" + {gib(needs.cache_bytes)} encoder cache" if needs.tower else ""
+    kv = f" + {gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
     return (
-        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve + {cache}"
-        f"{gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
+        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve{cache}"
+        f"{kv if needs.kv_token_bytes else ''}"
         f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
     )
 
@@ -429,7 +444,7 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
         )
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans if one.needs)
     token = sum(one.replicas * one.needs.kv_token_bytes for one in plans if one.needs)
-    tokens = int(0.99 * (usable - fixed) / token) // 256 * 256
+    tokens = int(0.99 * (usable - fixed) / token) // 256 * 256 if token else 0
     if tokens >= 1024:
         return f"set engine.max_model_len={tokens}, which fits, or use more GPUs"
     return (

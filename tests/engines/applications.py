@@ -26,6 +26,7 @@ class Application:
         file: text of a Serve config file that is run instead, as ``serve deploy`` would.
         prefillers: how many it begins with.
         decoders: how many it begins with.
+        encoders: how many it has.
         lone_engine: whether a bare engine runs beside it, to compare answers with.
         no_compiler: whether it runs with no compiler on PATH, as on a machine that has none.
         make_model: makes the model that they serve, in a folder; unset, it is the embedded one.
@@ -36,6 +37,7 @@ class Application:
     file: str | None = None
     prefillers: int = 1
     decoders: int = 1
+    encoders: int = 0
     lone_engine: bool = False
     no_compiler: bool = False
     make_model: Callable[[Path], None] | None = None
@@ -230,16 +232,18 @@ CLIENTS = Application(
     decoders=2,
 )
 
-# A model that is shown images, under the name that tests ask for.
+# A model that is shown images, under the name that tests ask for, with an engine that encodes them.
 VISION = Application(
     "vision",
     (
         *_COMMON,
+        "encoders=1",
         "decoders=2",
         "served_model_name=conserve-embedded",
         "engine.max_model_len=4096",
     ),
     decoders=2,
+    encoders=1,
     lone_engine=True,
     make_model=make_vision_model,
 )

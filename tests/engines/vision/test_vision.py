@@ -4,7 +4,9 @@ import asyncio
 import base64
 import contextlib
 import io
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -204,12 +206,14 @@ async def test_each_image_is_encoded_once_on_its_node_by_every_api(
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     common = {"model": "conserve-embedded", "temperature": 0, limit: OUTPUT_TOKENS}
     for number, body in enumerate(_conversation(path, first, later)):
-        before = _encoded()[0]
+        encoded, found = _encoded()
         reply = await _post(client, application + path, common | body)
         alone = await _post(client, LONE + path, common | body)
         assert _answered(path, reply.json()) == _answered(path, alone.json())
-        # Of the second turn, only the third image is new.
-        assert _encoded()[0] - before == (2, 1)[number]
+        # Of the second turn, only the third image is new. The encoder had it: the prefiller of the
+        # first turn, and the decoder of the second, have found what they needed.
+        assert _encoded()[0] - encoded == (2, 1)[number]
+        assert _encoded()[1] - found >= (2, 1)[number]
 
 
 async def test_another_conversation_does_not_encode_an_image_again(
@@ -292,6 +296,63 @@ async def test_an_image_that_is_none_is_refused_before_anything_is_computed(
     error = reply.json()["error"]
     assert error["param"] == "messages[0].content[1]"
     assert "no image that can be read" in error["message"]
+
+
+async def test_an_encoder_loads_no_language_model_and_computes_no_prompt(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    (encoder,), (decoder, _) = engines("encoder"), engines("decoder")
+    assert (encoder["hosts"], encoder["capacity_tokens"]) == (False, 0)
+    encoded, found = _encoded()
+    reply = await _post(client, application + CHAT, _body(CHAT, _texts(rng), _image(rng)))
+    assert reply.headers["x-conserve-decoder"] != encoder["id"]
+    assert _encoded() == (encoded + 1, found + 1)
+    for one, tokens in ((encoder, 0), (decoder, 1)):
+        exposed = (await client.get(one["url"] + "/metrics")).text
+        assert (metric("vllm:generation_tokens_total", exposed) > 0) is bool(tokens)
+    # What a client asks for is not limited by the image's own request.
+    health = (await client.get(application + "/health")).json()
+    assert health == {"status": "ok", "prefillers": 1, "decoders": 2, "encoders": 1}
+
+
+@pytest.mark.application(VISION, last=True)
+async def test_a_turn_outlives_an_encoder_that_is_killed_with_its_image(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    stage.wait_for_lone()
+    (encoder,) = engines("encoder")
+    body = _body(CHAT, _texts(rng), _image(rng))
+    encoded, found = _encoded()
+    # It has the image, and does nothing.
+    os.kill(encoder["pid"], signal.SIGSTOP)
+    asked = asyncio.ensure_future(_post(client, application + CHAT, body))
+    await asyncio.sleep(1)
+    assert not asked.done()
+    kill(encoder["pid"])
+    reply = await asked
+    alone = await _post(client, LONE + CHAT, body)
+    assert _answered(CHAT, reply.json()) == _answered(CHAT, alone.json())
+    # The prefiller has encoded it, as the next one's does.
+    assert _encoded() == (encoded + 1, found)
+    await _post(client, application + CHAT, _body(CHAT, _texts(rng), _image(rng)))
+    assert _encoded() == (encoded + 2, found)
+    assert metric("conserve_engines_lost_total", role="encoder") == 1
+    stage.wait_until_whole()
+    (successor,) = engines("encoder")
+    assert successor["id"] != encoder["id"]
+
+    async def goes_by_the_successor() -> bool:
+        _, before = _encoded()
+        await _post(client, application + CHAT, _body(CHAT, _texts(rng), _image(rng)))
+        return _encoded()[1] > before
+
+    # Routers hear of it with their next beat.
+    for _ in range(20):
+        if await goes_by_the_successor():
+            break
+        await asyncio.sleep(1)
+    else:
+        raise AssertionError("the successor encodes nothing")
 
 
 @pytest.mark.application(VISION, last=True)
