@@ -42,9 +42,7 @@ def plan(
         size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes - encoded)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
-    spaces = {
-        name: _kv_bytes(settings, name) for name, _ in roles(settings) if name != "encoders"
-    }
+    spaces = {name: _kv_bytes(settings, name) for name, _ in roles(settings) if name != "encoders"}
     weights = None
     if shape is not None:
         weights = _require_fit(settings, shape, spaces, memory)

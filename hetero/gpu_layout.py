@@ -427,7 +427,9 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
 
 def _sum(needs: Needs) -> str:
     cache = f" + {gib(needs.cache_bytes)} encoder cache" if needs.tower else ""
-    kv = f" + {gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
+    kv = (
+        f" + {gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
+    )
     return (
         f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve{cache}"
         f"{kv if needs.kv_token_bytes else ''}"

@@ -51,7 +51,9 @@ def test_a_start_says_what_it_waits_for_and_how_long_it_did(application: Launch)
 def test_a_start_waits_for_encoders_that_are_wanted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    states = iter([{"prefillers": 1, "decoders": 1}, {"prefillers": 1, "decoders": 1, "encoders": 1}])
+    states = iter(
+        [{"prefillers": 1, "decoders": 1}, {"prefillers": 1, "decoders": 1, "encoders": 1}]
+    )
     monkeypatch.setattr(launch, "health", lambda url: next(states))
     monkeypatch.setattr(launch.time, "sleep", lambda s: None)
     monkeypatch.setattr(Launch, "running", property(lambda self: True))
