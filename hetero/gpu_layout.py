@@ -103,8 +103,9 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     """Return the settings with the number of engines, and the part of a GPU that each asks for.
 
     By default one GPU has a prefiller and a decoder. Of several, one has a prefiller and each other
-    a decoder, and encoders have GPUs of their own. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus``
-    disable this layout. Raises `SettingsError` if engines with several workers would share GPUs.
+    a decoder, and encoders have GPUs of their own. With `Settings.gpus`, more engines than GPUs
+    share them. Tiers and ``num_gpus`` disable this layout. Raises `SettingsError` if engines with
+    several workers would share GPUs.
     """
     if laid_out_by_hand(settings):
         return settings
@@ -427,12 +428,12 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
 
 def _sum(needs: Needs) -> str:
     cache = f" + {gib(needs.cache_bytes)} encoder cache" if needs.tower else ""
-    kv = (
-        f" + {gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
-    )
+    kv = ""
+    if needs.kv_token_bytes:
+        longest = f"the longest sequence ({needs.least_tokens:,} tokens)"
+        kv = f" + {gib(needs.least_kv_bytes)} KV of {longest}"
     return (
-        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve{cache}"
-        f"{kv if needs.kv_token_bytes else ''}"
+        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve{cache}{kv}"
         f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
     )
 
