@@ -28,8 +28,8 @@ PARAMETER = "conserve"
 MEMBERS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 # A part that has a ``uuid`` alone has the member that its type says.
 _MEMBER_OF = {"input_image": "image_url"} | {name: name for name in MEMBERS}
-# The members of a body, beside its messages, by which vLLM makes something else of its media; and the
-# template that a chat may bring, without which there may be none.
+# The members of a body, beside its messages, by which vLLM makes something else of its media; and
+# the template that a chat may bring, without which there may be none.
 _CHANGE_MEDIA = ("model", "media_io_kwargs", "mm_processor_kwargs", "chat_template")
 _MARK = f";{PARAMETER}="
 _DATA = "data:"

@@ -164,8 +164,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 # Before the path of a turn: the engine checks the request and does not serve it.
 CHECK_PREFIX = "/conserve/check"
-# Before the path of a turn: the engine computes the prompt's KV and stores it; an encoder encodes its
-# images.
+# Before the path of a turn: the engine computes the prompt's KV and stores it; an encoder encodes
+# its images.
 PREFILL_PREFIX = "/conserve/prefill"
 # After the path of a turn, with or without a prefix: limit the output to the room that there is.
 ROOM_LEFT = "?room_left"
