@@ -21,11 +21,12 @@ from deployments.router import encoding
 from deployments.router.encoding import Encoding
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
-from tests.unit.deployments.router.test_turn import Engines, Table
+from tests.unit.deployments.router.test_direct import Decoders, Placing
+from tests.unit.deployments.router.test_turn import Table
 
 
 @dataclass
-class Vision(Engines):
+class Vision(Decoders):
     """Engines and an encoder on each node, all of which know images.
 
     Attributes:
@@ -140,6 +141,19 @@ def test_an_image_is_sent_once_and_text_never() -> None:
         endpoint.table.asked.clear()  # type: ignore[attr-defined]
         assert ask(endpoint, body(CHAT, png(1), png(2))) == 200
     assert engines.log[6:] == ["encode d1", "encode d1", "decode d1", "decode d1"]
+
+
+def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() -> None:
+    table, engines = Placing(), Vision(die=set())
+    endpoint = endpoint_of(table, engines, "d1")
+    said = body(CHAT, png(1))["messages"]
+    said += [{"role": "assistant", "content": "a"}, *body(CHAT, png(2))["messages"]]
+    said += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "and?"}]
+    for turns in (1, 3, 5):
+        assert ask(endpoint, {"messages": said[:turns]}) == 200
+    assert table.asked == ["begin", "place"]
+    assert engines.log == ["encode d1", "decode d1", "encode d1", "decode d1", "decode d1"]
+    assert len(engines.straight) == 2
 
 
 def test_where_no_encoder_is_near_the_engine_encodes_by_itself() -> None:
