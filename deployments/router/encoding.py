@@ -28,10 +28,15 @@ class Encoding:
     ) -> list[tuple[Encoder, EngineUnreachable]]:
         """Return once media are in the memory of the node of the engine at ``url``, or will not be.
 
-        It raises nothing. Returns the encoders whose connection broke.
+        It raises nothing, and leaves nothing in `ClientRequest.to_encode`.
+
+        Returns:
+            The encoders whose connection broke.
         """
         node = node_of(url)
-        jobs = (self._one(node, request.path, *one) for one in request.to_encode.items())
+        jobs = [self._one(node, request.path, *one) for one in request.to_encode.items()]
+        # The turn may last for long, and images are large.
+        request.to_encode.clear()
         return [broken for broken in await asyncio.gather(*jobs) if broken is not None]
 
     async def _one(

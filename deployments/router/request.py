@@ -58,7 +58,7 @@ class ClientRequest:
         final: whether the client says that it is the conversation's last turn.
         takes_room_left: whether less output than it asks for will do, if there is no room.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
-        to_encode: see `MediaReader.to_encode`.
+        to_encode: see `MediaReader.to_encode`; empty once encoders had it.
     """
 
     path: str
@@ -74,7 +74,7 @@ class ClientRequest:
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
     unserved_tools: tuple[str, ...] = ()
-    to_encode: Mapping[str, bytes] = field(default_factory=dict)
+    to_encode: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
