@@ -238,6 +238,9 @@ VISION = Application(
     (
         *_COMMON,
         "encoders=1",
+        # An image has more tokens than a step.
+        "encoders.engine.max_num_batched_tokens=96",
+        "encoders.engine.max_num_seqs=8",
         "decoders=2",
         "served_model_name=conserve-embedded",
         "engine.max_model_len=4096",
