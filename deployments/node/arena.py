@@ -88,6 +88,9 @@ class Arena:
             self._counts[_FOUND] += 1
         return data
 
+    def has(self, key: bytes) -> bool:
+        return self._find(key) is not None
+
     def put(self, key: bytes, data: bytes) -> bool:
         """Write data, unless they are there; returns False if they are too large for the ring."""
         size = -(-(_HEAD.size + len(data)) // _ALIGNED) * _ALIGNED

@@ -241,6 +241,7 @@ class Turn:
                 self._hints,
                 attempt.refused_by,
                 None if counted is None else counted.prompt_tokens,
+                0 if counted is None else counted.encode_tokens,
             )
         )
         if isinstance(answer, Unplaced):
@@ -284,7 +285,7 @@ class Turn:
             time.perf_counter() - self._arrived_s,
             unplaced.claim,
             self._limited,
-            Opening(chain, system_tokens, self._hints),
+            Opening(chain, system_tokens, self._hints, counted.encode_tokens),
         )
 
     @property
@@ -405,6 +406,7 @@ class Turn:
             looks_up=plan.looks_up,
             parks=plan.parks,
             prefill_cached_tokens=None if prefilled is None else prefilled.cached_tokens,
+            prefill_encoded=wire.NOTHING_ENCODED if prefilled is None else prefilled.encoded,
             sent_bytes=0 if self._sent is None else len(self._sent),
         )
         body, record = asked.raw, self._answer.record

@@ -21,6 +21,7 @@ from tests.engines.lone import LONE_PORT
 from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
+from tests.engines.vision.failing import RED
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(VISION)]
 
@@ -38,9 +39,12 @@ def _whole(tokens: int) -> int:
 def _image(rng: random.Random) -> str:
     """An image like no other, as base64 of a PNG."""
     pixels = 112
+    return _png(Image.frombytes("RGB", (pixels, pixels), rng.randbytes(pixels * pixels * 3)))
+
+
+def _png(image: Image.Image) -> str:
     written = io.BytesIO()
-    noise = rng.randbytes(pixels * pixels * 3)
-    Image.frombytes("RGB", (pixels, pixels), noise).save(written, "PNG")
+    image.save(written, "PNG")
     return base64.b64encode(written.getvalue()).decode()
 
 
@@ -210,6 +214,11 @@ async def test_each_image_is_encoded_once_on_its_node_by_every_api(
         assert _answered(path, reply.json()) == _answered(path, alone.json())
         # Of the second turn, only the third image is new.
         assert _encoded()[0] - before == (2, 1)[number]
+        stats = await last_turn(client, reply.headers["x-conversation-id"])
+        assert stats["encoded_images"] == (2, 1)[number]
+        # The first prompt ends within an image, and an image of the second one was in a chunk that
+        # was handed off: the prefiller alone has encoded them.
+        assert stats["node_images"] == 1
 
 
 async def test_another_conversation_does_not_encode_an_image_again(
@@ -292,6 +301,25 @@ async def test_an_image_that_is_none_is_refused_before_anything_is_computed(
     error = reply.json()["error"]
     assert error["param"] == "messages[0].content[1]"
     assert "no image that can be read" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_encoder_that_fails_ends_its_turn_and_not_the_engine(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    stage.wait_for_lone()
+    before = {engine["id"] for engine in engines()}
+    body = _body(CHAT, _texts(rng), _png(Image.new("RGB", (112, 112), RED))) | {"stream": stream}
+    other = Agent(client, messages=[_user(_said(_texts(rng), _image(rng)))])
+    answering = asyncio.ensure_future(other.ask(tokens=200, stream=True))
+    # Nothing that was computed for the first is found for the second.
+    for _ in range(2):
+        reply = await client.post(application + CHAT, json=body)
+        assert reply.status_code == 422, reply.text
+        assert "could not be encoded" in reply.text
+    told = await answering
+    assert told.content == await lone_answer(client, other.messages, 200)
+    assert {engine["id"] for engine in engines()} == before
 
 
 @pytest.mark.application(VISION, last=True)
