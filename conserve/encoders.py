@@ -57,6 +57,10 @@ class Encoders:
         for gone in self._passed_over_until_s.keys() - ids:
             del self._passed_over_until_s[gone]
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._living)
+
     def lacks(self, name: str) -> bool:
         """Return whether a node with an encoder may not have this image."""
         return any((node_of(one.url), name) not in self._known for one in self._living)

@@ -43,6 +43,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         engine_wait_s: wait in the decoder's engine; None under ``engine_scheduler: vllm``.
         engine_wait_for: see `conserve.engine_scheduling.WaitFor`.
         kept_tokens, kept_s: what of its history the engine has now, and for how long it is pinned.
+        encoded_images, encoded_tokens: images that an encoder computed for it, on its prefiller or
+            decoder, and their embeddings.
+        node_images: images that these took from their node's memory instead.
     """
 
     prompt_tokens: int
@@ -57,6 +60,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     engine_wait_for: str | None = None
     kept_tokens: int | None = None
     kept_s: float | None = None
+    encoded_images: int = 0
+    encoded_tokens: int = 0
+    node_images: int = 0
 
     @property
     def found_tokens(self) -> int:
@@ -82,11 +88,13 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     def pack(self) -> bytes:
         """Pack the counts into one object, since a table has a million histories."""
         return _PACKED.pack(
-            self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens
-        )
+            self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens,
+            min(self.encoded_images, _MOST_IMAGES), min(self.node_images, _MOST_IMAGES),
+        )  # fmt: skip
 
 
-_PACKED = struct.Struct("<4I")
+_PACKED = struct.Struct("<4I2H")
+_MOST_IMAGES = 2**16 - 1
 _NO_TURN = bytes(_PACKED.size)
 
 
@@ -137,7 +145,12 @@ class History(msgspec.Struct, gc=False):
     @property
     def last_turn(self) -> TurnStats | None:
         """Return the engine's report of its latest turn; None before one has left anything."""
-        return TurnStats(*_PACKED.unpack_from(self.packed)) if self.has_last_turn else None
+        if not self.has_last_turn:
+            return None
+        prompt, output, cached, loaded, encoded, from_node = _PACKED.unpack_from(self.packed)
+        return TurnStats(
+            prompt, output, cached, loaded, encoded_images=encoded, node_images=from_node
+        )
 
     @last_turn.setter
     def last_turn(self, stats: TurnStats) -> None:

@@ -51,6 +51,25 @@ class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str | None = None
 
 
+class Encoded(NamedTuple):
+    """An engine's work for the images of one request.
+
+    Attributes:
+        images, tokens: those that its encoder computed, and their embeddings.
+        node_images: those that it took from its node's memory.
+    """
+
+    images: int = 0
+    tokens: int = 0
+    node_images: int = 0
+
+    def plus(self, other: "Encoded") -> "Encoded":
+        return Encoded(*map(sum, zip(self, other, strict=True)))
+
+
+NOTHING_ENCODED = Encoded()
+
+
 class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn, for its decoder.
 
@@ -62,6 +81,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
         parks: whether it leaves its prompt's KV in host memory.
         prefill_cached_tokens: what the prefiller, which has just computed the prompt, found in
             caches.
+        prefill_encoded: what its images took there, and at encoders.
         notes: whether each event is sent with its tokens, since the stream may have to continue
             elsewhere.
         sent_bytes: of a stream that is continued, the length of the notes before the request.
@@ -78,6 +98,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     looks_up: bool = False
     parks: bool = False
     prefill_cached_tokens: int | None = None
+    prefill_encoded: Encoded = NOTHING_ENCODED
     notes: bool = False
     sent_bytes: int = 0
     resume_s: float | None = None
@@ -198,6 +219,8 @@ LATE = "conserve.late"
 # In the connector's statistics, iterations' times: lists of the fields of a
 # `conserve.placement.Step`.
 STEPS = "conserve.steps"
+# And identifiers of images that workers could not encode.
+FAILED_IMAGES = "conserve.failed_images"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +261,15 @@ def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
         int(stats.get(MISSED, 0)),
         bool(stats.get(LATE)),
     )
+
+
+# The member of ``ec_transfer_params`` in which an engine tells of a request's `Encoded`.
+ENCODED = "conserve.encoded"
+
+
+def encoded(params: Mapping[str, Any] | None) -> Encoded:
+    """Read what images took from the ``ec_transfer_params`` of an engine's answer."""
+    return Encoded(*(params or {}).get(ENCODED, ()))
 
 
 # --- What an engine's own scheduler is told of a turn, and tells of its history -------------------

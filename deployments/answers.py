@@ -126,12 +126,19 @@ class AnthropicModels(Answer):
 
 
 class Turn(Answer):
-    """Tokens of the last turn, as the engine counted them."""
+    """The last turn's tokens and images, as engines counted them.
+
+    Attributes:
+        encoded_images: that an encoder computed for it.
+        node_images: that engines took from their node's memory instead.
+    """
 
     prompt_tokens: Count
     output_tokens: Count
     decoder_cached_tokens: Count
     lmcache_tokens: Count
+    encoded_images: Count
+    node_images: Count
 
 
 class RunningTool(Answer):

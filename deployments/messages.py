@@ -12,7 +12,7 @@ from conserve.history import History, TurnKey
 from conserve.holdings import Parked
 from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import Limits
-from conserve.wire import Role, StartPhase
+from conserve.wire import NOTHING_ENCODED, Encoded, Role, StartPhase
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
@@ -172,6 +172,7 @@ class BeginTurn:
         hints: None if its client has given none.
         refused_by: the decoder to which it went straight, in vain.
         prompt_tokens: None unless it seems to append much.
+        encode_tokens: embeddings of its images that are not encoded yet, if it is counted.
     """
 
     router_id: str
@@ -182,6 +183,7 @@ class BeginTurn:
     hints: Hints | None = None
     refused_by: str | None = None
     prompt_tokens: int | None = None
+    encode_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +239,13 @@ class Prefilled:
         lmcache_tokens: how much of the prompt's KV it found in LMCache.
         cached_tokens: how much it found there and in its own cache; None if it does not say, or
             there were several prompts.
+        encoded: what images took.
     """
 
     prompt_tokens: int
     lmcache_tokens: int
     cached_tokens: int | None = None
+    encoded: Encoded = NOTHING_ENCODED
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoscale.capacity.profile import (
     DecodeCurve,
+    Encoding,
     Handoff,
     Interference,
     Overhead,
@@ -72,6 +73,15 @@ class HandoffPoint:
     """KV of ``tokens`` moved to a decoder."""
 
     tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingPoint:
+    """A prefill of ``new_tokens``, for which an image of ``encoded_tokens`` was encoded."""
+
+    encoded_tokens: int
+    new_tokens: int
     seconds: float
 
 
@@ -180,6 +190,24 @@ def fit_handoff(
     said = [curve.seconds(point.tokens) for point in points]
     quality = _judge("handoff", points, said, min_r_squared)
     return curve.model_copy(update={"quality": quality})
+
+
+def fit_encoding(
+    points: Sequence[EncodingPoint],
+    prefill: PrefillCurve,
+    min_r_squared: float = MIN_R_SQUARED_STEPS,
+) -> Encoding:
+    """Fit what images add to the prefills that a curve describes; raises `FitError`."""
+    alone = [prefill.seconds(point.new_tokens) for point in points]
+    times = _times(points)
+    columns = _table([(point.encoded_tokens,) for point in points])
+    per_token_s = _not_negative(columns, times - np.array(alone), times)[0]
+    said = [
+        prefill_s + per_token_s * point.encoded_tokens
+        for prefill_s, point in zip(alone, points, strict=True)
+    ]
+    quality = _judge("encoding", points, said, min_r_squared)
+    return Encoding(per_token_s=per_token_s, quality=quality)
 
 
 def fit_overhead(

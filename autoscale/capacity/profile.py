@@ -120,6 +120,13 @@ class Handoff(_Strict):
         return self.constant_s + self.per_token_s * tokens
 
 
+class Encoding(_Strict):
+    """Time to encode an image: ``per_token_s`` for each of its embeddings, in an iteration."""
+
+    per_token_s: NotNegative
+    quality: Quality | None = None
+
+
 class Overhead(_Strict):
     """Time of a turn in the router, the table and HTTP until its first token; 0: not known."""
 
@@ -155,6 +162,8 @@ class Profile(_Strict):
     interference: Interference = Interference()
     handoff: Handoff
     overhead: Overhead = Overhead()
+    # None: the model reads text only, or its encoder was not measured.
+    encoding: Encoding | None = None
     kv_capacity_tokens: int = Field(ge=1)
     # The most tokens of one iteration.
     max_batched_tokens: dict[Literal["prefiller", "decoder", "collocated"], int] = Field(
@@ -273,6 +282,8 @@ def _numbers(profile: Profile) -> list[str]:
     found += [
         f"overhead.{name}" for name in ("direct_s", "handed_off_s") if getattr(overhead, name)
     ]
+    if profile.encoding is not None:
+        found.append("encoding.per_token_s")
     found += [f"max_batched_tokens.{role}" for role in profile.max_batched_tokens]
     for power in profile.power:
         found += [f"power.{power.cap_w:g}.{name}" for name in power.model_dump() if name != "cap_w"]

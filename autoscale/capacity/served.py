@@ -61,6 +61,7 @@ def costs_of(profile: Profile) -> EngineCosts:
         step_s=decode.constant_s,
         per_sequence_s=decode.per_sequence_s,
         per_kv_token_s=decode.per_kv_token_s,
+        per_encoded_token_s=0.0 if profile.encoding is None else profile.encoding.per_token_s,
     )
     chunk_tokens = profile.max_batched_tokens.get("decoder")
     return costs if chunk_tokens is None else replace(costs, chunk_tokens=chunk_tokens)

@@ -1,5 +1,7 @@
 """Binds histories to decoders, and has others make room for them."""
 
+from dataclasses import replace
+
 from conserve.conversations.ending import Ending, Idleness
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
@@ -131,6 +133,8 @@ class Binding:
             shared = self._kinship.shared(opening, decoders, history_id, self._live.siblings)
         if self._memory is not None and known is not None:
             shared = self._memory.found(history_id, shared)
+        if opening.encode_tokens:
+            shared = replace(shared, encode_tokens=opening.encode_tokens)
         return shared
 
     def _make_room(

@@ -154,11 +154,17 @@ class Appends:
         self._memory = memory
 
     def prefill(
-        self, history: History, prompt_tokens: int | None = None, now_s: float = 0.0
+        self,
+        history: History,
+        prompt_tokens: int | None = None,
+        now_s: float = 0.0,
+        encode_tokens: int = 0,
     ) -> str | None:
         """Return the prefiller of the turn that has just begun; None means its decoder.
 
-        ``prompt_tokens`` is None if not known: the queue then counts what the history holds.
+        Args:
+            prompt_tokens: None if not known: the queue then counts what the history holds.
+            encode_tokens: embeddings of its images that are not encoded yet.
         """
         appended = None
         if prompt_tokens is not None and history.decoder_id is not None:
@@ -167,6 +173,7 @@ class Appends:
                 prompt_tokens,
                 min(history.held_tokens, prompt_tokens - 1),
                 0 if self._memory is None else self._memory.parked_of(history),
+                encode_tokens,
             )
         pool = self._engines.accepting_prefillers
         prefiller_id = self._policy.prefill_later_turn(pool, appended, now_s)
@@ -183,6 +190,7 @@ class Appends:
                     cached_tokens,
                     prefiller_id or appended.decoder_id,
                     now_s,
+                    encode_tokens=encode_tokens,
                     lent=prefiller_id is not None,
                 )
         if prefiller_id is not None:

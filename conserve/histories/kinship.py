@@ -21,11 +21,15 @@ LEAST_SYSTEM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt with which a history begins; ``chain`` is None for completions."""
+    """The prompt with which a history begins; ``chain`` is None for completions.
+
+    ``encode_tokens`` are embeddings of its images that are not encoded yet.
+    """
 
     chain: Chain | None = None
     system_tokens: int = 0
     hints: Hints | None = None
+    encode_tokens: int = 0
 
     @property
     def system(self) -> Digest | None:

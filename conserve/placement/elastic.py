@@ -127,14 +127,17 @@ class ElasticPlacement(PlacementPolicy):
         held_tokens = min(appended.held_tokens, appended.tokens - 1)
         parked_tokens = min(appended.parked_tokens, held_tokens)
         new_tokens = appended.tokens - held_tokens
-        home_s = least_s = prefill_cost_s(home, new_tokens, held_tokens)
+        encode_tokens = appended.encode_tokens
+        home_s = least_s = prefill_cost_s(home, new_tokens, held_tokens, encode_tokens)
         back_s = home.costs.handoff_s(new_tokens) + self.loads.price().of(new_tokens)
         best = None
         for one in prefillers:
             if one.id == appended.decoder_id:
                 continue
             work = self.loads.work(one.id, now_s)
-            there_s = prefill_cost_s(work, appended.tokens - parked_tokens, parked_tokens)
+            there_s = prefill_cost_s(
+                work, appended.tokens - parked_tokens, parked_tokens, encode_tokens
+            )
             cost_s = work.costs.handoff_s(parked_tokens) + there_s + back_s
             if cost_s < least_s and cost_s + _doubt_s(home, home_s, work, there_s) < home_s:
                 best, least_s = one.id, cost_s
@@ -259,7 +262,7 @@ def cheapest(
         past = min(shared.there(one), tokens - 1)
         new_tokens = tokens - past
         pushed_out = new_tokens - room.get(one, new_tokens)
-        elsewhere[one] = prefill_cost_s(work[one], new_tokens, past)
+        elsewhere[one] = prefill_cost_s(work[one], new_tokens, past, shared.encode_tokens)
         elsewhere[one] += again_s(work[one], pushed_out)
     two_least = sorted(elsewhere, key=elsewhere.__getitem__)[:2]
     best: tuple[tuple[float, float], Placement] | None = None
@@ -268,7 +271,7 @@ def cheapest(
         costs = work[home].costs
         there = shared.there(home)
         past = min(shared.found(home), tokens - 1)
-        prefill_s = prefill_cost_s(work[home], tokens - past, past)
+        prefill_s = prefill_cost_s(work[home], tokens - past, past, shared.encode_tokens)
         here = costs.handoff_s(past - there) + prefill_s + later_s, later_s
         if best is None or here < best[0]:
             best = here, Placement(home, None)
@@ -289,13 +292,15 @@ def _doubt_s(home: Work, here_s: float, other: Work, there_s: float) -> float:
     return math.hypot(home.costs.doubt * here_s, other.costs.doubt * there_s)
 
 
-def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int) -> float:
+def prefill_cost_s(
+    work: Work, new_tokens: int, cached_tokens: int, encode_tokens: int = 0
+) -> float:
     """Return the seconds until a prefill is done, plus those that others there are delayed."""
     costs = work.costs
-    own_s = costs.prefill_s(new_tokens, cached_tokens)
-    running_s = costs.prefill_share * work.decodes * own_s
-    waits_s = work.prefill_wait_s(new_tokens, cached_tokens)
-    return waits_s + running_s + work.coming_wait_s(own_s)
+    own_s, encode_s = costs.prefill_s(new_tokens, cached_tokens), costs.encode_s(encode_tokens)
+    running_s = work.decodes * (costs.prefill_share * own_s + encode_s)
+    waits_s = work.prefill_wait_s(new_tokens, cached_tokens, encode_tokens)
+    return waits_s + running_s + work.coming_wait_s(own_s + encode_s)
 
 
 def held_up_s(work: Work, after_s: float) -> float:

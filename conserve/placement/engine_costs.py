@@ -29,6 +29,7 @@ class EngineCosts:
         prefill_share: of a prefill's time, what running decodes' iterations are longer by.
         step_s, per_sequence_s, per_kv_token_s: an iteration of decodes, and what each of them and
             each token of KV that they read adds.
+        per_encoded_token_s: what an image adds to an iteration for each of its embeddings.
         doubt: standard deviation of a prefill's time, relative to it.
     """
 
@@ -43,6 +44,7 @@ class EngineCosts:
     step_s: float = 0.0
     per_sequence_s: float = 0.0
     per_kv_token_s: float = 0.0
+    per_encoded_token_s: float = 0.0
     doubt: float = 0.0
 
     @classmethod
@@ -69,6 +71,10 @@ class EngineCosts:
             + self.per_cached_token_s * cached_tokens
         )
 
+    def encode_s(self, tokens: float) -> float:
+        """Return how long images with this many embeddings hold up all of an engine's work."""
+        return self.per_encoded_token_s * tokens
+
     def handoff_s(self, tokens: int) -> float:
         return self.handoff_constant_s + self.handoff_per_token_s * tokens if tokens > 0 else 0.0
 
@@ -87,6 +93,7 @@ class EngineCosts:
             per_pair_s=prefills * self.per_pair_s,
             per_cached_token_s=prefills * self.per_cached_token_s,
             prefill_constant_s=prefills * self.prefill_constant_s,
+            per_encoded_token_s=prefills * self.per_encoded_token_s,
             step_s=decodes * self.step_s,
             per_sequence_s=decodes * self.per_sequence_s,
             per_kv_token_s=decodes * self.per_kv_token_s,
@@ -111,6 +118,8 @@ _FIRST = 3.0
 _TELLING = 0.3
 # Bounds of the share of a prefill's time by which it holds up decodes.
 _LEAST_SHARE, _MOST_SHARE = 0.1, 1.5
+# About the last twenty iterations with images count.
+_KEEP_ENCODES = 0.95
 # The prior counts half after this many iterations.
 _PRIOR_STEPS = 10.0
 
@@ -118,7 +127,8 @@ _PRIOR_STEPS = 10.0
 class Step(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Alike iterations of an engine: their mean time, and the tokens and decodes in each.
 
-    ``pairs`` sums ``new * (new + 2 * before)`` over prompts; ``kv_tokens`` are read by the decodes.
+    ``pairs`` sums ``new * (new + 2 * before)`` over prompts; ``kv_tokens`` are read by the decodes;
+    ``encoded_tokens`` are embeddings of images.
     """
 
     lasted_s: float
@@ -127,6 +137,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, array_like=True):
     decodes: int = 0
     kv_tokens: int = 0
     count: int = 1
+    encoded_tokens: int = 0
 
 
 class StepCosts:
@@ -145,11 +156,16 @@ class StepCosts:
         self._prefills = _Fit((prior.prefill_constant_s, prior.per_token_s, prior.per_pair_s))
         self._share = prior.prefill_share
         self._alone = 0.0
+        # Of iterations with images: seconds beyond the rest of their work, and embeddings.
+        self._encoding = (0.0, 0.0)
 
     def add(self, step: Step, prefills: float = 1.0, decodes: float = 1.0) -> None:
         """Learn from iterations; their engine takes these times as long as others of its kind."""
         decodes_s = decodes * self.decodes_s(step)
-        if not step.new_tokens:
+        if step.encoded_tokens:
+            rest_s = decodes_s + prefills * self.prefills_s(step)
+            self._encoded(step, max(0.0, step.lasted_s - rest_s) / prefills)
+        elif not step.new_tokens:
             x = (1.0, step.decodes, step.kv_tokens)
             self._decodes.add(x, step.lasted_s / decodes, min(step.count, 10))
         elif not step.decodes:
@@ -165,6 +181,15 @@ class StepCosts:
             else:
                 x = (0.0, step.new_tokens, step.pairs)
                 self._prefills.add(x, max(0.0, beside_s) / prefills / self._share, step.count)
+
+    def _encoded(self, step: Step, seconds: float) -> None:
+        known_s, tokens = self._encoding
+        if tokens >= step.encoded_tokens:
+            seconds = min(seconds, _MOST_TIMES * step.encoded_tokens * known_s / tokens)
+        self._encoding = (
+            _KEEP_ENCODES * known_s + seconds,
+            _KEEP_ENCODES * tokens + step.encoded_tokens,
+        )
 
     def tells(self, step: Step) -> bool:
         """Return whether prefills stand out from the noise of the decodes beside them."""
@@ -208,6 +233,10 @@ class StepCosts:
         step_s, per_sequence_s, per_kv_token_s = self._decodes.constants
         constant_s, per_token_s, per_pair_s = self._prefills.constants
         scale = per_token_s / self._prior.per_token_s
+        encoding_s, encoded_tokens = self._encoding
+        per_encoded_token_s = scale * self._prior.per_encoded_token_s
+        if encoded_tokens:
+            per_encoded_token_s = encoding_s / encoded_tokens
         return replace(
             self._prior,
             step_s=step_s,
@@ -217,6 +246,7 @@ class StepCosts:
             per_token_s=per_token_s,
             per_pair_s=per_pair_s,
             per_cached_token_s=scale * self._prior.per_cached_token_s,
+            per_encoded_token_s=per_encoded_token_s,
             prefill_share=self._share,
             doubt=self.prefill_doubt,
         )
@@ -234,7 +264,9 @@ class EngineStepCosts:
         if not step.lasted_s > 0:
             return
         kind, prefills, decodes = self._kind, self._prefills, self._decodes
-        if not step.new_tokens:
+        if step.encoded_tokens:
+            pass  # How long an image takes is the least certain part of it.
+        elif not step.new_tokens:
             if kind.knows_decodes:
                 decodes.add(step.lasted_s / kind.decodes_s(step), step.count)
         elif kind.knows_prefills and (not step.decodes or kind.tells(step)):

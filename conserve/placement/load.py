@@ -39,6 +39,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         prefill_tokens: of its prompts, what it has not computed yet, beyond what caches had.
+        encode_tokens: embeddings of these prompts' images that its node did not have.
         decodes: requests past their first token.
         step_s, prefill_tokens_per_s: of recent iterations; 0 if not known.
         kept_text_tokens, new_text_tokens: of prompts' text, what it had tokenized before and what
@@ -52,6 +53,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens_per_s: float = 0.0
     kept_text_tokens: int = 0
     new_text_tokens: int = 0
+    encode_tokens: int = 0
     steps: tuple[Step, ...] = ()
 
 
@@ -99,13 +101,13 @@ class Work(NamedTuple):
             return 0.0
         return self.conversations * wait_s(held_up_s, self.turns_per_s / self.conversations)
 
-    def prefill_wait_s(self, new_tokens: int, cached_tokens: int) -> float:
+    def prefill_wait_s(self, new_tokens: int, cached_tokens: int, encode_tokens: int = 0) -> float:
         costs = self.costs
-        own_s = costs.prefill_s(new_tokens, cached_tokens)
+        own_s, encode_s = costs.prefill_s(new_tokens, cached_tokens), costs.encode_s(encode_tokens)
         if not self.decodes:
-            return self.backlog_s + own_s + costs.prefill_constant_s
+            return self.backlog_s + own_s + encode_s + costs.prefill_constant_s
         chunks = math.ceil((self.backlog_tokens + new_tokens) / costs.chunk_tokens)
-        return costs.prefill_share * (self.backlog_s + own_s) + chunks * self.step_s
+        return costs.prefill_share * (self.backlog_s + own_s) + encode_s + chunks * self.step_s
 
 
 class FirstPrompts(NamedTuple):
@@ -171,6 +173,7 @@ class Loads:
         engine.learn(load.steps)
         engine.load = load
         backlog_s = load.prefill_tokens * engine.token_s(now_s)
+        backlog_s += engine.costs.encode_s(load.encode_tokens)
         engine.queue.set(load.prefill_tokens, backlog_s, now_s)
         engine.mean_decodes += _SHARE * (load.decodes - engine.mean_decodes)
 
@@ -186,9 +189,9 @@ class Loads:
             engine, past = self._of(where), shared.there(where)
             engine.lent.append((now_s, tokens))
         past = min(past, tokens - 1)
-        there = shared.there(placement.decoder_id)
-        self._expect(history_id, tokens, past, there, placement, now_s)
+        self._expect(history_id, tokens, past, placement, shared, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
+        seconds += engine.costs.encode_s(shared.encode_tokens)
         engine.queue.add(history_id, tokens - past, seconds, now_s)
         self._prompts.add(1.0, now_s)
         self._spent(tokens, seconds, now_s)
@@ -202,16 +205,18 @@ class Loads:
         now_s: float,
         *,
         lent: bool,
+        encode_tokens: int = 0,
     ) -> None:
         """Add what a later turn appends; if it is ``lent``, for another engine."""
         engine = self._of(engine_id)
+        encode_s = engine.costs.encode_s(encode_tokens)
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
-            seconds = engine.prefills(new_tokens, cached_tokens, now_s)
+            seconds = encode_s + engine.prefills(new_tokens, cached_tokens, now_s)
             self._spent(new_tokens, seconds, now_s)
         else:
             # `computed` counts it when it is done.
-            seconds = engine.costs.prefill_s(new_tokens, cached_tokens)
+            seconds = encode_s + engine.costs.prefill_s(new_tokens, cached_tokens)
         engine.queue.add(history_id, new_tokens, seconds, now_s)
 
     def turn_came(self, history_id: str, engine_id: str, now_s: float) -> None:
@@ -233,12 +238,22 @@ class Loads:
         if stats is not None and not history.promised:
             cached_tokens = stats.found_tokens
             new_tokens = max(0, stats.prompt_tokens - cached_tokens)
-            self.computed(history.decoder_id, new_tokens, cached_tokens, now_s)
+            self.computed(
+                history.decoder_id, new_tokens, cached_tokens, now_s, stats.encoded_tokens
+            )
         self.done(history.decoder_id, history.id)
 
-    def computed(self, engine_id: str, tokens: int, cached_tokens: int, now_s: float) -> None:
+    def computed(
+        self,
+        engine_id: str,
+        tokens: int,
+        cached_tokens: int,
+        now_s: float,
+        encoded_tokens: int = 0,
+    ) -> None:
         engine = self._of(engine_id)
-        engine.appends.add(engine.prefills(tokens, cached_tokens, now_s), now_s)
+        seconds = engine.prefills(tokens, cached_tokens, now_s)
+        engine.appends.add(seconds + engine.costs.encode_s(encoded_tokens), now_s)
 
     def done(self, engine_id: str, history_id: str) -> None:
         engine = self._engines.get(engine_id)
@@ -288,16 +303,17 @@ class Loads:
         history_id: str,
         tokens: int,
         past: int,
-        there: int,
         placement: Placement,
+        shared: Shared,
         now_s: float,
     ) -> None:
-        """Remember how long a prompt should take; ``there`` tokens are at its home."""
-        where = placement.prefiller_id
+        """Remember how long a prompt should take."""
+        where, there = placement.prefiller_id, shared.there(placement.decoder_id)
         home = self.work(placement.decoder_id, now_s)
         engine = home if where is None else self.work(where, now_s)
         comes_tokens = past - there if where is None else tokens - there
-        seconds = home.costs.handoff_s(comes_tokens) + engine.prefill_wait_s(tokens - past, past)
+        seconds = home.costs.handoff_s(comes_tokens)
+        seconds += engine.prefill_wait_s(tokens - past, past, shared.encode_tokens)
         self._placed.pop(history_id, None)
         if engine.backlog_s > _WAITS * seconds:
             # It would tell more about the queue's estimate.

@@ -66,6 +66,8 @@ class Shared:
         left_on, left_tokens: the decoder that should still have a paused history's KV, and how
             much.
         parked_tokens: what host memory has of the history, for any decoder.
+        encode_tokens: embeddings of the prompt's images that were not encoded on the node of the
+            engine that counted it.
     """
 
     tokens: Mapping[str, int]
@@ -74,6 +76,7 @@ class Shared:
     left_on: str | None = None
     left_tokens: int = 0
     parked_tokens: int = 0
+    encode_tokens: int = 0
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
         """Return how much of a prompt of ``tokens`` a decoder does not hold yet."""
@@ -98,13 +101,16 @@ NOTHING_SHARED = Shared({})
 class Appended:
     """A later turn whose prompt's length is known.
 
-    ``held_tokens`` of it are on its decoder, ``parked_tokens`` in host memory.
+    Attributes:
+        held_tokens, parked_tokens: what of it is on its decoder, and in host memory.
+        encode_tokens: embeddings of its images that are not encoded yet.
     """
 
     decoder_id: str
     tokens: int
     held_tokens: int
     parked_tokens: int
+    encode_tokens: int = 0
 
 
 class PlacementPolicy(ABC):

@@ -25,12 +25,14 @@ from autoscale.capacity.fit import (
     MIN_R_SQUARED,
     MIN_R_SQUARED_STEPS,
     DecodePoint,
+    EncodingPoint,
     FitError,
     HandoffPoint,
     MixedPoint,
     PrefillPoint,
     TurnPoint,
     fit_decode,
+    fit_encoding,
     fit_handoff,
     fit_interference,
     fit_overhead,
@@ -58,10 +60,14 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Point = TypeVar("Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, TurnPoint)
+Point = TypeVar(
+    "Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, EncodingPoint, TurnPoint
+)
 
 _OUTPUT_TOKENS = 48
 _LONGEST_TOKENS = 8192
+# Widths and heights of images; many processors make the same of all of them.
+_IMAGE_PIXELS = (224, 448, 896)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,7 @@ class _Seen:
     decode: list[DecodePoint] = field(default_factory=list)
     beside: list[MixedPoint] = field(default_factory=list)
     handoff: list[HandoffPoint] = field(default_factory=list)
+    encoding: list[EncodingPoint] = field(default_factory=list)
     turns: list[TurnPoint] = field(default_factory=list)
 
     def as_data(self) -> dict[str, list[dict[str, Any]]]:
@@ -137,6 +144,7 @@ class _Seen:
             "decode": self.decode,
             "interference": self.beside,
             "handoff": self.handoff,
+            "encoding": self.encoding,
             "overhead": self.turns,
         }
         return {name: [asdict(point) for point in points] for name, points in curves.items()}
@@ -338,9 +346,11 @@ async def _measure(
     _prepare(out)
     count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
     count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
-    with repetitions.of(count) as repeat:
-        async with Probe(application, vocabulary, seed) as probe:
+    async with Probe(application, vocabulary, seed) as probe:
+        pixels = _IMAGE_PIXELS if await probe.sees() else ()
+        with repetitions.of(count + len(pixels)) as repeat:
             await _measure_alone(seen, probe, grid, repeat)
+            seen.encoding = await repeat("images", [partial(probe.encode, one) for one in pixels])
             seen.beside = await repeat(
                 "appends beside decodes",
                 [partial(probe.append_beside, *one) for one in grid.beside],
@@ -350,7 +360,7 @@ async def _measure(
                 "handoffs", [partial(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             )
             seen.turns = await repeat("turns", [partial(probe.turn, *one) for one in grid.turns])
-            power = await _power(url, probe, grid)
+        power = await _power(url, probe, grid)
     decode = fit_decode(seen.decode, **limits)
     about = environment()
     return Profile(
@@ -365,6 +375,7 @@ async def _measure(
         interference=fit_interference(seen.beside, prefill, decode, **limits),
         handoff=fit_handoff(seen.handoff, kv_bytes_per_token, **limits),
         overhead=fit_overhead(seen.turns, **limits),
+        encoding=fit_encoding(seen.encoding, prefill, **limits) if pixels else None,
         kv_capacity_tokens=capacity,
         max_batched_tokens=_batched_tokens(application, batched_tokens),
         power=power,
@@ -524,6 +535,9 @@ def _show(made: Profile) -> None:
             made.overhead.quality,
         ),
     ]
+    if made.encoding is not None:
+        formula = f"prefill + {made.encoding.per_token_s:.3g} e"
+        rows.append(("image of e embeddings", formula, made.encoding.quality))
     for curve, formula, quality in rows:
         if quality is None:
             table.add_row(curve, formula, "", "", "", "")

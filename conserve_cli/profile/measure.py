@@ -5,7 +5,9 @@ application's. Prompts are random token ids, and no two share a beginning.
 """
 
 import asyncio
+import base64
 import contextlib
+import io
 import random
 import statistics
 import time
@@ -19,11 +21,20 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from autoscale.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
+from autoscale.capacity.fit import (
+    DecodePoint,
+    EncodingPoint,
+    HandoffPoint,
+    MixedPoint,
+    PrefillPoint,
+    TurnPoint,
+)
 from benchmarks.client import Client, Endpoint
 from benchmarks.records import TurnRecord, TurnRequest
 from benchmarks.workloads.tokens import COMPLETIONS, completion
 from conserve import wire
+from conserve.apis import CHAT
+from deployments.messages import Prefilled
 
 _TIMEOUT_S = 600.0
 # Length of the outputs that run beside an append, and how long they run before it.
@@ -31,6 +42,7 @@ _BESIDE_TOKENS = 160
 _UNDER_WAY_S = 0.3
 # Time for an engine to report a turn to the conversation table.
 _REPORT_TIMEOUT_S = 10.0
+_CHECKED_PIXELS = 64
 
 
 class MeasureError(RuntimeError):
@@ -214,6 +226,41 @@ class Probe:
             )
         seconds = seen.seconds - prefill_s(tokens - found, found)
         return HandoffPoint(found, max(seconds, 1e-6))
+
+    async def sees(self) -> bool:
+        """Return whether the model reads images."""
+        with reaching(f"{self._prefiller} does not answer"):
+            body = self._image_turn(_CHECKED_PIXELS)
+            async with self._session.post(
+                self._prefiller + wire.CHECK_PREFIX + CHAT, json=body
+            ) as answer:
+                return answer.status == 200
+
+    async def encode(self, pixels: int) -> EncodingPoint:
+        """Time the prefill of a prompt with an image, of this width and height, and little else."""
+        body, url = self._image_turn(pixels), self._prefiller + wire.PREFILL_PREFIX + CHAT
+        sent_s = time.perf_counter()
+        with reaching("a prompt with an image failed"):
+            async with self._session.post(url, json=body) as answer:
+                text = await answer.text()
+        seconds = time.perf_counter() - sent_s
+        if answer.status != 200:
+            raise MeasureError(f"a prompt with an image was refused: {text[:300]}")
+        done = msgspec.json.decode(text, type=Prefilled)
+        if not done.encoded.tokens:
+            raise MeasureError("the prefiller encoded no image; see whether others use it")
+        return EncodingPoint(done.encoded.tokens, done.prompt_tokens, seconds)
+
+    def _image_turn(self, pixels: int) -> dict[str, Any]:
+        """Return a turn whose image is like no other."""
+        from PIL import Image
+
+        written = io.BytesIO()
+        noise = self._draws.bytes(pixels * pixels * 3)
+        Image.frombytes("RGB", (pixels, pixels), noise).save(written, "PNG", compress_level=0)
+        url = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": url}}]
+        return {**self._common, "messages": [{"role": "user", "content": content}]}
 
     async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
         """Time a conversation's first turn, or its second, for a client and for the engines alone.

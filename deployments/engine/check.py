@@ -27,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
+from deployments.engine.vision.node_images import MissingTokens
 from deployments.messages import Prefilled
 
 _ROOM_LEFT = wire.ROOM_LEFT.removeprefix("?").encode()
@@ -40,6 +41,7 @@ class _Check:
     prefills: bool = False
     prompts: list[list[int]] = field(default_factory=list)
     multimodal: bool = False
+    encode_tokens: int = 0
     prefilled: list[Prefilled] = field(default_factory=list)
     refusal: Any = None
 
@@ -49,7 +51,11 @@ class _Check:
             return asdict(_all_of(self.prefilled)) if self.prefilled else None
         if not self.prompts:
             return None
-        return {"prompts": self.prompts, "multimodal": self.multimodal}
+        return {
+            "prompts": self.prompts,
+            "multimodal": self.multimodal,
+            "encode_tokens": self.encode_tokens,
+        }
 
 
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
@@ -69,7 +75,12 @@ def takes_what_room_is_left() -> bool:
 
 
 def make_checkable(
-    client: Any, renderer: Any, tasks: tuple[str, ...], *, stores: bool = True
+    client: Any,
+    renderer: Any,
+    tasks: tuple[str, ...],
+    missing_tokens: MissingTokens,
+    *,
+    stores: bool = True,
 ) -> None:
     """Have an ``AsyncLLM`` judge or prefill requests of a `RequestCheck`, and not serve them.
 
@@ -105,7 +116,9 @@ def make_checkable(
             raise
         ids = list(asked.prompt_token_ids or ())
         check.prompts.append(ids)
-        check.multimodal |= bool(asked.mm_features)
+        images = [(one.identifier, one.mm_position) for one in asked.mm_features or ()]
+        check.multimodal |= bool(images)
+        check.encode_tokens += missing_tokens(images)
         return _answer(request_id, ids, choices)
 
     client.generate = checked
@@ -162,7 +175,12 @@ async def _prefilled(
                 ids = list(output.prompt_token_ids or ())
                 found = wire.cached_tokens(output.kv_transfer_params)
                 check.prefilled.append(
-                    Prefilled(len(ids), found.lmcache_tokens or 0, output.num_cached_tokens)
+                    Prefilled(
+                        len(ids),
+                        found.lmcache_tokens or 0,
+                        output.num_cached_tokens,
+                        wire.encoded(output.ec_transfer_params),
+                    )
                 )
                 async for said in _answer(output.request_id, ids, choices):
                     yield said
@@ -177,14 +195,15 @@ def _all_of(done: list[Prefilled]) -> Prefilled:
         sum(one.prompt_tokens for one in done),
         sum(one.lmcache_tokens for one in done),
         done[0].cached_tokens if len(done) == 1 else None,
+        functools.reduce(wire.Encoded.plus, (one.encoded for one in done)),
     )
 
 
 class RequestCheck:
     """ASGI middleware that serves `CHECK_PREFIX` and `PREFILL_PREFIX` before an engine's HTTP app.
 
-    It answers ``{"prompts": [[token ids], ...], "multimodal": bool}``, or the members of
-    `Prefilled`. Where the engine would refuse the request, it answers so.
+    It answers ``{"prompts": [[token ids], ...], "multimodal": bool, "encode_tokens": int}``, or the
+    members of `Prefilled`. Where the engine would refuse the request, it answers so.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -7,10 +7,11 @@ Used here and in `observer` that is not public in Ray Serve LLM or vLLM:
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
@@ -38,6 +39,8 @@ from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
+from deployments.engine.vision.failures import TELLS, FailedImages
+from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.warm_up import WarmUp
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
@@ -128,8 +131,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
         _tell_connector(llm_config, told)
         encodes_only = role == "encoder"
-        if settings.media.encoded_gb and await asyncio.to_thread(_sees, llm_config):
-            _share_encoded(llm_config, await self._node.arena(), encodes_only)
+        if await asyncio.to_thread(_sees, llm_config):
+            arena = await self._node.arena() if settings.media.encoded_gb else ""
+            _share_encoded(llm_config, arena, encodes_only)
         elif encodes_only:
             raise SettingsError(f"encoders: {settings.model_id} reads text only; set encoders=0")
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
@@ -137,9 +141,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await self._load_engine(llm_config)
         client = self.engine._engine_client
-        self._meter = measure(client)
+        failed = FailedImages(functools.partial(_abort, client))
+        self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
-        observe_engine(client, self._meter, schedules)
+        missing_tokens = NodeImages(client.vllm_config).missing_tokens
+        observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
@@ -151,6 +157,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._http = EngineHttp(
             app, client, tasks, settings,
             holdings=self._holdings, desk=self._desk, has_more=has_more,
+            missing_tokens=missing_tokens, image_name=failed.name,
         )  # fmt: skip
         await self._http.listen()
         cache = client.vllm_config.cache_config
@@ -359,6 +366,15 @@ def kind_of(vllm_config: Any, tier: str) -> str:
     return " ".join(map(str, said))
 
 
+_aborting: set[asyncio.Task[None]] = set()
+
+
+def _abort(client: Any, request_ids: Sequence[str]) -> None:
+    task = asyncio.get_running_loop().create_task(client.abort(request_ids))
+    _aborting.add(task)
+    task.add_done_callback(_aborting.discard)
+
+
 def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:
     transfer = config.engine_kwargs.get("kv_transfer_config")
     if transfer is None:
@@ -389,7 +405,7 @@ def _sees(config: LLMConfig) -> bool:
 
 
 def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
-    """Have the engine keep what it encodes in its node's arena, and read from there.
+    """Have the engine keep what it encodes in its node's arena, if any, and read from there.
 
     By its role vLLM knows one that only encodes, and loads no language model.
     """
@@ -398,6 +414,9 @@ def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
             "ec_connector": "NodeEncoderCache",
             "ec_connector_module_path": "deployments.engine.vision.connector",
             "ec_role": "ec_producer" if encodes_only else "ec_both",
-            "ec_connector_extra_config": {ARENA_PATH: arena},
+            "ec_connector_extra_config": {
+                ARENA_PATH: arena,
+                TELLS: encodes_only or not config.engine_kwargs.get("disable_log_stats"),
+            },
         }
     )

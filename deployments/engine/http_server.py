@@ -27,6 +27,7 @@ from deployments.engine.refusals import explain_refusals
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_tokens
 from deployments.engine.vision.names import keep_media_names
+from deployments.engine.vision.node_images import MissingTokens
 from deployments.engine.vision.prepared import prepare_once
 
 _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
@@ -45,6 +46,8 @@ class EngineHttp:
         holdings: Holdings,
         desk: Desk,
         has_more: Callable[[], None],
+        missing_tokens: MissingTokens,
+        image_name: Callable[[str], str],
     ) -> None:
         describe(app)
         state = app.state
@@ -55,13 +58,13 @@ class EngineHttp:
         )
         explain_refusals(app)
         answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
-        keep_media_names()
+        keep_media_names(image_name)
         prepare_once(client.renderer)
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         stores = client.vllm_config.kv_transfer_config is not None
-        make_checkable(client, renderer, tasks, stores=stores)
+        make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
         keeper = ResponseKeeper(app)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
         self._host = settings.engine_host

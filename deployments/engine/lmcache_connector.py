@@ -27,6 +27,7 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrive
 
 from conserve.wire import (
     CHUNK_TOKENS,
+    FAILED_IMAGES,
     LATE,
     MISSED,
     PARK,
@@ -57,6 +58,7 @@ from deployments.engine.stores import (
     copy_beside_steps,
     groups_that_give_up,
 )
+from deployments.engine.vision.failures import failures
 from deployments.node import kv_pool
 
 logger = init_logger(__name__)
@@ -162,7 +164,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             return
         notes = self._get_connector_metadata().notes
         try:
-            super().wait_for_save()
+            # What was computed of an image that could not be encoded is wrong.
+            if not failures.under_way:
+                super().wait_for_save()
         except Exception:
             logger.exception("KV was not stored; it will be computed again where it is needed")
         finally:
@@ -196,6 +200,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         that is aborted while it loads vLLM 0.29 is then told of two ends, and fails on the second.
         Here only requests that `request_finished` has kept are reported.
         """
+        failures.ended(finished_req_ids)
         self._fail_lost_loads()
         _, loaded = super().get_finished(set())
         metadata = self._connector_metadata
@@ -352,7 +357,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def get_kv_connector_stats(self) -> Any:
         stats = super().get_kv_connector_stats()
         if not hasattr(self, "scheduler_adapter"):
-            return stats
+            failed = failures.take_untold()
+            return StepStats({FAILED_IMAGES: failed}) if failed else stats
         steps = self._meter.ended(time.monotonic())
         if steps:
             data = {} if stats is None else stats.data

@@ -10,14 +10,14 @@ Internals of vLLM 0.29 that are used: ``AsyncLLM.output_processor.request_states
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from conserve.placement import EngineLoad, Step
-from conserve.wire import STEPS
+from conserve.wire import FAILED_IMAGES, STEPS
 
 # How long iterations count in the means.
 WINDOW_S = 30
@@ -76,7 +76,9 @@ class LoadMeter:
         self.steps_s = 0.0
         self.prompt_tokens = 0
         self._requests = requests
-        self._expected: dict[str, int] = {}
+        # Of each request's prompt, the tokens that caches should have, and the embeddings of images
+        # that its node lacks.
+        self._expected: dict[str, tuple[int, int]] = {}
         self._decodes = Lately()
         self._prefills = Lately()
         self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
@@ -85,12 +87,14 @@ class LoadMeter:
         """Return the load now, with the iterations since it was last asked for."""
         # A request's choices share one prompt.
         prompts: dict[str, int] = {}
-        decodes = 0
+        decodes = encode_tokens = 0
         for request in self._requests.values():
             if not request.is_prefilling:
                 decodes += 1
                 continue
-            expected = self._expected.get(request.external_req_id, 0)
+            expected, encodes = self._expected.get(request.external_req_id, (0, 0))
+            if request.external_req_id not in prompts:
+                encode_tokens += encodes
             prompts[request.external_req_id] = max(0, request.prompt_len - expected)
         steps = tuple(self._steps)
         self._steps.clear()
@@ -99,6 +103,7 @@ class LoadMeter:
             decodes,
             self._decodes.mean(now_s),
             self._prefills.mean(now_s),
+            encode_tokens=encode_tokens,
             steps=steps,
         )
 
@@ -107,9 +112,14 @@ class LoadMeter:
         self._steps.clear()
 
     @asynccontextmanager
-    async def expecting(self, request_id: str, tokens: int) -> AsyncIterator[None]:
-        """Expect ``tokens`` of a request's prompt in caches, while it is in progress."""
-        self._expected[request_id] = tokens
+    async def expecting(
+        self, request_id: str, tokens: int, encode_tokens: int = 0
+    ) -> AsyncIterator[None]:
+        """Expect ``tokens`` of a request's prompt in caches, while it is in progress.
+
+        Its images that have to be encoded have ``encode_tokens`` embeddings.
+        """
+        self._expected[request_id] = tokens, encode_tokens
         try:
             yield
         finally:
@@ -120,23 +130,29 @@ class LoadMeter:
             self._steps.append(step)
             self.steps_s += step.lasted_s * step.count
             self.prompt_tokens += step.new_tokens * step.count
-            if not step.new_tokens:
+            if step.encoded_tokens:
+                pass
+            elif not step.new_tokens:
                 self._decodes.add(step.lasted_s * step.count, step.count, now_s)
             elif step.new_tokens >= _LEAST_PREFILL_TOKENS:
                 self._prefills.add(step.new_tokens, step.lasted_s, now_s)
 
 
-def measure(client: Any) -> LoadMeter:
-    """Meter an ``AsyncLLM``. Without vLLM's statistics (``disable_log_stats``) no time is known."""
+def measure(client: Any, images_failed: Callable[[list[str]], None]) -> LoadMeter:
+    """Meter an ``AsyncLLM``. Without vLLM's statistics (``disable_log_stats``) no time is known.
+
+    ``images_failed`` is told the identifiers of images that could not be encoded.
+    """
     meter = LoadMeter(client.output_processor.request_states)
     if client.logger_manager is not None:
-        client.logger_manager.stat_loggers.append(_Iterations(meter))
+        client.logger_manager.stat_loggers.append(_Iterations(meter, images_failed))
     return meter
 
 
 class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not looked at.
-    def __init__(self, meter: LoadMeter) -> None:
+    def __init__(self, meter: LoadMeter, images_failed: Callable[[list[str]], None]) -> None:
         self._meter = meter
+        self._images_failed = images_failed
 
     def record(
         self,
@@ -148,6 +164,8 @@ class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not
         said = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
         if said and STEPS in said:
             self._meter.took((Step(*one) for one in said[STEPS]), time.monotonic())
+        if said and FAILED_IMAGES in said:
+            self._images_failed(said[FAILED_IMAGES])
 
     def log_engine_initialized(self) -> None:
         pass

@@ -33,6 +33,8 @@ from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.response_events import is_stream
 from deployments.engine.response_store import TURN, aside, read_ahead, replay
+from deployments.engine.vision.failures import FailedImages
+from deployments.engine.vision.node_images import MissingTokens, images_of
 
 
 class ToldOfCaches(NamedTuple):
@@ -73,6 +75,7 @@ class _Observation:
     engine_wait_for: str | None = None
     kept_tokens: int | None = None
     kept_s: float | None = None
+    encoded: wire.Encoded = wire.NOTHING_ENCODED
     # Set by the first output; vLLM says it at a stream's end.
     told: ToldOfCaches | None = None
 
@@ -97,6 +100,7 @@ class _Observation:
         kept_tokens, kept_s = wire.engine_kept(output.kv_transfer_params)
         if kept_tokens is not None:
             self.kept_tokens, self.kept_s = kept_tokens, kept_s
+        self.encoded = self.encoded.plus(wire.encoded(output.ec_transfer_params))
         times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
@@ -105,7 +109,7 @@ class _Observation:
 
     def put_out(self, output: Any) -> None:
         # Only the table is told; vLLM would pass it on to the client.
-        output.kv_transfer_params = None
+        output.kv_transfer_params = output.ec_transfer_params = None
         # Clients are told what no engine computed for this turn.
         most = self.asked.prefill_cached_tokens
         if most is not None and output.num_cached_tokens is not None:
@@ -125,6 +129,7 @@ class _Observation:
     def stats(self) -> TurnStats | None:
         if not self.prompt_tokens:
             return None
+        encoded = self.encoded.plus(self.asked.prefill_encoded)
         return TurnStats(
             self.prompt_tokens,
             max(self.output_tokens.values(), default=0),
@@ -137,6 +142,9 @@ class _Observation:
             engine_wait_for=self.engine_wait_for,
             kept_tokens=self.kept_tokens,
             kept_s=self.kept_s,
+            encoded_images=encoded.images,
+            encoded_tokens=encoded.tokens,
+            node_images=encoded.node_images,
         )
 
 
@@ -149,10 +157,18 @@ def told_of_caches() -> ToldOfCaches | None:
     return None if observation is None else observation.told
 
 
-def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> None:
+def observe_engine(
+    client: Any,
+    meter: LoadMeter,
+    failed: FailedImages,
+    missing_tokens: MissingTokens,
+    *,
+    schedules: bool = False,
+) -> None:
     """Have an ``AsyncLLM`` report what it does for the current turn.
 
     Args:
+        missing_tokens: see `NodeImages`.
         schedules: whether the engine's scheduler is told which turn each request is.
     """
     generate = client.generate
@@ -162,11 +178,17 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
         prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[Any]:
         observation = _current.get()
+        images = images_of(prompt)
+        encode_tokens = missing_tokens(images)
+        watching = failed.watching(request_id, [identifier for identifier, _ in images])
         if observation is None:
             stream = generate(prompt, sampling_params, request_id, **options)
-            async with contextlib.aclosing(stream):
-                async for output in stream:
-                    yield output
+            expecting = meter.expecting(request_id, 0, encode_tokens)
+            with watching:
+                async with expecting, contextlib.aclosing(stream):
+                    async for output in stream:
+                        failed.require_encoded(request_id)
+                        yield output
             return
         # These also ask LMCacheMPConnector for its statistics.
         extra = dict(sampling_params.extra_args or {})
@@ -193,6 +215,7 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
         observation.notes &= observation.started == 1 and can_be_continued(prompt, sampling_params)
 
         def see(output: Any) -> None:
+            failed.require_encoded(request_id)
             _require_an_answer(output, sampling_params, observation)
             observation.see(output, delta)
 
@@ -203,13 +226,14 @@ def observe_engine(client: Any, meter: LoadMeter, schedules: bool = False) -> No
             stream = continued(
                 sent, prompt, sampling_params, request_id, tokenizer, generate=run, see=see
             )
-        expecting = meter.expecting(request_id, observation.expected_tokens)
-        async with expecting, contextlib.aclosing(stream):
-            async for output in stream:
-                if not observation.sent:
-                    see(output)
-                observation.put_out(output)
-                yield output
+        expecting = meter.expecting(request_id, observation.expected_tokens, encode_tokens)
+        with watching:
+            async with expecting, contextlib.aclosing(stream):
+                async for output in stream:
+                    if not observation.sent:
+                        see(output)
+                    observation.put_out(output)
+                    yield output
 
     client.generate = observed
 

@@ -12,16 +12,26 @@ import msgspec
 from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
 
 from conserve.placement import Step
-from conserve.wire import STEPS
+from conserve.wire import FAILED_IMAGES, STEPS
 
 # Iterations of decodes are told of together, up to this number and time.
 _MOST_DECODES = 64
 _TOGETHER_S = 0.25
+_LISTS = (STEPS, FAILED_IMAGES)
 
 
 class StepStats(LMCacheMPConnectorStats):  # type: ignore[misc]  # LMCache ships no types.
+    """The connector's statistics, with iterations and images that could not be encoded."""
+
     def is_empty(self) -> bool:
-        return bool(super().is_empty()) and not self.data.get(STEPS)
+        return bool(super().is_empty()) and not any(self.data.get(name) for name in _LISTS)
+
+    def aggregate(self, other: Any) -> Any:
+        super().aggregate(other)
+        for name in _LISTS:
+            if name in other.data:
+                self.data[name] = [*self.data.get(name, ()), *other.data[name]]
+        return self
 
 
 class StepMeter:
@@ -29,6 +39,8 @@ class StepMeter:
 
     def __init__(self, decode_tokens: int = 1) -> None:
         self._decode_tokens = decode_tokens
+        # Of requests with images, how many embeddings each has.
+        self._images: dict[str, list[int]] = {}
         # When each began, and what it computes; None if nothing.
         self._under_way: deque[tuple[float, Step | None]] = deque()
         self._ended_s = 0.0
@@ -49,7 +61,7 @@ class StepMeter:
         told: list[Step] = []
         if step is not None:
             step = msgspec.structs.replace(step, lasted_s=lasted_s)
-            if step.new_tokens:
+            if step.new_tokens or step.encoded_tokens:
                 told.append(step)
             else:
                 self._decodes.setdefault(step.decodes, []).append(step)
@@ -65,6 +77,7 @@ class StepMeter:
 
     def _computes(self, scheduled: Any) -> Step | None:
         new_tokens = pairs = decodes = kv_tokens = 0
+        encoded_tokens = self._encodes(scheduled)
         cached = scheduled.scheduled_cached_reqs
         requests = [(one.req_id, one.num_computed_tokens) for one in scheduled.scheduled_new_reqs]
         requests += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -78,7 +91,19 @@ class StepMeter:
                 kv_tokens += before
         if not new_tokens and not decodes:
             return None
-        return Step(0.0, new_tokens, pairs, decodes, kv_tokens)
+        return Step(0.0, new_tokens, pairs, decodes, kv_tokens, encoded_tokens=encoded_tokens)
+
+    def _encodes(self, scheduled: Any) -> int:
+        """Return how many embeddings of images the iteration computes."""
+        for one in scheduled.scheduled_new_reqs:
+            if one.mm_features:
+                each = [image.mm_position.get_num_embeds() for image in one.mm_features]
+                self._images[one.req_id] = each
+        encoded: dict[str, list[int]] = scheduled.scheduled_encoder_inputs
+        found = sum(self._images[id][index] for id, images in encoded.items() for index in images)
+        for id in scheduled.finished_req_ids:
+            self._images.pop(id, None)
+        return found
 
 
 def _together(alike: list[Step]) -> Step:

@@ -89,7 +89,6 @@ class Arena:
         return data
 
     def has(self, key: bytes) -> bool:
-        """Return whether a key's data are there; this is not counted."""
         return self._find(key) is not None
 
     def put(self, key: bytes, data: bytes) -> bool:

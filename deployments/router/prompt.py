@@ -5,7 +5,7 @@ import json
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -46,12 +46,14 @@ class CountedPrompt:
         prompt_tokens: length of all of it.
         longest_tokens: length of its longest part.
         multimodal: whether its token ids are not all of it.
+        encode_tokens: embeddings of its images that the counting engine's node has not encoded.
     """
 
     prompt: Any
     prompt_tokens: int
     longest_tokens: int
     multimodal: bool = False
+    encode_tokens: int = 0
 
     def followed_by(self, token_ids: list[int]) -> "CountedPrompt":
         """Return the prompt with what was generated after it, where that can be put behind it."""
@@ -59,8 +61,11 @@ class CountedPrompt:
         if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
             prompt = [*prompt, *token_ids]
         more = len(token_ids)
-        return CountedPrompt(
-            prompt, self.prompt_tokens + more, self.longest_tokens + more, self.multimodal
+        return replace(
+            self,
+            prompt=prompt,
+            prompt_tokens=self.prompt_tokens + more,
+            longest_tokens=self.longest_tokens + more,
         )
 
 
@@ -84,7 +89,9 @@ async def count_prompt(request: ClientRequest, upstream: Upstream, url: str) -> 
     prompts = checked.prompts
     lengths = [len(prompt) for prompt in prompts]
     whole = prompts[0] if len(prompts) == 1 else prompts
-    return CountedPrompt(whole, sum(lengths), max(lengths), checked.multimodal)
+    return CountedPrompt(
+        whole, sum(lengths), max(lengths), checked.multimodal, checked.encode_tokens
+    )
 
 
 class SystemLengths:

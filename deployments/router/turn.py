@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -142,6 +142,7 @@ class Turn:
         self._history_id: str | None = None
         self._let_in = False
         self._lost: set[str] = set()
+        self._encoded = wire.NOTHING_ENCODED
         self._continued = 0
 
         # The attempt under way.
@@ -245,6 +246,7 @@ class Turn:
                 self._hints,
                 attempt.refused_by,
                 None if counted is None else counted.prompt_tokens,
+                0 if counted is None else counted.encode_tokens,
             )
         )
         if isinstance(answer, Unplaced):
@@ -289,7 +291,7 @@ class Turn:
             time.perf_counter() - self._arrived_s,
             unplaced.claim,
             self._limited,
-            Opening(chain, system_tokens, self._hints),
+            Opening(chain, system_tokens, self._hints, counted.encode_tokens),
         )
 
     @property
@@ -306,6 +308,9 @@ class Turn:
             counted = counted_as_sent(self._request)
             if counted is None:
                 counted = await count_prompt(self._request, self._upstream, url)
+                if self._encoding.encoders.has_any:
+                    # No engine that computes prompts will encode them.
+                    counted = replace(counted, encode_tokens=0)
             if self._sent is None:
                 return counted
             sent = wire.read_notes(self._sent)
@@ -318,7 +323,9 @@ class Turn:
         """Have encoders beside the engine at ``url`` encode what is new there, if there are any."""
         if not self._request.to_encode:
             return
-        for encoder, error in await self._encoding.encode(self._request, url):
+        encoded, broken = await self._encoding.encode(self._request, url)
+        self._encoded = self._encoded.plus(encoded)
+        for encoder, error in broken:
             with contextlib.suppress(TableUnavailable):
                 await self._report_if_lost(encoder.id, encoder.url, str(error), error.had_request)
         self._require_another_try()
@@ -373,7 +380,8 @@ class Turn:
             self._stated_id,
             None if tenant is None else tenant.name,
         )
-        headers = self._headers(straight=straight, root=b"" if chain is None else chain.root)
+        root = b"" if chain is None else chain.root
+        headers = self._headers(straight=straight, root=root, prefill_encoded=self._encoded)
         url = home.url + asked.engine_path
         try:
             async with self._upstream.post(url, asked.raw, headers) as response:
@@ -420,6 +428,9 @@ class Turn:
             looks_up=plan.looks_up,
             parks=plan.parks,
             prefill_cached_tokens=None if prefilled is None else prefilled.cached_tokens,
+            prefill_encoded=self._encoded.plus(
+                wire.NOTHING_ENCODED if prefilled is None else prefilled.encoded
+            ),
             sent_bytes=0 if self._sent is None else len(self._sent),
         )
         body, record = asked.raw, self._answer.record

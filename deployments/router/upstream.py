@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 
 from conserve import wire
 from conserve.errors import ApiError, from_engine
@@ -25,10 +26,12 @@ class Checked:
     Attributes:
         prompts: the token ids of each.
         multimodal: whether they hold more than these, such as images.
+        encode_tokens: embeddings of images that the engine's node has not encoded.
     """
 
     prompts: list[list[int]]
     multimodal: bool
+    encode_tokens: int
 
 
 class EngineUnreachable(Exception):
@@ -75,7 +78,7 @@ class Upstream:
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         """Have the KV of a turn's prompt computed and stored; nothing is generated."""
         answer = await self.answered(url + wire.PREFILL_PREFIX + path, raw)
-        return Prefilled(**json.loads(answer))
+        return msgspec.json.decode(answer, type=Prefilled)
 
     async def answered(self, url: str, raw: bytes) -> bytes:
         """Return an engine's answer to a request that is no turn, as JSON."""

@@ -174,6 +174,8 @@ class Accounts:
         self.metrics.prompt_tokens.inc(stats.prompt_tokens)
         self.metrics.cached_tokens.inc(stats.decoder_cached_tokens)
         self.metrics.output_tokens.inc(stats.output_tokens)
+        self.metrics.encoded_images.inc(stats.encoded_images)
+        self.metrics.node_images.inc(stats.node_images)
         self.handed_off(stats)
 
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:

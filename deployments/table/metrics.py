@@ -63,6 +63,13 @@ class Metrics:
             "conserve_missed_handoff_tokens",
             "Tokens that decoders did not find of such prompts, and computed again.",
         )
+        self.encoded_images = counter(
+            "conserve_encoded_images", "Images that engines encoded for completed turns."
+        )
+        self.node_images = counter(
+            "conserve_node_images",
+            "Images of completed turns that engines took from their node's memory, encoded.",
+        )
         self.cold_prefills = counter(
             "conserve_cold_prefills", "First turns' prompts prefilled on a prefiller."
         )

@@ -71,7 +71,9 @@ class Placing:
             return self._over_limit(tenant, over)
         history = self.table.begin(history_id, unix_s(), asked.hints)
         if history is not None:
-            prefiller_id = self.table.prefill_later_turn(history, asked.prompt_tokens, unix_s())
+            prefiller_id = self.table.prefill_later_turn(
+                history, asked.prompt_tokens, unix_s(), asked.encode_tokens
+            )
             turn = history.newest_turn
             return self.running.plan(turn, history, prefiller_id, asked.router_id, later=True)
         counter = self.registry.tokenizer()

@@ -168,8 +168,9 @@ def _last_turn(history: History) -> answers.Turn | None:
     if last is None:
         return None
     return answers.Turn(
-        last.prompt_tokens, last.output_tokens, last.decoder_cached_tokens, last.lmcache_tokens
-    )
+        last.prompt_tokens, last.output_tokens, last.decoder_cached_tokens, last.lmcache_tokens,
+        last.encoded_images, last.node_images,
+    )  # fmt: skip
 
 
 def engine_view(

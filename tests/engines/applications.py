@@ -244,6 +244,7 @@ VISION = Application(
         "decoders=2",
         "served_model_name=conserve-embedded",
         "engine.max_model_len=4096",
+        "engine.worker_extension_cls=tests.engines.vision.failing.FailingWorker",
     ),
     decoders=2,
     encoders=1,

@@ -16,18 +16,21 @@ from vllm.entrypoints.chat_utils import AsyncMultiModalContentParser
 from conserve.media import name_of
 
 
-def keep_media_names() -> None:
-    """Change vLLM's parser, once in a process; raises AttributeError if it is another one."""
+def keep_media_names(renamed: Callable[[str], str] = lambda name: name) -> None:
+    """Change vLLM's parser; raises AttributeError if it is another one.
+
+    ``renamed`` returns the engine's own name for one of a router's.
+    """
     for method in ("parse_image", "parse_audio", "parse_video"):
         parse = getattr(AsyncMultiModalContentParser, method)
-        if not hasattr(parse, "__wrapped__"):
-            setattr(AsyncMultiModalContentParser, method, _named(parse))
+        parse = getattr(parse, "__wrapped__", parse)
+        setattr(AsyncMultiModalContentParser, method, _named(parse, renamed))
 
 
-def _named(parse: Callable[..., Any]) -> Callable[..., Any]:
+def _named(parse: Callable[..., Any], renamed: Callable[[str], str]) -> Callable[..., Any]:
     @functools.wraps(parse)
     def named(parser: Any, url: Any, uuid: str | None = None) -> None:
         name = name_of(url) if isinstance(url, str) else None
-        parse(parser, url, uuid if name is None else name)
+        parse(parser, url, uuid if name is None else renamed(name))
 
     return named

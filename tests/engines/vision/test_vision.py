@@ -23,6 +23,7 @@ from tests.engines.lone import LONE_PORT
 from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
+from tests.engines.vision.failing import RED
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(VISION)]
 
@@ -40,9 +41,12 @@ def _whole(tokens: int) -> int:
 def _image(rng: random.Random) -> str:
     """An image like no other, as base64 of a PNG."""
     pixels = 112
+    return _png(Image.frombytes("RGB", (pixels, pixels), rng.randbytes(pixels * pixels * 3)))
+
+
+def _png(image: Image.Image) -> str:
     written = io.BytesIO()
-    noise = rng.randbytes(pixels * pixels * 3)
-    Image.frombytes("RGB", (pixels, pixels), noise).save(written, "PNG")
+    image.save(written, "PNG")
     return base64.b64encode(written.getvalue()).decode()
 
 
@@ -206,14 +210,18 @@ async def test_each_image_is_encoded_once_on_its_node_by_every_api(
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     common = {"model": "conserve-embedded", "temperature": 0, limit: OUTPUT_TOKENS}
     for number, body in enumerate(_conversation(path, first, later)):
-        encoded, found = _encoded()
+        before = _encoded()[0]
         reply = await _post(client, application + path, common | body)
         alone = await _post(client, LONE + path, common | body)
         assert _answered(path, reply.json()) == _answered(path, alone.json())
-        # Of the second turn, only the third image is new. The encoder had it: the prefiller of the
-        # first turn, and the decoder of the second, have found what they needed.
-        assert _encoded()[0] - encoded == (2, 1)[number]
-        assert _encoded()[1] - found >= (2, 1)[number]
+        # Of the second turn, only the third image is new.
+        assert _encoded()[0] - before == (2, 1)[number]
+        stats = await last_turn(client, reply.headers["x-conversation-id"])
+        assert stats["encoded_images"] == (2, 1)[number]
+        # The encoder had them. So the first turn's prefiller has found both, and its decoder one,
+        # since the prompt ends within an image. The second turn's decoder has found the new one,
+        # and one that was in a chunk that was handed off.
+        assert stats["node_images"] == (3, 2)[number]
 
 
 async def test_another_conversation_does_not_encode_an_image_again(
@@ -347,6 +355,25 @@ async def test_a_turn_outlives_an_encoder_that_is_killed_with_its_image(
             break
     else:
         raise AssertionError("nothing goes by the successor")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_encoder_that_fails_ends_its_turn_and_not_the_engine(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    stage.wait_for_lone()
+    before = {engine["id"] for engine in engines()}
+    body = _body(CHAT, _texts(rng), _png(Image.new("RGB", (112, 112), RED))) | {"stream": stream}
+    other = Agent(client, messages=[_user(_said(_texts(rng), _image(rng)))])
+    answering = asyncio.ensure_future(other.ask(tokens=200, stream=True))
+    # Nothing that was computed for the first is found for the second.
+    for _ in range(2):
+        reply = await client.post(application + CHAT, json=body)
+        assert reply.status_code == 422, reply.text
+        assert "could not be encoded" in reply.text
+    told = await answering
+    assert told.content == await lone_answer(client, other.messages, 200)
+    assert {engine["id"] for engine in engines()} == before
 
 
 @pytest.mark.application(VISION, last=True)

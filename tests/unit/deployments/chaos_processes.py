@@ -27,6 +27,7 @@ from conserve.wire import BEAT_S, PARK, Role
 from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.reporter import Reporter
+from deployments.engine.vision.failures import FailedImages
 from deployments.messages import EngineInfo, Prefilled
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
@@ -231,7 +232,7 @@ class Engine(Process):
         self._client = SimpleNamespace(generate=self._generate, tokenizer=None)
         self._requests: dict[str, Any] = {}
         self._load = LoadMeter(self._requests)
-        observe_engine(self._client, self._load)
+        observe_engine(self._client, self._load, FailedImages(list), lambda _: 0)
         self._observer = TurnObserver(self._app, self.holdings, self.desk, self._reporter.has_more)
         self._exchanges: set[Exchange] = set()
         self.cluster.engines[self.name] = self
@@ -515,7 +516,7 @@ class Upstream:
         await asyncio.sleep(0.005)
         if self._engine(url).core_dead:
             raise EngineUnreachable("no tokenizer")
-        return Checked([tokens_of(json.loads(raw)["messages"])], multimodal=False)
+        return Checked([tokens_of(json.loads(raw)["messages"])], multimodal=False, encode_tokens=0)
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         prefiller = self._engine(url)

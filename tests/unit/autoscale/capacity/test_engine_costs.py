@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoscale.capacity.profile import load_profile
+from autoscale.capacity.profile import Encoding, load_profile
 from autoscale.capacity.served import costs_of, engine_costs
 from conserve.settings import Settings
 
@@ -15,6 +15,13 @@ def test_they_take_as_long_as_the_profile_says(name: str) -> None:
     assert costs.handoff_s(900) == pytest.approx(profile.handoff.seconds(900))
     assert costs.handoff_s(0) == 0.0
     assert costs.prefill_share == profile.interference.prefill_share
+
+
+def test_images_take_what_was_measured() -> None:
+    profile = load_profile("cpu-embedded")
+    assert costs_of(profile).encode_s(100) == 0
+    sees = profile.model_copy(update={"encoding": Encoding(per_token_s=2e-3)})
+    assert costs_of(sees).encode_s(100) == pytest.approx(0.2)
 
 
 def test_settings_bring_their_profile_or_none() -> None:

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from autoscale.capacity import fit
 from autoscale.capacity.fit import (
     DecodePoint,
+    EncodingPoint,
     FitError,
     HandoffPoint,
     MixedPoint,
     PrefillPoint,
     TurnPoint,
     fit_decode,
+    fit_encoding,
     fit_handoff,
     fit_interference,
     fit_overhead,
@@ -237,6 +239,22 @@ def test_an_append_that_hides_behind_the_decodes_has_no_share() -> None:
     decode = DecodeCurve(constant_s=0.05, per_sequence_s=0, per_kv_token_s=0)
     points = [MixedPoint(1, 100, new, 0, 0.0499) for new in (64, 128, 256)]
     assert fit_interference(points, prefill, decode).prefill_share == 0
+
+
+def test_what_images_add_to_prefills_is_found_again() -> None:
+    prefill = PrefillCurve(constant_s=0.005, per_token_s=1e-4, per_token_squared_s=1e-9)
+    points = [
+        EncodingPoint(encoded, new, prefill.seconds(new) + 3e-3 * encoded)
+        for encoded, new in ((64, 90), (256, 280), (1_024, 1_050))
+    ]
+    found = fit_encoding(points, prefill)
+    assert found.per_token_s == pytest.approx(3e-3)
+    # An encoder that takes no time shows only as noise.
+    quick = [replace(one, seconds=0.999 * prefill.seconds(one.new_tokens)) for one in points]
+    assert fit_encoding(quick, prefill).per_token_s == 0
+    wild = [replace(one, seconds=one.seconds * 3**i) for i, one in enumerate(points)]
+    with pytest.raises(FitError, match="encoding: no curve fits"):
+        fit_encoding(wild, prefill)
 
 
 def turns(direct_s: float, handed_off_s: float, drift: float = 0.0) -> list[TurnPoint]:

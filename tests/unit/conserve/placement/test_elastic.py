@@ -277,6 +277,27 @@ def test_running_decodes_send_a_prompt_to_a_prefiller_and_its_queue_sends_it_bac
     assert policy.place(1_000, homes, pool, now_s=NOW_S) == Placement("d1", None)
 
 
+def test_an_image_that_has_to_be_encoded_leaves_running_decodes_to_a_prefiller() -> None:
+    """The same short prompt stays at home without one, or where the node has encoded it."""
+    loads = Loads(replace(COSTS, per_encoded_token_s=5e-3))
+    loads.says("d1", EngineLoad(decodes=1, step_s=0.01), NOW_S)
+    policy, homes = ElasticPlacement(loads), [Decoder("d1", 20_000, 1_000, 1)]
+    for encode_tokens, prefiller in ((0, None), (400, "p1")):
+        shared = Shared({}, encode_tokens=encode_tokens)
+        placement = policy.place(30, homes, [Prefiller("p1")], shared, NOW_S)
+        assert placement == Placement("d1", prefiller)
+
+
+def test_what_waits_to_be_encoded_is_waited_for() -> None:
+    loads = Loads(replace(COSTS, per_encoded_token_s=5e-3))
+    loads.says("d1", EngineLoad(encode_tokens=400), NOW_S)
+    assert loads.work("d1", NOW_S).backlog_s == 400 * 5e-3
+    shared = Shared({}, encode_tokens=200)
+    loads.placed("c", 1_000, Placement("d1", None), shared, NOW_S)
+    added_s = 200 * 5e-3 + COSTS.prefill_s(1_000)
+    assert math.isclose(loads.work("d1", NOW_S).backlog_s, 400 * 5e-3 + added_s)
+
+
 def test_two_conversations_use_two_idle_engines_where_decodes_delay_each_other() -> None:
     homes = [Decoder("d1", 10_000_000), Decoder("p1", 10_000_000)]
 

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +48,37 @@ def steps(
         off = math.exp(draw.gauss(0, noise)) * (10 if draw.random() < 0.02 else 1)
         taken.append(Step(off * true_s(costs, step), tokens, pairs, decodes, kv_tokens))
     return taken
+
+
+def test_an_images_time_is_found_beside_other_work_and_disturbs_nothing() -> None:
+    costs = replace(PRIOR, per_encoded_token_s=2e-3)
+    kind, plain = StepCosts(PRIOR), StepCosts(PRIOR)
+    model, without = EngineStepCosts(kind), EngineStepCosts(plain)
+    for number, step in enumerate(steps(costs, 3, 400)):
+        model.add(step)
+        without.add(step)
+        if number % 7 == 0 and step.new_tokens:
+            # One in ten is an accident.
+            off_s = 2.0 if number % 70 == 0 else 0.0
+            lasted_s = step.lasted_s + costs.encode_s(64) + off_s
+            model.add(replace_step(step, lasted_s, 64))
+    assert kind.costs().per_encoded_token_s == pytest.approx(2e-3, rel=0.3)
+    assert replace(kind.costs(), per_encoded_token_s=0.0) == plain.costs()
+    # An engine that is slower than others of its kind encodes slower, too.
+    slow = replace(kind.costs().times(2.0))
+    assert slow.encode_s(64) == pytest.approx(2 * kind.costs().encode_s(64))
+
+
+def test_before_any_image_was_seen_the_prior_counts_at_the_engines_speed() -> None:
+    prior = replace(PRIOR, per_encoded_token_s=1e-3)
+    kind = StepCosts(prior)
+    for step in steps(PRIOR.times(2.0), 5, 300, kinds="p"):
+        kind.add(step)
+    assert kind.costs().per_encoded_token_s == pytest.approx(2e-3, rel=0.3)
+
+
+def replace_step(step: Step, lasted_s: float, encoded_tokens: int) -> Step:
+    return msgspec.structs.replace(step, lasted_s=lasted_s, encoded_tokens=encoded_tokens)
 
 
 def wrong(costs: EngineCosts, other: EngineCosts) -> float:

@@ -117,6 +117,9 @@ class _RefusedProbe:
     async def __aexit__(self, *about: object) -> None:
         pass
 
+    async def sees(self) -> bool:
+        return False
+
     async def cold_prefill(self, tokens: int) -> PrefillPoint:
         return PrefillPoint(tokens, 0, self._draws.uniform(0.01, 1))
 

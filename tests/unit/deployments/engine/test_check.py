@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -37,6 +38,7 @@ class Engine:
         closed: how many outputs were given up.
     """
 
+    # Each one's identifier; the second is on the node already.
     images: list[str] | None = None
     fails: Exception | None = None
     hangs: bool = False
@@ -49,10 +51,19 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.input_processor = self
-        make_checkable(self, self, ("generate",), stores=self.stores)
+        make_checkable(
+            self,
+            self,
+            ("generate",),
+            lambda images: 16 * ("new" in dict(images)),
+            stores=self.stores,
+        )
 
     def process_inputs(self, *asked: Any, **options: Any) -> Any:
-        return SimpleNamespace(prompt_token_ids=PROMPT, mm_features=self.images)
+        features = self.images and [
+            SimpleNamespace(identifier=one, mm_position=None) for one in self.images
+        ]
+        return SimpleNamespace(prompt_token_ids=PROMPT, mm_features=features)
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
@@ -67,6 +78,7 @@ class Engine:
                 request_id, None, PROMPT, None, [CompletionOutput(0, "x", [7], None, None)], True,
                 num_cached_tokens=2,
                 kv_transfer_params={"cached_token_stats": {"num_lmcache_extra_cached_tokens": 1}},
+                ec_transfer_params={wire.ENCODED: [1, 16, 2]} if self.images else None,
             )  # fmt: skip
         finally:
             self.closed += 1
@@ -103,11 +115,19 @@ def ask(engine: Engine, path: str) -> tuple[int, Any]:
     return start["status"], json.loads(body["body"])
 
 
-@pytest.mark.parametrize("images", [None, [], ["image"]])
-def test_a_check_computes_nothing_and_says_whether_ids_are_all(images: list[str] | None) -> None:
+def read(answer: Any) -> Prefilled:
+    return msgspec.convert(answer, Prefilled)
+
+
+@pytest.mark.parametrize(
+    ("images", "encodes"), [(None, 0), ([], 0), (["known"], 0), (["known", "new"], 16)]
+)
+def test_a_check_computes_nothing_and_says_what_images_would_take(
+    images: list[str] | None, encodes: int
+) -> None:
     engine = Engine(images)
     status, answer = ask(engine, wire.CHECK_PREFIX + "/v1/chat/completions")
-    assert (status, Checked(**answer)) == (200, Checked([PROMPT], bool(images)))
+    assert (status, Checked(**answer)) == (200, Checked([PROMPT], bool(images), encodes))
     assert engine.ran == []
     assert engine.skipped == [True]
 
@@ -115,7 +135,7 @@ def test_a_check_computes_nothing_and_says_whether_ids_are_all(images: list[str]
 def test_a_prefill_computes_the_prompt_and_nothing_of_what_the_turn_wants() -> None:
     engine = Engine()
     status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
-    assert (status, Prefilled(**answer)) == (200, Prefilled(3, 1, 2))
+    assert (status, read(answer)) == (200, Prefilled(3, 1, 2))
     ((params, options),) = engine.ran
     assert (params.n, params.max_tokens, params.temperature) == (1, 1, 0)
     assert params.structured_outputs is params.logprobs is None
@@ -130,7 +150,7 @@ def test_an_engine_that_only_encodes_stores_no_prompt() -> None:
     """An answer to a prompt that is stored waits until it is."""
     engine = Engine(stores=False)
     status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
-    assert (status, Prefilled(**answer)) == (200, Prefilled(3, 1, 2))
+    assert (status, answer["prompt_tokens"]) == (200, 3)
     ((params, _),) = engine.ran
     assert params.extra_args is None
 
@@ -145,9 +165,10 @@ def test_a_prefill_ends_as_vllm_wants_each_api_to_end() -> None:
 
 
 def test_several_prompts_are_one_prefill() -> None:
-    _, answer = ask(Engine(prompts=2), wire.PREFILL_PREFIX + "/v1/completions")
+    engine = Engine(prompts=2, images=["new"])
+    _, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/completions")
     # Of each of them the decoder finds something else.
-    assert Prefilled(**answer) == Prefilled(6, 2, None)
+    assert read(answer) == Prefilled(6, 2, None, wire.Encoded(2, 32, 4))
 
 
 def test_an_engine_that_fails_a_prefill_says_so_though_a_stream_has_begun() -> None:

@@ -610,7 +610,7 @@ def _scheduling(role: str, **prompts: int) -> tuple[Any, dict[str, Any], Any]:
         cached = [one for one in scheduled if one in begun]
         begun.update(new)
         output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new],
+            scheduled_new_reqs=[_new(one, 0) for one in new],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=cached,
                 new_block_ids=[None] * len(cached),
@@ -619,10 +619,16 @@ def _scheduling(role: str, **prompts: int) -> tuple[Any, dict[str, Any], Any]:
             ),
             num_scheduled_tokens=scheduled,
             preempted_req_ids=set(preempted),
+            scheduled_encoder_inputs={},
+            finished_req_ids=set(),
         )
         return connector.build_connector_meta(output).notes
 
     return connector, requests, step
+
+
+def _new(request_id: str, computed_tokens: int) -> Any:
+    return SimpleNamespace(req_id=request_id, num_computed_tokens=computed_tokens, mm_features=[])
 
 
 def _finish(connector: Any, request: Any) -> bool:
@@ -660,12 +666,14 @@ def test_a_last_chunk_that_lmcache_comes_to_later_is_waited_for() -> None:
     tracker.num_vllm_hit_tokens = 368
     connector._hit_alignment_tokens = 16
     output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=383)],
+        scheduled_new_reqs=[_new("a", 383)],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
         ),
         num_scheduled_tokens={"a": 1},
         preempted_req_ids=set(),
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(),
     )
     assert not connector.build_connector_meta(output).notes.whole
     # So many tokens of the answer later it is stored.

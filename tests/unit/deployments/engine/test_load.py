@@ -64,6 +64,19 @@ def test_what_caches_should_have_does_not_count() -> None:
     asyncio.run(scenario())
 
 
+def test_images_that_have_to_be_encoded_count_until_the_first_token() -> None:
+    first, other = Request("a", 900), Request("a", 900)
+    one = meter(a=first, b=other)
+
+    async def scenario() -> None:
+        async with one.expecting("a", 0, 64):
+            assert one.load(0).encode_tokens == 64
+            first.is_prefilling = other.is_prefilling = False
+            assert one.load(0).encode_tokens == 0
+
+    asyncio.run(scenario())
+
+
 def test_iterations_are_told_of_once_and_make_means() -> None:
     one = meter()
     decodes, prefill = Step(0.02, decodes=3, count=3), Step(0.5, 1000, 10**6, decodes=2)
@@ -123,7 +136,7 @@ class Client:
 
 def test_vllm_tells_of_what_the_connector_has_metered() -> None:
     client = Client()
-    meter = measure(client)
+    meter = measure(client, list)
     client.record(None, IterationStats())
     client.record(SchedulerStats(), None)
     client.record(SchedulerStats(kv_connector_stats={"other": [1.0]}), None)
@@ -138,4 +151,4 @@ def test_without_statistics_times_are_not_known() -> None:
     client = Client()
     client.logger_manager = None
     client.output_processor.request_states["r-1"] = Request("r", 70, is_prefilling=False)
-    assert measure(client).load(1.0) == EngineLoad(decodes=1)
+    assert measure(client, list).load(1.0) == EngineLoad(decodes=1)

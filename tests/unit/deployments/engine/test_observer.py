@@ -24,6 +24,7 @@ from conserve.wire import Emitted
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.response_store import TURN
+from deployments.engine.vision.failures import FailedImages, ImageNotEncoded
 
 PROMPT = [5, 6, 7]
 
@@ -60,6 +61,12 @@ class Decoder:
         # What its scheduler says of the turn.
         self.said: dict[str, Any] = {}
         self.transfer_params: list[dict[str, Any]] = []
+        # What vLLM has made of the prompt's images.
+        self.images: dict[str, Any] = {}
+        self.fails: str | None = None
+        self.aborted: list[str] = []
+        # Of each output instead of `found`.
+        self.founds: list[dict[str, int]] = []
         self._cached = cached
         self._reason = reason
         self._tokens = tokens
@@ -68,11 +75,16 @@ class Decoder:
             generate=self._generate, tokenizer=get_tokenizer(str(model_path()))
         )
         # What is expected of the prompt at each output, by the engine's meter of its load.
-        self.expected: list[dict[str, int]] = []
+        self.expected: list[dict[str, tuple[int, int]]] = []
         self.meter = LoadMeter({})
-        observe_engine(self.client, self.meter, schedules)
+        self.failed = FailedImages(self.aborted.extend)
+        observe_engine(self.client, self.meter, self.failed, self._missing, schedules=schedules)
         self.failure: Exception | None = None
         self.observer = TurnObserver(self._app, Holdings(), self.desk)
+
+    @staticmethod
+    def _missing(images: list[tuple[str, Any]]) -> int:
+        return 16 * len(images)
 
     async def _generate(
         self, prompt: dict[str, Any], params: Any, request_id: str
@@ -81,13 +93,18 @@ class Decoder:
         for number in range(self._tokens + 1):
             reason = self._reason if number == self._tokens else None
             ids = [] if reason else [40 + number]
+            found = self.founds[number] if self.founds else self.found
+            if self.fails is not None:
+                self.failed.have_failed([self.fails])
+                self.fails = None
             self.expected.append(dict(self.meter._expected))
             choice = CompletionOutput(0, "x", ids, None, None, finish_reason=reason)
             given = prompt["prompt_token_ids"]
             yield RequestOutput(
                 "r", None, given, None, [choice], reason is not None,
                 num_cached_tokens=self._cached, num_cache_creation_tokens=5,
-                kv_transfer_params={"cached_token_stats": self.found, **self.said},
+                kv_transfer_params={"cached_token_stats": found, **self.said},
+                ec_transfer_params={wire.ENCODED: [1, 16, 0]} if reason and self.images else None,
             )  # fmt: skip
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -98,12 +115,12 @@ class Decoder:
             return
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        prompt = {"type": "token", "prompt_token_ids": PROMPT}
+        prompt = {"type": "token", "prompt_token_ids": PROMPT, **self.images}
         events = []
         try:
             async for output in self.client.generate(prompt, copy.copy(self._params), "r"):
                 # What routers and connectors tell each other is not for clients.
-                assert output.kv_transfer_params is None
+                assert output.kv_transfer_params is output.ec_transfer_params is None
                 self.told_cached.append(output.num_cached_tokens)
                 self.told_created.append(output.num_cache_creation_tokens)
                 events.append(b"data: " + output.outputs[0].text.encode() + b"\n\n")
@@ -232,8 +249,46 @@ def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled
     decoder = Decoder("length", tokens=2)
     for prefill_cached, expected in [(None, 0), (None, len(PROMPT) + 2), (0, ALL_TOKENS)]:
         decoder.turn(prefill_cached=prefill_cached)
-        assert decoder.expected[-3:] == [{"r": expected}] * 3
+        assert decoder.expected[-3:] == [{"r": (expected, 0)}] * 3
         assert decoder.meter._expected == {}
+
+
+def test_of_several_choices_the_one_that_loaded_the_prompt_counts() -> None:
+    """The others find it in the engine's own cache, whichever is answered first."""
+    loaded = {"num_vllm_cached_tokens": 1, "num_lmcache_extra_cached_tokens": 2}
+    found = {"num_vllm_cached_tokens": 3, "num_lmcache_extra_cached_tokens": 0}
+    for founds in ([loaded, found], [found, loaded]):
+        decoder = Decoder("length", tokens=1)
+        decoder.founds = founds
+        decoder.turn()
+        (end,) = told(decoder.desk)
+        assert end.stats is not None
+        assert (end.stats.decoder_cached_tokens, end.stats.lmcache_tokens) == (1, 2)
+
+
+IMAGES = {"mm_hashes": {"image": ["seen", "new"]}, "mm_placeholders": {"image": [None, None]}}
+
+
+def test_what_images_took_here_and_on_the_prefiller_is_told() -> None:
+    decoder = Decoder("length")
+    decoder.images = IMAGES
+    decoder.turn(prefill_encoded=wire.Encoded(2, 40, 1))
+    (end,) = told(decoder.desk)
+    stats = end.stats
+    assert stats is not None
+    assert (stats.encoded_images, stats.encoded_tokens, stats.node_images) == (3, 56, 1)
+    assert decoder.expected[-1] == {"r": (0, 32)}
+
+
+@pytest.mark.parametrize("sent", [b"", SENT])
+def test_a_turn_whose_image_cannot_be_encoded_ends_and_its_engine_does_not(sent: bytes) -> None:
+    decoder = Decoder("abort")
+    decoder.images, decoder.fails = IMAGES, "new"
+    assert b'"error"' in decoder.turn(sent)
+    assert isinstance(decoder.failure, ImageNotEncoded)
+    assert decoder.aborted == ["r"]
+    assert [one.completed for one in told(decoder.desk)] == [False]
+    assert decoder.ask("/health")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -281,7 +336,7 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
         yield RequestOutput("r", None, PROMPT, None, [], finished=True)
 
     client = SimpleNamespace(generate=generate)
-    observe_engine(client, LoadMeter({}))
+    observe_engine(client, LoadMeter({}), FailedImages(list), lambda _: 0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -350,7 +405,7 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
         yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
 
     client = SimpleNamespace(generate=generate)
-    observe_engine(client, LoadMeter({}))
+    observe_engine(client, LoadMeter({}), FailedImages(list), lambda _: 0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(), "r"):

@@ -32,6 +32,7 @@ from deployments.engine.cut_calls import tell_of_cut_calls
 from deployments.engine.load import LoadMeter
 from deployments.engine.messages import answer_as_anthropic
 from deployments.engine.observer import TurnObserver, observe_engine, told_of_caches
+from deployments.engine.vision.failures import FailedImages
 from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
 
@@ -86,7 +87,7 @@ class Server:
         self.input_processor = self
         self.errored = False
         self.tokenizer = renderer.tokenizer
-        observe_engine(self, LoadMeter({}))
+        observe_engine(self, LoadMeter({}), FailedImages(list), lambda _: 0)
         self.holdings = Holdings()
         self.history_id = identity.new_id()
         models: Any = OpenAIServingModels(self, [BaseModelPath(MODEL, str(model_path()))])  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ class Server:
         tell_of_cut_calls(app.state.openai_serving_chat, self.messages, no_responses)
         answer_as_anthropic(self.messages, told_of_caches)
         observer = TurnObserver(app, self.holdings, Desk(self.holdings, 60))
-        make_checkable(self, self.online, ("generate",))
+        make_checkable(self, self.online, ("generate",), lambda _: 0)
         self.app = RequestCheck(observer)
 
     def check_admission(self, n: int) -> None: ...

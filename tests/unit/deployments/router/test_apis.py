@@ -95,7 +95,7 @@ class Upstream:
         assert body["model"] == MODEL
         given = body["input"]
         texts = [given] if isinstance(given, str) else map(_text_of, given)
-        return Checked([[5] * len("".join(texts))], False)
+        return Checked([[5] * len("".join(texts))], False, 0)
 
 
 def _text_of(item: Json) -> str:

@@ -16,13 +16,14 @@ from conserve.encoders import Encoder, Encoders, node_of
 from conserve.errors import ApiError
 from conserve.media import name_of, places
 from conserve.settings import Settings
+from conserve.wire import Encoded
 from deployments.messages import Prefilled
 from deployments.router import encoding
 from deployments.router.encoding import Encoding
 from deployments.router.turn import TurnEndpoint
-from deployments.router.upstream import EngineUnreachable
+from deployments.router.upstream import Checked, EngineUnreachable
 from tests.unit.deployments.router.test_direct import Decoders, Placing
-from tests.unit.deployments.router.test_turn import Table
+from tests.unit.deployments.router.test_turn import Table, told_by
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Vision(Decoders):
             await asyncio.Event().wait()
         if self.encoder_fails is not None:
             raise self.encoder_fails
-        return Prefilled(9, 0)
+        return Prefilled(9, 0, encoded=Encoded(1, 64))
 
     @contextlib.asynccontextmanager
     async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> Any:
@@ -126,6 +127,19 @@ def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str
         assert sent["model"] == whole["model"]
         assert not {"tools", "stream"} & sent.keys()
     assert sorted(map(str, found)) == sorted(set(map(str, names)))
+    # The decoder's report has what encoders did.
+    assert told_by(engines.got[-1][0]).prefill_encoded == Encoded(2, 128)
+
+
+@pytest.mark.parametrize(("nodes", "priced"), [(["d1"], 0), ([], 640)])
+def test_what_encoders_do_is_not_priced_as_an_engines_work(nodes: list[str], priced: int) -> None:
+    class Counting(Vision):
+        async def check(self, url: str, path: str, raw: bytes) -> Checked:
+            return Checked([[1, 2, 3]], True, 640)
+
+    table = Table()
+    assert ask(endpoint_of(table, Counting(die=set()), *nodes), body(CHAT, png(1))) == 200
+    assert table.openings[-1].encode_tokens == priced
 
 
 def test_an_image_is_sent_once_and_text_never() -> None:

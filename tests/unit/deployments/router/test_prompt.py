@@ -38,7 +38,7 @@ class Engine:
         self.checked.append(json.loads(raw))
         if self.error is not None:
             raise self.error
-        return Checked([tokens_of(self.checked[-1])], multimodal=False)
+        return Checked([tokens_of(self.checked[-1])], multimodal=False, encode_tokens=0)
 
 
 def request(path: str, **body: Any) -> ClientRequest:

@@ -102,7 +102,7 @@ class Engines:
     async def check(self, url: str, path: str, raw: bytes) -> Checked:
         self.counted.append(url)
         self.asked.append(("check", path))
-        return Checked([[1, 2, 3]], self.multimodal)
+        return Checked([[1, 2, 3]], self.multimodal, 0)
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         self._serve(url)
@@ -641,7 +641,7 @@ def test_a_decoder_that_is_lost_once_is_counted_once() -> None:
         async def check(self, url: str, path: str, raw: bytes) -> Checked:
             if "d9" in url:
                 self._serve(url)
-            return Checked([[1, 2, 3]], multimodal=False)
+            return Checked([[1, 2, 3]], multimodal=False, encode_tokens=0)
 
     table, engines = PerTurn(), Checking(die={"d9"})
     status, headers, _ = ask(table, engines)

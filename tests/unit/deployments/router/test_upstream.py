@@ -52,7 +52,7 @@ def test_an_engine_that_is_gone_in_between_may_have_had_it(answer: bytes) -> Non
 @pytest.mark.parametrize(
     ("status", "body", "refused"),
     [
-        (200, b'{"prompts": [[1, 2], [3]], "multimodal": true}', None),
+        (200, b'{"prompts": [[1, 2], [3]], "multimodal": true, "encode_tokens": 7}', None),
         (400, b'{"error": {"message": "n must be at least 1", "param": "n"}}', (400, "n must be")),
         (404, b'{"error": {"message": "Not Found"}}', (502, "cannot check requests")),
     ],
@@ -79,7 +79,7 @@ def test_an_engine_judges_a_turn(status: int, body: bytes, refused: tuple[int, s
                 await upstream._open().close()
 
     if refused is None:
-        assert asyncio.run(scenario()) == Checked([[1, 2], [3]], multimodal=True)
+        assert asyncio.run(scenario()) == Checked([[1, 2], [3]], multimodal=True, encode_tokens=7)
     else:
         with pytest.raises(ApiError, match=refused[1]) as error:
             asyncio.run(scenario())

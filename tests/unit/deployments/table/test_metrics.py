@@ -38,7 +38,7 @@ COUNTED = (
     "_turns", "_refusals", "_length", "_replicas", "_waiting", "_active", "_window", "_pressure",
     "_events",
     "_decodes", "_running", "_kinds", "_begun", "_cut", "_preempted", "_parts", "_blocks", "_slots",
-    "_sms", "_pauses", "_restores", "_refused", "_integrated",
+    "_sms", "_pauses", "_restores", "_refused", "_integrated", "_images",
 )  # fmt: skip
 
 

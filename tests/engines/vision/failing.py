@@ -1,0 +1,30 @@
+"""A worker whose encoder fails on an image that is all red, as one does that runs out of memory."""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
+
+RED = (255, 0, 0)
+# The processor's pixels go from -1 to 1.
+_FULL = 0.99
+
+_embed = Idefics3ForConditionalGeneration.embed_multimodal
+
+
+@functools.wraps(_embed)
+def _embed_unless_red(model: Any, **inputs: Any) -> Any:
+    pixels = inputs["pixel_values"]
+    for tiles in [pixels] if isinstance(pixels, torch.Tensor) else pixels:
+        flat = tiles.float().flatten(end_dim=-4).flatten(start_dim=-2)
+        if ((flat[:, 0] > _FULL).all(-1) & (flat[:, 1] < -_FULL).all(-1)).any():
+            raise RuntimeError("the encoder has no memory")
+    return _embed(model, **inputs)
+
+
+Idefics3ForConditionalGeneration.embed_multimodal = _embed_unless_red
+
+
+class FailingWorker:
+    """vLLM loads this module for it, where the model runs."""
