@@ -19,6 +19,7 @@ from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.wire import Role
 from hetero.model_shape import ModelShape
 from hetero.tiers import role_tier
+from hetero.vision_tower import TowerNeeds, tower_needs
 
 GIB = 2**30
 # vLLM's default of `gpu_memory_utilization`. The rest holds CUDA contexts of other processes, such
@@ -47,15 +48,22 @@ class Needs:
     """GPU memory that each worker of an engine needs."""
 
     weights_bytes: int
-    reserve_bytes: int  # Contexts, graphs and a step of the largest batch; an estimate.
+    # Contexts, graphs and a step of the largest batch, or encoding of one; an estimate.
+    reserve_bytes: int
     kv_token_bytes: float
     least_tokens: int  # The longest sequence, for which vLLM wants room.
     kv_copies: int = 1  # Workers that keep the same KV; one of them stores it for others.
     at_most: bool = False  # Whether that sequence may take less KV than its tokens count for.
+    tower: TowerNeeds | None = None  # Counted in the weights and the reserve, but for its cache.
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of vLLM's encoder cache."""
+        return 0 if self.tower is None else self.tower.cache_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        return self.weights_bytes + self.reserve_bytes
+        return self.weights_bytes + self.reserve_bytes + self.cache_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -191,14 +199,39 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
     kept_as = str(arguments.get("kv_cache_dtype", "auto"))
     # The part of the weights that vLLM keeps in host memory.
     offloaded = int(float(arguments.get("cpu_offload_gb") or 0) * GIB)
+    weights = (shape.weights_bytes - shape.tower_bytes) // (tensor * pipeline)
+    tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest) if shape.tower else None
+    encode = 0
+    if tower is not None:
+        # Each stage has the tower.
+        weights, encode = weights + tower.weights_bytes, tower.encode_bytes
     return Needs(
-        weights_bytes=max(0, shape.weights_bytes // (tensor * pipeline) - offloaded),
-        reserve_bytes=_CONTEXT_BYTES + graphs + step + sampling,
+        weights_bytes=max(0, weights - offloaded),
+        # An engine encodes between its steps.
+        reserve_bytes=_CONTEXT_BYTES + graphs + max(step + sampling, encode),
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
         kv_copies=tensor if shape.shares_kv else 1,
         at_most=shape.windowed or shape.recurrent,
+        tower=tower,
     )
+
+
+def encoder_needs(shape: ModelShape, arguments: Mapping[str, Any]) -> Needs | None:
+    """Return what each worker of an engine that only encodes needs (vLLM's ``mm_encoder_only``).
+
+    It has no language model, no KV and no graphs. None if the model has no tower that is known, or
+    the engine takes text only.
+    """
+    if shape.tower is None:
+        return None
+    longest = arguments.get("max_model_len", shape.max_model_len)
+    known = isinstance(longest, int) and longest > 0
+    tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest if known else 0)
+    if tower is None:
+        return None
+    reserve = _CONTEXT_BYTES + tower.encode_bytes
+    return Needs(tower.weights_bytes, reserve, kv_token_bytes=0.0, least_tokens=0, tower=tower)
 
 
 def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
@@ -315,7 +348,8 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
         # vLLM measures, and may find less taken than estimated. Weights never take less, and at
         # least half of the reserve is taken.
         exact = not (plan.needs.at_most or arguments.get("num_gpu_blocks_override"))
-        least = (least if exact else 0) - int((1 - _SURE_RESERVE) * plan.needs.reserve_bytes)
+        unsure = plan.needs.reserve_bytes + plan.needs.cache_bytes
+        least = (least if exact else 0) - int((1 - _SURE_RESERVE) * unsure)
     if kv < least:
         raise SettingsError(_does_not_fit_part(name, plan))
     return replace(plan, kv_bytes=max(0, kv), fixed=shares)
