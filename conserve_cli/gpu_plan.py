@@ -10,6 +10,7 @@ from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import gib
 from hetero.gpu_plan import GpuNode, GpuPlan
+from hetero.vision_tower import TowerNeeds
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
@@ -73,7 +74,9 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     table = Table(title=f"{escape(settings.model_id)} on {escape(title)}, GiB of a GPU")
     table.add_column("engines")
     slots = any(one.sm_slots is not None for one in plan.engines)
-    columns = ["GPUs", *(["SM slots"] if slots else []), "weights", "reserve", "KV", "tokens each"]
+    towers = [one.needs.tower for one in plan.engines if one.needs and one.needs.tower]
+    columns = ["GPUs", *(["SM slots"] if slots else []), "weights", "reserve"]
+    columns += [*(["encoder cache"] if towers else []), "KV", "tokens each"]
     for column in columns:
         table.add_column(column, justify="right")
     estimated = False
@@ -88,6 +91,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
             *(["all" if one.sm_slots is None else f"{one.sm_slots} of 10"] if slots else []),
             gib(needs.weights_bytes) if needs else "?",
             gib(needs.reserve_bytes) if needs else "?",
+            *([gib(needs.cache_bytes) if needs else "?"] if towers else []),
             "?" if one.kv_bytes is None else about + gib(one.kv_bytes),
             "?" if one.kv_tokens is None else f"{about}{one.kv_tokens:,}",
         )
@@ -99,6 +103,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     console.print(
         f"Host memory for handoffs: {plan.size_gb:g} GiB a node{kept}{there}.", highlight=False
     )
+    _show_images(towers, plan.images)
     _show_bound(settings)
     for note in plan.notes:
         console.print(f"[yellow]{escape(note)}[/yellow]", highlight=False)
@@ -124,7 +129,22 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         f"{said}. Host memory for handoffs: {settings.lmcache.size_gb:g} GiB a node{there}.",
         highlight=False,
     )
+    _show_images([], "" if plan is None else plan.images)
     _show_bound(settings)
+
+
+def _show_images(towers: list[TowerNeeds], in_host_memory: str) -> None:
+    """Print what images take; nothing for a model that reads text only."""
+    if towers:
+        most = max(towers, key=lambda one: one.encode_bytes)
+        console.print(
+            f"Images: the vision tower is {gib(most.weights_bytes)} GiB of the weights, and encodes "
+            f"{most.batch} in some {gib(most.encode_bytes)} GiB of the reserve; the encoder cache "
+            f"keeps {most.embeddings:,} embeddings.",
+            highlight=False,
+        )
+    if in_host_memory:
+        console.print(f"{in_host_memory[0].upper()}{in_host_memory[1:]}.", highlight=False)
 
 
 def _show_bound(settings: Settings) -> None:

@@ -7,7 +7,7 @@ from conserve.engines import engine_arguments, engine_environment
 from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, needs, require_longest, roles, workers
+from hetero.gpu_layout import GIB, gib, needs, require_longest, roles, workers
 from hetero.model_shape import ModelShape
 
 _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -21,6 +21,7 @@ class CpuPlan:
     weights_bytes: int | None  # Of all engines together.
     size_gb: float  # Of LMCache's server.
     memory: HostMemory
+    images: str = ""  # Host memory for images, in words; empty: the model reads text only.
 
 
 def plan(
@@ -32,11 +33,11 @@ def plan(
     not
     start the engines, or they need more memory than there is.
     """
-    lmcache = settings.lmcache
+    lmcache, encoded = settings.lmcache, host_memory.encoded_bytes(settings, shape)
     if "size_gb" in lmcache.model_fields_set:
-        host_memory.require_room(lmcache.size_gb, memory)
+        host_memory.require_room(lmcache.size_gb, encoded, memory)
     else:
-        size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes)
+        size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes - encoded)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
     spaces = {name: _kv_bytes(settings, name) for name, _ in roles(settings)}
@@ -44,7 +45,10 @@ def plan(
     if shape is not None:
         weights = _require_fit(settings, shape, spaces, memory)
     kv_gb = {name: space / GIB for name, space in spaces.items()}
-    return settings, CpuPlan(kv_gb, weights, lmcache.size_gb, memory)
+    engines = sum(own.replicas for _, own in roles(settings))
+    settings = host_memory.with_prepared(settings, shape, engines, memory.available_bytes)
+    images = host_memory.images_said(settings) if shape is not None and shape.sees else ""
+    return settings, CpuPlan(kv_gb, weights, lmcache.size_gb, memory, images)
 
 
 def _kv_bytes(settings: Settings, name: str) -> int:
@@ -64,7 +68,8 @@ def _require_fit(
 ) -> int:
     weights = 0
     lines = []
-    taken = int(settings.lmcache.size_gb * GIB)
+    encoded = host_memory.encoded_bytes(settings, shape)
+    taken = int(settings.lmcache.size_gb * GIB) + encoded
     for name, own in roles(settings):
         arguments = engine_arguments(settings.model, gpu=False) | settings.engine | own.engine
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
@@ -82,9 +87,10 @@ def _require_fit(
             f"{spaces[name] / GIB:.1f} KV space)"
         )
     if taken > memory.total_bytes:
+        images = f" + {gib(encoded)} for encoded images" if encoded else ""
         raise SettingsError(
             f"engines on CPUs do not fit: {' + '.join(lines)} + {settings.lmcache.size_gb:g} for "
-            f"LMCache = {taken / GIB:.1f} GiB, and {memory.said()}; set fewer engines "
+            f"LMCache{images} = {taken / GIB:.1f} GiB, and {memory.said()}; set fewer engines "
             "(prefillers=0 decoders=1 is the least), or a smaller model"
         )
     return weights

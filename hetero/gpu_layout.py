@@ -39,6 +39,8 @@ _LARGE_BYTES, _LARGE_SEQS, _SEQS = 70 * GIB, 1024, 256
 _HOST_WEIGHT = 3
 # Ray counts GPUs in ten-thousandths.
 _PARTS = 10_000
+# The setting with which engines neither read videos nor keep memory for them.
+WITHOUT_VIDEOS = "engine.limit_mm_per_prompt.video=0"
 # Share of the estimated reserve that vLLM is sure to find taken when it measures.
 _SURE_RESERVE = 0.5
 
@@ -394,14 +396,21 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
 
 
 def _sum(needs: Needs) -> str:
+    cache = f"{gib(needs.cache_bytes)} encoder cache + " if needs.tower else ""
     return (
-        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve + "
+        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve + {cache}"
         f"{gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
         f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
     )
 
 
 def _advice(plans: list[EnginePlan], usable: int) -> str:
+    if any(one.needs and one.needs.tower and one.needs.tower.has_video for one in plans):
+        # A longer sequence may have a larger video, so neither is worked out without the other.
+        return (
+            "most of the reserve is to encode videos: leave them out "
+            f"({WITHOUT_VIDEOS}), or set a smaller engine.max_model_len"
+        )
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans if one.needs)
     token = sum(one.replicas * one.needs.kv_token_bytes for one in plans if one.needs)
     tokens = int(0.99 * (usable - fixed) / token) // 256 * 256
