@@ -138,7 +138,7 @@ def _show_images(towers: list[TowerNeeds], in_host_memory: str) -> None:
     if towers:
         most = max(towers, key=lambda one: one.encode_bytes)
         console.print(
-            f"Images: the vision tower is {gib(most.weights_bytes)} GiB of the weights, and encodes "
+            f"Images: the vision tower is {gib(most.weights_bytes)} GiB of the weights; it encodes "
             f"{most.batch} in some {gib(most.encode_bytes)} GiB of the reserve; the encoder cache "
             f"keeps {most.embeddings:,} embeddings.",
             highlight=False,
