@@ -1,4 +1,4 @@
-"""Vision towers in the plan, against what is published of models and what vLLM logs as it starts."""
+"""Vision towers in the plan, against published sizes and what vLLM logs when it starts."""
 
 from typing import Any
 
