@@ -109,7 +109,7 @@ def _in_tower(config: dict[str, Any]) -> int:
     return sum(
         weight.numel()
         for name, weight in model.named_parameters()
-        if not any(part in name.removeprefix("model.")[: len(part)] for part in text)
+        if not name.removeprefix("model.").startswith(text)
     )
 
 
