@@ -81,11 +81,11 @@ def test_what_images_take_is_in_the_plan(machine: Machine, tmp_path: Path) -> No
     assert "encoder cache" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("│")]
     # Weights with the tower, the reserve, and a cache of 16,384 embeddings.
-    assert [row[6:11:2] for row in rows] == [["15.4", "3.1", "0.1"]] * 2
+    assert [row[6:11:2] for row in rows] == [["15.4", "4.2", "0.1"]] * 2
     text = " ".join(text.split())
     assert (
         "Images: the vision tower is 1.3 GiB of the weights; it encodes 1 image of 16,384 "
-        "embeddings in some 2.0 GiB of the reserve; the encoder cache keeps 16,384 embeddings."
+        "embeddings in some 2.2 GiB of the reserve; the encoder cache keeps 16,384 embeddings."
     ) in text
     assert "Host memory for images: 1 GB a node for encoded ones, and up to" in text
     processor = tmp_path / "preprocessor_config.json"

@@ -86,13 +86,20 @@ def test_gemma3_is_known_by_what_its_class_says(tmp_path: Path) -> None:
 
 
 # Small language models, with towers as their classes have them by default.
+_TEXT = {"hidden_size": 3584, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
 TOWERS: list[dict[str, Any]] = [
-    {"model_type": kind, "text_config": {"num_hidden_layers": 1, "vocab_size": 64}}
-    for kind in ("gemma3", "idefics3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5")
-]
-TOWERS += [
-    {"model_type": "llava", "text_config": {"num_hidden_layers": 1}, "vision_config": vision}
-    for vision in ({"model_type": "clip_vision_model"}, {"model_type": "pixtral"})
+    *(
+        {"model_type": kind, "text_config": _TEXT}
+        for kind in ("idefics3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5")
+    ),
+    *(
+        {"model_type": kind, "text_config": _TEXT, "vision_config": vision}
+        for kind, vision in (
+            ("gemma3", {"model_type": "siglip_vision_model", "vision_use_head": False}),
+            ("llava", {"model_type": "clip_vision_model"}),
+            ("llava", {"model_type": "pixtral"}),
+        )
+    ),
 ]
 
 
