@@ -75,6 +75,8 @@ def test_the_largest_batch_is_the_one_that_vllm_measures() -> None:
     assert of_tower(QWEN, max_model_len=32_768).batch == "1 video of 32,768 embeddings"
     assert of_tower(QWEN, max_model_len=8_192).batch == "1 image of 16,384 embeddings"
     assert of_tower(QWEN, **WITHOUT_VIDEOS).batch == "1 image of 16,384 embeddings"
+    videos_alone = of_tower(QWEN, max_model_len=8_192, limit_mm_per_prompt={"image": 0})
+    assert videos_alone.batch == "1 video of 16,384 embeddings"
     assert of_tower(SMOL).batch == "5 images of 1,377 embeddings"
     assert of_tower(SMOL).embeddings == 8_192
     assert of_tower(SMOL, max_num_seqs=1, limit_mm_per_prompt={"image": {"count": 2}}).batch == (
