@@ -64,6 +64,13 @@ class Needs:
         return 0 if self.tower is None else self.tower.cache_bytes
 
     @property
+    def video_bytes(self) -> int:
+        """Bytes that encoding the largest video takes, with its embeddings; 0: it is no video."""
+        if self.tower is None or not self.tower.has_video:
+            return 0
+        return self.tower.encode_bytes + self.tower.cache_bytes
+
+    @property
     def fixed_bytes(self) -> int:
         return self.weights_bytes + self.reserve_bytes + self.cache_bytes
 
@@ -439,13 +446,14 @@ def _sum(needs: Needs) -> str:
 
 
 def _advice(plans: list[EnginePlan], usable: int) -> str:
-    if any(one.needs and one.needs.tower and one.needs.tower.has_video for one in plans):
-        # A longer sequence may have a larger video, so neither is worked out without the other.
-        return (
-            "most of the reserve is to encode videos: leave them out "
-            f"({WITHOUT_VIDEOS}), or set a smaller engine.max_model_len"
-        )
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans if one.needs)
+    videos = sum(one.replicas * one.needs.video_bytes for one in plans if one.needs)
+    if videos and fixed - videos < usable:
+        # Shorter sequences have smaller videos, so this is no matter of KV alone.
+        return (
+            f"leave videos out, which take {gib(videos)} GiB ({WITHOUT_VIDEOS}), or set a smaller "
+            "engine.max_model_len"
+        )
     token = sum(one.replicas * one.needs.kv_token_bytes for one in plans if one.needs)
     tokens = int(0.99 * (usable - fixed) / token) // 256 * 256 if token else 0
     if tokens >= 1024:

@@ -110,16 +110,18 @@ def encoded_bytes(settings: Settings, shape: ModelShape | None) -> int:
 def with_prepared(
     settings: Settings, shape: ModelShape | None, engines: int, available_bytes: int
 ) -> Settings:
-    """Return the settings with the size of vLLM's caches of prepared images, if it is not set.
+    """Return the settings with smaller caches of prepared images where memory is short.
 
     ``engines`` is how many a node may have. Each has one cache in its server and one in its core,
-    of 4 GiB by vLLM's default. That is more than some machines have for all of them.
+    of 4 GiB by vLLM's default: for three engines, all that a machine of 24 GB has.
     """
     own = (settings.engine, settings.decoders.engine, settings.prefillers.engine)
     if shape is None or not shape.sees or any(PREPARED in one for one in own):
         return settings
     most = _PREPARED_SHARE * available_bytes / GIB / (2 * max(1, engines))
-    size = min(_PREPARED_GB, max(0.1, int(10 * most) / 10))
+    size = max(0.1, int(10 * most) / 10)
+    if size >= _PREPARED_GB:
+        return settings
     return settings.model_copy(update={"engine": settings.engine | {PREPARED: size}})
 
 

@@ -104,17 +104,18 @@ def _tower(
     image, patches, projector = _projected(kind, config, vision, (width, hidden), processor)
     parameters = layers * (4 * width**2 + (3 if gated else 2) * width * inner)
     parameters += (pixels + positions) * width + outputs * projector
-    # Beside the pixels: around attention the residual, its norm, queries, keys and values, which
-    # are copied to be rotated, and the output twice; around the feed-forward part the same, gates
-    # and their product.
-    attention = (11 if rotary else 7) * width
-    forward = 4 * width + 3 * inner if gated else 3 * width + 2 * inner
-    # A projector's last two layers have the language model's size.
-    after = math.ceil((3 + outputs) * hidden / patches) + 2 * width
+    # As measured on vLLM's modules, beside the pixels: around attention the layer's input, residual
+    # and norm, queries, keys and values, which are copied to be rotated, and the output twice;
+    # around the feed-forward part its gates, too; in the projector two layers' outputs. What
+    # earlier layers have put out (Qwen3-VL) stays meanwhile.
+    attention = (12 if rotary else 8) * width
+    forward = 5 * width + 3 * inner if gated else 4 * width + 2 * inner
+    kept = math.ceil((outputs - 1) * hidden / patches)
+    projecting = 3 * width + math.ceil((1 + outputs) * hidden / patches)
     return Tower(
         parameters=parameters,
         heads=_number(vision, "num_heads", "num_attention_heads"),
-        patch_values=pixels + max(attention, forward, after),
+        patch_values=pixels + kept + max(attention, forward, projecting),
         embedding_patches=patches,
         embedding_values=outputs * hidden,
         image=image,

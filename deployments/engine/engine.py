@@ -52,13 +52,12 @@ from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
+from hetero.vision_tower import ENCODERS
 
 logger = logging.getLogger("ray.serve")
 
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _FREEING_S = 5.0
-# Members of a model's configuration that describe an encoder.
-_ENCODERS = ("vision_config", "audio_config")
 
 
 class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
@@ -401,7 +400,7 @@ def _sees(config: LLMConfig) -> bool:
         # Whatever vLLM makes of the model: it is served, without what its encoders would share.
         logger.warning("the model's configuration cannot be read for its encoders: %s", error)
         return False
-    return any(hasattr(read, name) for name in _ENCODERS)
+    return any(hasattr(read, name) for name in ENCODERS)
 
 
 def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
