@@ -14,12 +14,13 @@ from PIL import Image
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.encoders import Encoder, Encoders, node_of
 from conserve.errors import ApiError
-from conserve.media import name_of, places
+from conserve.media import Lifted, name_of, places
 from conserve.settings import Settings
 from conserve.wire import Encoded
 from deployments.messages import Prefilled
 from deployments.router import encoding
 from deployments.router.encoding import Encoding
+from deployments.router.media import MediaReader
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
 from tests.unit.deployments.router.test_direct import Decoders, Placing
@@ -42,7 +43,7 @@ class Vision(Decoders):
     encoded: list[tuple[str, Any]] = field(default_factory=list)
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
-        if not url.endswith(":9"):
+        if ":9" not in url:
             self.log.append(f"prefill {node_of(url)}")
             return await super().prefill(url, path, raw)
         self.log.append(f"encode {node_of(url)}")
@@ -60,7 +61,7 @@ class Vision(Decoders):
             yield answer
 
     async def healthy(self, url: str) -> bool:
-        return not (url.endswith(":9") and isinstance(self.encoder_fails, EngineUnreachable))
+        return not (":9" in url and isinstance(self.encoder_fails, EngineUnreachable))
 
 
 def png(colour: int) -> str:
@@ -167,7 +168,20 @@ def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() ->
         assert ask(endpoint, {"messages": said[:turns]}) == 200
     assert table.asked == ["begin", "place"]
     assert engines.log == ["encode d1", "decode d1", "encode d1", "decode d1", "decode d1"]
-    assert len(engines.straight) == 2
+    assert [told.prefill_encoded for told in engines.straight] == [Encoded(1, 64), Encoded()]
+
+
+def test_of_what_a_node_has_no_second_copy_is_made() -> None:
+    reader = MediaReader(Settings(encoders={"replicas": 1}))  # type: ignore[arg-type]
+    lifted = Lifted(json.dumps(body(CHAT, png(1), png(2))).encode())
+    own = reader.named(json.loads(lifted.raw), CHAT, lifted, None)
+    assert reader.to_encode(own, CHAT, lifted) == {}
+    reader.encoders.update([Encoder("e", "http://d1:9")])
+    one, other = reader.to_encode(own, CHAT, lifted)
+    encoder = reader.encoders.begin("d1", one, 0.0)
+    assert encoder is not None
+    reader.encoders.end(encoder, one)
+    assert [*reader.to_encode(own, CHAT, lifted)] == [other]
 
 
 def test_where_no_encoder_is_near_the_engine_encodes_by_itself() -> None:
@@ -219,6 +233,17 @@ def test_an_encoder_that_died_of_a_prompt_counts_as_any_other_engine() -> None:
     engines.healthy = lambda url: _no()  # type: ignore[method-assign,assignment,return-value]
     assert ask(endpoint_of(table, engines, "d1"), body(CHAT, png(1))) == 500
     assert table.lost == ["e-d1", "d1"]
+
+
+def test_a_prompt_that_two_encoders_were_lost_with_is_not_computed() -> None:
+    table = Table()
+    engines = Vision(die=set(), encoder_fails=EngineUnreachable("it is gone"))
+    endpoint = endpoint_of(table, engines)
+    endpoint.media.encoders.update(Encoder(f"e{n}", f"http://d1:9/{n}") for n in range(2))
+    engines.healthy = lambda url: _no()  # type: ignore[method-assign,assignment,return-value]
+    assert ask(endpoint, body(CHAT, png(1), png(2))) == 500
+    assert table.lost == ["e0", "e1"]
+    assert not [done for done in engines.log if done.startswith("decode")]
 
 
 async def _no() -> bool:
