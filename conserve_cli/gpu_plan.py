@@ -117,14 +117,14 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         engines = (
             f"{decoders} decoders without a prefiller run" if decoders > 1 else "1 decoder runs"
         )
-    if encoders := settings.encoders.replicas:
-        engines = f"{encoders} encoder{'s' if encoders > 1 else ''}, {engines}"
     said = f"No GPU: {engines} on the CPU"
     there = ""
     if plan is not None:
         spaces = list(dict.fromkeys(plan.kv_gb.values()))
         space = f"{spaces[0]:g}" if len(spaces) == 1 else " or ".join(f"{one:g}" for one in spaces)
         said += f", each with {space} GiB of KV space (VLLM_CPU_KVCACHE_SPACE)"
+        if encoders := settings.encoders.replicas:
+            said += f", beside {encoders} encoder{'s' if encoders > 1 else ''}"
         if plan.weights_bytes is not None:
             said += f" and all together {gib(plan.weights_bytes)} GiB of weights"
         there = f"; {plan.memory.said()}"
