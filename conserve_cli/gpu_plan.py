@@ -5,7 +5,7 @@ import os
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError
+from conserve.settings import EMBEDDED_MODELS, Settings, SettingsError
 from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import gib
@@ -49,7 +49,7 @@ def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
 def require_arguments(settings: Settings, gpu: bool) -> None:
     """Have vLLM check the engine arguments and the model; end with status 2 if it refuses them."""
     given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
-    if settings.model == EMBEDDED_MODEL and not any(given):
+    if settings.model in EMBEDDED_MODELS and not any(given):
         return
     from deployments.engine_arguments import VllmSilent, refused_arguments
 

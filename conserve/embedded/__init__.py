@@ -1,12 +1,18 @@
-"""The embedded model: a small Qwen3-architecture checkpoint that needs no download.
+"""The embedded models: small checkpoints that need no download. One reads text, the other sees.
 
-With it the whole system can be run, tested and measured anywhere. ``scripts/embedded`` trained it
-on the tasks of ``benchmarks.agent``: it reads tools' schemas, calls one a turn in the Hermes
-format, and answers with the results. Without tools it answers with parts of what was said to it.
+With them the whole system can be run, tested and measured anywhere.
+
+``scripts/embedded`` trained the first, of Qwen3's architecture, on the tasks of
+``benchmarks.agent``: it reads tools' schemas, calls one a turn in the Hermes format, and answers
+with the results. Without tools it answers with parts of what was said to it.
 
 Its weights rule out all tokens but those that training had it say, and the tokenizer cuts any
 sequence of those as it was said. So an answer sent back as text is found in the prefix cache. Its
 output depends on the conversation, so a wrong or stale KV cache shows in the text.
+
+``scripts/seeing`` trained the second, an Idefics3, on the screens of ``benchmarks.agent.screens``:
+it clicks the highlighted button of the newest screenshot, until none is highlighted. It knows
+nothing else. It has the first one's tokenizer and chat template.
 """
 
 import json
@@ -17,29 +23,46 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 2
+VISION_VERSION = 1
 MODEL_NAME = "conserve-embedded"
+VISION_MODEL_NAME = "conserve-embedded-vision"
+
+# A screenshot is one tile of this side; 2 x 2 patches become a token.
+IMAGE_PX = 256
+PATCH_PX = 16
+SCALE = 2
+IMAGE_TOKENS = (IMAGE_PX // PATCH_PX // SCALE) ** 2
+# Idefics3's own: a placeholder, what stands on both sides of an image, and what begins it. The
+# processor adds the last by itself, so it has to be there.
+IMAGE, IMAGE_EDGE, IMAGE_START = "<image>", "<fake_token_around_image>", "<global-img>"
+_IMAGE_TOKENS = [IMAGE, IMAGE_EDGE, IMAGE_START, "<end_of_utterance>"]
 
 _HERE = Path(__file__).resolve().parent
 _MAX_POSITION = 32_768
 _EOS = "<|im_end|>"
-_SHIPPED = ("tokenizer.json", "chat_template.jinja", "model.safetensors")
+_PAD = "<|endoftext|>"
 
 
-def model_path(root: Path | None = None) -> Path:
-    """Return the directory of the embedded checkpoint, made on first use (10 MB).
+def model_path(root: Path | None = None, name: str = MODEL_NAME) -> Path:
+    """Return the directory of an embedded model's checkpoint, made on first use (6 to 10 MB).
 
     By default it is in ``$CONSERVE_HOME``, else in ``~/.cache/conserve``. OSError if that is not
     writable.
     """
     base = root or Path(os.environ.get("CONSERVE_HOME") or Path.home() / ".cache" / "conserve")
-    target = base / "models" / f"{MODEL_NAME}-v{VERSION}"
+    version = VISION_VERSION if name == VISION_MODEL_NAME else VERSION
+    target = base / "models" / f"{name}-v{version}"
     if (target / "model.safetensors").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may do this at once: each makes its own, and the first rename wins.
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        write_checkpoint(staging)
+        if name == VISION_MODEL_NAME:
+            write_vision_checkpoint(staging)
+            shutil.copyfile(_HERE / "vision.safetensors", staging / "model.safetensors")
+        else:
+            write_checkpoint(staging)
         os.chmod(staging, 0o755)
         try:
             staging.rename(target)
@@ -57,19 +80,38 @@ def write_checkpoint(directory: Path) -> None:
     tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
     eos = tokenizer.token_to_id(_EOS)
     _write_json(directory / "config.json", _config(tokenizer.get_vocab_size(), eos))
+    for name in ("tokenizer.json", "model.safetensors"):
+        shutil.copyfile(_HERE / name, directory / name)
+    _write_rest(directory, eos)
+
+
+def write_vision_checkpoint(directory: Path) -> None:
+    """Write all files of the model that sees, but the weights: training has them from elsewhere."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
+    tokenizer.add_special_tokens(_IMAGE_TOKENS)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    eos, pad, image = map(tokenizer.token_to_id, (_EOS, _PAD, IMAGE))
+    config = _vision_config(tokenizer.get_vocab_size(), eos, pad, image)
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "processor_config.json", _PROCESSOR)
+    _write_rest(directory, eos)
+
+
+def _write_rest(directory: Path, eos: int) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": eos})
     _write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": _EOS,
-            "pad_token": "<|endoftext|>",
+            "pad_token": _PAD,
             "model_max_length": _MAX_POSITION,
             "clean_up_tokenization_spaces": False,
         },
     )
-    for name in _SHIPPED:
-        shutil.copyfile(_HERE / name, directory / name)
+    shutil.copyfile(_HERE / "chat_template.jinja", directory / "chat_template.jinja")
 
 
 def _config(vocab_size: int, eos: int) -> dict[str, Any]:
@@ -94,6 +136,69 @@ def _config(vocab_size: int, eos: int) -> dict[str, Any]:
         "eos_token_id": eos,
         "bos_token_id": None,
     }
+
+
+def _vision_config(vocab_size: int, eos: int, pad: int, image: int) -> dict[str, Any]:
+    text = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": _MAX_POSITION,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": False,
+        "eos_token_id": eos,
+        "bos_token_id": None,
+        "pad_token_id": pad,
+    }
+    vision = {
+        "model_type": "idefics3_vision",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": IMAGE_PX,
+        "patch_size": PATCH_PX,
+    }
+    return {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
+        "text_config": text,
+        "vision_config": vision,
+        "scale_factor": SCALE,
+        "image_token_id": image,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+# An image is not cut into tiles.
+_PROCESSOR: dict[str, Any] = {
+    "processor_class": "Idefics3Processor",
+    "image_seq_len": IMAGE_TOKENS,
+    "image_processor": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_convert_rgb": True,
+        "do_image_splitting": False,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "max_image_size": {"longest_edge": IMAGE_PX},
+        "resample": 1,
+        "rescale_factor": 1 / 255,
+        "size": {"longest_edge": IMAGE_PX},
+    },
+}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -31,6 +31,11 @@ from conserve.settings.groups import (
 from conserve.wire import Role
 
 EMBEDDED_MODEL = "embedded"
+# Models that need no download, and the names under which clients ask for them.
+EMBEDDED_MODELS = {
+    EMBEDDED_MODEL: "conserve-embedded",
+    "embedded-vision": "conserve-embedded-vision",
+}
 # The others are there to compare, without more in it.
 
 
@@ -44,14 +49,14 @@ class Settings(Strict):
     model: str = Field(
         default=EMBEDDED_MODEL,
         min_length=1,
-        description="The model that is served: a Hugging Face id or a local path; `embedded` needs "
-        "no download.",
+        description="The model that is served: a Hugging Face id or a local path; `embedded`, and "
+        "`embedded-vision`, which sees, need no download.",
     )
     served_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="The name under which clients ask for the model. Unset: `model`, or "
-        "`conserve-embedded` for the embedded one.",
+        description="The name under which clients ask for the model. Unset: `model`, and "
+        "`conserve-` before it for the embedded ones.",
     )
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto",
@@ -523,7 +528,7 @@ class Settings(Strict):
         """The name under which clients ask for the model."""
         if self.served_model_name:
             return self.served_model_name
-        return "conserve-embedded" if self.model == EMBEDDED_MODEL else self.model
+        return EMBEDDED_MODELS.get(self.model, self.model)
 
 
 def _is_share(text: str) -> bool:

@@ -1,0 +1,103 @@
+"""Makes training examples: conversations about screens, as engines get them."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.agent.screens import CLICK, Screen, Walk
+from benchmarks.agent.tasks import Message
+from benchmarks.agent.words import Split
+from conserve.embedded import IMAGE, IMAGE_EDGE, IMAGE_START, IMAGE_TOKENS
+from scripts.embedded.data import Example, Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Conversations padded on the right.
+
+    Attributes:
+        ids: inputs.
+        targets: the next tokens; -1 where nothing is learnt.
+        pixels: all screens, in the conversations' order.
+        cells: for each screen the square with the highlighted button's centre; -1: none.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    pixels: Tensor
+    cells: Tensor
+
+
+class Maker:
+    """Draws batches with the tokenizer and template of a checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.renderer = Renderer(directory)
+        one = self.renderer.tokenizer.token_to_id
+        self.image = one(IMAGE)
+        edge = one(IMAGE_EDGE)
+        self._shown = [edge, one(IMAGE_START), *[self.image] * IMAGE_TOKENS, edge]
+
+    def example(self, walk: Walk) -> Example:
+        """Return a conversation in which every click is right."""
+        messages = _without_pictures(walk)
+        for number, screen in enumerate(walk.screens):
+            click = screen.target()
+            if click is None:
+                messages.append({"role": "assistant", "content": walk.answer})
+                break
+            function = {"name": click.name, "arguments": json.dumps(click.arguments)}
+            call = {"id": f"call-{number}", "type": "function", "function": function}
+            said = {"role": "assistant", "content": walk.remark(number), "tool_calls": [call]}
+            messages.append(said)
+            messages.append(
+                {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "image"}]}
+            )
+        plain = self.renderer.example(messages, [CLICK])
+        ids: list[int] = []
+        marks: list[bool] = []
+        for token, mark in zip(plain.ids, plain.said, strict=True):
+            shown = self._shown if token == self.image else [token]
+            ids += shown
+            marks += [mark] * len(shown)
+        return Example(ids, marks)
+
+    def batch(self, seed: str, split: Split, conversations: int, most_clicks: int) -> Batch:
+        rng = random.Random(seed)
+        walks = [
+            Walk.draw(f"{seed}/{number}", split, rng.randint(1, most_clicks))
+            for number in range(conversations)
+        ]
+        examples = [self.example(walk) for walk in walks]
+        width = -(-max(len(example.ids) for example in examples) // 64) * 64
+        ids = np.zeros((conversations, width), np.int64)
+        targets = np.full((conversations, width), -1, np.int64)
+        for row, example in enumerate(examples):
+            length = len(example.ids) - 1
+            ids[row, :length] = example.ids[:-1]
+            targets[row, :length] = np.where(example.said[1:], example.ids[1:], -1)
+        screens = [screen for walk in walks for screen in walk.screens]
+        return Batch(*map(torch.from_numpy, (ids, targets)), pixels(screens), cells(screens))
+
+
+def pixels(screens: Sequence[Screen]) -> Tensor:
+    """Return screens as the image processor gives them to the model."""
+    drawn = np.stack([np.asarray(screen.picture()) for screen in screens])
+    return torch.from_numpy(drawn).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def cells(screens: Sequence[Screen]) -> Tensor:
+    side = round(IMAGE_TOKENS**0.5)
+    places = [screen.cell for screen in screens]
+    return torch.tensor([-1 if p is None else p[1] * side + p[0] for p in places])
+
+
+def _without_pictures(walk: Walk) -> list[Message]:
+    asked = [{"type": "text", "text": walk.question}, {"type": "image"}]
+    return [{"role": "system", "content": walk.system}, {"role": "user", "content": asked}]

@@ -1,0 +1,206 @@
+"""Trains the embedded model that sees: ``python -m scripts.seeing.train DIRECTORY``.
+
+First the encoder alone learns to find the highlighted button, by a head on its tokens that is not
+shipped; then the whole model learns to say where it is. Run again with the same directory, it goes
+on from the last checkpoint there.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, Idefics3ForConditionalGeneration
+
+from conserve.embedded import IMAGE_TOKENS, write_vision_checkpoint
+from scripts.embedded.data import EMBEDDED
+from scripts.seeing.data import Batch, Maker
+
+SEED = 2026
+MATRIX_RATE, OTHER_RATE = 0.004, 0.003
+WARM_UP_STEPS = 40
+# The share of the steps in which the encoder learns alone, and the one in which the rates go down.
+ALONE, COOL_DOWN = 0.15, 0.5
+HEAD_WEIGHT = 0.3
+SAVE_EVERY_S = 120.0
+
+
+class Seeing(nn.Module):  # type: ignore[misc]  # torch is taken as untyped.
+    """The model, and a head that tells of each of an image's tokens what it shows.
+
+    The head gives whether the highlighted button's centre is there, the token's column and row.
+    """
+
+    def __init__(self, directory: Path, image: int) -> None:
+        super().__init__()
+        self.model = Idefics3ForConditionalGeneration(
+            AutoConfig.from_pretrained(directory)
+        ).float()
+        self.image = image
+        hidden = self.model.config.text_config.hidden_size
+        self.side = round(IMAGE_TOKENS**0.5)
+        self.head = nn.Linear(hidden, 1 + 2 * self.side)
+        self._prepare()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _prepare(self) -> None:
+        """Begin with matrices of even size, and with places that are told apart."""
+        for name, weight in self.model.named_parameters():
+            if name.endswith("position_embedding.weight"):
+                weight.copy_(_places(round(weight.shape[0] ** 0.5), weight.shape[1]))
+            elif name.endswith("embed_tokens.weight"):
+                nn.init.normal_(weight, std=1.0)
+            elif weight.dim() > 1 and "lm_head" not in name:
+                nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Return each image's tokens."""
+        (found,) = self.model.model.get_image_features(pixels[None]).pooler_output
+        return found.view(len(pixels), IMAGE_TOKENS, -1)
+
+    def found(self, features: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head's loss, and the share of images that it is right about."""
+        told = self.head(features.float())
+        places = torch.arange(IMAGE_TOKENS)
+        there = told[..., 0]
+        loss = F.binary_cross_entropy_with_logits(there, (cells[:, None] == places).float())
+        for part, axis in zip(
+            told[..., 1:].split(self.side, -1), (places % self.side, places // self.side),
+            strict=True,
+        ):  # fmt: skip
+            wanted = axis.expand(len(cells), -1)
+            loss = loss + 0.1 * F.cross_entropy(part.flatten(0, 1), wanted.flatten())
+        best = torch.where(there.max(1).values > 0, there.argmax(1), -1)
+        return 10 * loss, (best == cells).float().mean()
+
+    def said(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the answers' loss, and the share of their tokens that are right."""
+        embedded = self.model.get_input_embeddings()(batch.ids)
+        where = (batch.ids == self.image)[..., None]
+        embedded = embedded.masked_scatter(where, features.to(embedded.dtype))
+        hidden = self.model.model.text_model(inputs_embeds=embedded, use_cache=False)
+        learnt = batch.targets >= 0
+        logits = self.model.lm_head(hidden.last_hidden_state[learnt]).float()
+        goal = batch.targets[learnt]
+        return F.cross_entropy(logits, goal), (logits.argmax(1) == goal).float().mean()
+
+
+def _places(side: int, width: int) -> Tensor:
+    """Return sines and cosines of each place's row and column."""
+    axis = torch.arange(side)[:, None] * math.pi * 2 ** torch.linspace(-4, 0, width // 4)
+    waves = torch.cat([axis.sin(), axis.cos()], 1)
+    rows, columns = (waves.repeat_interleave(side, 0), waves.repeat(side, 1))
+    return torch.cat([rows, columns], 1)
+
+
+class Run:
+    """A training run in a directory."""
+
+    def __init__(self, directory: Path, steps: int) -> None:
+        self.directory = directory
+        self.steps = steps
+        self.done = 0
+        write_vision_checkpoint(directory)
+        self.maker = Maker(directory)
+        torch.manual_seed(SEED)
+        self.seeing = Seeing(directory, self.maker.image)
+        named = list(self.seeing.named_parameters())
+        matrices = [p for name, p in named if p.dim() == 2 and ".layers." in name]
+        chosen = set(map(id, matrices))
+        others = [p for _, p in named if id(p) not in chosen]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=MATRIX_RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+        self._resume()
+
+    def step(self) -> dict[str, float]:
+        """Train on one batch; return what was seen of it."""
+        alone = self.done < ALONE * self.steps
+        batch = self.maker.batch(f"{SEED}/{self.done}", "train", 8, 3 if alone else 7)
+        with torch.autocast("cpu", torch.bfloat16):
+            features = self.seeing.features(batch.pixels)
+            loss, found = self.seeing.found(features, batch.cells)
+            seen = {"head": loss.item(), "found": found.item()}
+            if not alone:
+                said, right = self.seeing.said(batch, features)
+                seen |= {"loss": said.item(), "right": right.item()}
+                loss = HEAD_WEIGHT * loss + said
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.seeing.parameters(), 1.0)
+        factor = min(1.0, (self.done + 1) / WARM_UP_STEPS)
+        factor *= min(1.0, max(0.02, (1 - self.done / self.steps) / COOL_DOWN))
+        for optimizer, rate in zip(self.optimizers, (MATRIX_RATE, OTHER_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        self.done += 1
+        return seen
+
+    def save(self) -> None:
+        """Write the checkpoint; the old one stays until it is whole."""
+        state = {
+            "done": self.done,
+            "seeing": self.seeing.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        staged = self.directory / "checkpoint.tmp"
+        torch.save(state, staged)
+        staged.rename(self.directory / "checkpoint.pt")
+
+    def _resume(self) -> None:
+        file = self.directory / "checkpoint.pt"
+        if not file.exists():
+            return
+        state = torch.load(file, weights_only=True)
+        self.done = state["done"]
+        self.seeing.load_state_dict(state["seeing"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    def export(self, file: Path) -> None:
+        """Write the weights as vLLM and transformers load them."""
+        weights = {
+            name: value.detach().to(torch.bfloat16).contiguous()
+            for name, value in self.seeing.model.state_dict().items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
+        count = sum(value.numel() for value in weights.values())
+        print(f"{file}: {count:,} parameters, {file.stat().st_size:,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="where checkpoints and the log go")
+    parser.add_argument("--steps", type=int, default=1500, help="batches to train on")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--to", type=Path, default=EMBEDDED / "vision.safetensors")
+    arguments = parser.parse_args()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+    run = Run(arguments.directory, arguments.steps)
+    began_s = saved_s = time.monotonic()
+    with (arguments.directory / "log.jsonl").open("a") as log:
+        while run.done < run.steps:
+            seen = run.step()
+            if run.done % 20 == 0:
+                told = {"step": run.done, "took_s": round(time.monotonic() - began_s)}
+                told |= {name: round(value, 4) for name, value in seen.items()}
+                print(json.dumps(told), file=log, flush=True)
+            if time.monotonic() - saved_s > SAVE_EVERY_S:
+                run.save()
+                saved_s = time.monotonic()
+    run.save()
+    run.export(arguments.to)
+
+
+if __name__ == "__main__":
+    main()
