@@ -166,9 +166,7 @@ def _append(calls: dict[int, Message], part: Any) -> None:
         function["arguments"] += part.function.arguments or ""
 
 
-def _carried_out(
-    run_tool: RunTool, function: Message
-) -> tuple[Call | None, str | list[Message]]:
+def _carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str | list[Message]]:
     try:
         arguments = json.loads(function["arguments"])
     except ValueError as error:

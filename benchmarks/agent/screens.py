@@ -50,7 +50,8 @@ QUESTIONS = (
 _RING = (255, 120, 0)
 _RING_PX = 5
 _GAP_PX = 10
-_LABELS = "OK Save Open Send Next Back Help Close Print Edit Copy Find Apply Retry Share Undo".split()
+_LABELS = ["OK", "Save", "Open", "Send", "Next", "Back", "Help", "Close",
+           "Print", "Edit", "Copy", "Find", "Apply", "Retry", "Share", "Undo"]  # fmt: skip
 _GROUNDS = [(240, 240, 240), (255, 255, 255), (225, 230, 240), (200, 205, 210),
             (40, 44, 52), (25, 30, 60), (60, 60, 60), (245, 240, 225)]  # fmt: skip
 _FILLS = [(70, 120, 200), (60, 150, 90), (150, 90, 170), (60, 160, 170), (190, 60, 70),
@@ -89,9 +90,9 @@ class Screen:
             width, height = rng.randint(48, 100), rng.randint(40, 60)
             left = rng.randint(_GAP_PX, SIDE_PX - _GAP_PX - width)
             top = rng.randint(_GAP_PX, SIDE_PX - _GAP_PX - height)
-            button = Button(
-                left, top, left + width - 1, top + height - 1, rng.choice(_FILLS), rng.choice(_LABELS)
-            )
+            right, bottom = left + width - 1, top + height - 1
+            look = rng.choice(_FILLS), rng.choice(_LABELS)
+            button = Button(left, top, right, bottom, *look)
             if not any(_near(button, other) for other in buttons):
                 buttons.append(button)
             if len(buttons) == wanted:

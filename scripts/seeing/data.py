@@ -1,6 +1,5 @@
 """Makes training examples: conversations about screens, as engines get them."""
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.agent.screens import CLICK, Screen, Walk
-from benchmarks.agent.tasks import Message
+from benchmarks.agent.tasks import Message, call_message
 from benchmarks.agent.words import Split
 from conserve.embedded import IMAGE, IMAGE_EDGE, IMAGE_START, IMAGE_TOKENS
 from scripts.embedded.data import Example, Renderer
@@ -52,20 +51,17 @@ class Maker:
             if click is None:
                 messages.append({"role": "assistant", "content": walk.answer})
                 break
-            function = {"name": click.name, "arguments": json.dumps(click.arguments)}
-            call = {"id": f"call-{number}", "type": "function", "function": function}
-            said = {"role": "assistant", "content": walk.remark(number), "tool_calls": [call]}
-            messages.append(said)
-            messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "image"}]}
-            )
+            name = f"call-{number}"
+            messages.append(call_message(click, walk.remark(number), name))
+            shown = [{"type": "image"}]
+            messages.append({"role": "tool", "tool_call_id": name, "content": shown})
         plain = self.renderer.example(messages, [CLICK])
         ids: list[int] = []
         marks: list[bool] = []
         for token, mark in zip(plain.ids, plain.said, strict=True):
-            shown = self._shown if token == self.image else [token]
-            ids += shown
-            marks += [mark] * len(shown)
+            tokens = self._shown if token == self.image else [token]
+            ids += tokens
+            marks += [mark] * len(tokens)
         return Example(ids, marks)
 
     def batch(self, seed: str, split: Split, conversations: int, most_clicks: int) -> Batch:

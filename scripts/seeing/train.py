@@ -38,9 +38,7 @@ class Seeing(nn.Module):  # type: ignore[misc]  # torch is taken as untyped.
 
     def __init__(self, directory: Path, image: int) -> None:
         super().__init__()
-        self.model = Idefics3ForConditionalGeneration(
-            AutoConfig.from_pretrained(directory)
-        ).float()
+        self.model = Idefics3ForConditionalGeneration(AutoConfig.from_pretrained(directory)).float()
         self.image = image
         hidden = self.model.config.text_config.hidden_size
         self.side = round(IMAGE_TOKENS**0.5)

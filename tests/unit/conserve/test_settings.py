@@ -109,6 +109,7 @@ def test_dotted_names_leave_what_was_given_alone() -> None:
     ("arguments", "name"),
     [
         ({}, "conserve-embedded"),
+        ({"model": "embedded-vision"}, "conserve-embedded-vision"),
         ({"model": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"),
         ({"model": "/models/q", "served_model_name": "q"}, "q"),
         ({"served_model_name": "mine"}, "mine"),
