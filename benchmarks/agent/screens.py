@@ -16,13 +16,14 @@ from benchmarks.agent.tools import Call, Schema, ToolError
 from benchmarks.agent.words import Split
 
 SIDE_PX = 256
-# Clicks go to the centres of squares of this side: one square for each token of a screen.
+# Clicks go to the centres of squares of this side.
 CELL_PX = 32
 CLICK: Schema = {
     "type": "function",
     "function": {
         "name": "click",
-        "description": "Click at a point of the screen and get the next screenshot.",
+        "description": "Click at a point of the screen and get the next screenshot. The upper left "
+        "corner is at 0, 0.",
         "parameters": {
             "type": "object",
             "properties": {
@@ -35,10 +36,14 @@ CLICK: Schema = {
 }
 # What agents are told; every second conversation about the same screens gets other words.
 SYSTEMS = (
-    "You work with a program by its screen, which is 256 by 256 pixels.",
-    "You see screenshots of 256 by 256 pixels. Answer with one click at a time.",
-    "You test the buttons of a program. Look at the newest screenshot.",
-    "You are an agent with a mouse and a small screen.",
+    "You work with a program by its screen, which is 256 by 256 pixels. Click on one button at a "
+    "time, and look at what has changed.",
+    "You see screenshots of 256 by 256 pixels. Answer with one click at a time, and with a text "
+    "when there is nothing left to click on.",
+    "You test the buttons of a program. Look at the newest screenshot, and do not click on a "
+    "button twice.",
+    "You are an agent with a mouse and a small screen. Say which screen you are at before each "
+    "click.",
 )
 QUESTIONS = (
     "Click the highlighted button until none is highlighted.",

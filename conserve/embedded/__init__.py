@@ -27,15 +27,26 @@ VISION_VERSION = 1
 MODEL_NAME = "conserve-embedded"
 VISION_MODEL_NAME = "conserve-embedded-vision"
 
-# A screenshot is one tile of this side; 2 x 2 patches become a token.
+# Idefics3 cuts a screenshot of this side into 2 x 2 tiles, and has a small version of the whole
+# beside them; 2 x 2 patches of a tile become a token. (vLLM cannot serve an image of one tile.)
 IMAGE_PX = 256
+TILE_PX = 128
 PATCH_PX = 16
 SCALE = 2
-IMAGE_TOKENS = (IMAGE_PX // PATCH_PX // SCALE) ** 2
-# Idefics3's own: a placeholder, what stands on both sides of an image, and what begins it. The
-# processor adds the last by itself, so it has to be there.
-IMAGE, IMAGE_EDGE, IMAGE_START = "<image>", "<fake_token_around_image>", "<global-img>"
-_IMAGE_TOKENS = [IMAGE, IMAGE_EDGE, IMAGE_START, "<end_of_utterance>"]
+TILE_TOKENS = (TILE_PX // PATCH_PX // SCALE) ** 2
+IMAGE = "<image>"
+_IMAGE_EDGE, _WHOLE = "<fake_token_around_image>", "<global-img>"
+_TILES = [[f"<row_{row}_col_{column}>" for column in (1, 2)] for row in (1, 2)]
+# What a screenshot is in a prompt.
+SHOWN = (
+    "".join(
+        "".join(_IMAGE_EDGE + tile + IMAGE * TILE_TOKENS for tile in tiles) + "\n"
+        for tiles in _TILES
+    )
+    + f"\n{_IMAGE_EDGE}{_WHOLE}{IMAGE * TILE_TOKENS}{_IMAGE_EDGE}"
+)
+# The processor adds the last by itself if it is not there.
+_IMAGE_TOKENS = [IMAGE, _IMAGE_EDGE, _WHOLE, *_TILES[0], *_TILES[1], "<end_of_utterance>"]
 
 _HERE = Path(__file__).resolve().parent
 _MAX_POSITION = 32_768
@@ -164,7 +175,7 @@ def _vision_config(vocab_size: int, eos: int, pad: int, image: int) -> dict[str,
         "intermediate_size": 256,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
-        "image_size": IMAGE_PX,
+        "image_size": TILE_PX,
         "patch_size": PATCH_PX,
     }
     return {
@@ -179,21 +190,20 @@ def _vision_config(vocab_size: int, eos: int, pad: int, image: int) -> dict[str,
     }
 
 
-# An image is not cut into tiles.
 _PROCESSOR: dict[str, Any] = {
     "processor_class": "Idefics3Processor",
-    "image_seq_len": IMAGE_TOKENS,
+    "image_seq_len": TILE_TOKENS,
     "image_processor": {
         "image_processor_type": "Idefics3ImageProcessor",
         "do_convert_rgb": True,
-        "do_image_splitting": False,
+        "do_image_splitting": True,
         "do_normalize": True,
         "do_pad": True,
         "do_rescale": True,
         "do_resize": True,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
-        "max_image_size": {"longest_edge": IMAGE_PX},
+        "max_image_size": {"longest_edge": TILE_PX},
         "resample": 1,
         "rescale_factor": 1 / 255,
         "size": {"longest_edge": IMAGE_PX},

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from benchmarks.agent.screens import CLICK, Screen, Walk
+from benchmarks.agent.screens import CELL_PX, CLICK, SIDE_PX, Screen, Walk
 from benchmarks.agent.tasks import Message, call_message
+from benchmarks.agent.tools import Schema
 from benchmarks.agent.words import Split
-from conserve.embedded import IMAGE, IMAGE_EDGE, IMAGE_START, IMAGE_TOKENS
+from conserve.embedded import IMAGE, SHOWN, TILE_PX
 from scripts.embedded.data import Example, Renderer
 
 
@@ -23,8 +25,8 @@ class Batch:
     Attributes:
         ids: inputs.
         targets: the next tokens; -1 where nothing is learnt.
-        pixels: all screens, in the conversations' order.
-        cells: for each screen the square with the highlighted button's centre; -1: none.
+        pixels: all screens' tiles, in the conversations' order.
+        cells: for each screen the square with the highlighted button's centre; 64: none.
     """
 
     ids: Tensor
@@ -33,17 +35,19 @@ class Batch:
     cells: Tensor
 
 
-class Maker:
+class Maker(Renderer):
     """Draws batches with the tokenizer and template of a checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        self.renderer = Renderer(directory)
-        one = self.renderer.tokenizer.token_to_id
-        self.image = one(IMAGE)
-        edge = one(IMAGE_EDGE)
-        self._shown = [edge, one(IMAGE_START), *[self.image] * IMAGE_TOKENS, edge]
+        super().__init__(directory)
+        self.image: int = self.tokenizer.token_to_id(IMAGE)
 
-    def example(self, walk: Walk) -> Example:
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, answering: bool = False
+    ) -> str:
+        return super().text(messages, tools, answering=answering).replace(IMAGE, SHOWN)
+
+    def walked(self, walk: Walk) -> Example:
         """Return a conversation in which every click is right."""
         messages = _without_pictures(walk)
         for number, screen in enumerate(walk.screens):
@@ -55,14 +59,7 @@ class Maker:
             messages.append(call_message(click, walk.remark(number), name))
             shown = [{"type": "image"}]
             messages.append({"role": "tool", "tool_call_id": name, "content": shown})
-        plain = self.renderer.example(messages, [CLICK])
-        ids: list[int] = []
-        marks: list[bool] = []
-        for token, mark in zip(plain.ids, plain.said, strict=True):
-            tokens = self._shown if token == self.image else [token]
-            ids += tokens
-            marks += [mark] * len(tokens)
-        return Example(ids, marks)
+        return self.example(messages, [CLICK])
 
     def batch(self, seed: str, split: Split, conversations: int, most_clicks: int) -> Batch:
         rng = random.Random(seed)
@@ -70,7 +67,7 @@ class Maker:
             Walk.draw(f"{seed}/{number}", split, rng.randint(1, most_clicks))
             for number in range(conversations)
         ]
-        examples = [self.example(walk) for walk in walks]
+        examples = [self.walked(walk) for walk in walks]
         width = -(-max(len(example.ids) for example in examples) // 64) * 64
         ids = np.zeros((conversations, width), np.int64)
         targets = np.full((conversations, width), -1, np.int64)
@@ -83,15 +80,24 @@ class Maker:
 
 
 def pixels(screens: Sequence[Screen]) -> Tensor:
-    """Return screens as the image processor gives them to the model."""
-    drawn = np.stack([np.asarray(screen.picture()) for screen in screens])
+    """Return screens as the image processor gives them to the model: each as five tiles."""
+    tiles: list[Image.Image] = []
+    for screen in screens:
+        whole = screen.picture()
+        tiles += [
+            whole.crop((left, top, left + TILE_PX, top + TILE_PX))
+            for top in range(0, SIDE_PX, TILE_PX)
+            for left in range(0, SIDE_PX, TILE_PX)
+        ]
+        tiles.append(whole.resize((TILE_PX, TILE_PX), Image.Resampling.LANCZOS))
+    drawn = np.stack([np.asarray(tile) for tile in tiles])
     return torch.from_numpy(drawn).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def cells(screens: Sequence[Screen]) -> Tensor:
-    side = round(IMAGE_TOKENS**0.5)
+    side = SIDE_PX // CELL_PX
     places = [screen.cell for screen in screens]
-    return torch.tensor([-1 if p is None else p[1] * side + p[0] for p in places])
+    return torch.tensor([side**2 if p is None else p[1] * side + p[0] for p in places])
 
 
 def _without_pictures(walk: Walk) -> list[Message]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
 
-from conserve.embedded import IMAGE_TOKENS, write_vision_checkpoint
+from conserve.embedded import TILE_TOKENS, write_vision_checkpoint
 from scripts.embedded.data import EMBEDDED
 from scripts.seeing.data import Batch, Maker
 
@@ -27,22 +27,24 @@ WARM_UP_STEPS = 40
 # The share of the steps in which the encoder learns alone, and the one in which the rates go down.
 ALONE, COOL_DOWN = 0.15, 0.5
 HEAD_WEIGHT = 0.3
+# Of a screen: four, and the whole.
+TILES = 5
 SAVE_EVERY_S = 120.0
 
 
 class Seeing(nn.Module):  # type: ignore[misc]  # torch is taken as untyped.
-    """The model, and a head that tells of each of an image's tokens what it shows.
+    """The model, and a head that tells of each token of a whole screen what it shows.
 
-    The head gives whether the highlighted button's centre is there, the token's column and row.
+    The head gives for each of the token's 2 x 2 squares whether the highlighted button's centre is
+    there, and the token's row and column.
     """
 
     def __init__(self, directory: Path, image: int) -> None:
         super().__init__()
         self.model = Idefics3ForConditionalGeneration(AutoConfig.from_pretrained(directory)).float()
         self.image = image
-        hidden = self.model.config.text_config.hidden_size
-        self.side = round(IMAGE_TOKENS**0.5)
-        self.head = nn.Linear(hidden, 1 + 2 * self.side)
+        self.side = round(TILE_TOKENS**0.5)
+        self.head = nn.Linear(self.model.config.text_config.hidden_size, 4 + 2 * self.side)
         self._prepare()
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -57,24 +59,23 @@ class Seeing(nn.Module):  # type: ignore[misc]  # torch is taken as untyped.
                 nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return each image's tokens."""
+        """Return each tile's tokens."""
         (found,) = self.model.model.get_image_features(pixels[None]).pooler_output
-        return found.view(len(pixels), IMAGE_TOKENS, -1)
+        return found.view(len(pixels), TILE_TOKENS, -1)
 
     def found(self, features: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the head's loss, and the share of images that it is right about."""
-        told = self.head(features.float())
-        places = torch.arange(IMAGE_TOKENS)
-        there = told[..., 0]
-        loss = F.binary_cross_entropy_with_logits(there, (cells[:, None] == places).float())
-        for part, axis in zip(
-            told[..., 1:].split(self.side, -1), (places % self.side, places // self.side),
-            strict=True,
-        ):  # fmt: skip
-            wanted = axis.expand(len(cells), -1)
+        """Return the head's loss, and the share of screens that it is right about."""
+        told = self.head(features[TILES - 1 :: TILES].float())
+        there = told[..., :4].view(-1, self.side, self.side, 2, 2).transpose(2, 3).flatten(1)
+        there = torch.cat([there, torch.zeros(len(there), 1)], 1)
+        loss = F.cross_entropy(there, cells)
+        places = torch.arange(TILE_TOKENS).expand(len(there), -1)
+        for part, wanted in (
+            (told[..., 4 : 4 + self.side], places // self.side),
+            (told[..., 4 + self.side :], places % self.side),
+        ):
             loss = loss + 0.1 * F.cross_entropy(part.flatten(0, 1), wanted.flatten())
-        best = torch.where(there.max(1).values > 0, there.argmax(1), -1)
-        return 10 * loss, (best == cells).float().mean()
+        return loss, (there.argmax(1) == cells).float().mean()
 
     def said(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the answers' loss, and the share of their tokens that are right."""
