@@ -186,7 +186,7 @@ class Walk:
 
     @property
     def answer(self) -> str:
-        """What the model is trained to say when nothing is highlighted."""
+        """The text that the model is trained to say when nothing is highlighted."""
         return f"Done after {len(self.screens) - 1} screens."
 
     def remark(self, number: int) -> str:

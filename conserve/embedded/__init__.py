@@ -27,26 +27,14 @@ VISION_VERSION = 1
 MODEL_NAME = "conserve-embedded"
 VISION_MODEL_NAME = "conserve-embedded-vision"
 
-# Idefics3 cuts a screenshot of this side into 2 x 2 tiles, and has a small version of the whole
-# beside them; 2 x 2 patches of a tile become a token. (vLLM cannot serve an image of one tile.)
-IMAGE_PX = 256
-TILE_PX = 128
-PATCH_PX = 16
-SCALE = 2
-TILE_TOKENS = (TILE_PX // PATCH_PX // SCALE) ** 2
+# Idefics3's tokens: a placeholder, what stands around a tile, what begins the small version of a
+# whole screenshot, and each of its four tiles. (vLLM cannot serve an image of one tile.) The
+# processor adds the last one by itself if it is not there.
 IMAGE = "<image>"
-_IMAGE_EDGE, _WHOLE = "<fake_token_around_image>", "<global-img>"
-_TILES = [[f"<row_{row}_col_{column}>" for column in (1, 2)] for row in (1, 2)]
-# What a screenshot is in a prompt.
-SHOWN = (
-    "".join(
-        "".join(_IMAGE_EDGE + tile + IMAGE * TILE_TOKENS for tile in tiles) + "\n"
-        for tiles in _TILES
-    )
-    + f"\n{_IMAGE_EDGE}{_WHOLE}{IMAGE * TILE_TOKENS}{_IMAGE_EDGE}"
-)
-# The processor adds the last by itself if it is not there.
-_IMAGE_TOKENS = [IMAGE, _IMAGE_EDGE, _WHOLE, *_TILES[0], *_TILES[1], "<end_of_utterance>"]
+_IMAGE_TOKENS = [
+    *(IMAGE, "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"),
+    *("<row_2_col_1>", "<row_2_col_2>", "<end_of_utterance>"),
+]
 
 _HERE = Path(__file__).resolve().parent
 _MAX_POSITION = 32_768
@@ -71,7 +59,6 @@ def model_path(root: Path | None = None, name: str = MODEL_NAME) -> Path:
     try:
         if name == VISION_MODEL_NAME:
             write_vision_checkpoint(staging)
-            shutil.copyfile(_HERE / "vision.safetensors", staging / "model.safetensors")
         else:
             write_checkpoint(staging)
         os.chmod(staging, 0o755)
@@ -97,17 +84,13 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def write_vision_checkpoint(directory: Path) -> None:
-    """Write all files of the model that sees, but the weights: training has them from elsewhere."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
     tokenizer.add_special_tokens(_IMAGE_TOKENS)
     tokenizer.save(str(directory / "tokenizer.json"))
-    eos, pad, image = map(tokenizer.token_to_id, (_EOS, _PAD, IMAGE))
-    config = _vision_config(tokenizer.get_vocab_size(), eos, pad, image)
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "processor_config.json", _PROCESSOR)
-    _write_rest(directory, eos)
+    shutil.copytree(_HERE / "vision", directory, dirs_exist_ok=True)
+    _write_rest(directory, tokenizer.token_to_id(_EOS))
 
 
 def _write_rest(directory: Path, eos: int) -> None:
@@ -147,68 +130,6 @@ def _config(vocab_size: int, eos: int) -> dict[str, Any]:
         "eos_token_id": eos,
         "bos_token_id": None,
     }
-
-
-def _vision_config(vocab_size: int, eos: int, pad: int, image: int) -> dict[str, Any]:
-    text = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "max_position_embeddings": _MAX_POSITION,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "tie_word_embeddings": False,
-        "eos_token_id": eos,
-        "bos_token_id": None,
-        "pad_token_id": pad,
-    }
-    vision = {
-        "model_type": "idefics3_vision",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "image_size": TILE_PX,
-        "patch_size": PATCH_PX,
-    }
-    return {
-        "architectures": ["Idefics3ForConditionalGeneration"],
-        "model_type": "idefics3",
-        "text_config": text,
-        "vision_config": vision,
-        "scale_factor": SCALE,
-        "image_token_id": image,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-
-
-_PROCESSOR: dict[str, Any] = {
-    "processor_class": "Idefics3Processor",
-    "image_seq_len": TILE_TOKENS,
-    "image_processor": {
-        "image_processor_type": "Idefics3ImageProcessor",
-        "do_convert_rgb": True,
-        "do_image_splitting": True,
-        "do_normalize": True,
-        "do_pad": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "max_image_size": {"longest_edge": TILE_PX},
-        "resample": 1,
-        "rescale_factor": 1 / 255,
-        "size": {"longest_edge": IMAGE_PX},
-    },
-}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

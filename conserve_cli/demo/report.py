@@ -1,4 +1,4 @@
-"""What was seen, as tables."""
+"""Prints a demonstration as tables."""
 
 from rich import box
 from rich.console import Console

@@ -14,8 +14,17 @@ from benchmarks.agent.screens import CELL_PX, CLICK, SIDE_PX, Screen, Walk
 from benchmarks.agent.tasks import Message, call_message
 from benchmarks.agent.tools import Schema
 from benchmarks.agent.words import Split
-from conserve.embedded import IMAGE, SHOWN, TILE_PX
+from conserve.embedded import IMAGE
 from scripts.embedded.data import Example, Renderer
+
+# A screenshot is cut into 2 x 2 tiles, and the whole becomes a fifth; 2 x 2 patches of 16 pixels
+# become a token.
+TILE_PX, TILES, TILE_TOKENS = 128, 5, 16
+_EDGE = "<fake_token_around_image>"
+_TILE = IMAGE * TILE_TOKENS
+_ROWS = ["".join(f"{_EDGE}<row_{row}_col_{column}>{_TILE}" for column in (1, 2)) for row in (1, 2)]
+# What a screenshot is in a prompt.
+_SHOWN = "\n".join([*_ROWS, "", f"{_EDGE}<global-img>{_TILE}{_EDGE}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class Maker(Renderer):
     def text(
         self, messages: Sequence[Message], tools: Sequence[Schema] = (), *, answering: bool = False
     ) -> str:
-        return super().text(messages, tools, answering=answering).replace(IMAGE, SHOWN)
+        return super().text(messages, tools, answering=answering).replace(IMAGE, _SHOWN)
 
     def walked(self, walk: Walk) -> Example:
         """Return a conversation in which every click is right."""

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
 
-from conserve.embedded import TILE_TOKENS, write_vision_checkpoint
+from conserve.embedded import write_vision_checkpoint
 from scripts.embedded.data import EMBEDDED
-from scripts.seeing.data import Batch, Maker
+from scripts.seeing.data import TILE_TOKENS, TILES, Batch, Maker
 
 SEED = 2026
 MATRIX_RATE, OTHER_RATE = 0.004, 0.003
@@ -27,8 +27,6 @@ WARM_UP_STEPS = 40
 # The share of the steps in which the encoder learns alone, and the one in which the rates go down.
 ALONE, COOL_DOWN = 0.15, 0.5
 HEAD_WEIGHT = 0.3
-# Of a screen: four, and the whole.
-TILES = 5
 SAVE_EVERY_S = 120.0
 
 
@@ -63,9 +61,9 @@ class Seeing(nn.Module):  # type: ignore[misc]  # torch is taken as untyped.
         (found,) = self.model.model.get_image_features(pixels[None]).pooler_output
         return found.view(len(pixels), TILE_TOKENS, -1)
 
-    def found(self, features: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    def found(self, wholes: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
         """Return the head's loss, and the share of screens that it is right about."""
-        told = self.head(features[TILES - 1 :: TILES].float())
+        told = self.head(wholes.float())
         there = told[..., :4].view(-1, self.side, self.side, 2, 2).transpose(2, 3).flatten(1)
         there = torch.cat([there, torch.zeros(len(there), 1)], 1)
         loss = F.cross_entropy(there, cells)
@@ -123,10 +121,13 @@ class Run:
     def step(self) -> dict[str, float]:
         """Train on one batch; return what was seen of it."""
         alone = self.done < ALONE * self.steps
-        batch = self.maker.batch(f"{SEED}/{self.done}", "train", 8, 3 if alone else 7)
+        size = (32, 5) if alone else (8, 7)
+        batch = self.maker.batch(f"{SEED}/{self.done}", "train", *size)
         with torch.autocast("cpu", torch.bfloat16):
-            features = self.seeing.features(batch.pixels)
-            loss, found = self.seeing.found(features, batch.cells)
+            pixels = batch.pixels[TILES - 1 :: TILES] if alone else batch.pixels
+            features = self.seeing.features(pixels)
+            wholes = features if alone else features[TILES - 1 :: TILES]
+            loss, found = self.seeing.found(wholes, batch.cells)
             seen = {"head": loss.item(), "found": found.item()}
             if not alone:
                 said, right = self.seeing.said(batch, features)
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="where checkpoints and the log go")
     parser.add_argument("--steps", type=int, default=1500, help="batches to train on")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--to", type=Path, default=EMBEDDED / "vision.safetensors")
+    parser.add_argument("--to", type=Path, default=EMBEDDED / "vision" / "model.safetensors")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
