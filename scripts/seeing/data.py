@@ -58,7 +58,11 @@ class Maker(Renderer):
 
     def walked(self, walk: Walk) -> Example:
         """Return a conversation in which every click is right."""
-        messages = _without_pictures(walk)
+        asked = [{"type": "text", "text": walk.question}, {"type": "image"}]
+        messages: list[Message] = [
+            {"role": "system", "content": walk.system},
+            {"role": "user", "content": asked},
+        ]
         for number, screen in enumerate(walk.screens):
             click = screen.target()
             if click is None:
@@ -70,12 +74,11 @@ class Maker(Renderer):
             messages.append({"role": "tool", "tool_call_id": name, "content": shown})
         return self.example(messages, [CLICK])
 
-    def batch(self, seed: str, split: Split, conversations: int, most_clicks: int) -> Batch:
-        rng = random.Random(seed)
-        walks = [
-            Walk.draw(f"{seed}/{number}", split, rng.randint(1, most_clicks))
-            for number in range(conversations)
-        ]
+    def batch(self, seed: str, split: Split, screens: int, most_clicks: int) -> Batch:
+        """Return conversations of the same number of clicks, with about ``screens`` in all."""
+        clicks = random.Random(seed).randint(1, most_clicks)
+        conversations = screens // (clicks + 1)
+        walks = [Walk.draw(f"{seed}/{n}", split, clicks) for n in range(conversations)]
         examples = [self.walked(walk) for walk in walks]
         width = -(-max(len(example.ids) for example in examples) // 64) * 64
         ids = np.zeros((conversations, width), np.int64)
@@ -84,8 +87,8 @@ class Maker(Renderer):
             length = len(example.ids) - 1
             ids[row, :length] = example.ids[:-1]
             targets[row, :length] = np.where(example.said[1:], example.ids[1:], -1)
-        screens = [screen for walk in walks for screen in walk.screens]
-        return Batch(*map(torch.from_numpy, (ids, targets)), pixels(screens), cells(screens))
+        shown = [screen for walk in walks for screen in walk.screens]
+        return Batch(*map(torch.from_numpy, (ids, targets)), pixels(shown), cells(shown))
 
 
 def pixels(screens: Sequence[Screen]) -> Tensor:
@@ -107,8 +110,3 @@ def cells(screens: Sequence[Screen]) -> Tensor:
     side = SIDE_PX // CELL_PX
     places = [screen.cell for screen in screens]
     return torch.tensor([side**2 if p is None else p[1] * side + p[0] for p in places])
-
-
-def _without_pictures(walk: Walk) -> list[Message]:
-    asked = [{"type": "text", "text": walk.question}, {"type": "image"}]
-    return [{"role": "system", "content": walk.system}, {"role": "user", "content": asked}]

@@ -121,7 +121,7 @@ class Run:
     def step(self) -> dict[str, float]:
         """Train on one batch; return what was seen of it."""
         alone = self.done < ALONE * self.steps
-        size = (32, 5) if alone else (8, 7)
+        size = (120, 5) if alone else (36, 7)
         batch = self.maker.batch(f"{SEED}/{self.done}", "train", *size)
         with torch.autocast("cpu", torch.bfloat16):
             pixels = batch.pixels[TILES - 1 :: TILES] if alone else batch.pixels
