@@ -1,8 +1,6 @@
 """Makes training examples: conversations about screens, as engines get them."""
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from torch import Tensor
 from benchmarks.agent.screens import CELL_PX, CLICK, SIDE_PX, Screen, Walk
 from benchmarks.agent.tasks import Message, call_message
 from benchmarks.agent.tools import Schema
-from benchmarks.agent.words import Split
 from conserve.embedded import IMAGE
 from scripts.embedded.data import Example, Renderer
 
@@ -27,25 +24,8 @@ _ROWS = ["".join(f"{_EDGE}<row_{row}_col_{column}>{_TILE}" for column in (1, 2))
 _SHOWN = "\n".join([*_ROWS, "", f"{_EDGE}<global-img>{_TILE}{_EDGE}"])
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Conversations padded on the right.
-
-    Attributes:
-        ids: inputs.
-        targets: the next tokens; -1 where nothing is learnt.
-        pixels: all screens' tiles, in the conversations' order.
-        cells: for each screen the square with the highlighted button's centre; 64: none.
-    """
-
-    ids: Tensor
-    targets: Tensor
-    pixels: Tensor
-    cells: Tensor
-
-
 class Maker(Renderer):
-    """Draws batches with the tokenizer and template of a checkpoint."""
+    """Makes examples with the tokenizer and template of a checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -74,39 +54,33 @@ class Maker(Renderer):
             messages.append({"role": "tool", "tool_call_id": name, "content": shown})
         return self.example(messages, [CLICK])
 
-    def batch(self, seed: str, split: Split, screens: int, most_clicks: int) -> Batch:
-        """Return conversations of the same number of clicks, with about ``screens`` in all."""
-        clicks = random.Random(seed).randint(1, most_clicks)
-        conversations = screens // (clicks + 1)
-        walks = [Walk.draw(f"{seed}/{n}", split, clicks) for n in range(conversations)]
+    def padded(self, walks: Sequence[Walk]) -> tuple[Tensor, Tensor]:
+        """Return conversations as inputs, and as the tokens to learn: -1 where there is none."""
         examples = [self.walked(walk) for walk in walks]
         width = -(-max(len(example.ids) for example in examples) // 64) * 64
-        ids = np.zeros((conversations, width), np.int64)
-        targets = np.full((conversations, width), -1, np.int64)
+        ids = np.zeros((len(walks), width), np.int64)
+        targets = np.full((len(walks), width), -1, np.int64)
         for row, example in enumerate(examples):
             length = len(example.ids) - 1
             ids[row, :length] = example.ids[:-1]
             targets[row, :length] = np.where(example.said[1:], example.ids[1:], -1)
-        shown = [screen for walk in walks for screen in walk.screens]
-        return Batch(*map(torch.from_numpy, (ids, targets)), pixels(shown), cells(shown))
+        return torch.from_numpy(ids), torch.from_numpy(targets)
 
 
 def pixels(screens: Sequence[Screen]) -> Tensor:
-    """Return screens as the image processor gives them to the model: each as five tiles."""
-    tiles: list[Image.Image] = []
+    """Return screens as the image processor gives them to the model: five tiles of each."""
+    drawn = []
     for screen in screens:
-        whole = screen.picture()
-        tiles += [
-            whole.crop((left, top, left + TILE_PX, top + TILE_PX))
-            for top in range(0, SIDE_PX, TILE_PX)
-            for left in range(0, SIDE_PX, TILE_PX)
-        ]
-        tiles.append(whole.resize((TILE_PX, TILE_PX), Image.Resampling.LANCZOS))
-    drawn = np.stack([np.asarray(tile) for tile in tiles])
-    return torch.from_numpy(drawn).permute(0, 3, 1, 2).float() / 127.5 - 1
+        picture = screen.picture()
+        whole = picture.resize((TILE_PX, TILE_PX), Image.Resampling.LANCZOS)
+        tops = range(0, SIDE_PX, TILE_PX)
+        boxes = [(left, top, left + TILE_PX, top + TILE_PX) for top in tops for left in tops]
+        drawn += [np.asarray(tile) for tile in [*map(picture.crop, boxes), whole]]
+    return torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def cells(screens: Sequence[Screen]) -> Tensor:
+    """Return for each screen the square with the highlighted button's centre; 64: none."""
     side = SIDE_PX // CELL_PX
     places = [screen.cell for screen in screens]
     return torch.tensor([side**2 if p is None else p[1] * side + p[0] for p in places])

@@ -1,13 +1,14 @@
 """Trains the embedded model that sees: ``python -m scripts.seeing.train DIRECTORY``.
 
-First the encoder alone learns to find the highlighted button, by a head on its tokens that is not
-shipped; then the whole model learns to say where it is. Run again with the same directory, it goes
-on from the last checkpoint there.
+First the tower learns to find the highlighted button, by a head on its tokens that is not shipped.
+Then the text model learns to say where it is, from tokens of screens that the tower has looked at
+before. Run again with the same directory, it goes on from the last checkpoint there.
 """
 
 import argparse
 import json
 import math
+import random
 import time
 from pathlib import Path
 
@@ -17,16 +18,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
 
+from benchmarks.agent.screens import QUESTIONS, SYSTEMS, Screen, Walk
 from conserve.embedded import write_vision_checkpoint
 from scripts.embedded.data import EMBEDDED
-from scripts.seeing.data import TILE_TOKENS, TILES, Batch, Maker
+from scripts.seeing.data import TILE_TOKENS, TILES, Maker, cells, pixels
 
 SEED = 2026
 MATRIX_RATE, OTHER_RATE = 0.004, 0.003
 WARM_UP_STEPS = 40
-# The share of the steps in which the encoder learns alone, and the one in which the rates go down.
-ALONE, COOL_DOWN = 0.15, 0.5
-HEAD_WEIGHT = 0.3
+# The last part of a stage, in which its rates go down.
+COOL_DOWN = 0.5
+# Of a step: screens that the tower looks at, and those that conversations are about.
+LOOKED_AT, TALKED_ABOUT = 64, 36
+MOST_CLICKS = 7
+# Screens that conversations are drawn from, and how many of them have nothing highlighted.
+POOL, POOL_DONE = 4000, 600
 SAVE_EVERY_S = 120.0
 
 
@@ -75,15 +81,15 @@ class Seeing(nn.Module):  # type: ignore[misc]  # torch is taken as untyped.
             loss = loss + 0.1 * F.cross_entropy(part.flatten(0, 1), wanted.flatten())
         return loss, (there.argmax(1) == cells).float().mean()
 
-    def said(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+    def said(self, ids: Tensor, targets: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the answers' loss, and the share of their tokens that are right."""
-        embedded = self.model.get_input_embeddings()(batch.ids)
-        where = (batch.ids == self.image)[..., None]
+        embedded = self.model.get_input_embeddings()(ids)
+        where = (ids == self.image)[..., None]
         embedded = embedded.masked_scatter(where, features.to(embedded.dtype))
         hidden = self.model.model.text_model(inputs_embeds=embedded, use_cache=False)
-        learnt = batch.targets >= 0
+        learnt = targets >= 0
         logits = self.model.lm_head(hidden.last_hidden_state[learnt]).float()
-        goal = batch.targets[learnt]
+        goal = targets[learnt]
         return F.cross_entropy(logits, goal), (logits.argmax(1) == goal).float().mean()
 
 
@@ -98,10 +104,12 @@ def _places(side: int, width: int) -> Tensor:
 class Run:
     """A training run in a directory."""
 
-    def __init__(self, directory: Path, steps: int) -> None:
+    def __init__(self, directory: Path, stages: tuple[int, int]) -> None:
         self.directory = directory
-        self.steps = steps
+        self.stages = stages
         self.done = 0
+        self.pool: list[Screen] = []
+        self.features = torch.empty(0)
         write_vision_checkpoint(directory)
         self.maker = Maker(directory)
         torch.manual_seed(SEED)
@@ -120,30 +128,48 @@ class Run:
 
     def step(self) -> dict[str, float]:
         """Train on one batch; return what was seen of it."""
-        alone = self.done < ALONE * self.steps
-        size = (120, 5) if alone else (36, 7)
-        batch = self.maker.batch(f"{SEED}/{self.done}", "train", *size)
+        first, second = self.stages
+        looking = self.done < first
+        rng = random.Random(f"{SEED}/{self.done}")
         with torch.autocast("cpu", torch.bfloat16):
-            pixels = batch.pixels[TILES - 1 :: TILES] if alone else batch.pixels
-            features = self.seeing.features(pixels)
-            wholes = features if alone else features[TILES - 1 :: TILES]
-            loss, found = self.seeing.found(wholes, batch.cells)
-            seen = {"head": loss.item(), "found": found.item()}
-            if not alone:
-                said, right = self.seeing.said(batch, features)
-                seen |= {"loss": said.item(), "right": right.item()}
-                loss = HEAD_WEIGHT * loss + said
+            loss, right = self._looked(rng) if looking else self._talked(rng)
         loss.backward()
         nn.utils.clip_grad_norm_(self.seeing.parameters(), 1.0)
-        factor = min(1.0, (self.done + 1) / WARM_UP_STEPS)
-        factor *= min(1.0, max(0.02, (1 - self.done / self.steps) / COOL_DOWN))
+        at, length = (self.done, first) if looking else (self.done - first, second)
+        factor = min(1.0, (at + 1) / WARM_UP_STEPS)
+        factor *= min(1.0, max(0.02, (1 - at / length) / COOL_DOWN))
         for optimizer, rate in zip(self.optimizers, (MATRIX_RATE, OTHER_RATE), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
             optimizer.step()
             optimizer.zero_grad()
         self.done += 1
-        return seen
+        return {"looking": looking, "loss": loss.item(), "right": right.item()}
+
+    def _looked(self, rng: random.Random) -> tuple[Tensor, Tensor]:
+        screens = [Screen.draw(rng, done=rng.random() < 0.15) for _ in range(LOOKED_AT)]
+        wholes = self.seeing.features(pixels(screens)[TILES - 1 :: TILES])
+        return self.seeing.found(wholes, cells(screens))
+
+    def _talked(self, rng: random.Random) -> tuple[Tensor, Tensor]:
+        if not self.pool:
+            self._look_at_pool()
+        clicks = rng.randint(1, MOST_CLICKS)
+        walks, shown = [], []
+        for _ in range(TALKED_ABOUT // (clicks + 1)):
+            at = [*rng.sample(range(POOL_DONE, POOL), clicks), rng.randrange(POOL_DONE)]
+            words = rng.choice(SYSTEMS), rng.choice(QUESTIONS)
+            walks.append(Walk(tuple(self.pool[number] for number in at), *words))
+            shown += at
+        return self.seeing.said(*self.maker.padded(walks), self.features[shown].flatten(0, 1))
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _look_at_pool(self) -> None:
+        rng = random.Random(f"{SEED}/pool")
+        self.pool = [Screen.draw(rng, done=number < POOL_DONE) for number in range(POOL)]
+        parts = [self.pool[at : at + 50] for at in range(0, POOL, 50)]
+        looked = [self.seeing.features(pixels(part)) for part in parts]
+        self.features = torch.cat(looked).bfloat16().view(POOL, TILES, TILE_TOKENS, -1)
 
     def save(self) -> None:
         """Write the checkpoint; the old one stays until it is whole."""
@@ -180,18 +206,19 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where checkpoints and the log go")
-    parser.add_argument("--steps", type=int, default=1500, help="batches to train on")
+    parser.add_argument("--looking", type=int, default=350, help="steps of the tower")
+    parser.add_argument("--talking", type=int, default=400, help="steps of the text model")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--to", type=Path, default=EMBEDDED / "vision" / "model.safetensors")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
-    run = Run(arguments.directory, arguments.steps)
+    run = Run(arguments.directory, (arguments.looking, arguments.talking))
     began_s = saved_s = time.monotonic()
     with (arguments.directory / "log.jsonl").open("a") as log:
-        while run.done < run.steps:
+        while run.done < sum(run.stages):
             seen = run.step()
-            if run.done % 20 == 0:
+            if run.done % 10 == 0:
                 told = {"step": run.done, "took_s": round(time.monotonic() - began_s)}
                 told |= {name: round(value, 4) for name, value in seen.items()}
                 print(json.dumps(told), file=log, flush=True)
