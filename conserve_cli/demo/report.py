@@ -13,7 +13,7 @@ def report(seen: Demonstration, console: Console) -> None:
     console.print(_turns(seen))
     images = (
         "enc: images that were encoded for this turn, on any engine; node: taken from the node's "
-        "memory instead. "
+        "memory instead; the others were in their engine's own caches. "
     )
     console.print(
         f"{images if seen.images else ''}own: found in the cache of the decoder that the turn ran "
