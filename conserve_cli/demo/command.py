@@ -19,12 +19,11 @@ _VISION = "vision"
 
 @cli.command()
 def demo(
-    arguments: Annotated[
+    settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[vision] [SETTINGS]...",
-            help="`vision`: agents that look at screens. Settings, as for `serve run "
-            "conserve.app`: decoders=3 model=...",
+            help="Settings, as for `serve run conserve.app`: decoders=3 model=...; and the word "
+            "vision, for agents that look at screenshots."
         ),
     ] = None,
     json_path: Annotated[
@@ -37,12 +36,12 @@ def demo(
     log: LogFile = None,
 ) -> None:
     """Have a few agents work, and show where every prompt's KV came from."""
-    settings = [argument for argument in arguments or [] if argument != _VISION]
-    seeing = _VISION in (arguments or [])
-    if seeing and not any(argument.startswith("model=") for argument in settings):
-        settings.append("model=embedded-vision")
-    chosen = settings_from(settings)
-    with launched(chosen, settings, log) as (_, url):
+    arguments = [setting for setting in settings or [] if setting != _VISION]
+    seeing = _VISION in (settings or [])
+    if seeing and not any(argument.startswith("model=") for argument in arguments):
+        arguments.append("model=embedded-vision")
+    chosen = settings_from(arguments)
+    with launched(chosen, arguments, log) as (_, url):
         with console.status("running turns") as status:
             seen = 0
 
