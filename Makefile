@@ -54,7 +54,7 @@ install-gpu: ## Make .venv-gpu with the pinned set-up for NVIDIA GPUs (4.3 GB to
 	@mkdir -p $(GPU_VENV) && touch $(GPU_VENV)/$(FOR_GPUS)
 	@$(MAKE) --no-print-directory VENV=$(GPU_VENV) KIND=gpu install
 
-demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (JSON=path: also as JSON)
+demo: $(INSTALLED) ## Have a few agents work and show where each turn ran (ARGS=vision: by screenshots; JSON=path: also as JSON)
 # The set-up for CPUs runs on CPUs, whatever else the machine has.
 	@$(BIN)/conserve demo $(if $(filter cpu,$(KIND)),device=cpu) $(if $(JSON),--json '$(JSON)') $(ARGS)
 

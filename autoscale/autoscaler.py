@@ -256,7 +256,7 @@ class Autoscaler:
         }
         changed: list[Role] = []
         for role, wanted in self.wanted.items():
-            wanted.need = need = needs[role]
+            wanted.need = need = needs.get(role)
             limits = self._limits.get(role)
             if limits is None:
                 continue
@@ -304,6 +304,9 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
     chosen = settings.autoscaling
     limits: dict[Role, Limits] = {}
     start: dict[Role, int] = {"decoder": settings.decoders.replicas}
+    if settings.encoders.replicas:
+        # Each of these stays as it is.
+        start["encoder"] = settings.encoders.replicas
     roles: list[tuple[Role, RoleSettings]] = [("decoder", settings.decoders)]
     if settings.prefiller_replicas:
         start["prefiller"] = settings.prefillers.replicas

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve.embedded import model_path
-from conserve.settings import EMBEDDED_MODEL
+from conserve.settings import EMBEDDED_MODELS
 from conserve.settings.engine_arguments import ALLOCATOR_VARIABLES, expands_segments
 
 _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
@@ -16,7 +16,8 @@ _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 def model_source(model: str) -> str:
     """Return where engines load a model from: a folder, or a Hugging Face id."""
-    return str(model_path()) if model == EMBEDDED_MODEL else model
+    name = EMBEDDED_MODELS.get(model)
+    return model if name is None else str(model_path(name=name))
 
 
 def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
         }
     # Answers then say how much of the prompt was found in caches.
     arguments["enable_prompt_tokens_details"] = True
-    if model == EMBEDDED_MODEL:
+    if model in EMBEDDED_MODELS:
         arguments |= {
             "max_model_len": 16384,
             "enable_auto_tool_choice": True,

@@ -94,6 +94,7 @@ class Launch:
         decoders: int,
         timeout_s: float = 600.0,
         on_progress: Callable[[str], None] | None = None,
+        encoders: int = 0,
     ) -> dict[str, float]:
         """Wait until these numbers of engines are ready; return each phase's seconds.
 
@@ -101,26 +102,28 @@ class Launch:
             LaunchError: the application ended, or was not ready in time.
         """
         deadline_s = time.monotonic() + timeout_s
+        wanted = {"prefillers": prefillers, "decoders": decoders, "encoders": encoders}
         phases: dict[str, float] = {}
         since_s = time.monotonic()
         while True:
             state = health(url)
-            phase = _phase(state, prefillers + decoders)
+            phase = _phase(state, sum(wanted.values()))
             now_s = time.monotonic()
             phases[phase] = phases.get(phase, 0.0) + now_s - since_s
             since_s = now_s
-            ready = (state.get("prefillers", 0), state.get("decoders", 0))
-            if ready[0] >= prefillers and ready[1] >= decoders:
+            ready = {role: state.get(role, 0) for role in wanted}
+            if all(ready[role] >= count for role, count in wanted.items()):
                 return phases
             if on_progress is not None:
-                count = f" ({sum(ready)} of {prefillers + decoders} engines ready)" if state else ""
-                on_progress(phase + count)
+                of_all = f" ({_ready(state)} of {sum(wanted.values())} engines ready)"
+                on_progress(phase + (of_all if state else ""))
             if not self.running:
                 raise LaunchError(f"the application ended while it started.\n{self._last_words()}")
             if time.monotonic() > deadline_s:
+                shown = ", ".join(f"{ready[role]} {role}" for role in wanted if wanted[role])
                 raise LaunchError(
-                    f"not ready after {timeout_s:g} s (engines ready: {ready[0]} prefillers, "
-                    f"{ready[1]} decoders).\n{self._last_words()}"
+                    f"not ready after {timeout_s:g} s (engines ready: {shown}).\n"
+                    f"{self._last_words()}"
                 )
             time.sleep(_POLL_S)
 
@@ -168,10 +171,13 @@ def _phase(state: Mapping[str, Any], engines: int) -> str:
     if not state:
         return "starting Ray and Serve"
     starting = state.get("starting", {})
-    ready = state.get("prefillers", 0) + state.get("decoders", 0)
-    if ready + sum(starting.values()) < engines:
+    if _ready(state) + sum(starting.values()) < engines:
         return "loading vLLM"
     return next((phase for phase in START_PHASES if starting.get(phase)), START_PHASES[-1])
+
+
+def _ready(state: Mapping[str, Any]) -> int:
+    return sum(state.get(role, 0) for role in ("prefillers", "decoders", "encoders"))
 
 
 def _errors(log: str) -> list[str]:

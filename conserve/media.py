@@ -13,6 +13,7 @@ import io
 import json
 import re
 import secrets
+import string
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,18 +29,23 @@ PARAMETER = "conserve"
 MEMBERS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
 # A part that has a ``uuid`` alone has the member that its type says.
 _MEMBER_OF = {"input_image": "image_url"} | {name: name for name in MEMBERS}
+# The members of a body, beside its messages, by which vLLM makes something else of its media; and
+# the template that a chat may bring, without which there may be none.
+_CHANGE_MEDIA = ("model", "media_io_kwargs", "mm_processor_kwargs", "chat_template")
 _MARK = f";{PARAMETER}="
 _DATA = "data:"
 # Shorter ones cost little to parse.
 _LEAST_LIFTED_BYTES = 16 * 1024
-# A longer run than `_LEAST_LIFTED_BYTES` that is the rest of a JSON string.
-_RUN = re.compile(rb'[A-Za-z0-9+/=]{%d,}+(?=")' % _LEAST_LIFTED_BYTES)
+_BASE64 = (string.ascii_letters + string.digits + "+/=").encode()
 _COLON = re.compile(rb'[ \t\n\r]{0,64}:[ \t\n\r]{0,64}"')
 # A body with more places where base64 may begin is parsed as it is.
 _MOST_STARTS = 4096
-_END = "."
-# Decoded at a time, while other threads wait; base64 of whole bytes.
-_PIECE_CHARS = 512 * 1024
+_MARKS = re.compile(rb"conserve-[0-9a-f]{16}-\d+\.")
+# Read, copied or decoded at a time, while other threads wait; base64 of whole bytes.
+_PIECE_BYTES = 512 * 1024
+# Each body with media has one of these members or types of parts, or an escaped letter in it.
+_HINT = re.compile(rb'"(?:(?:image|audio|video)_url|(?:input_)?image|input_audio|uuid)"')
+_ESCAPED = re.compile(rb"\\u00[2-7]")
 _LONGEST_TYPE = 64
 # What Pillow may try: its other formats are rare, and have had more faults.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -55,6 +61,7 @@ class Place(NamedTuple):
         url: as it was sent; None: only its ``uuid`` was.
         uuid: its client's name for it, if it has one.
         changes: its kind, and what else changes what is made of it, as a text.
+        part: the part itself, as it was sent.
     """
 
     where: str
@@ -62,6 +69,7 @@ class Place(NamedTuple):
     url: Any
     uuid: Any = None
     changes: str = ""
+    part: Any = None
 
 
 class Medium(NamedTuple):
@@ -113,7 +121,7 @@ class Lifted:
     """A body without its long runs of base64, for which short marks stand.
 
     To parse, hash and write 40 MB would hold up all streams of the process. It takes time in
-    proportion to the body, whatever that holds.
+    proportion to the body, whatever that holds, and holds up other threads only for moments.
 
     Attributes:
         raw: the body with marks.
@@ -121,21 +129,50 @@ class Lifted:
     """
 
     def __init__(self, raw: bytes) -> None:
-        """Lift what follows ``;base64,`` or is a member called ``data``."""
         self._prefix = f"conserve-{secrets.token_hex(8)}-"
+        self._count = 0
+        self._looked_at: bytes | None = None
+        self._may_hold_media = False
         self.spans: dict[str, bytes] = {}
+        self.raw = self.lift(raw)
+
+    @property
+    def may_hold_media(self) -> bool:
+        """Whether the body, a turn's, may have parts with media; False: it has none."""
+        if self._looked_at is not self.raw:
+            self._looked_at, found = self.raw, _HINT.search(self.raw) or _ESCAPED.search(self.raw)
+            self._may_hold_media = bool(self.spans) or found is not None
+        return self._may_hold_media
+
+    @property
+    def size(self) -> int:
+        """The length of the body with what the marks in it stand for."""
+        found = (mark[0].decode() for mark in _MARKS.finditer(self.raw))
+        more = sum(len(self.spans[mark]) - len(mark) for mark in found if mark in self.spans)
+        return len(self.raw) + more
+
+    def lift(self, raw: bytes) -> bytes:
+        """Return a text with marks for what follows ``;base64,`` or is a member called ``data``."""
         parts: list[bytes] = []
-        at = 0
+        at = end = 0
         for start in sorted((*_after(raw, b";base64,"), *_members(raw))):
-            run = _RUN.match(raw, start)
-            if run is not None and start >= at:
-                parts += (raw[at:start], self.add(run[0]).encode())
-                at = run.end()
-        self.raw = b"".join((*parts, raw[at:])) if parts else raw
+            if start > end:
+                end = raw.find(b'"', start)
+                if end < 0:
+                    break
+            if start < at or end - start < _LEAST_LIFTED_BYTES:
+                continue
+            pieces = _base64(raw, start, end)
+            if pieces:
+                # Other threads run while they are joined.
+                parts += (raw[at:start], self.add(b"".join(pieces)).encode())
+                at = end
+        return b"".join((*parts, raw[at:])) if parts else raw
 
     def add(self, span: bytes) -> str:
         """Return a mark for one more span."""
-        mark = f"{self._prefix}{len(self.spans)}{_END}"
+        mark = f"{self._prefix}{self._count}."
+        self._count += 1
         self.spans[mark] = span
         return mark
 
@@ -147,28 +184,47 @@ class Lifted:
 
     def put_back(self, raw: bytes, marks: Collection[str] | None = None) -> bytes:
         """Return a body with the spans in the places of their marks; None: of all."""
-        prefix, end = self._prefix.encode(), _END.encode()
-        parts: list[bytes] = []
-        at = 0
-        start = raw.find(prefix)
-        while start >= 0:
-            stop = raw.find(end, start) + 1
-            mark = raw[start:stop].decode("ascii", "replace")
-            if mark in self.spans and (marks is None or mark in marks):
-                parts += (raw[at:start], self.spans[mark])
-                at = stop
-            start = raw.find(prefix, start + len(prefix))
-        return b"".join((*parts, raw[at:])) if parts else raw
+        if marks is None:
+            return put_back(raw, self.spans)
+        return put_back(raw, {mark: self.spans[mark] for mark in marks})
+
+
+def put_back(raw: bytes, spans: Mapping[str, bytes]) -> bytes:
+    """Return a body with spans in the places of their marks."""
+    parts: list[bytes] = []
+    at = 0
+    for found in _MARKS.finditer(raw) if spans else ():
+        span = spans.get(found[0].decode())
+        if span is not None:
+            parts += (raw[at : found.start()], span)
+            at = found.end()
+    return b"".join((*parts, raw[at:])) if parts else raw
+
+
+def _base64(raw: bytes, start: int, end: int) -> list[bytes]:
+    """Return a part of a body in pieces if it is all base64, otherwise nothing."""
+    pieces = []
+    # The first ones are short, so that it takes time in proportion to what is base64.
+    size = _LEAST_LIFTED_BYTES
+    while start < end:
+        piece = raw[start : min(start + size, end)]
+        if piece.translate(None, _BASE64):
+            return []
+        pieces.append(piece)
+        start, size = start + size, min(2 * size, _PIECE_BYTES)
+    return pieces
 
 
 def _after(raw: bytes, text: bytes) -> Iterator[int]:
-    at = raw.find(text)
-    for _ in range(_MOST_STARTS):
-        if at < 0:
-            return
-        at += len(text)
-        yield at
-        at = raw.find(text, at)
+    """Yield where a text ends in a body, a few thousand times at most."""
+    at = count = 0
+    while at < len(raw) and count < _MOST_STARTS:
+        end = at + _PIECE_BYTES
+        found = raw.find(text, at, end + len(text) - 1)
+        at = end if found < 0 else found + len(text)
+        if found >= 0:
+            count += 1
+            yield at
 
 
 def _members(raw: bytes) -> Iterator[int]:
@@ -252,7 +308,7 @@ class _Walk:
                 continue
             detail = value.get("detail") if isinstance(value, dict) else given.get("detail")
             url = value.get("url") if isinstance(value, dict) else value
-            new = self.put(Place(where, kind, url, uuid, self._changes(kind, detail)))
+            new = self.put(Place(where, kind, url, uuid, self._changes(kind, detail), given))
             if new is not None and given.get("type") == "input_image":
                 own[member] = new
             elif new is not None:
@@ -274,11 +330,23 @@ class _Walk:
             if not isinstance(data, str) or not isinstance(media_type, str):
                 raise unfit(where, "must have a source with a media_type and data in base64")
             url = f"{_DATA}{media_type};base64,{data}"
-        new = self.put(Place(where, "image", url, None, self._changes("image", None)))
+        new = self.put(Place(where, "image", url, None, self._changes("image", None), block))
         return block if new is None else {**block, "source": {"type": "url", "url": new}}
 
     def _changes(self, kind: str, detail: Any) -> str:
         return f"{kind} {None if detail == 'auto' else detail} {self.changes}"
+
+
+def alone(body: Json, path: str, part: Json) -> Json:
+    """Return a request by the same API of one part with media, and what changes what is made of it.
+
+    An engine makes the same of it as in the turn.
+    """
+    kept = {name: body[name] for name in _CHANGE_MEDIA if name in body}
+    said = [{"role": "user", "content": [part]}]
+    if path == apis.RESPONSES:
+        return {**kept, "input": said, "store": False}
+    return {**kept, "messages": said, "max_tokens": 1}
 
 
 def marks(body: Json, path: str) -> set[str]:
@@ -297,6 +365,22 @@ def marks(body: Json, path: str) -> set[str]:
     except RecursionError:
         raise ApiError(400, "the body is nested too deep") from None
     return found
+
+
+def lifted_media(raw: bytes, path: str) -> Lifted:
+    """Set the data of a body's media aside, and nothing else: other texts are read, and counted."""
+    lifted = Lifted(raw)
+    if not lifted.spans:
+        return lifted
+    served: set[str] = set()
+    try:
+        body = json.loads(lifted.raw)
+        if isinstance(body, dict) and path != apis.COMPLETIONS:
+            served = marks(body, path)
+    except (ValueError, RecursionError, ApiError):
+        pass  # Who reads it refuses it.
+    lifted.drop(lifted.spans.keys() - served)
+    return lifted
 
 
 # --- What they are --------------------------------------------------------------------------------
@@ -324,9 +408,9 @@ def _decoded(encoded: bytes) -> bytes:
     padding = encoded.find(b"=")
     if 0 <= padding < len(encoded) - 2:
         raise ValueError
-    pieces = range(0, len(encoded), _PIECE_CHARS)
+    pieces = range(0, len(encoded), _PIECE_BYTES)
     return b"".join(
-        binascii.a2b_base64(encoded[at : at + _PIECE_CHARS], strict_mode=True) for at in pieces
+        [binascii.a2b_base64(encoded[at : at + _PIECE_BYTES], strict_mode=True) for at in pieces]
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from conserve import identity
 from conserve.history import TurnKey
 
-Role = Literal["prefiller", "decoder"]
+Role = Literal["encoder", "prefiller", "decoder"]
 """The work of an engine; the place where it runs is its tier (`hetero.tiers`)."""
 
 StartPhase = Literal["starting engines", "warming up"]
@@ -81,7 +81,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
         parks: whether it leaves its prompt's KV in host memory.
         prefill_cached_tokens: what the prefiller, which has just computed the prompt, found in
             caches.
-        prefill_encoded: what its images took there.
+        prefill_encoded: what its images took there, and at encoders.
         notes: whether each event is sent with its tokens, since the stream may have to continue
             elsewhere.
         sent_bytes: of a stream that is continued, the length of the notes before the request.
@@ -185,7 +185,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 # Before the path of a turn: the engine checks the request and does not serve it.
 CHECK_PREFIX = "/conserve/check"
-# Before the path of a turn: the engine computes the prompt's KV and stores it.
+# Before the path of a turn: the engine computes the prompt's KV and stores it; an encoder encodes
+# its images.
 PREFILL_PREFIX = "/conserve/prefill"
 # After the path of a turn, with or without a prefix: limit the output to the room that there is.
 ROOM_LEFT = "?room_left"

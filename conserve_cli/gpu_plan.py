@@ -5,11 +5,12 @@ import os
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError
+from conserve.settings import EMBEDDED_MODELS, Settings, SettingsError
 from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import gib
 from hetero.gpu_plan import GpuNode, GpuPlan
+from hetero.vision_tower import TowerNeeds
 
 
 def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
@@ -48,8 +49,9 @@ def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
 
 def require_arguments(settings: Settings, gpu: bool) -> None:
     """Have vLLM check the engine arguments and the model; end with status 2 if it refuses them."""
-    given = (settings.engine, settings.prefillers.engine, settings.decoders.engine)
-    if settings.model == EMBEDDED_MODEL and not any(given):
+    roles = (settings.prefillers, settings.decoders, settings.encoders)
+    given = (settings.engine, *(own.engine for own in roles))
+    if settings.model in EMBEDDED_MODELS and not any(given):
         return
     from deployments.engine_arguments import VllmSilent, refused_arguments
 
@@ -73,7 +75,9 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     table = Table(title=f"{escape(settings.model_id)} on {escape(title)}, GiB of a GPU")
     table.add_column("engines")
     slots = any(one.sm_slots is not None for one in plan.engines)
-    columns = ["GPUs", *(["SM slots"] if slots else []), "weights", "reserve", "KV", "tokens each"]
+    towers = [one.needs.tower for one in plan.engines if one.needs and one.needs.tower]
+    columns = ["GPUs", *(["SM slots"] if slots else []), "weights", "reserve"]
+    columns += [*(["encoder cache"] if towers else []), "KV", "tokens each"]
     for column in columns:
         table.add_column(column, justify="right")
     estimated = False
@@ -88,6 +92,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
             *(["all" if one.sm_slots is None else f"{one.sm_slots} of 10"] if slots else []),
             gib(needs.weights_bytes) if needs else "?",
             gib(needs.reserve_bytes) if needs else "?",
+            *([gib(needs.cache_bytes) if needs else "?"] if towers else []),
             "?" if one.kv_bytes is None else about + gib(one.kv_bytes),
             "?" if one.kv_tokens is None else f"{about}{one.kv_tokens:,}",
         )
@@ -99,6 +104,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     console.print(
         f"Host memory for handoffs: {plan.size_gb:g} GiB a node{kept}{there}.", highlight=False
     )
+    _show_images(towers, plan.images)
     _show_bound(settings)
     for note in plan.notes:
         console.print(f"[yellow]{escape(note)}[/yellow]", highlight=False)
@@ -117,6 +123,8 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         spaces = list(dict.fromkeys(plan.kv_gb.values()))
         space = f"{spaces[0]:g}" if len(spaces) == 1 else " or ".join(f"{one:g}" for one in spaces)
         said += f", each with {space} GiB of KV space (VLLM_CPU_KVCACHE_SPACE)"
+        if encoders := settings.encoders.replicas:
+            said += f", beside {encoders} encoder{'s' if encoders > 1 else ''}"
         if plan.weights_bytes is not None:
             said += f" and all together {gib(plan.weights_bytes)} GiB of weights"
         there = f"; {plan.memory.said()}"
@@ -124,7 +132,22 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         f"{said}. Host memory for handoffs: {settings.lmcache.size_gb:g} GiB a node{there}.",
         highlight=False,
     )
+    _show_images([], "" if plan is None else plan.images)
     _show_bound(settings)
+
+
+def _show_images(towers: list[TowerNeeds], in_host_memory: str) -> None:
+    """Print what images take; nothing for a model that reads text only."""
+    if towers:
+        most = max(towers, key=lambda one: one.encode_bytes)
+        console.print(
+            f"Images: the vision tower is {gib(most.weights_bytes)} GiB of the weights; it encodes "
+            f"{most.batch} in some {gib(most.encode_bytes)} GiB of the reserve; the encoder cache "
+            f"keeps {most.embeddings:,} embeddings.",
+            highlight=False,
+        )
+    if in_host_memory:
+        console.print(f"{in_host_memory[0].upper()}{in_host_memory[1:]}.", highlight=False)
 
 
 def _show_bound(settings: Settings) -> None:

@@ -102,6 +102,7 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> di
             settings.decoders.replicas,
             timeout_s=1800,
             on_progress=on_progress,
+            encoders=settings.encoders.replicas,
         )
 
 

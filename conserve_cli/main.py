@@ -14,7 +14,7 @@ COMMANDS = {
         "Start the application, say when it is ready, and stay until Ctrl-C.",
     ),
     "demo": (
-        "conserve_cli.demo",
+        "conserve_cli.demo.command",
         "Have a few agents work, and show where every prompt's KV came from.",
     ),
     "bench": (

@@ -34,6 +34,9 @@ class Alive(Answer):
         dict[StartPhase, Count] | UnsetType,
         Meta(description=f"Engines that are not ready yet, by phase: {', '.join(START_PHASES)}."),
     ] = UNSET
+    encoders: Annotated[
+        Count | UnsetType, Meta(description="Engines that only encode, where any are wanted.")
+    ] = UNSET
 
 
 class Health(Alive, kw_only=True):

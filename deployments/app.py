@@ -86,9 +86,7 @@ def start_ray(settings: Settings) -> None:
         if settings.device != "cpu":
             settings = with_counts(settings, len(cards_here()))
         # Ray only counts reservations of CPUs; a small machine must not refuse to start.
-        reserved = most_replicas(settings.decoders) * settings.decoders.num_cpus
-        if settings.prefiller_replicas:
-            reserved += most_replicas(settings.prefillers) * settings.prefillers.num_cpus
+        reserved = sum(most_replicas(own) * own.num_cpus for _, own in roles(settings))
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
         if _shm_bytes() < _SMALL_SHM_BYTES:
@@ -146,6 +144,8 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
     if settings.prefiller_replicas:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
+    if settings.encoders.replicas:
+        engines.append(_engines("encoder", settings, settings.encoders, gpu, waiting))
     options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
@@ -264,19 +264,20 @@ def llm_arguments(
     if tier.sm_slots is not None:
         has_lane = connector == _LANE_CONNECTOR
         engine["worker_cls"] = SLOT_LANE_WORKER if has_lane else SLOT_WORKER
-    engine["kv_transfer_config"] = {
-        "kv_connector": connector,
-        "kv_connector_module_path": module,
-        "kv_role": _kv_role(role, settings),
-        # By default vLLM fails the request.
-        "kv_load_failure_policy": "recompute",
-        # Each engine adds the address of its own node's server.
-        "kv_connector_extra_config": {
-            "lmcache.mp.mq_timeout": TRANSFER_TIMEOUT_S,
-            "lmcache.mp.heartbeat_interval": 1,
-            CHUNK_TOKENS: chunk_tokens(settings, gpu),
-        },
-    }
+    if role != "encoder":
+        engine["kv_transfer_config"] = {
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
+            "kv_role": _kv_role(role, settings),
+            # By default vLLM fails the request.
+            "kv_load_failure_policy": "recompute",
+            # Each engine adds the address of its own node's server.
+            "kv_connector_extra_config": {
+                "lmcache.mp.mq_timeout": TRANSFER_TIMEOUT_S,
+                "lmcache.mp.heartbeat_interval": 1,
+                CHUNK_TOKENS: chunk_tokens(settings, gpu),
+            },
+        }
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **tier.resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))

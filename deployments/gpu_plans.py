@@ -69,7 +69,13 @@ def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
 def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | None, str]:
     """Return the model's shape, or why it is not known."""
     try:
-        return model_shape(settings), ""
+        shape = model_shape(settings)
+        if settings.encoders.replicas and not shape.sees:
+            raise SettingsError(
+                f"encoders: {settings.model_id} reads text only, so there is nothing to encode; "
+                "set encoders=0"
+            )
+        return shape, ""
     except ModelMissing as error:
         if model_is_here:
             raise SettingsError(f"model: {error}") from None

@@ -1,9 +1,10 @@
 """Finds what decides a model's size: its ``config.json``, and the size of its weights' files.
 
-They are in a folder, in Hugging Face's cache, or on its hub, from which only the configuration is
-fetched.
+They are in a folder, in Hugging Face's cache, or on its hub, from which only configurations are
+fetched. For a model that reads images, its processor's says how large they may be.
 """
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -24,6 +25,7 @@ from conserve.engines import model_source
 from conserve.settings import Settings
 from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
+from hetero.vision_tower import ENCODERS
 
 _HUB_ERRORS = (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError)
 # After these an engine cannot read the model either. `LocalEntryNotFoundError` means that the hub
@@ -33,6 +35,8 @@ _MISSING = (
     HFValidationError,
 )  # fmt: skip
 _INDEX = "model.safetensors.index.json"
+# Older models have the first one, newer ones the image processor's values within the second.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # vLLM reads these without a `config.json`: Mistral's own format, and GGUF.
 _OTHER_FORMATS = ("params.json", "*.gguf")
 # Bits of a weight by the beginning of vLLM's `quantization`, where engines quantise as they load.
@@ -53,11 +57,12 @@ def model_shape(settings: Settings) -> ModelShape:
     source = model_source(settings.model)
     # Where it matters, roles have the same (`conserve.settings.engine_arguments`).
     arguments = settings.engine | settings.decoders.engine
-    config, weights = _files(source, arguments.get("revision"))
+    config, weights, processor = _files(source, arguments.get("revision"))
+    processor |= arguments.get("mm_processor_kwargs") or {}
     overrides = arguments.get("hf_overrides")
     if isinstance(overrides, dict):
         config = {**config, **overrides}
-    shape = shape_of(config, weights, str(arguments.get("dtype", "auto")))
+    shape = shape_of(config, weights, str(arguments.get("dtype", "auto")), processor)
     method = str(arguments.get("quantization"))
     bits = next((bits for name, bits in _BITS.items() if method.startswith(name)), None)
     if bits is None or config.get("quantization_config"):
@@ -69,15 +74,16 @@ def model_shape(settings: Settings) -> ModelShape:
     )
 
 
-def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | None]:
-    """Return the model's configuration, and the size of its weights in bytes."""
+def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
+    """Return the model's configuration, the size of its weights in bytes, and its processor's."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
             if any(found for name in _OTHER_FORMATS for found in folder.glob(name)):
                 raise ModelUnknown(f"{folder} has no config.json, but another format's files")
             raise ModelMissing(f"{folder / 'config.json'} cannot be read: there is none")
-        return with_defaults(_config(folder / "config.json")), _weights_in(folder)
+        config = _config(folder / "config.json")
+        return with_defaults(config), _weights_in(folder), _processor_in(folder)
     if folder.is_file():
         raise ModelUnknown(f"{folder} is a file, without a configuration beside it")
     cached = (
@@ -87,8 +93,11 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
     )
     if isinstance(cached, str):
         path = Path(cached)
-        return with_defaults(_config(path)), _weights_in(path.parent)
-    return with_defaults(_fetched(source, revision)), _weights_on_hub(source, revision)
+        config = _config(path)
+        return with_defaults(config), _weights_in(path.parent), _processor_in(path.parent)
+    config = _fetched(source, revision)
+    found = _processor_on_hub(source, revision) if any(map(config.get, ENCODERS)) else {}
+    return with_defaults(config), _weights_on_hub(source, revision), found
 
 
 def _is_hub_id(source: str) -> bool:
@@ -103,6 +112,25 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelUnknown(f"{path} is no object")
     return config
+
+
+def _processor_in(folder: Path) -> dict[str, Any]:
+    """Return the values of a folder's image processor; none if it has no such file."""
+    found: dict[str, Any] = {}
+    for path in (folder / name for name in _PROCESSORS):
+        if path.is_file():
+            config = _config(path)
+            inner = config.get("image_processor")
+            found |= inner if isinstance(inner, dict) else config
+    return found
+
+
+def _processor_on_hub(source: str, revision: str | None) -> dict[str, Any]:
+    folder = None
+    for name in _PROCESSORS:
+        with contextlib.suppress(*_HUB_ERRORS):
+            folder = Path(hf_hub_download(source, name, revision=revision, etag_timeout=10)).parent
+    return {} if folder is None else _processor_in(folder)
 
 
 def _weights_in(folder: Path) -> int | None:

@@ -29,7 +29,7 @@ from conserve.parsers import (
     Thinking,
     with_parsers,
 )
-from conserve.settings import EMBEDDED_MODEL, Settings
+from conserve.settings import EMBEDDED_MODELS, Settings
 from hetero.model_shape import ModelUnknown
 
 logger = logging.getLogger("conserve.models")
@@ -43,7 +43,7 @@ _ASKED, _TOOL = "conserve-asked", "conserve_tool"
 
 def parsers_of(settings: Settings) -> Choice:
     """Return settings with parsers for the model that is served, where they name none."""
-    if settings.model == EMBEDDED_MODEL:
+    if settings.model in EMBEDDED_MODELS:
         return with_parsers(settings, None)
     try:
         return with_parsers(settings, prompting(settings))

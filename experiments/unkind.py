@@ -38,6 +38,7 @@ from experiments.harness import Experiment, median_interval, percentile, rounds
 from experiments.warm import WarmTurns
 
 NONE = "none"
+VARYING_BYTES = 8
 _CHAT = "/v1/chat/completions"
 _COMPLETION = "/v1/completions"
 # Room for the rest of a body beside what fills it.
@@ -45,10 +46,15 @@ _SLACK_BYTES = 1024
 
 
 class Unkind(NamedTuple):
-    """One kind of request: a path, and a body or None."""
+    """One kind of request: a path, and a body or None.
+
+    Attributes:
+        varies: where `VARYING_BYTES` of base64 differ from one request to the next.
+    """
 
     path: str
     body: bytes | None
+    varies: Sequence[int] = ()
 
 
 def _chat(**fields: Any) -> Unkind:
@@ -99,6 +105,16 @@ def kinds(settings: Settings) -> dict[str, Unkind]:
     }
 
 
+def varied(unkind: Unkind, body: bytes) -> bytes:
+    """Return the body of the next request of a kind."""
+    if not unkind.varies:
+        return body
+    own = bytearray(body)
+    for at in unkind.varies:
+        own[at : at + VARYING_BYTES] = base64.b64encode(os.urandom(VARYING_BYTES * 3 // 4))
+    return bytes(own)
+
+
 def _send_for_ever(url: str, unkind: Unkind, connections: int, counts: Any) -> None:
     """Be the unkind clients; ``counts`` gets a status for each answer, and never blocks."""
     os.nice(19)
@@ -108,8 +124,9 @@ def _send_for_ever(url: str, unkind: Unkind, connections: int, counts: Any) -> N
         method = "GET" if unkind.body is None else "POST"
         while True:
             try:
+                body = None if unkind.body is None else io.BytesIO(varied(unkind, unkind.body))
                 async with session.request(
-                    method, url + unkind.path, data=unkind.body, headers=headers
+                    method, url + unkind.path, data=body, headers=headers
                 ) as response:
                     await response.read()
                     counts.put(response.status)

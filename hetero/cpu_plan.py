@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from conserve.engines import engine_arguments, engine_environment
 from conserve.settings import Settings, SettingsError
+from conserve.wire import Role
 from hetero import host_memory
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, needs, require_longest, roles, workers
+from hetero.gpu_layout import GIB, gib, require_longest, role_needs, roles, workers
 from hetero.model_shape import ModelShape
 
 _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -15,12 +17,13 @@ _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Memory of an application on CPUs; ``kv_gb`` is each worker's, by role."""
+    """Memory of an application on CPUs; ``kv_gb`` is each worker's, by role that has KV."""
 
     kv_gb: Mapping[str, float]
     weights_bytes: int | None  # Of all engines together.
     size_gb: float  # Of LMCache's server.
     memory: HostMemory
+    images: str = ""  # Host memory for images, in words; empty: the model reads text only.
 
 
 def plan(
@@ -32,19 +35,22 @@ def plan(
     not
     start the engines, or they need more memory than there is.
     """
-    lmcache = settings.lmcache
+    lmcache, encoded = settings.lmcache, host_memory.encoded_bytes(settings, shape)
     if "size_gb" in lmcache.model_fields_set:
-        host_memory.require_room(lmcache.size_gb, memory)
+        host_memory.require_room(lmcache.size_gb, encoded, memory)
     else:
-        size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes)
+        size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes - encoded)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
-    spaces = {name: _kv_bytes(settings, name) for name, _ in roles(settings)}
+    spaces = {name: _kv_bytes(settings, name) for name, _ in roles(settings) if name != "encoders"}
     weights = None
     if shape is not None:
         weights = _require_fit(settings, shape, spaces, memory)
     kv_gb = {name: space / GIB for name, space in spaces.items()}
-    return settings, CpuPlan(kv_gb, weights, lmcache.size_gb, memory)
+    engines = sum(own.replicas for _, own in roles(settings))
+    settings = host_memory.with_prepared(settings, shape, engines, memory.available_bytes)
+    images = host_memory.images_said(settings) if shape is not None and shape.sees else ""
+    return settings, CpuPlan(kv_gb, weights, lmcache.size_gb, memory, images)
 
 
 def _kv_bytes(settings: Settings, name: str) -> int:
@@ -64,27 +70,31 @@ def _require_fit(
 ) -> int:
     weights = 0
     lines = []
-    taken = int(settings.lmcache.size_gb * GIB)
+    encoded = host_memory.encoded_bytes(settings, shape)
+    taken = int(settings.lmcache.size_gb * GIB) + encoded
     for name, own in roles(settings):
         arguments = engine_arguments(settings.model, gpu=False) | settings.engine | own.engine
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
         counted = {"max_num_batched_tokens": 0} | arguments
-        each = replace(needs(shape, counted, card_bytes=0), reserve_bytes=0)
-        if spaces[name] and not each.at_most and "num_gpu_blocks_override" not in arguments:
+        role = cast(Role, name.removesuffix("s"))
+        each = replace(role_needs(role, shape, counted, card_bytes=0), reserve_bytes=0)
+        space = spaces.get(name, 0)
+        if space and not each.at_most and "num_gpu_blocks_override" not in arguments:
             told = "kv_cache_memory_bytes" in arguments and _KV_SPACE not in own.env
             setting = "engine.kv_cache_memory_bytes" if told else f"env.{_KV_SPACE}"
-            require_longest(f"{name}.{setting}", spaces[name], each)
+            require_longest(f"{name}.{setting}", space, each)
         count = own.replicas * workers(settings, own)
         weights += count * each.weights_bytes
-        taken += count * (each.weights_bytes + spaces[name])
+        taken += count * (each.weights_bytes + space)
         lines.append(
             f"{own.replicas} {name} x ({each.weights_bytes / GIB:.1f} weights + "
-            f"{spaces[name] / GIB:.1f} KV space)"
+            f"{space / GIB:.1f} KV space)"
         )
     if taken > memory.total_bytes:
+        images = f" + {gib(encoded)} for encoded images" if encoded else ""
         raise SettingsError(
             f"engines on CPUs do not fit: {' + '.join(lines)} + {settings.lmcache.size_gb:g} for "
-            f"LMCache = {taken / GIB:.1f} GiB, and {memory.said()}; set fewer engines "
+            f"LMCache{images} = {taken / GIB:.1f} GiB, and {memory.said()}; set fewer engines "
             "(prefillers=0 decoders=1 is the least), or a smaller model"
         )
     return weights

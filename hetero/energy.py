@@ -1,8 +1,8 @@
 """Meters GPU energy, and shares it among engines, roles and conversations. Pure.
 
 A GPU's joules go to its engines, hence to their role and phase: a prefiller's to cold prefills, a
-decoder's to the tail (ConServe, section 4.3). Idle power counts, since a waiting GPU is kept for
-its role.
+decoder's to the tail (ConServe, section 4.3), and an encoder's to encoding. Idle power counts,
+since a waiting GPU is kept for its role.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from conserve.history import TurnKey
 
 Key = TypeVar("Key", bound=Hashable)
 
-PHASES = {"prefiller": "cold_prefill", "decoder": "tail"}
+PHASES = {"encoder": "encode", "prefiller": "cold_prefill", "decoder": "tail"}
 # An engine that has not reported its energy for this long is not expected to report again.
 _STALE_S = 60.0
 

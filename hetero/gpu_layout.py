@@ -12,13 +12,14 @@ not start if less than that is free.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from conserve.engines import engine_arguments
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.wire import Role
 from hetero.model_shape import ModelShape
 from hetero.tiers import role_tier
+from hetero.vision_tower import TowerNeeds, tower_needs
 
 GIB = 2**30
 # vLLM's default of `gpu_memory_utilization`. The rest holds CUDA contexts of other processes, such
@@ -38,6 +39,8 @@ _LARGE_BYTES, _LARGE_SEQS, _SEQS = 70 * GIB, 1024, 256
 _HOST_WEIGHT = 3
 # Ray counts GPUs in ten-thousandths.
 _PARTS = 10_000
+# The setting with which engines neither read videos nor keep memory for them.
+WITHOUT_VIDEOS = "engine.limit_mm_per_prompt.video=0"
 # Share of the estimated reserve that vLLM is sure to find taken when it measures.
 _SURE_RESERVE = 0.5
 
@@ -47,15 +50,29 @@ class Needs:
     """GPU memory that each worker of an engine needs."""
 
     weights_bytes: int
-    reserve_bytes: int  # Contexts, graphs and a step of the largest batch; an estimate.
+    # Contexts, graphs and a step of the largest batch, or encoding of one; an estimate.
+    reserve_bytes: int
     kv_token_bytes: float
     least_tokens: int  # The longest sequence, for which vLLM wants room.
     kv_copies: int = 1  # Workers that keep the same KV; one of them stores it for others.
     at_most: bool = False  # Whether that sequence may take less KV than its tokens count for.
+    tower: TowerNeeds | None = None  # Counted in the weights and the reserve, but for its cache.
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of vLLM's encoder cache."""
+        return 0 if self.tower is None else self.tower.cache_bytes
+
+    @property
+    def video_bytes(self) -> int:
+        """Bytes that encoding the largest video takes, with its embeddings; 0: it is no video."""
+        if self.tower is None or not self.tower.has_video:
+            return 0
+        return self.tower.encode_bytes + self.tower.cache_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        return self.weights_bytes + self.reserve_bytes
+        return self.weights_bytes + self.reserve_bytes + self.cache_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -84,6 +101,8 @@ class EnginePlan:
     def kv_tokens(self) -> int | None:
         if self.kv_bytes is None or self.needs is None:
             return None
+        if self.role == "encoder":
+            return 0
         return int(self.kv_bytes / self.needs.kv_token_bytes)
 
 
@@ -91,8 +110,9 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     """Return the settings with the number of engines, and the part of a GPU that each asks for.
 
     By default one GPU has a prefiller and a decoder. Of several, one has a prefiller and each other
-    a decoder. With `Settings.gpus`, more engines than GPUs share them. Tiers and ``num_gpus``
-    disable this layout. Raises `SettingsError` if engines with several workers would share GPUs.
+    a decoder, and encoders have GPUs of their own. With `Settings.gpus`, more engines than GPUs
+    share them. Tiers and ``num_gpus`` disable this layout. Raises `SettingsError` if engines with
+    several workers would share GPUs.
     """
     if laid_out_by_hand(settings):
         return settings
@@ -101,7 +121,8 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
         return settings
     chosen = settings
     if not _given(settings, "decoders"):
-        taken = settings.prefiller_replicas * workers(settings, settings.prefillers)
+        others = [own for name, own in roles(settings) if name != "decoders"]
+        taken = sum(own.replicas * workers(settings, own) for own in others)
         each = workers(settings, settings.decoders)
         chosen = _update(settings, "decoders", replicas=max(1, (cards - taken) // each))
     engines = sum(most_replicas(own) for _, own in roles(chosen))
@@ -126,9 +147,11 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
 def one_engine(settings: Settings) -> Settings | None:
     """Return the settings with one engine that does everything on the one GPU.
 
-    None if they do not allow it: more than one GPU or decoder, or prefillers that were asked for.
+    None if they do not allow it: more than one GPU or decoder, or prefillers or encoders that were
+    asked for.
     """
     asked = settings.decoders.replicas > 1 or _given(settings, "prefillers")
+    asked = asked or bool(settings.encoders.replicas)
     if settings.gpus != 1 or asked or not settings.prefiller_replicas:
         return None
     return _update(_update(settings, "prefillers", replicas=0), "decoders", num_gpus=1)
@@ -140,18 +163,19 @@ def with_memory(
     """Return the settings with the memory that engines on one GPU are told, and the roles' plans.
 
     If all engines share one GPU, each gets its weights and reserve. Of the rest, a decoder gets
-    three times as much as a prefiller, which holds at least the longest sequence.
+    three times as much as a prefiller, which holds at least the longest sequence, and an encoder
+    nothing.
 
     Args:
         settings: from `with_counts`.
-        card_bytes: memory of the smallest GPU that a role (``decoders``, ``prefillers``) may get.
+        card_bytes: memory of the smallest GPU that a role (``decoders``, for instance) may get.
 
     Raises:
         SettingsError: the engines do not fit, or the model or the GPU would have to be known.
     """
     plans: dict[str, EnginePlan] = {}
     for name, own in roles(settings):
-        role: Role = "decoder" if name == "decoders" else "prefiller"
+        role = cast(Role, name.removesuffix("s"))
         slots = role_tier(settings, own, gpu=True).sm_slots
         plan = EnginePlan(
             role, most_replicas(own), workers(settings, own), own.num_gpus, sm_slots=slots
@@ -159,7 +183,7 @@ def with_memory(
         card = card_bytes[name]
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
-            needed = needs(shape, arguments, card)
+            needed = role_needs(role, shape, arguments, card)
             if slots is not None and settings.prefill_lane and settings.hosts(role):
                 graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)
@@ -173,6 +197,20 @@ def with_memory(
         if plan.num_gpus < 1:
             settings = _tell(settings, name, plan)
     return settings, [plans[name] for name, _ in roles(settings)]
+
+
+def role_needs(
+    role: Role, shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int
+) -> Needs:
+    """Return what each worker of a role's engine needs.
+
+    An encoder whose tower is not known counts as the whole model, without KV.
+    """
+    if role != "encoder":
+        return needs(shape, arguments, card_bytes)
+    return encoder_needs(shape, arguments) or replace(
+        needs(shape, arguments, card_bytes), kv_token_bytes=0.0, least_tokens=0
+    )
 
 
 def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> Needs:
@@ -191,14 +229,39 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
     kept_as = str(arguments.get("kv_cache_dtype", "auto"))
     # The part of the weights that vLLM keeps in host memory.
     offloaded = int(float(arguments.get("cpu_offload_gb") or 0) * GIB)
+    weights = (shape.weights_bytes - shape.tower_bytes) // (tensor * pipeline)
+    tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest) if shape.tower else None
+    encode = 0
+    if tower is not None:
+        # Each stage has the tower.
+        weights, encode = weights + tower.weights_bytes, tower.encode_bytes
     return Needs(
-        weights_bytes=max(0, shape.weights_bytes // (tensor * pipeline) - offloaded),
-        reserve_bytes=_CONTEXT_BYTES + graphs + step + sampling,
+        weights_bytes=max(0, weights - offloaded),
+        # An engine encodes between its steps.
+        reserve_bytes=_CONTEXT_BYTES + graphs + max(step + sampling, encode),
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
         kv_copies=tensor if shape.shares_kv else 1,
         at_most=shape.windowed or shape.recurrent,
+        tower=tower,
     )
+
+
+def encoder_needs(shape: ModelShape, arguments: Mapping[str, Any]) -> Needs | None:
+    """Return what each worker of an engine that only encodes needs (vLLM's ``mm_encoder_only``).
+
+    It has no language model, no KV and no graphs. None if the model has no tower that is known, or
+    the engine takes text only.
+    """
+    if shape.tower is None:
+        return None
+    longest = arguments.get("max_model_len", shape.max_model_len)
+    known = isinstance(longest, int) and longest > 0
+    tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest if known else 0)
+    if tower is None:
+        return None
+    reserve = _CONTEXT_BYTES + tower.encode_bytes
+    return Needs(tower.weights_bytes, reserve, kv_token_bytes=0.0, least_tokens=0, tower=tower)
 
 
 def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
@@ -214,8 +277,10 @@ def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
 
 
 def roles(settings: Settings) -> list[tuple[str, RoleSettings]]:
-    """Return the roles that have engines, by their settings' names."""
-    found = [("prefillers", settings.prefillers)] if settings.prefiller_replicas else []
+    """Return the roles that have engines, by their settings' names; decoders are the last."""
+    found = [("encoders", settings.encoders)] if settings.encoders.replicas else []
+    if settings.prefiller_replicas:
+        found.append(("prefillers", settings.prefillers))
     return [*found, ("decoders", settings.decoders)]
 
 
@@ -265,8 +330,10 @@ def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> i
 def _parts_of_one(
     settings: Settings, plans: dict[str, EnginePlan], card_bytes: Mapping[str, int | None]
 ) -> dict[str, EnginePlan]:
-    prefiller, decoder = plans["prefillers"], plans["decoders"]
-    if prefiller.needs is None or decoder.needs is None:
+    decoder = plans["decoders"]
+    prefillers = plans["prefillers"].replicas if "prefillers" in plans else 0
+    encoders = plans["encoders"].replicas if "encoders" in plans else 0
+    if any(one.needs is None for one in plans.values()):
         return plans
     card = card_bytes["decoders"]
     assert card is not None
@@ -276,25 +343,30 @@ def _parts_of_one(
     least = {name: one.needs.least_kv_bytes + rounding
              for name, one in plans.items() if one.needs is not None}  # fmt: skip
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans.values() if one.needs)
-    pool = usable - fixed
+    pool = usable - fixed - encoders * rounding
     if pool < sum(plans[name].replicas * kept for name, kept in least.items()):
         raise SettingsError(_does_not_fit(list(plans.values()), card, usable))
     weight = 1 if settings.prefillers_host else _HOST_WEIGHT
-    kv = pool // (prefiller.replicas + weight * decoder.replicas)
-    kv = max(kv, least["prefillers"])
-    left = (pool - prefiller.replicas * kv) // decoder.replicas
+    kv = pool // (prefillers + weight * decoder.replicas)
+    kv = max(kv, least.get("prefillers", 0))
+    left = (pool - prefillers * kv) // decoder.replicas
     if left < least["decoders"]:
         left = least["decoders"]
-        kv = (pool - decoder.replicas * left) // prefiller.replicas
+        kv = (pool - decoder.replicas * left) // max(1, prefillers)
     parts = {}
-    for name, plan, own_kv in (("prefillers", prefiller, kv), ("decoders", decoder, left)):
+    given = {"encoders": rounding, "prefillers": kv, "decoders": left}
+    for name, plan in plans.items():
         assert plan.needs is not None
-        share = _floor((plan.needs.fixed_bytes + own_kv) / usable)
+        share = _floor((plan.needs.fixed_bytes + given[name]) / usable)
         parts[name] = replace(plan, num_gpus=share, budget_bytes=int(usable * share))
     return parts
 
 
 def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> EnginePlan:
+    if plan.role == "encoder":
+        if plan.needs and plan.budget_bytes and plan.needs.fixed_bytes > plan.budget_bytes:
+            raise SettingsError(_does_not_fit_part(name, plan))
+        return replace(plan, kv_bytes=0, fixed=True)
     told = arguments.get("kv_cache_memory_bytes")
     if told is not None:
         plan = replace(plan, kv_bytes=int(told), fixed=True)
@@ -315,7 +387,8 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
         # vLLM measures, and may find less taken than estimated. Weights never take less, and at
         # least half of the reserve is taken.
         exact = not (plan.needs.at_most or arguments.get("num_gpu_blocks_override"))
-        least = (least if exact else 0) - int((1 - _SURE_RESERVE) * plan.needs.reserve_bytes)
+        unsure = plan.needs.reserve_bytes + plan.needs.cache_bytes
+        least = (least if exact else 0) - int((1 - _SURE_RESERVE) * unsure)
     if kv < least:
         raise SettingsError(_does_not_fit_part(name, plan))
     return replace(plan, kv_bytes=max(0, kv), fixed=shares)
@@ -326,9 +399,10 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
     arguments = arguments_of(settings, own)
     whole = float(arguments.get("gpu_memory_utilization", UTILISATION))
     told = own.engine | {
-        "kv_cache_memory_bytes": plan.kv_bytes,
         "gpu_memory_utilization": max(1 / _PARTS, _floor(whole * plan.num_gpus)),
     }
+    if plan.role != "encoder":
+        told["kv_cache_memory_bytes"] = plan.kv_bytes
     return _update(settings, name, num_gpus=plan.num_gpus, engine=told)
 
 
@@ -360,17 +434,28 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
 
 
 def _sum(needs: Needs) -> str:
+    cache = f" + {gib(needs.cache_bytes)} encoder cache" if needs.tower else ""
+    kv = ""
+    if needs.kv_token_bytes:
+        longest = f"the longest sequence ({needs.least_tokens:,} tokens)"
+        kv = f" + {gib(needs.least_kv_bytes)} KV of {longest}"
     return (
-        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve + "
-        f"{gib(needs.least_kv_bytes)} KV of the longest sequence ({needs.least_tokens:,} tokens)"
+        f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve{cache}{kv}"
         f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
     )
 
 
 def _advice(plans: list[EnginePlan], usable: int) -> str:
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans if one.needs)
+    videos = sum(one.replicas * one.needs.video_bytes for one in plans if one.needs)
+    if videos and fixed - videos < usable:
+        # Shorter sequences have smaller videos, so this is no matter of KV alone.
+        return (
+            f"leave videos out, which take {gib(videos)} GiB ({WITHOUT_VIDEOS}), or set a smaller "
+            "engine.max_model_len"
+        )
     token = sum(one.replicas * one.needs.kv_token_bytes for one in plans if one.needs)
-    tokens = int(0.99 * (usable - fixed) / token) // 256 * 256
+    tokens = int(0.99 * (usable - fixed) / token) // 256 * 256 if token else 0
     if tokens >= 1024:
         return f"set engine.max_model_len={tokens}, which fits, or use more GPUs"
     return (

@@ -1,13 +1,21 @@
 """Plans an application on GPUs: engines, their memory, and host memory for KV. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, EnginePlan, gib, one_engine, roles, with_memory
+from hetero.gpu_layout import (
+    GIB,
+    WITHOUT_VIDEOS,
+    EnginePlan,
+    gib,
+    one_engine,
+    roles,
+    with_memory,
+)
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
@@ -40,6 +48,7 @@ class GpuPlan:
     kept_tokens: int | None  # Tokens that it always keeps.
     notes: tuple[str, ...]  # For operators, one line each.
     memory: HostMemory | None = None  # That of the node with the least.
+    images: str = ""  # Host memory for images, in words; empty: the model reads text only.
 
     def lines(self) -> list[str]:
         said = []
@@ -50,6 +59,8 @@ class GpuPlan:
             if one.needs is not None:
                 parts.append(f"weights {gib(one.needs.weights_bytes)}")
                 parts.append(f"reserve {gib(one.needs.reserve_bytes)}")
+                if one.needs.tower is not None:
+                    parts.append(f"encoder cache {gib(one.needs.cache_bytes)}")
             if one.kv_bytes is not None:
                 told = "" if one.fixed else " (estimated: vLLM measures)"
                 parts.append(f"KV {gib(one.kv_bytes)} GiB{told}")
@@ -59,7 +70,7 @@ class GpuPlan:
         kept = "" if self.kept_tokens is None else f", {self.kept_tokens:,} tokens at least"
         there = f"; {self.memory.said()}" if self.memory else ""
         said.append(f"host memory for handoffs: {self.size_gb:g} GiB a node{kept}{there}")
-        return said
+        return [*said, self.images] if self.images else said
 
 
 def plan(
@@ -101,15 +112,24 @@ def plan(
         notes.append("the weights' size is computed from config.json: their files were not seen")
     if any(one.num_gpus < 1 for one in engines):
         notes += _taken_by_others(nodes)
+    if shape is not None and shape.tower_unknown:
+        notes.append(
+            f"{shape.tower_unknown}: its memory is not counted, nor vLLM's encoder cache; where "
+            "engines share a GPU, leave room for both (a smaller engine.gpu_memory_utilization)"
+        )
+    notes += _with_videos(engines)
     notes += _short(engines)
     notes += _idle(chosen, engines, nodes)
     chosen, kept, warnings = _with_host_memory(chosen, shape, engines, nodes)
     notes += warnings
     cards = tuple(card for node in nodes for card in node.cards)
     gpus = int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
-    size_gb = chosen.lmcache.size_gb
-    memory = _least(nodes).memory if nodes else None
-    return chosen, GpuPlan(gpus, cards, tuple(engines), size_gb, kept, tuple(notes), memory)
+    found_plan = GpuPlan(gpus, cards, tuple(engines), chosen.lmcache.size_gb, kept, tuple(notes))
+    if nodes:
+        found_plan = replace(found_plan, memory=_least(nodes).memory)
+    if shape is not None and shape.sees:
+        found_plan = replace(found_plan, images=host_memory.images_said(chosen))
+    return chosen, found_plan
 
 
 def _one_engine(
@@ -148,6 +168,18 @@ def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
     ]
 
 
+def _with_videos(engines: Sequence[EnginePlan]) -> list[str]:
+    towers = [one.needs.tower for one in engines if one.needs is not None]
+    videos = [one for one in towers if one is not None and one.has_video]
+    if not videos:
+        return []
+    most = max(videos, key=lambda one: one.encode_bytes)
+    return [
+        f"each engine has {gib(most.encode_bytes)} GiB to encode {most.batch}, as vLLM does when "
+        f"it starts; if agents send no videos, {WITHOUT_VIDEOS} leaves most of it to KV"
+    ]
+
+
 def _short(engines: Sequence[EnginePlan]) -> list[str]:
     return [
         f"{one.role}: room for some {one.kv_tokens:,} tokens, and vLLM does not start with less "
@@ -181,26 +213,30 @@ def _with_host_memory(
     engines: Sequence[EnginePlan],
     nodes: Sequence[GpuNode],
 ) -> tuple[Settings, int | None, list[str]]:
-    lmcache = settings.lmcache
+    lmcache, encoded = settings.lmcache, host_memory.encoded_bytes(settings, shape)
     warnings = []
     if "size_gb" in lmcache.model_fields_set:
         for node in nodes:
             if node.memory is not None:
-                host_memory.require_room(lmcache.size_gb, node.memory)
-        if nodes and lmcache.size_gb * GIB > _least(nodes).available_bytes:
+                host_memory.require_room(lmcache.size_gb, encoded, node.memory)
+        if nodes and lmcache.size_gb * GIB + encoded > _least(nodes).available_bytes:
             warnings.append(
-                f"lmcache.size_gb: {lmcache.size_gb:g} GiB, and a node has "
+                f"{host_memory.taken(lmcache.size_gb, encoded)}, and a node has "
                 f"{gib(_least(nodes).available_bytes)} GiB available: Linux may end LMCache's "
                 "server, or an engine, for want of memory"
             )
     elif nodes:
-        available = _least(nodes).available_bytes
+        available = _least(nodes).available_bytes - encoded
         if shape is None:
             size_gb = host_memory.capped_gb(lmcache.size_gb, available)
         else:
             size_gb = host_memory.chosen_gb(settings, shape, engines, len(nodes), available)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
+    if nodes:
+        here = -(-sum(one.replicas for one in engines) // len(nodes))
+        free = _least(nodes).available_bytes
+        settings = host_memory.with_prepared(settings, shape, here, free)
     if shape is None:
         return settings, None, warnings
     token = host_memory.token_bytes(settings, shape, engines[-1], lmcache.size_gb)

@@ -177,7 +177,9 @@ def _require_one_worker(settings: Settings, name: str, own: RoleSettings) -> Non
 
 
 def _are_apart(settings: Settings) -> bool:
-    one, other = (role_tier(settings, own, gpu=True) for _, own in roles(settings))
+    one, other = (
+        role_tier(settings, own, gpu=True) for own in (settings.prefillers, settings.decoders)
+    )
     kinds = [
         {mark for mark in tier.resources if mark.startswith("accelerator_type:")}
         for tier in (one, other)

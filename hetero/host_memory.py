@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from conserve.settings import Settings, SettingsError
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, EnginePlan
+from hetero.gpu_layout import GIB, EnginePlan, gib
 from hetero.model_shape import ModelShape
 
 # The median first prompt of a coding agent.
@@ -22,6 +22,9 @@ _PARKED = 1.5
 _PAGE_BYTES, _SHARED_PAGE_BYTES, _MOST_PAGES = 4096, 64 * 1024, 2**17
 # The rest is for loading weights and for the page cache.
 _HOST_SHARE = 0.5
+# vLLM's engine argument for its caches of prepared images, and its default in GiB; how much of the
+# free memory all of a node's may take.
+PREPARED, _PREPARED_GB, _PREPARED_SHARE = "mm_processor_cache_gb", 4.0, 0.25
 
 
 def chunk_tokens(settings: Settings, gpu: bool) -> int:
@@ -97,16 +100,56 @@ def chosen_gb(
     return float(max(0.5, size // GIB if size >= GIB else 0.5))
 
 
+def encoded_bytes(settings: Settings, shape: ModelShape | None) -> int:
+    """Return a node's host memory for encoded images; 0 for a model that reads text only."""
+    sees = shape is not None and shape.sees
+    # As `deployments.node.node` reserves it.
+    return round(settings.media.encoded_gb * 1e9) if sees else 0
+
+
+def with_prepared(
+    settings: Settings, shape: ModelShape | None, engines: int, available_bytes: int
+) -> Settings:
+    """Return the settings with smaller caches of prepared images where memory is short.
+
+    ``engines`` is how many a node may have. Each has one cache in its server and one in its core,
+    of 4 GiB by vLLM's default: for three engines, all that a machine of 24 GB has.
+    """
+    own = (settings.engine, settings.decoders.engine, settings.prefillers.engine)
+    if shape is None or not shape.sees or any(PREPARED in one for one in own):
+        return settings
+    most = _PREPARED_SHARE * available_bytes / GIB / (2 * max(1, engines))
+    size = max(0.1, int(10 * most) / 10)
+    if size >= _PREPARED_GB:
+        return settings
+    return settings.model_copy(update={"engine": settings.engine | {PREPARED: size}})
+
+
+def images_said(settings: Settings) -> str:
+    """Return in words what a model that sees takes of a node's host memory."""
+    own = (settings.prefillers, settings.decoders)
+    prepared = max(float((settings.engine | one.engine).get(PREPARED, _PREPARED_GB)) for one in own)
+    return (
+        f"host memory for images: {settings.media.encoded_gb:g} GB a node for encoded ones, and up "
+        f"to {prepared:g} GiB for prepared ones in each engine's server, and in its core"
+    )
+
+
 def capped_gb(size_gb: float, available_bytes: int) -> float:
     """Return the default size, or half of the free memory if that is less."""
     most = _HOST_SHARE * available_bytes / GIB
     return size_gb if size_gb <= most else max(0.5, int(2 * most) / 2)
 
 
-def require_room(size_gb: float, memory: HostMemory) -> None:
-    """Raise `SettingsError` if a server is larger than its node's memory."""
-    if size_gb * GIB > memory.total_bytes:
-        raise SettingsError(f"lmcache.size_gb: {size_gb:g} GiB, and {memory.said()}; set less")
+def require_room(size_gb: float, encoded: int, memory: HostMemory) -> None:
+    """Raise `SettingsError` if a server and encoded images are larger than their node's memory."""
+    if size_gb * GIB + encoded > memory.total_bytes:
+        raise SettingsError(f"{taken(size_gb, encoded)}, and {memory.said()}; set less")
+
+
+def taken(size_gb: float, encoded: int) -> str:
+    images = f" and media.encoded_gb: {gib(encoded)}" if encoded else ""
+    return f"lmcache.size_gb: {size_gb:g}{images} GiB"
 
 
 def too_small(size_gb: float, token: float) -> str | None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hetero.vision_tower import Tower, TowerUnknown, tower_of
+
 _DTYPE_BYTES = {
     "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -70,6 +72,20 @@ class ModelShape:
     max_model_len: int | None
     recurrent: bool = False  # Whether layers keep a state (Mamba, linear attention).
     windowed: bool = False  # Whether a long sequence may take less KV than is counted.
+    tower: Tower | None = None  # Counted in the weights.
+    tower_unknown: str = ""  # Why an encoder is not counted; empty: it is, or there is none.
+
+    @property
+    def sees(self) -> bool:
+        """Whether it has an encoder of images, or of other media."""
+        return self.tower is not None or bool(self.tower_unknown)
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the weights that are the tower's."""
+        if self.tower is None:
+            return 0
+        return min(self.weights_bytes, self.tower.parameters * self.value_bytes)
 
     @property
     def shares_kv(self) -> bool:
@@ -92,13 +108,17 @@ def kv_token_values(kv: Sequence[KvLayers], tensor_parallel: int = 1) -> float:
 
 
 def shape_of(
-    config: Mapping[str, Any], weights_bytes: int | None = None, dtype: str = "auto"
+    config: Mapping[str, Any],
+    weights_bytes: int | None = None,
+    dtype: str = "auto",
+    processor: Mapping[str, Any] | None = None,
 ) -> ModelShape:
     """Return a model's shape from its ``config.json``.
 
     Args:
         weights_bytes: size of its weight files; None: computed from the configuration.
         dtype: vLLM's engine argument.
+        processor: values of its ``preprocessor_config.json``; None: it has none.
 
     Raises:
         ModelUnknown: a value is missing.
@@ -117,10 +137,17 @@ def shape_of(
     stored_bytes = _DTYPE_BYTES.get(stored, 2)
     # By default vLLM computes 32-bit models in 16 bits.
     value_bytes = _DTYPE_BYTES.get(dtype, min(stored_bytes, 2) if dtype == "auto" else 2)
+    tower, tower_unknown = None, ""
+    try:
+        tower = tower_of(config, hidden, processor)
+    except TowerUnknown as error:
+        tower_unknown = str(error)
     estimated = weights_bytes is None
     if weights_bytes is None:
         weights_bytes = round(_parameters(own, layers, hidden, heads, kv_heads, head_values)
                               * _parameter_bytes(own, value_bytes))  # fmt: skip
+        # Quantised models keep their towers as they are.
+        weights_bytes += 0 if tower is None else tower.parameters * value_bytes
     elif not own.get("quantization_config"):
         weights_bytes = weights_bytes * value_bytes // stored_bytes
     return ModelShape(
@@ -135,6 +162,8 @@ def shape_of(
         max_model_len=_first(own, _LENGTHS),
         recurrent=_is_recurrent(own),
         windowed=_is_windowed(own),
+        tower=tower,
+        tower_unknown=tower_unknown,
     )
 
 

@@ -88,6 +88,8 @@ def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[s
     roles = [("decoders", settings.decoders)]
     if settings.prefiller_replicas:
         roles.append(("prefillers", settings.prefillers))
+    if settings.encoders.replicas:
+        roles.append(("encoders", settings.encoders))
     # A sentence for each role whose tier no node offers.
     absent = []
     for role, own in roles:

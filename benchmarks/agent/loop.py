@@ -31,8 +31,9 @@ class Reply:
 
 # Takes the messages and the tools, and returns the model's reply.
 Complete = Callable[[Sequence[Message], Sequence[Schema]], Awaitable[Reply]]
-# Carries out a call; raises ToolError for one that it refuses.
-RunTool = Callable[[Call], Value]
+# Carries out a call, and returns a value, or the parts of a message; raises ToolError for a call
+# that it refuses.
+RunTool = Callable[[Call], Value | list[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Turn:
 
     reply: Reply
     calls: tuple[Call | None, ...]
-    results: tuple[str, ...]
+    results: tuple[str | list[Message], ...]
 
 
 @dataclass(slots=True)
@@ -92,12 +93,13 @@ async def run_agent(
 
 def go_on(
     messages: list[Message], message: Message, run_tool: RunTool
-) -> tuple[list[Call | None], list[str]]:
+) -> tuple[list[Call | None], list[str | list[Message]]]:
     """Append a model's message and its tools' results; returns the calls, and what the model is
     told.
     """
     messages.append(message)
-    calls, results = [], []
+    calls: list[Call | None] = []
+    results: list[str | list[Message]] = []
     for asked in message.get("tool_calls") or []:
         call, result = _carried_out(run_tool, asked["function"])
         calls.append(call)
@@ -164,7 +166,7 @@ def _append(calls: dict[int, Message], part: Any) -> None:
         function["arguments"] += part.function.arguments or ""
 
 
-def _carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str]:
+def _carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str | list[Message]]:
     try:
         arguments = json.loads(function["arguments"])
     except ValueError as error:
@@ -173,6 +175,7 @@ def _carried_out(run_tool: RunTool, function: Message) -> tuple[Call | None, str
         return None, json.dumps({"error": "the arguments are no JSON object"})
     call = Call(str(function["name"]), arguments)
     try:
-        return call, json.dumps({"result": run_tool(call)})
+        result = run_tool(call)
     except ToolError as error:
         return call, json.dumps({"error": str(error)})
+    return call, result if isinstance(result, list) else json.dumps({"result": result})

@@ -8,7 +8,8 @@ from conserve.recognition import Chain
 
 _MOST_HOMES = 65_536
 # A prompt that grows by less is not worth counting its tokens and asking where to compute them. A
-# request grows by at least a byte for each token, and mostly by four.
+# request grows by at least a byte for each token, and mostly by four. Images are not counted in its
+# bytes: one may be thousands of tokens, and has to be encoded.
 LARGE_TOKENS = 1_000
 _BYTES_PER_TOKEN = 4
 
@@ -18,16 +19,21 @@ class Home(NamedTuple):
 
     Attributes:
         hints: as the table was last told them.
-        request_bytes: length of its last turn's body; 0 if not known.
+        request_bytes: length of its last turn's body, without images; 0 if not known.
+        media: how many images, or other parts with media, that body had.
     """
 
     decoder_id: str
     url: str
     hints: Hints | None = None
     request_bytes: int = 0
+    media: int = 0
 
-    def appends_much(self, request_bytes: int) -> bool:
-        return 0 < self.request_bytes <= request_bytes - _BYTES_PER_TOKEN * LARGE_TOKENS
+    def appends_much(self, request_bytes: int, media: int) -> bool:
+        if not self.request_bytes:
+            return False
+        more_bytes = request_bytes - self.request_bytes
+        return more_bytes >= _BYTES_PER_TOKEN * LARGE_TOKENS or media > self.media
 
 
 class Homes:

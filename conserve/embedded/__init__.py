@@ -1,12 +1,18 @@
-"""The embedded model: a small Qwen3-architecture checkpoint that needs no download.
+"""The embedded models: small checkpoints that need no download. One reads text, the other sees.
 
-With it the whole system can be run, tested and measured anywhere. ``scripts/embedded`` trained it
-on the tasks of ``benchmarks.agent``: it reads tools' schemas, calls one a turn in the Hermes
-format, and answers with the results. Without tools it answers with parts of what was said to it.
+With them the whole system can be run, tested and measured anywhere.
+
+``scripts/embedded`` trained the first, of Qwen3's architecture, on the tasks of
+``benchmarks.agent``: it reads tools' schemas, calls one a turn in the Hermes format, and answers
+with the results. Without tools it answers with parts of what was said to it.
 
 Its weights rule out all tokens but those that training had it say, and the tokenizer cuts any
 sequence of those as it was said. So an answer sent back as text is found in the prefix cache. Its
 output depends on the conversation, so a wrong or stale KV cache shows in the text.
+
+``scripts/seeing`` trained the second, an Idefics3, on the screens of ``benchmarks.agent.screens``:
+it clicks the highlighted button of the newest screenshot, until none is highlighted. It knows
+nothing else. It has the first one's tokenizer and chat template.
 """
 
 import json
@@ -17,29 +23,44 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 2
+VISION_VERSION = 1
 MODEL_NAME = "conserve-embedded"
+VISION_MODEL_NAME = "conserve-embedded-vision"
+
+# Idefics3's tokens: a placeholder, what stands around a tile, what begins the small version of a
+# whole screenshot, and each of its four tiles. (vLLM cannot serve an image of one tile.) The
+# processor adds the last one by itself if it is not there.
+IMAGE = "<image>"
+_IMAGE_TOKENS = [
+    *(IMAGE, "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"),
+    *("<row_2_col_1>", "<row_2_col_2>", "<end_of_utterance>"),
+]
 
 _HERE = Path(__file__).resolve().parent
 _MAX_POSITION = 32_768
 _EOS = "<|im_end|>"
-_SHIPPED = ("tokenizer.json", "chat_template.jinja", "model.safetensors")
+_PAD = "<|endoftext|>"
 
 
-def model_path(root: Path | None = None) -> Path:
-    """Return the directory of the embedded checkpoint, made on first use (10 MB).
+def model_path(root: Path | None = None, name: str = MODEL_NAME) -> Path:
+    """Return the directory of an embedded model's checkpoint, made on first use (6 to 10 MB).
 
     By default it is in ``$CONSERVE_HOME``, else in ``~/.cache/conserve``. OSError if that is not
     writable.
     """
     base = root or Path(os.environ.get("CONSERVE_HOME") or Path.home() / ".cache" / "conserve")
-    target = base / "models" / f"{MODEL_NAME}-v{VERSION}"
+    version = VISION_VERSION if name == VISION_MODEL_NAME else VERSION
+    target = base / "models" / f"{name}-v{version}"
     if (target / "model.safetensors").exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may do this at once: each makes its own, and the first rename wins.
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        write_checkpoint(staging)
+        if name == VISION_MODEL_NAME:
+            write_vision_checkpoint(staging)
+        else:
+            write_checkpoint(staging)
         os.chmod(staging, 0o755)
         try:
             staging.rename(target)
@@ -57,19 +78,34 @@ def write_checkpoint(directory: Path) -> None:
     tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
     eos = tokenizer.token_to_id(_EOS)
     _write_json(directory / "config.json", _config(tokenizer.get_vocab_size(), eos))
+    for name in ("tokenizer.json", "model.safetensors"):
+        shutil.copyfile(_HERE / name, directory / name)
+    _write_rest(directory, eos)
+
+
+def write_vision_checkpoint(directory: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
+    tokenizer.add_special_tokens(_IMAGE_TOKENS)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    shutil.copytree(_HERE / "vision", directory, dirs_exist_ok=True)
+    _write_rest(directory, tokenizer.token_to_id(_EOS))
+
+
+def _write_rest(directory: Path, eos: int) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": eos})
     _write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": _EOS,
-            "pad_token": "<|endoftext|>",
+            "pad_token": _PAD,
             "model_max_length": _MAX_POSITION,
             "clean_up_tokenization_spaces": False,
         },
     )
-    for name in _SHIPPED:
-        shutil.copyfile(_HERE / name, directory / name)
+    shutil.copyfile(_HERE / "chat_template.jinja", directory / "chat_template.jinja")
 
 
 def _config(vocab_size: int, eos: int) -> dict[str, Any]:

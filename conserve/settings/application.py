@@ -14,6 +14,7 @@ from conserve.settings.engine_arguments import (
     ADAPTERS,
     NOT_BESIDE_A_LANE,
     disagreements,
+    encoders_disagree,
     without_expandable_segments,
     without_reserved,
 )
@@ -31,6 +32,11 @@ from conserve.settings.groups import (
 from conserve.wire import Role
 
 EMBEDDED_MODEL = "embedded"
+# Models that need no download, and the names under which clients ask for them.
+EMBEDDED_MODELS = {
+    EMBEDDED_MODEL: "conserve-embedded",
+    "embedded-vision": "conserve-embedded-vision",
+}
 # The others are there to compare, without more in it.
 
 
@@ -44,14 +50,14 @@ class Settings(Strict):
     model: str = Field(
         default=EMBEDDED_MODEL,
         min_length=1,
-        description="The model that is served: a Hugging Face id or a local path; `embedded` needs "
-        "no download.",
+        description="The model that is served: a Hugging Face id or a local path; `embedded`, and "
+        "`embedded-vision`, which sees, need no download.",
     )
     served_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="The name under which clients ask for the model. Unset: `model`, or "
-        "`conserve-embedded` for the embedded one.",
+        description="The name under which clients ask for the model. Unset: `model`, and "
+        "`conserve-` before it for the embedded ones.",
     )
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto",
@@ -72,15 +78,20 @@ class Settings(Strict):
     decoders: RoleSettings = Field(
         default_factory=lambda: RoleSettings(replicas=2),
         description="How many engines do everything else: decode, and prefill later turns. "
-        "Unset, on GPUs: one for each GPU that no prefiller has, and at least one.",
+        "Unset, on GPUs: one for each GPU that no other engine has, and at least one.",
+    )
+    encoders: RoleSettings = Field(
+        default_factory=lambda: RoleSettings(replicas=0),
+        description="How many engines only encode new images, for the others on their node. They "
+        "do not scale.",
     )
     tiers: dict[str, TierSettings] = Field(
         default_factory=dict,
-        description="Kinds of nodes by name, which `prefillers.tier` and `decoders.tier` refer to.",
+        description="Kinds of nodes by name, which roles' `tier` refers to.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="vLLM engine arguments for both roles (`max_model_len`, `dtype`, ...).",
+        description="vLLM engine arguments for all roles (`max_model_len`, `dtype`, ...).",
     )
     lmcache: LMCacheSettings = Field(
         default_factory=LMCacheSettings,
@@ -208,7 +219,7 @@ class Settings(Strict):
         description="Where agents' tools run, if clients may run commands at all.",
     )
 
-    @field_validator("prefillers", "decoders", mode="before")
+    @field_validator("prefillers", "decoders", "encoders", mode="before")
     @classmethod
     def _replicas_alone(cls, value: Any) -> Any:
         if isinstance(value, bool):
@@ -224,10 +235,10 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _role_arguments(self) -> Self:
-        without_reserved(self.prefillers.engine, "prefillers.engine")
-        without_reserved(self.decoders.engine, "decoders.engine")
-        without_expandable_segments(self.prefillers.env, "prefillers.env")
-        without_expandable_segments(self.decoders.env, "decoders.env")
+        for role in ("prefillers", "decoders", "encoders"):
+            own: RoleSettings = getattr(self, role)
+            without_reserved(own.engine, f"{role}.engine")
+            without_expandable_segments(own.env, f"{role}.env")
         return self
 
     @model_validator(mode="after")
@@ -249,6 +260,29 @@ class Settings(Strict):
             )
             if differing:
                 raise ValueError("\n  ".join(differing))
+        return self
+
+    @model_validator(mode="after")
+    def _encoders_have_somebody_to_encode_for(self) -> Self:
+        if self.encoders.max_replicas is not None:
+            raise ValueError("encoders.max_replicas: encoders do not scale; set encoders.replicas")
+        if not self.encoders.replicas:
+            return self
+        if not (self.media.parts and self.media.encoded_gb):
+            name = "encoded_gb" if self.media.parts else "parts"
+            raise ValueError(
+                f"encoders: media.{name} is 0, so other engines get no images from them; set it, "
+                "or encoders=0"
+            )
+        tier = self.tiers.get(self.encoders.tier or "")
+        if tier is not None and tier.sm_slots is not None:
+            raise ValueError(
+                f"encoders.tier: {self.encoders.tier!r} has sm_slots, which encoders cannot keep "
+                "to; give them another tier"
+            )
+        differing = encoders_disagree(self.engine, self.encoders.engine, self.decoders.engine)
+        if differing:
+            raise ValueError("\n  ".join(differing))
         return self
 
     @model_validator(mode="after")
@@ -277,7 +311,8 @@ class Settings(Strict):
             raise ValueError("gpus: device is cpu; leave one of the two out")
         if self.tiers:
             raise ValueError("gpus: with tiers, say by num_gpus what engines get")
-        for name, role in (("prefillers", self.prefillers), ("decoders", self.decoders)):
+        for name in ("prefillers", "decoders", "encoders"):
+            role: RoleSettings = getattr(self, name)
             if role.tier is not None:
                 raise ValueError(f"gpus: with {name}.tier, say by num_gpus what engines get")
             if "num_gpus" in role.model_fields_set:
@@ -474,7 +509,12 @@ class Settings(Strict):
 
     def hosts(self, role: Role) -> bool:
         """Whether conversations are bound to engines of a role."""
-        return role == "decoder" or self.prefillers_host
+        return role == "decoder" or (role == "prefiller" and self.prefillers_host)
+
+    def of_role(self, role: Role) -> RoleSettings:
+        """The settings of a role's engines."""
+        own: RoleSettings = getattr(self, f"{role}s")
+        return own
 
     @property
     def schedules_conversations(self) -> bool:
@@ -523,7 +563,7 @@ class Settings(Strict):
         """The name under which clients ask for the model."""
         if self.served_model_name:
             return self.served_model_name
-        return "conserve-embedded" if self.model == EMBEDDED_MODEL else self.model
+        return EMBEDDED_MODELS.get(self.model, self.model)
 
 
 def _is_share(text: str) -> bool:

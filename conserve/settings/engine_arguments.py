@@ -77,6 +77,11 @@ _AGREED = {
     "tokenizer_revision": _OTHER_MODEL,
     "mm_hasher_algorithm": "LMCache's keys have images by their hash",
 }
+# Those by which an image becomes something else, or is known by another name.
+_DECIDE_ENCODING = (
+    "dtype", "mm_hasher_algorithm", "mm_processor_kwargs", "media_io_kwargs",
+    *(name for name, why in _AGREED.items() if why == _OTHER_MODEL),
+)  # fmt: skip
 _AGREED_VARIABLES = {
     "VLLM_MLA_DISABLE": _OTHER_BYTES,
     "VLLM_PP_LAYER_PARTITION": _OTHER_BYTES,
@@ -195,6 +200,20 @@ def workers_disagree(
         return None
     own = "decoders" if name in decoders else "prefillers"
     return _line(own, f"engine.{name}", both[0].get(name), both[1].get(name), _OTHER_KEYS)
+
+
+def encoders_disagree(
+    engine: Mapping[str, Any], encoders: Mapping[str, Any], decoders: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each argument by which encoders would encode for nothing."""
+    both = ({**engine, **encoders}, {**engine, **decoders})
+    return [
+        f"encoders.engine.{name}: {_shown(both[0].get(name))}, but decoders have "
+        f"{_shown(both[1].get(name))}, which would make something else of an image; set "
+        f"engine.{name} for all roles"
+        for name in _DECIDE_ENCODING
+        if _compared(name, both[0]) != _compared(name, both[1])
+    ]
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Strict(BaseModel):
 
 
 class RoleSettings(Strict):
-    """The engines of one role: the prefillers or the decoders. A bare number sets ``replicas``."""
+    """The engines of one role, such as the decoders. A bare number sets ``replicas``."""
 
     replicas: int = Field(
         default=1,

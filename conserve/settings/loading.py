@@ -89,14 +89,16 @@ def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
         into, value = nested, arguments[name]
         for part in path:
             # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
-            if part in ("prefillers", "decoders") and not isinstance(into.get(part, {}), dict):
+            roles = ("prefillers", "decoders", "encoders")
+            if part in roles and not isinstance(into.get(part, {}), dict):
                 into[part] = {"replicas": into[part]}
             fields = into.get(part) or {}
             if not isinstance(fields, dict):
                 raise SettingsError(f"bad settings for ConServe\n  {name}: {part} has no fields")
             into[part] = into = dict(fields)
-        if "engine" in path and isinstance(value, str):
-            # From a command line; engine arguments have no declared type to convert to.
+        if isinstance(value, str) and ("engine" in path or value.startswith("[")):
+            # From a command line; engine arguments have no declared type to convert to, and lists
+            # are written as JSON.
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         into[last] = value

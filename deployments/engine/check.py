@@ -3,7 +3,8 @@
 ``POST /conserve/check/v1/chat/completions`` (or another turn's path) runs vLLM's own code for that
 path, up to the call that would schedule the request. So the turn's own rules judge its parameters
 and render its prompt. ``POST /conserve/prefill/...`` has the engine compute the prompt, images
-included, for one token, whatever answer the turn asks for.
+included, for one token, whatever answer the turn asks for. An engine that only encodes computes the
+images alone, and no token.
 
 Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
 ``state.online_renderer``, ``create_error_response``.
@@ -74,9 +75,18 @@ def takes_what_room_is_left() -> bool:
 
 
 def make_checkable(
-    client: Any, renderer: Any, tasks: tuple[str, ...], missing_tokens: MissingTokens
+    client: Any,
+    renderer: Any,
+    tasks: tuple[str, ...],
+    missing_tokens: MissingTokens,
+    *,
+    stores: bool = True,
 ) -> None:
-    """Have an ``AsyncLLM`` judge or prefill requests of a `RequestCheck`, and not serve them."""
+    """Have an ``AsyncLLM`` judge or prefill requests of a `RequestCheck`, and not serve them.
+
+    Args:
+        stores: whether it has a KV connector, by which it stores what it prefills.
+    """
     generate = client.generate
 
     @functools.wraps(generate)
@@ -89,7 +99,7 @@ def make_checkable(
             return answer
         choices = _choices(check.path, sampling_params)
         if check.prefills:
-            stream = generate(prompt, _one_token(), request_id, **options)
+            stream = generate(prompt, _one_token(stores), request_id, **options)
             return _prefilled(check, stream, choices)
         known = ("lora_request", "priority", "data_parallel_rank")
         try:
@@ -143,14 +153,15 @@ async def _answer(
     yield RequestOutput(request_id, None, ids, None, choices, finished=True)
 
 
-def _one_token() -> SamplingParams:
+def _one_token(stores: bool) -> SamplingParams:
+    # A prefiller that hosts conversations stores only what it is told to, as a decoder does.
+    told = {"kv_transfer_params": wire.transfer_params(park=True)} if stores else None
     return SamplingParams(
         max_tokens=1,
         temperature=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # A prefiller that hosts conversations stores only what it is told to, as a decoder does.
-        extra_args={"kv_transfer_params": wire.transfer_params(park=True)},
+        extra_args=told,
     )
 
 

@@ -24,7 +24,7 @@ from autoscale.serve import DECIDED_S, WANTED_REPLICAS
 from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
 from conserve.placement import EngineLoad
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
 from deployments.engine.core import core_loads_first, unnamed_afterwards
@@ -52,13 +52,12 @@ from deployments.threads import give_way_soon
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
+from hetero.vision_tower import ENCODERS
 
 logger = logging.getLogger("ray.serve")
 
 # Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _FREEING_S = 5.0
-# Members of a model's configuration that describe an encoder.
-_ENCODERS = ("vision_config", "audio_config")
 
 
 class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
@@ -66,6 +65,9 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
 
     Ray Serve LLM always asks vLLM for worker processes there. One worker is one more process, which
     imports vLLM for six seconds of a core, takes a part in each step, and half a gigabyte.
+
+    And has prompts of an encoder cut into steps. Without KV, vLLM 0.29 cuts them by this threshold
+    alone, and one that is longer than a step would wait for ever, with all behind it.
     """
 
     def _prepare_engine_config(self, *args: Any) -> Any:
@@ -73,11 +75,18 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
         parallel = config.parallel_config
         if config.device_config.device_type == "cpu" and parallel.world_size == 1:
             parallel.distributed_executor_backend = "uni"
+        if config.ec_transfer_config is not None and config.ec_transfer_config.is_encode_only:
+            scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+            step = min(scheduler.max_num_batched_tokens, longest)
+            scheduler.long_prefill_token_threshold = step
         return engine_args, frontend_args, config
 
 
 class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for it.
-    """A prefiller or a decoder, or both (`Settings.prefillers_host`).
+    """A prefiller or a decoder, or both (`Settings.prefillers_host`), or an encoder.
+
+    An encoder loads no language model, and has no KV and no turns: a prefill on it (see `check`)
+    has the images of a prompt encoded into its node's memory.
 
     Serve takes it for ready when it is warmed up, listens and is known to the conversation table.
     """
@@ -100,8 +109,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
-        own = settings.decoders if role == "decoder" else settings.prefillers
-        self._scales = own.max_replicas is not None
+        self._scales = settings.of_role(role).max_replicas is not None
         # The table's last answer to a beat.
         self._heard: Heard | None = None
         if settings.device == "gpu":
@@ -121,9 +129,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._sm_slots is not None:
             told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
         _tell_connector(llm_config, told)
+        encodes_only = role == "encoder"
         if await asyncio.to_thread(_sees, llm_config):
             arena = await self._node.arena() if settings.media.encoded_gb else ""
-            _share_encoded(llm_config, arena)
+            _share_encoded(llm_config, arena, encodes_only)
+        elif encodes_only:
+            raise SettingsError(f"encoders: {settings.model_id} reads text only; set encoders=0")
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download. Otherwise a process loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -154,7 +165,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             role=role,
             url=self._http.url,
             pid=os.getpid(),
-            capacity_tokens=capacity_tokens(cache),
+            capacity_tokens=0 if encodes_only else capacity_tokens(cache),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
             max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
             tier=tier.name,
@@ -165,9 +176,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             also_hosts=role == "prefiller" and settings.prefillers_host,
             kind=kind_of(client.vllm_config, tier.name),
         )
-        self._table.engine_starting(EngineStarting(self._id, "warming up"))
-        warm_up = WarmUp(client, self._meter, self._info, settings.model_id)
-        self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
+        if not encodes_only:
+            self._table.engine_starting(EngineStarting(self._id, "warming up"))
+            warm_up = WarmUp(client, self._meter, self._info, settings.model_id)
+            self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
         await self._register()
         if self._info.hosts:
             self._reporter.start()
@@ -363,7 +375,9 @@ def _abort(client: Any, request_ids: Sequence[str]) -> None:
 
 
 def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:
-    transfer = config.engine_kwargs["kv_transfer_config"]
+    transfer = config.engine_kwargs.get("kv_transfer_config")
+    if transfer is None:
+        return
     extra = {**transfer["kv_connector_extra_config"], **more}
     config.update_engine_kwargs(kv_transfer_config={**transfer, "kv_connector_extra_config": extra})
 
@@ -386,19 +400,22 @@ def _sees(config: LLMConfig) -> bool:
         # Whatever vLLM makes of the model: it is served, without what its encoders would share.
         logger.warning("the model's configuration cannot be read for its encoders: %s", error)
         return False
-    return any(hasattr(read, name) for name in _ENCODERS)
+    return any(hasattr(read, name) for name in ENCODERS)
 
 
-def _share_encoded(config: LLMConfig, arena: str) -> None:
-    """Have the engine keep what it encodes in its node's arena, if any, and read from there."""
+def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
+    """Have the engine keep what it encodes in its node's arena, if any, and read from there.
+
+    By its role vLLM knows one that only encodes, and loads no language model.
+    """
     config.update_engine_kwargs(
         ec_transfer_config={
             "ec_connector": "NodeEncoderCache",
             "ec_connector_module_path": "deployments.engine.vision.connector",
-            "ec_role": "ec_both",
+            "ec_role": "ec_producer" if encodes_only else "ec_both",
             "ec_connector_extra_config": {
                 ARENA_PATH: arena,
-                TELLS: not config.engine_kwargs.get("disable_log_stats"),
+                TELLS: encodes_only or not config.engine_kwargs.get("disable_log_stats"),
             },
         }
     )

@@ -26,6 +26,7 @@ from deployments.engine.observer import TurnObserver, told_of_caches
 from deployments.engine.refusals import explain_refusals
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.vision.aside import MediaAside
 from deployments.engine.vision.names import keep_media_names
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.engine.vision.prepared import prepare_once
@@ -63,8 +64,9 @@ class EngineHttp:
         renderer = state.online_renderer
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
-        make_checkable(client, renderer, tasks, missing_tokens)
-        keeper = ResponseKeeper(app)
+        stores = client.vllm_config.kv_transfer_config is not None
+        make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
+        keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
         self._host = settings.engine_host
         self._serving: asyncio.Task[None] | None = None
@@ -85,7 +87,7 @@ class EngineHttp:
         listener.bind((host, 0))
         server = uvicorn.Server(
             uvicorn.Config(
-                RequestCheck(self._observer),
+                MediaAside(RequestCheck(self._observer)),
                 log_level="warning",
                 access_log=False,
                 lifespan="off",

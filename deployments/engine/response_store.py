@@ -2,14 +2,16 @@
 
 A client may ask for a response again, or go on from it by its id alone (``previous_response_id``).
 The router then asks the decoders for it. vLLM 0.29's own store is never cleared, and gives back a
-history without its tool calls. This one is bounded, and keeps what the client would have sent.
+history without its tool calls. This one is bounded, and keeps what the client would have sent. Each
+response is kept with its history, and an image once, however many histories have it.
 """
 
 import asyncio
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -19,16 +21,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from conserve import identity, wire
 from conserve.apis import RESPONSES, form_of
 from conserve.history import TurnKey
+from conserve.media import put_back
 from deployments.engine.response_events import AgreeingResponse, is_stream
 
 _T = TypeVar("_T")
 
 # The member of a turn's ASGI scope with its `TurnKey`.
 TURN = "conserve.turn"
+# The member with what marks in its body stand for; see `conserve.media.Lifted`.
+MEDIA = "conserve.media"
 _SMALL_BYTES = 16 * 1024
+# Sent or joined at a time, between other turns' tokens.
+_PIECE_BYTES = 256 * 1024
 _MB = 1_000_000
 # Room for hundreds of histories of the length that clients continue by a response's id.
 ROOM_MB = 64
+# Room for the images of as many histories that have all that a request may have.
+_LARGEST_HISTORIES = 4
 # What an entry takes beside the bytes that it holds.
 _ENTRY_BYTES = 512
 
@@ -55,49 +64,124 @@ _GIVEN = msgspec.json.Decoder(_Given)
 _STORED = ("completed", "incomplete")
 
 
+class Image(NamedTuple):
+    """An image in base64, or another long text, and its hash."""
+
+    digest: bytes
+    text: bytes
+
+
+def hashed(media: Mapping[str, bytes]) -> dict[str, Image]:
+    """Return what marks stand for, to be kept once; of 40 MB it takes a tenth of a second."""
+    return {
+        mark: Image(hashlib.blake2b(text, digest_size=20).digest(), text)
+        for mark, text in media.items()
+    }
+
+
+@dataclass(slots=True)
+class _Images:
+    """Images of entries, each once.
+
+    Attributes:
+        size: of all of them, in bytes.
+    """
+
+    size: int = 0
+    _texts: dict[bytes, bytes] = field(default_factory=dict)
+    _uses: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, image: Image) -> Image:
+        """Count one more entry that has an image; returns the one that is kept."""
+        if image.digest not in self._texts:
+            self._texts[image.digest] = image.text
+            self.size += len(image.text)
+        self._uses[image.digest] = self._uses.get(image.digest, 0) + 1
+        return Image(image.digest, self._texts[image.digest])
+
+    def drop(self, image: Image) -> None:
+        self._uses[image.digest] -= 1
+        if not self._uses[image.digest]:
+            del self._uses[image.digest]
+            self.size -= len(self._texts.pop(image.digest))
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     history_id: str
     request: bytes
     response: bytes
+    # By the marks that stand for them in the request.
+    images: dict[str, Image]
 
     @property
     def size(self) -> int:
         return len(self.request) + len(self.response) + _ENTRY_BYTES
 
+    @property
+    def images_size(self) -> int:
+        return sum(len(text) for text in dict(self.images.values()).values())
+
+    def told(self) -> bytes:
+        """Return a `wire.StoredResponse` in JSON."""
+        texts = {mark: image.text for mark, image in self.images.items()}
+        request, response = msgspec.Raw(self.request), msgspec.Raw(self.response)
+        raw = msgspec.json.encode(wire.StoredResponse(self.history_id, request, response))
+        return put_back(raw, texts)
+
 
 class ResponseStore:
-    """The newest responses, by tenant and id, as far as there is room."""
+    """The newest responses, by tenant and id, as far as there is room.
 
-    def __init__(self, room_bytes: int) -> None:
+    Args:
+        room_bytes: for requests and responses.
+        images_bytes: for the images of requests, in base64.
+    """
+
+    def __init__(self, room_bytes: int, images_bytes: int = 0) -> None:
         self._room = room_bytes
+        self._images_room = images_bytes
         self._used = 0
+        self._images = _Images()
         self._entries: OrderedDict[tuple[str | None, str], _Entry] = OrderedDict()
 
-    def add(self, response_id: str, history_id: str, request: bytes, response: bytes) -> None:
-        entry = _Entry(history_id, request, response)
-        if entry.size > self._room:
+    def add(
+        self,
+        response_id: str,
+        history_id: str,
+        request: bytes,
+        response: bytes,
+        images: Mapping[str, Image] | None = None,
+    ) -> None:
+        """Keep a response.
+
+        Args:
+            images: what marks in the request stand for.
+        """
+        entry = _Entry(history_id, request, response, dict(images or {}))
+        if entry.size > self._room or entry.images_size > self._images_room:
             return
+        for mark, image in entry.images.items():
+            entry.images[mark] = self._images.add(image)
         key = identity.tenant_of(history_id), response_id
         self.discard(*key)
         self._entries[key] = entry
         self._used += entry.size
-        while self._used > self._room:
+        while self._used > self._room or self._images.size > self._images_room:
             self.discard(*next(iter(self._entries)))
 
     def get(self, tenant: str | None, response_id: str) -> bytes | None:
         """Return a `wire.StoredResponse` in JSON; None if the tenant has no such response."""
         entry = self._entries.get((tenant, response_id))
-        if entry is None:
-            return None
-        request, response = msgspec.Raw(entry.request), msgspec.Raw(entry.response)
-        return msgspec.json.encode(wire.StoredResponse(entry.history_id, request, response))
+        return None if entry is None else entry.told()
 
     def discard(self, tenant: str | None, response_id: str) -> bool:
         entry = self._entries.pop((tenant, response_id), None)
         if entry is None:
             return False
         self._used -= entry.size
+        for image in entry.images.values():
+            self._images.drop(image)
         return True
 
 
@@ -107,9 +191,10 @@ class ResponseKeeper:
     It keeps what the client was told, see `deployments.engine.response_events`.
     """
 
-    def __init__(self, app: ASGIApp, room_mb: int = ROOM_MB) -> None:
+    def __init__(self, app: ASGIApp, room_mb: int = ROOM_MB, media_bytes: int = 0) -> None:
         self._app = app
-        self._store = ResponseStore(room_mb * _MB)
+        images_bytes = _LARGEST_HISTORIES * media_bytes * 4 // 3
+        self._store = ResponseStore(room_mb * _MB, images_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,7 +202,7 @@ class ResponseKeeper:
             return
         headers = Headers(scope=scope)
         if scope["path"].startswith(wire.STORED_PREFIX):
-            await self._tell(scope, headers)(scope, receive, send)
+            await self._tell(scope, headers, receive, send)
             return
         key: TurnKey | None = scope.get(TURN)
         if scope["path"] != RESPONSES or scope["method"] != "POST" or key is None:
@@ -127,23 +212,34 @@ class ResponseKeeper:
         asked = await aside(_asked, request)
         if asked is not None and asked.request_id:
             keeps = asked.store is not False
+            images: dict[str, Image] = {}
+            if keeps and (media := scope.get(MEDIA)):
+                images = await asyncio.to_thread(hashed, media)
 
             def keep(response: bytes) -> None:
-                self._store.add(asked.request_id, key.history_id, request, response)
+                self._store.add(asked.request_id, key.history_id, request, response, images)
 
             if keeps:
                 send = _watched(send, keep)
             send = AgreeingResponse(send, asked.request_id, _left_out(asked, keeps)).send
         await self._app(scope, replay(request, receive), send)
 
-    def _tell(self, scope: Scope, headers: Headers) -> Response:
+    async def _tell(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         key = headers.get(wire.TENANT_HEADER), scope["path"].removeprefix(wire.STORED_PREFIX)
         if scope["method"] == "DELETE":
-            return Response(status_code=204 if self._store.discard(*key) else 404)
-        found = self._store.get(*key)
+            status = 204 if self._store.discard(*key) else 404
+            await Response(status_code=status)(scope, receive, send)
+            return
+        # With its images it may be long.
+        found = await asyncio.to_thread(self._store.get, *key)
         if found is None:
-            return Response(status_code=404)
-        return Response(found, media_type="application/json")
+            await Response(status_code=404)(scope, receive, send)
+            return
+        told = Headers({"content-type": "application/json", "content-length": str(len(found))})
+        await send({"type": "http.response.start", "status": 200, "headers": told.raw})
+        for at in range(0, len(found), _PIECE_BYTES):
+            part, more = found[at : at + _PIECE_BYTES], at + _PIECE_BYTES < len(found)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 def _asked(request: bytes) -> _Asked | None:
@@ -202,6 +298,8 @@ async def read_ahead(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             break
+    if sum(map(len, parts)) > _PIECE_BYTES:
+        return await asyncio.to_thread(b"".join, parts)
     return b"".join(parts)
 
 

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ _HEADER_BYTES = _ALIGNED
 _HEAD = struct.Struct(f"<QQ{KEY_BYTES}s")
 _SKIP = bytes(KEY_BYTES)
 _LARGEST_SHARE = 0.25
+# A record is written in milliseconds; a process that was stopped may hold the lock for longer.
+_LONGEST_WAIT_S = 1.0
+_LOOK_S = 0.0002
 
 
 class ArenaError(RuntimeError):
@@ -76,25 +80,25 @@ class Arena:
 
     def get(self, key: bytes) -> bytes | None:
         """Return a copy of a key's data; None if they are not there."""
-        record = self._find(key)
-        if record is None:
-            return None
-        start = self._place(record.at) + _HEAD.size
-        data = self._map[start : start + record.length]
-        if self._left(record) < 0:
-            # It was overwritten meanwhile.
-            return None
-        with self._locked():
+        with self._locked() as locked:
+            record = self._find(key) if locked else None
+            if record is None:
+                return None
             self._counts[_FOUND] += 1
-        return data
+            start = self._place(record.at) + _HEAD.size
+            return self._map[start : start + record.length]
 
     def has(self, key: bytes) -> bool:
-        return self._find(key) is not None
+        """Return whether a key's data are there; this is not counted."""
+        with self._locked() as locked:
+            return locked and self._find(key) is not None
 
     def put(self, key: bytes, data: bytes) -> bool:
         """Write data, unless they are there; returns False if they are too large for the ring."""
         size = -(-(_HEAD.size + len(data)) // _ALIGNED) * _ALIGNED
-        with self._locked():
+        with self._locked() as locked:
+            if not locked:
+                return True
             self._counts[_OFFERED] += 1
             if size > _LARGEST_SHARE * self._room:
                 return False
@@ -136,10 +140,6 @@ class Arena:
         while self._read < whole:
             start = self._place(self._read)
             size, length, key = _HEAD.unpack(self._map[start : start + _HEAD.size])
-            if self._is_lost(self._read):
-                # Where the next one begins cannot be told. What is there is encoded once more.
-                self._read = whole
-                break
             if key != _SKIP:
                 self._known[key] = _Record(self._read, length)
             self._read += size
@@ -156,10 +156,24 @@ class Arena:
         return _HEADER_BYTES + at % self._room
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        # Of a process that is killed, the kernel frees the lock.
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock under which records are read and written; yields whether it was got.
+
+        The kernel orders memory where it hands the lock over, so a reader sees all that the last
+        writer wrote, on ARM as on x86. Of a process that is killed, it frees the lock.
+        """
+        ends_s = time.monotonic() + _LONGEST_WAIT_S
+        while not (got := self._lock()) and time.monotonic() < ends_s:
+            time.sleep(_LOOK_S)
         try:
-            yield
+            yield got
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            if got:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _lock(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

@@ -54,6 +54,9 @@ class FrontDoor:
         environments: the manager of tool environments; None: there are none.
         homes: a memory of where histories live; None: an empty one.
 
+    Attributes:
+        encoders: those that its turns have.
+
     Raises:
         KeyFileError: the settings name a key file that is not usable.
     """
@@ -77,6 +80,7 @@ class FrontDoor:
             settings, table, upstream, router_id, Homes() if homes is None else homes
         )
         stored = turns.stored
+        self.encoders = turns.media.encoders
         tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(

@@ -7,6 +7,7 @@ is connected to.
 
 import asyncio
 import ipaddress
+import json
 import socket
 import threading
 from collections import OrderedDict
@@ -18,15 +19,19 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from conserve.encoders import Encoders
 from conserve.errors import ApiError
 from conserve.media import (
     Lifted,
     Medium,
     Place,
+    alone,
     check_image,
     data_of,
     encoded,
     make_name,
+    name_of,
+    places,
     unfit,
     with_urls,
 )
@@ -61,9 +66,14 @@ class NotFetched(Exception):
 
 @dataclass(eq=False)
 class MediaReader:
-    """Names the media of requests, and keeps what has to be kept of them."""
+    """Names the media of requests, and keeps what has to be kept of them.
+
+    Attributes:
+        encoders: those of this router.
+    """
 
     settings: Settings
+    encoders: Encoders = field(default_factory=Encoders)
     _kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
     _checked: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
 
@@ -86,11 +96,28 @@ class MediaReader:
             ApiError: 400 for media that cannot be served; 503 for too many new ones at a time.
             NotFetched: some are sent by URL, and are not here yet.
         """
+        if not lifted.may_hold_media:
+            return body
         reading = _Reading(self, lifted, salt, fetched or {})
         own = with_urls(body, path, reading.put)
         if reading.missing:
             raise NotFetched(reading.missing, reading.kept)
         return own
+
+    def to_encode(self, own: dict[str, Any], path: str, lifted: Lifted) -> dict[str, bytes]:
+        """Return a body for each medium that encoders may have to encode, by the medium's name.
+
+        Args:
+            own: as `named` returns it.
+        """
+        if not self.settings.encoders.replicas:
+            return {}
+        new = {name_of(place.url) or "": place.part for place in places(own, path)}
+        return {
+            name: lifted.put_back(json.dumps(alone(own, path, part)).encode())
+            for name, part in new.items()
+            if self.encoders.lacks(name)
+        }
 
     async def fetch(self, missing: NotFetched, salt: str | None) -> dict[str, bytes]:
         """Fetch media, and keep them; returns all that the request has by URL.

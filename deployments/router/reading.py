@@ -28,8 +28,6 @@ _SMALL_BYTES = 16 * 1024
 _READER = ThreadPoolExecutor(1, "reader")
 # Images are decoded here, so that no other body waits for them.
 _MEDIA = ThreadPoolExecutor(1, "media")
-# A body without any of these names no media.
-_NAMES_MEDIA = tuple(f'"{name}"'.encode() for name in (*media.MEMBERS, "image", "input_image"))
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 # How half a surrogate pair begins, in a pair too, where it is escaped and where it is not.
@@ -46,19 +44,39 @@ _HALF_BYTES = 6  # Of the escape of one.
 _T = TypeVar("_T")
 
 
-async def understood(raw: bytes, function: Callable[..., _T], *arguments: Any, more: int = 0) -> _T:
+async def lifted_body(raw: bytes, settings: Settings) -> Lifted:
+    """Set the data of a body's media aside; raises ApiError (413) if the rest is too long."""
+    lifted = Lifted(b"")
+    lifted.raw = await lifted_text(raw, lifted)
+    if len(lifted.raw) > settings.max_body_bytes:
+        raise too_long(settings.max_body_bytes)
+    return lifted
+
+
+async def lifted_text(raw: bytes, lifted: Lifted) -> bytes:
+    """Return a text whose long ones are added to ``lifted``, by a thread if it is long."""
+    return lifted.lift(raw) if len(raw) <= _UNPACED_BYTES else await _aside(lifted.lift, raw)
+
+
+async def understood(
+    lifted: Lifted, function: Callable[..., _T], *arguments: Any, more: int = 0
+) -> _T:
     """Call a function that reads a body, in a thread if that may take more than a moment.
 
     Args:
         more: bytes that it reads besides.
     """
-    loop = asyncio.get_running_loop()
-    if any(name in raw for name in _NAMES_MEDIA):
-        return await loop.run_in_executor(_MEDIA, function, *arguments)
-    # With escapes it may name media, too.
-    if len(raw) + more <= _SMALL_BYTES and b"\\u" not in raw:
+    if lifted.may_hold_media:
+        return await _aside(function, *arguments, executor=_MEDIA)
+    if len(lifted.raw) + more <= _SMALL_BYTES:
         return function(*arguments)
-    return await loop.run_in_executor(_READER, function, *arguments)
+    return await _aside(function, *arguments)
+
+
+async def _aside(
+    function: Callable[..., _T], *arguments: Any, executor: ThreadPoolExecutor = _READER
+) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
 
 
 def whole_characters(raw: bytes) -> bytes:
@@ -115,7 +133,7 @@ async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> byt
         if length > limit:
             raise too_long(limit)
         if not message.get("more_body"):
-            return b"".join(parts)
+            return b"".join(parts) if length <= _UNPACED_BYTES else await _aside(b"".join, parts)
         if length > _UNPACED_BYTES:
             await asyncio.sleep(len(parts[-1]) / _PACE_BYTES_S)
 
@@ -153,18 +171,21 @@ def read_json(raw: bytes, path: str, settings: Settings) -> tuple[bytes, dict[st
     return raw, body
 
 
-def read_lifted(raw: bytes, path: str, settings: Settings) -> tuple[Lifted, dict[str, Any]]:
+def read_lifted(lifted: Lifted, path: str, settings: Settings) -> dict[str, Any]:
     """Parse a body as `read_json` does, with the data of its media out of the parser's way.
+
+    What was set aside and is no data of media is put back.
 
     Raises ApiError (413) if it is too long without them.
     """
-    lifted = Lifted(raw)
     longest = settings.max_body_bytes
     if path == TOKENIZE:
         longest = min(longest, budget.MOST_TOKENIZE_BYTES)
     if len(lifted.raw) > longest:
         raise too_long(longest)
     lifted.raw, body = read_json(lifted.raw, path, settings)
+    if not lifted.spans:
+        return body
     served = set() if path == COMPLETIONS else media.marks(body, path)
     if stray := lifted.spans.keys() - served:
         # Other texts have to be read, and counted.
@@ -172,7 +193,7 @@ def read_lifted(raw: bytes, path: str, settings: Settings) -> tuple[Lifted, dict
         if len(lifted.raw) > longest:
             raise too_long(longest)
         lifted.raw, body = read_json(lifted.raw, path, settings)
-    return lifted, body
+    return body
 
 
 def most_bytes(settings: Settings) -> int:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -13,6 +13,7 @@ from conserve.apis import COMPLETIONS, RESPONSES
 from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError
 from conserve.hints import Hints, InvalidHint, hints
+from conserve.media import Lifted, places
 from conserve.recognition import Chain
 from conserve.recognition.apis import continues, heard
 from conserve.recognition.volatile import without_billing_header
@@ -23,6 +24,7 @@ from deployments.router.access import caller_of, tenant_of
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
     changed_body,
+    lifted_body,
     most_bytes,
     read_body,
     read_lifted,
@@ -58,6 +60,8 @@ class ClientRequest:
         final: whether the client says that it is the conversation's last turn.
         takes_room_left: whether less output than it asks for will do, if there is no room.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
+        media: how many images, or other parts with media, it has.
+        to_encode: see `MediaReader.to_encode`; empty once encoders had it.
     """
 
     path: str
@@ -73,6 +77,8 @@ class ClientRequest:
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
     unserved_tools: tuple[str, ...] = ()
+    media: int = 0
+    to_encode: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -110,29 +116,30 @@ async def read_request(
     """
     headers = Headers(scope=scope)
     raw = await read_body(headers, receive, most_bytes(media.settings))
+    lifted = await lifted_body(raw, media.settings)
     goes_on: str | None = None
     if scope["path"] == RESPONSES and stored is not None:
-        raw, goes_on = await stored.with_history(raw, tenant_of(scope))
-    arguments = (scope, headers, raw, media, goes_on)
+        goes_on = await stored.with_history(lifted, tenant_of(scope))
+    arguments = (scope, headers, lifted, media, goes_on)
     try:
-        return await understood(raw, _understood, *arguments)
+        return await understood(lifted, _understood, *arguments)
     except NotFetched as missing:
         caller = caller_of(scope)
         fetched = await media.fetch(missing, None if caller is None else caller.cache_salt)
-        return await understood(raw, _understood, *arguments, fetched)
+        return await understood(lifted, _understood, *arguments, fetched)
 
 
 def _understood(
     scope: Scope,
     headers: Headers,
-    raw: bytes,
+    lifted: Lifted,
     media: MediaReader,
     goes_on: str | None,
     fetched: Mapping[str, bytes] | None = None,
 ) -> ClientRequest:
     path, caller, settings = scope["path"], caller_of(scope), media.settings
     tenant, salt = (None, None) if caller is None else (caller.tenant, caller.cache_salt)
-    lifted, body = read_lifted(raw, path, settings)
+    body = read_lifted(lifted, path, settings)
     asked = resolved(path, body)
     budget.check(asked, path)
     if path == RESPONSES and body.get(PREVIOUS) is not None:
@@ -156,9 +163,9 @@ def _understood(
     own = _forwarded(own, settings)
     takes_room_left = _asks_by_default(headers, body)
     chat = apis.is_dialogue(path)
-    if chat:
-        own = media.named(own, path, lifted, salt, fetched)
-    own = with_salt(own, salt)
+    seen = media.named(own, path, lifted, salt, fetched) if chat else own
+    parts = 0 if seen is own else len(places(seen, path))
+    own = with_salt(seen, salt)
     changed = changed_body(lifted.raw, body, own)
     chain: Chain | None = None
     if chat:
@@ -180,6 +187,8 @@ def _understood(
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
         takes_room_left=takes_room_left,
         unserved_tools=unserved_tools(body) if path == RESPONSES else (),
+        media=parts,
+        to_encode=media.to_encode(own, path, lifted) if chat else {},
     )
 
 

@@ -106,7 +106,7 @@ class Router:
             try:
                 if self._environments is not None:
                     self._environments.beat()
-                await self._table.router_beat(self._id)
+                self._door.encoders.update(await self._table.router_beat(self._id))
             except TableUnavailable as error:
                 logger.warning("router: %s", error)
             except Exception:

@@ -22,7 +22,7 @@ from conserve.settings import Settings
 from deployments import answers
 from deployments.router.access import tenant_of
 from deployments.router.errors import answer_response
-from deployments.router.reading import most_bytes, too_long, understood
+from deployments.router.reading import lifted_text, most_bytes, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -42,50 +42,52 @@ class StoredResponses:
     table: TableClient
     upstream: Upstream
 
-    async def with_history(self, raw: bytes, tenant: str | None) -> tuple[bytes, str | None]:
-        """Return a turn's body with its whole history, and the id of the conversation it continues.
+    async def with_history(self, lifted: Lifted, tenant: str | None) -> str | None:
+        """Put a turn's whole history into its body; returns the conversation that it continues.
 
         Args:
-            raw: as its client has sent it. If it names no response, it is returned, with None.
+            lifted: the body as its client has sent it. If it names no response, it stays as it is,
+                and None is returned.
 
         Raises:
             ApiError: there is no such response, or the body is too large to look for one.
         """
-        if not any(name in raw for name in _NAMES):
-            return raw, None
-        lifted: list[Lifted] = []
-        body = await understood(raw, _parsed, raw, lifted, self.settings.max_body_bytes)
+        if not any(name in lifted.raw for name in _NAMES):
+            return None
+        body = await understood(lifted, _parsed, lifted.raw)
         if not isinstance(body, dict):
-            return raw, None
+            return None
         previous_id = body.get(PREVIOUS)
         items: Any = body.get("input")
         referring = isinstance(items, list) and any(map(_is_reference, items))
         if previous_id is None and not referring:
-            return raw, None
+            return None
         conversation_id: str | None = None
         found: wire.StoredResponse | None = None
         if previous_id is not None:
-            found = await self._previous(previous_id, tenant)
+            found = await self._previous(previous_id, tenant, lifted)
             conversation_id = found.history_id
         if referring:
             body["input"], named_id = await self._with_items(items, tenant, lifted)
             conversation_id = conversation_id or named_id
-        before = 0 if found is None else len(found.request) + len(found.response)
-        whole = await understood(raw, _whole, body, found, lifted, more=before)
+        before = 0 if found is None else _size(found)
+        lifted.raw = await understood(lifted, _whole, body, found, more=before)
         limit = most_bytes(self.settings)
-        if len(whole) > limit:
+        if lifted.size > limit:
             raise ApiError(
                 413,
                 f"the body and its history are longer than {limit} bytes",
                 "body_too_long",
             )
         assert conversation_id is not None
-        return whole, identity.conversation_of(conversation_id)
+        return identity.conversation_of(conversation_id)
 
-    async def _previous(self, response_id: Any, tenant: str | None) -> wire.StoredResponse:
+    async def _previous(
+        self, response_id: Any, tenant: str | None, lifted: Lifted
+    ) -> wire.StoredResponse:
         if not isinstance(response_id, str):
             raise ApiError(400, f"{PREVIOUS} must be a string", param=PREVIOUS)
-        found = await self._find(response_id, tenant)
+        found = await self._find(response_id, tenant, lifted)
         if found is None:
             raise ApiError(
                 404,
@@ -98,12 +100,12 @@ class StoredResponses:
         return found
 
     async def _with_items(
-        self, given: list[Any], tenant: str | None, lifted: list[Lifted]
+        self, given: list[Any], tenant: str | None, lifted: Lifted
     ) -> tuple[list[Any], str]:
         """Put items in the place of references; returns the newest's conversation, too.
 
         Args:
-            lifted: long texts, to which those of the items are added.
+            lifted: the turn's body, to whose long texts those of the items are added.
         """
         known: dict[str, Any] = {}
         looked_up: list[wire.StoredResponse] = []
@@ -116,20 +118,23 @@ class StoredResponses:
                 raise ApiError(400, f"{where}.id must be a string", param=f"{where}.id")
             if id_ not in known:
                 response_id = response_of(id_)
-                found = None if response_id is None else await self._find(response_id, tenant)
+                found = (
+                    None if response_id is None else await self._find(response_id, tenant, lifted)
+                )
                 if found is None:
                     raise _no_item(id_, where)
                 looked_up.append(found)
                 # A response takes as long to read as a body.
-                size = sum(len(one.request) + len(one.response) for one in looked_up)
-                if len(looked_up) > _MOST_LOOKED_UP or size > 2 * most_bytes(self.settings):
+                size = sum(map(_size, looked_up))
+                held = size + sum(map(len, lifted.spans.values()))
+                if len(looked_up) > _MOST_LOOKED_UP or held > 2 * most_bytes(self.settings):
                     raise ApiError(
                         400,
                         f"{where}: the items that are named are of too many responses, or of too "
                         "long ones; send some of them whole",
                         param=where,
                     )
-                known |= await understood(b"", _by_id, found, lifted, more=size)
+                known |= await understood(lifted, _by_id, found, more=size)
             if id_ not in known:
                 raise _no_item(id_, where)
             # No item is named twice: else a short body could become one without bounds.
@@ -148,12 +153,14 @@ class StoredResponses:
                 "unsupported_value",
                 param="stream",
             )
-        found = await self._require(request)
-        return Response(bytes(found.response), media_type="application/json")
+        lifted = Lifted(b"")
+        found = await self._require(request, lifted)
+        response = lifted.put_back(bytes(found.response))
+        return Response(response, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
         """``POST /v1/responses/{id}/cancel``."""
-        await self._require(request)
+        await self._require(request, Lifted(b""))
         raise ApiError(
             400,
             "Cannot cancel a synchronous response. Only one in the background could be, and none "
@@ -169,16 +176,21 @@ class StoredResponses:
             raise _not_found(response_id)
         return answer_response(answers.ResponseDeleted(response_id, True))
 
-    async def _require(self, request: Request) -> wire.StoredResponse:
+    async def _require(self, request: Request, lifted: Lifted) -> wire.StoredResponse:
         response_id = request.path_params["id"]
-        found = await self._find(response_id, tenant_of(request.scope))
+        found = await self._find(response_id, tenant_of(request.scope), lifted)
         if found is None:
             raise _not_found(response_id)
         return found
 
-    async def _find(self, response_id: str, tenant: str | None) -> wire.StoredResponse | None:
+    async def _find(
+        self, response_id: str, tenant: str | None, lifted: Lifted
+    ) -> wire.StoredResponse | None:
+        """Return what a decoder keeps of a response; its long texts are added to ``lifted``."""
         told = await self._ask_decoders("GET", response_id, tenant)
-        return _STORED.decode(told[0]) if told else None
+        if not told:
+            return None
+        return _STORED.decode(await lifted_text(told[0], lifted))
 
     async def _ask_decoders(self, method: Any, response_id: str, tenant: str | None) -> list[bytes]:
         if not _ID.fullmatch(response_id):
@@ -211,12 +223,8 @@ def _not_found(response_id: str) -> ApiError:
     )
 
 
-def _parsed(raw: bytes, lifted: list[Lifted], most_bytes: int) -> Any:
-    """Parse a body, whose long texts are added to ``lifted``; return None if it is no JSON."""
-    lifted.append(Lifted(raw))
-    raw = lifted[-1].raw
-    if len(raw) > most_bytes:
-        raise too_long(most_bytes)
+def _parsed(raw: bytes) -> Any:
+    """Parse a body; return None if it is no JSON."""
     budget.check_raw(raw, chat=True)
     try:
         return json.loads(raw)
@@ -224,29 +232,29 @@ def _parsed(raw: bytes, lifted: list[Lifted], most_bytes: int) -> Any:
         return None  # It is refused where it is read.
 
 
-def _whole(body: dict[str, Any], found: wire.StoredResponse | None, lifted: list[Lifted]) -> bytes:
+def _whole(body: dict[str, Any], found: wire.StoredResponse | None) -> bytes:
     """Return a body that follows the history of ``found``, and names no response."""
     whole = {name: value for name, value in body.items() if name != PREVIOUS}
     if found is not None:
-        whole["input"] = [*_kept(found, lifted), *_items(body.get("input"))]
-    raw = json.dumps(whole).encode()
-    for one in lifted:
-        raw = one.put_back(raw)
-    return raw
+        whole["input"] = [*_kept(found), *_items(body.get("input"))]
+    return json.dumps(whole).encode()
 
 
-def _kept(found: wire.StoredResponse, lifted: list[Lifted]) -> list[Any]:
-    """Return the items that a response answers, and its own; their long texts are lifted."""
-    lifted.append(Lifted(bytes(found.request)))
-    before = json.loads(lifted[-1].raw).get("input")
+def _size(found: wire.StoredResponse) -> int:
+    return len(found.request) + len(found.response)
+
+
+def _kept(found: wire.StoredResponse) -> list[Any]:
+    """Return the items that a response answers, and its own."""
+    before = json.loads(bytes(found.request)).get("input")
     output: list[Any] = json.loads(bytes(found.response))["output"]
     return [*_items(before), *output]
 
 
-def _by_id(found: wire.StoredResponse, lifted: list[Lifted]) -> dict[str, Any]:
+def _by_id(found: wire.StoredResponse) -> dict[str, Any]:
     return {
         item["id"]: item
-        for item in _kept(found, lifted)
+        for item in _kept(found)
         if isinstance(item, dict) and isinstance(item.get("id"), str)
     }
 

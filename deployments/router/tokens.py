@@ -18,6 +18,7 @@ from starlette.responses import Response
 from conserve import budget
 from conserve.apis import COUNT_TOKENS, DETOKENIZE, RESPONSES, TOKENIZE
 from conserve.errors import ApiError
+from conserve.media import Lifted
 from conserve.recognition.volatile import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
@@ -27,6 +28,7 @@ from deployments.router.errors import answer_response, hold_back
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
     changed_body,
+    lifted_body,
     most_bytes,
     read_body,
     read_json,
@@ -91,12 +93,13 @@ class TokensEndpoint:
         raw = await read_body(request.headers, request.receive, longest)
         caller = caller_of(request.scope)
         salt = None if caller is None else caller.cache_salt
-        arguments = (salt, self.media, raw)
+        lifted = await lifted_body(raw, self.settings)
+        arguments = (salt, self.media, lifted)
         try:
-            asked = await understood(raw, judged, *arguments)
+            asked = await understood(lifted, judged, *arguments)
         except NotFetched as missing:
             fetched = await self.media.fetch(missing, salt)
-            asked = await understood(raw, judged, *arguments, fetched)
+            asked = await understood(lifted, judged, *arguments, fetched)
         async with self._one_of_few():
             answer = await self._ask(path, lambda url: self.upstream.answered(url + path, asked))
         return Response(answer, media_type="application/json")
@@ -166,25 +169,31 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
 
 
 def _tokenize(
-    salt: str | None, media: MediaReader, raw: bytes, fetched: Mapping[str, bytes] | None = None
+    salt: str | None,
+    media: MediaReader,
+    lifted: Lifted,
+    fetched: Mapping[str, bytes] | None = None,
 ) -> bytes:
-    lifted, body = read_lifted(raw, TOKENIZE, media.settings)
+    body = read_lifted(lifted, TOKENIZE, media.settings)
     budget.check_tokenize(body, len(lifted.raw))
     own = media.named(body, TOKENIZE, lifted, salt, fetched)
     return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
-def _detokenize(salt: str | None, media: MediaReader, raw: bytes) -> bytes:
-    raw, body = read_json(raw, DETOKENIZE, media.settings)
+def _detokenize(salt: str | None, media: MediaReader, lifted: Lifted) -> bytes:
+    raw, body = read_json(lifted.put_back(lifted.raw), DETOKENIZE, media.settings)
     budget.check_detokenize(body)
     return raw
 
 
 def _count_tokens(
-    salt: str | None, media: MediaReader, raw: bytes, fetched: Mapping[str, bytes] | None = None
+    salt: str | None,
+    media: MediaReader,
+    lifted: Lifted,
+    fetched: Mapping[str, bytes] | None = None,
 ) -> bytes:
     settings = media.settings
-    lifted, body = read_lifted(raw, COUNT_TOKENS, settings)
+    body = read_lifted(lifted, COUNT_TOKENS, settings)
     budget.check(body, COUNT_TOKENS)
     # vLLM's error, where there is no name, is one of the server's.
     own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)

@@ -1,10 +1,11 @@
 """Serves turns: where one goes, on a first turn the prefill before it, its answer, and its end."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -34,6 +35,7 @@ from deployments.router.answer import (
     RelayedAnswer,
     StreamBroken,
 )
+from deployments.router.encoding import Encoding
 from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.media import MediaReader
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
@@ -71,6 +73,7 @@ class TurnEndpoint:
         self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
         self.stored = StoredResponses(self.settings, self.table, self.upstream)
         self.media = MediaReader(self.settings)
+        self.encoding = Encoding(self.upstream, self.media.encoders)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
@@ -125,6 +128,7 @@ class Turn:
         self._upstream = endpoint.upstream
         self._homes = endpoint.homes
         self._systems = endpoint.systems
+        self._encoding = endpoint.encoding
         self._router_id = endpoint.router_id
 
         # The request, and what its client has of the answer.
@@ -138,6 +142,7 @@ class Turn:
         self._history_id: str | None = None
         self._let_in = False
         self._lost: set[str] = set()
+        self._encoded = wire.NOTHING_ENCODED
         self._continued = 0
 
         # The attempt under way.
@@ -202,7 +207,7 @@ class Turn:
         home = self._homes.find(self._stated_id, asked.chain, self._hints)
         if home is None:
             return _Attempt()
-        if self._settings.moves_appends and home.appends_much(asked.size):
+        if self._settings.moves_appends and home.appends_much(asked.size, asked.media):
             return _Attempt(counter=home)
         limits = None if asked.tenant is None else asked.tenant.limits
         if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
@@ -263,6 +268,7 @@ class Turn:
             plan = answer
         self._history_id = plan.turn.history_id
         attempt.plan = plan
+        await self._encode(plan.prefiller_url or plan.decoder_url)
         if plan.prefiller_url is not None:
             if counted is None:
                 counted = await self._count(plan.decoder_url, plan.decoder_id)
@@ -302,6 +308,9 @@ class Turn:
             counted = counted_as_sent(self._request)
             if counted is None:
                 counted = await count_prompt(self._request, self._upstream, url)
+                if self._encoding.encoders.has_any:
+                    # No engine that computes prompts will encode them.
+                    counted = replace(counted, encode_tokens=0)
             if self._sent is None:
                 return counted
             sent = wire.read_notes(self._sent)
@@ -309,6 +318,17 @@ class Turn:
         except EngineUnreachable as error:
             await self._report_if_lost(engine_id, url, str(error), error.had_request)
             raise
+
+    async def _encode(self, url: str) -> None:
+        """Have encoders beside the engine at ``url`` encode what is new there, if there are any."""
+        if not self._request.to_encode:
+            return
+        encoded, broken = await self._encoding.encode(self._request, url)
+        self._encoded = self._encoded.plus(encoded)
+        for encoder, error in broken:
+            with contextlib.suppress(TableUnavailable):
+                await self._report_if_lost(encoder.id, encoder.url, str(error), error.had_request)
+        self._require_another_try()
 
     async def _prefill(self, plan: TurnPlan, counted: CountedPrompt) -> None:
         assert plan.prefiller_url is not None
@@ -352,6 +372,7 @@ class Turn:
         asked, home = self._request, self._attempt.home
         if home is None:
             return False
+        await self._encode(home.url)
         chain, tenant = asked.chain, asked.tenant
         straight = wire.Straight(
             self._router_id,
@@ -359,7 +380,8 @@ class Turn:
             self._stated_id,
             None if tenant is None else tenant.name,
         )
-        headers = self._headers(straight=straight, root=b"" if chain is None else chain.root)
+        root = b"" if chain is None else chain.root
+        headers = self._headers(straight=straight, root=root, prefill_encoded=self._encoded)
         url = home.url + asked.engine_path
         try:
             async with self._upstream.post(url, asked.raw, headers) as response:
@@ -373,7 +395,7 @@ class Turn:
                     self._attempt.plan = TurnPlan(key, home.decoder_id, home.url, later=True)
                     self._history_id = key.history_id
                     self._let_in = self._attempt.at_decoder = True
-                    home = home._replace(request_bytes=asked.size)
+                    home = home._replace(request_bytes=asked.size, media=asked.media)
                     self._homes.remember(self._stated_id, asked.chain, home)
                 await self._relay(response, home.decoder_id, home.url)
         except EngineUnreachable:
@@ -406,7 +428,9 @@ class Turn:
             looks_up=plan.looks_up,
             parks=plan.parks,
             prefill_cached_tokens=None if prefilled is None else prefilled.cached_tokens,
-            prefill_encoded=wire.NOTHING_ENCODED if prefilled is None else prefilled.encoded,
+            prefill_encoded=self._encoded.plus(
+                wire.NOTHING_ENCODED if prefilled is None else prefilled.encoded
+            ),
             sent_bytes=0 if self._sent is None else len(self._sent),
         )
         body, record = asked.raw, self._answer.record
@@ -420,7 +444,8 @@ class Turn:
         url = plan.decoder_url + asked.engine_path
         async with self._upstream.post(url, body, headers) as response:
             if plan.direct and response.status == 200:
-                home = Home(plan.decoder_id, plan.decoder_url, self._hints, asked.size)
+                at = plan.decoder_id, plan.decoder_url
+                home = Home(*at, self._hints, asked.size, asked.media)
                 self._homes.remember(self._stated_id, asked.chain, home)
             await self._relay(response, plan.decoder_id, plan.decoder_url)
 

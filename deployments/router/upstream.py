@@ -1,5 +1,7 @@
 """Calls engines over HTTP."""
 
+import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,6 +19,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 5.0
 # vLLM may print the whole request in a refusal.
 _LONGEST_ERROR_BYTES = 64 * 1024 * 1024
+_LONG_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,9 @@ class Upstream:
                 return None
             if response.status not in (200, 204):
                 raise await engine_error(response)
-            return await response.read()
+            # It may have a whole history's images.
+            parts = [part async for part in response.content.iter_any()]
+            return await asyncio.to_thread(b"".join, parts)
 
     async def described(self, url: str) -> dict[str, Any]:
         """Return an engine's OpenAPI document, of the paths that routers ask for."""
@@ -135,8 +140,10 @@ class Upstream:
     async def _exchange(
         self, method: str, url: str, raw: bytes | None = None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        # A long one is sent in pieces, between which other turns' tokens are passed on.
+        data = raw if raw is None or len(raw) <= _LONG_BYTES else io.BytesIO(raw)
         try:
-            async with self._open().request(method, url, data=raw, headers=headers) as response:
+            async with self._open().request(method, url, data=data, headers=headers) as response:
                 yield response
         except aiohttp.ConnectionTimeoutError as error:
             raise EngineUnreachable(

@@ -49,11 +49,15 @@ class Recovery:
         return self.complete.is_set() or self.age_s >= RECOVERY_S
 
     def look(self) -> None:
-        """End it if as many engines are known as a predecessor wanted, or as will start."""
+        """End it if as many engines are known as a predecessor wanted, or as will start.
+
+        Turns do not need encoders.
+        """
         wanted = self.autoscaler.wanted
         if all(
             self.registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
             for role in wanted
+            if role != "encoder"
         ):
             self.complete.set()
 

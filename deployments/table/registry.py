@@ -4,6 +4,7 @@ from collections import Counter
 from urllib.parse import urlsplit
 
 from conserve.conversations import ConversationTable
+from conserve.encoders import Encoder
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.history import History
 from conserve.placement.load import EngineLoad
@@ -64,7 +65,8 @@ class Registry:
             self._ended.setdefault(engine.id, [])
             if engine.registration:
                 self._table.notices.add(engine.id, engine.registration)
-        self._table.engine_joined(engine.id, engine.kind, engine.handoffs)
+        if engine.role != "encoder":
+            self._table.engine_joined(engine.id, engine.kind, engine.handoffs)
         if engine.leaving:
             self._table.leave(engine.id)
         self.engines[engine.id] = engine
@@ -98,7 +100,7 @@ class Registry:
     def _count_host_memory(self) -> None:
         """Count host memory once a node: engines that share an address share a server."""
         if self._table.memory is not None:
-            engines = self.engines.values()
+            engines = [one for one in self.engines.values() if one.role != "encoder"]
             of_node = {urlsplit(one.url).hostname: one.host_tokens for one in engines}
             self._table.memory.set_host_tokens(sum(of_node.values()))
 
@@ -109,6 +111,11 @@ class Registry:
         """Count a role's engines, and those of them that are leaving."""
         found = [engine.id for engine in self.engines.values() if engine.role == role]
         return len(found), sum(map(self._table.is_leaving, found))
+
+    def encoders(self) -> list[Encoder]:
+        """Return the engines that only encode."""
+        engines = self.engines.values()
+        return [Encoder(one.id, one.url) for one in engines if one.role == "encoder"]
 
     def tokenizer(self) -> EngineInfo | None:
         """Return the engine to count a prompt: the likeliest prefiller for it, or a decoder."""

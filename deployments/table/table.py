@@ -22,6 +22,7 @@ from conserve.admission import Admission
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
+from conserve.encoders import Encoder
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
@@ -280,17 +281,23 @@ class TableService:
 
     # --- what can be asked -------------------------------------------------------------------
 
-    async def router_beat(self, router_id: str) -> None:
+    async def router_beat(self, router_id: str) -> list[Encoder]:
+        """Note that a router lives; returns the encoders that it may send images to."""
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
+        return self._registry.encoders()
 
     async def health(self) -> answers.Alive:
         """Count the engines of each role that are alive, and those that start, by what they do."""
         await self._recovery.not_ready()
         roles = [engine.role for engine in self._registry.engines.values()]
         starting = self._registry.starting(time.monotonic())
+        wants_encoders = "encoder" in self._autoscaler.wanted
         return answers.Alive(
-            roles.count("prefiller"), roles.count("decoder"), starting or msgspec.UNSET
+            roles.count("prefiller"),
+            roles.count("decoder"),
+            starting or msgspec.UNSET,
+            roles.count("encoder") if wants_encoders else msgspec.UNSET,
         )
 
     async def engines(self, exact: bool = False) -> list[answers.Engine]:

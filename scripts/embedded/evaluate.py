@@ -20,17 +20,17 @@ from rich.progress import Progress
 
 from benchmarks.agent import Score, Session, client_complete, make_session, run_agent, score
 from conserve.engines import engine_environment, model_source, server_command
-from conserve.settings import EMBEDDED_MODEL
+from conserve.settings import EMBEDDED_MODEL, EMBEDDED_MODELS
 
-MODEL = "conserve-embedded"
+MODEL = EMBEDDED_MODELS[EMBEDDED_MODEL]
 _PORT = 8193
 _MAX_TOKENS = 256
 _START_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
-def server(dtype: str, log: Path) -> Iterator[str]:
-    """Run vLLM's own server on the embedded model; yield its URL."""
+def server(dtype: str, log: Path, model: str = EMBEDDED_MODEL) -> Iterator[str]:
+    """Run vLLM's own server on an embedded model; yield its URL."""
     arguments = {
         "dtype": dtype,
         "max_model_len": 16384,
@@ -38,8 +38,8 @@ def server(dtype: str, log: Path) -> Iterator[str]:
         "enable_auto_tool_choice": True,
         "tool_call_parser": "hermes",
     }
-    command = server_command(model_source(EMBEDDED_MODEL), MODEL, _PORT, arguments)
-    environment = engine_environment(EMBEDDED_MODEL, gpu=False)
+    command = server_command(model_source(model), EMBEDDED_MODELS[model], _PORT, arguments)
+    environment = engine_environment(model, gpu=False)
     url = f"http://127.0.0.1:{_PORT}"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -26,6 +26,7 @@ class Application:
         file: text of a Serve config file that is run instead, as ``serve deploy`` would.
         prefillers: how many it begins with.
         decoders: how many it begins with.
+        encoders: how many it has.
         lone_engine: whether a bare engine runs beside it, to compare answers with.
         no_compiler: whether it runs with no compiler on PATH, as on a machine that has none.
         make_model: makes the model that they serve, in a folder; unset, it is the embedded one.
@@ -36,6 +37,7 @@ class Application:
     file: str | None = None
     prefillers: int = 1
     decoders: int = 1
+    encoders: int = 0
     lone_engine: bool = False
     no_compiler: bool = False
     make_model: Callable[[Path], None] | None = None
@@ -80,8 +82,36 @@ PAUSING = Application(
     decoders=2,
 )
 
-# The ConServe paper's system.
-PAPER = Application("paper", (*_ENGINES, "like=conserve_paper", "decoders=2"), decoders=2)
+# One engine with a model that is shown images, which may fetch from names that stand for addresses
+# that it must not connect to.
+SIGHTED = Application(
+    "sighted",
+    (
+        *_ENGINES,
+        "prefillers=0",
+        "decoders=1",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=4096",
+        'allowed_media_domains=["127.0.0.1", "localhost", "2130706433", "017700000001", "::1", '
+        '"::ffff:127.0.0.1", "169.254.169.254", "10.0.0.1"]',
+    ),
+    prefillers=0,
+    make_model=make_vision_model,
+)
+
+# The ConServe paper's system, with a model that is shown images: `make test` sees a few.
+PAPER = Application(
+    "paper",
+    (
+        *_ENGINES,
+        "like=conserve_paper",
+        "decoders=2",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=4096",
+    ),
+    decoders=2,
+    make_model=make_vision_model,
+)
 
 # One engine that does everything, and is full soon.
 ONE = Application(
@@ -230,17 +260,22 @@ CLIENTS = Application(
     decoders=2,
 )
 
-# A model that is shown images, under the name that tests ask for.
+# A model that is shown images, under the name that tests ask for, with an engine that encodes them.
 VISION = Application(
     "vision",
     (
         *_COMMON,
+        "encoders=1",
+        # An image has more tokens than a step.
+        "encoders.engine.max_num_batched_tokens=96",
+        "encoders.engine.max_num_seqs=8",
         "decoders=2",
         "served_model_name=conserve-embedded",
         "engine.max_model_len=4096",
         "engine.worker_extension_cls=tests.engines.vision.failing.FailingWorker",
     ),
     decoders=2,
+    encoders=1,
     lone_engine=True,
     make_model=make_vision_model,
 )
@@ -314,6 +349,7 @@ APPLICATIONS = (
         SCALING,
         BURSTS,
         VISION,
+        SIGHTED,
         COMPATIBLE,
         GPU,
         GPU_SLOTS,

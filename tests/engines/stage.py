@@ -66,6 +66,7 @@ class Stage:
             self._application.prefillers,
             self._application.decoders,
             timeout_s=timeout_s,
+            encoders=self._application.encoders,
         )
 
     def clear(self) -> None:

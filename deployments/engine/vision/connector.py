@@ -4,6 +4,8 @@ It is vLLM's encoder-cache connector. The scheduler looks for an image by its id
 the name that a router has given it (`conserve.media`). If the node has it (`NodeImages`), the
 scheduler sends a copy to the worker, for vLLM's own encoder cache; otherwise it is encoded, and
 written. With a request's last output the scheduler tells what its images took (`wire.Encoded`).
+
+One that only encodes skips what the node has, and loads nothing.
 """
 
 from collections import OrderedDict
@@ -51,6 +53,8 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
     # --- In the scheduler ---------------------------------------------------------------------
 
     def has_cache_item(self, identifier: str) -> bool:
+        if not self.is_consumer:
+            return self._images.has(identifier)
         if identifier not in self._found:
             data = self._images.get(identifier)
             if data is not None:
@@ -63,6 +67,8 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         if data is not None:
             self._to_load[image.identifier] = data
             took = Encoded(node_images=1)
+        elif not self.is_consumer and self._images.has(image.identifier):
+            return
         else:
             took = Encoded(1, image.mm_position.get_num_embeds())
         before = self._took.get(request.request_id, NOTHING_ENCODED)

@@ -27,7 +27,8 @@ from vllm.exceptions import VLLMUnprocessableEntityError
 logger = logging.getLogger("conserve.engine")
 
 _MOST_REMEMBERED = 4_096
-# In the connector's configuration: whether the engine's server gets statistics.
+# In the connector's configuration: whether the engine's server gets statistics, or needs none since
+# it has no KV. What an encoder fails on is encoded by the engine that needs it, which tells.
 TELLS = "conserve.statistics"
 
 # --- In the worker --------------------------------------------------------------------------------

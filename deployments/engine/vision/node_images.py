@@ -38,6 +38,9 @@ class NodeImages:
     def keeps(self) -> bool:
         return self._arena is not None
 
+    def has(self, identifier: str) -> bool:
+        return self._arena is not None and self._arena.has(self._key(identifier))
+
     def get(self, identifier: str) -> bytes | None:
         return None if self._arena is None else self._arena.get(self._key(identifier))
 
@@ -54,7 +57,7 @@ class NodeImages:
         return sum(
             position.get_num_embeds()
             for identifier, position in dict(images).items()
-            if self._arena is None or not self._arena.has(self._key(identifier))
+            if not self.has(identifier)
         )
 
     def _key(self, identifier: str) -> bytes:

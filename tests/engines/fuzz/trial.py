@@ -6,7 +6,7 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
@@ -92,8 +92,23 @@ class Report:
         return "\n".join(lines)
 
 
-def try_all(url: str, cases: Iterator[Case], seed: int, clients: int = 8) -> Report:
-    """Send every case, several at a time."""
+Judge = Callable[[Case, Response], None]
+
+
+def try_all(
+    url: str,
+    cases: Iterator[Case],
+    seed: int,
+    clients: int = 8,
+    patience_s: Sequence[float] = _PATIENCE_S,
+    also: Judge = lambda case, response: None,
+) -> Report:
+    """Send every case, several at a time.
+
+    Args:
+        patience_s: one of these is how long a client waits for a turn.
+        also: raises `Wrong` for an answer that may not be, besides what `judge` finds.
+    """
     report = Report()
     rng = random.Random(seed)
     waiting: Queue[tuple[Case, float] | None] = Queue(clients)
@@ -101,13 +116,13 @@ def try_all(url: str, cases: Iterator[Case], seed: int, clients: int = 8) -> Rep
     def work() -> None:
         with requests.Session() as session:
             while (given := waiting.get()) is not None:
-                _try_one(url, session, *given, report)
+                _try_one(url, session, *given, report, also)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(clients)]
     for thread in threads:
         thread.start()
     for number, case in enumerate(cases):
-        waiting.put((case, rng.choice(_PATIENCE_S)))
+        waiting.put((case, rng.choice(patience_s)))
         if number % 500 == 499:
             logger.info("%d cases, %d findings", number + 1, len(report.findings))
     for _ in threads:
@@ -118,7 +133,7 @@ def try_all(url: str, cases: Iterator[Case], seed: int, clients: int = 8) -> Rep
 
 
 def _try_one(
-    url: str, session: requests.Session, case: Case, patience_s: float, report: Report
+    url: str, session: requests.Session, case: Case, patience_s: float, report: Report, also: Judge
 ) -> None:
     data = raw_body(case)
     sent = {} if data is None else {"data": data}
@@ -138,6 +153,7 @@ def _try_one(
     report.add(str(response.status_code))
     try:
         judge(case, response)
+        also(case, response)
     except FailureGroup as failures:
         for failure in failures.exceptions:
             what = f"{case.operation.label}: {response.status_code} {failure}"[:400]

@@ -1,4 +1,4 @@
-"""The ConServe paper's system, and one engine that does everything."""
+"""The ConServe paper's system, which is shown images too, and one engine that does everything."""
 
 import asyncio
 import random
@@ -6,9 +6,11 @@ import random
 import httpx
 import pytest
 
+from conserve.apis import CHAT, MESSAGES, RESPONSES
 from tests.engines.applications import ONE, PAPER
-from tests.engines.client import Agent, engines, prose
+from tests.engines.client import Agent, engines, last_turn, prose
 from tests.engines.metrics import metric
+from tests.engines.vision.turns import ask, body_of, encoded, new_image
 
 pytestmark = pytest.mark.anyio
 
@@ -26,6 +28,26 @@ async def test_as_in_the_paper_each_conversation_is_handed_over_once_and_never_m
         assert len({reply.decoder for reply in agent.replies}) == 1
         assert [turn["lmcache_tokens"] > 0 for turn in agent.stats] == [True, False, False]
         assert agent.stats[2]["decoder_cached_tokens"] > agent.stats[0]["prompt_tokens"]
+
+
+@pytest.mark.application(PAPER)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_an_image_is_handed_over_and_encoded_once_by_every_api(
+    application: str, client: httpx.AsyncClient, rng: random.Random, path: str
+) -> None:
+    """`make test-vision` has the rest."""
+    image, answers = new_image(rng), []
+    # The second prompt ends in its image.
+    texts, before = (prose(rng, 150), prose(rng, 150)), encoded()[0]
+    for behind, stream in ((texts[1], False), (texts[1], True), ("", True), ("", False)):
+        body = body_of(path, (texts[0], behind), image)
+        headers, answer, _ = await ask(client, application, path, body, stream=stream)
+        answers.append(answer)
+        stats = await last_turn(client, headers["x-conversation-id"])
+        assert stats["lmcache_tokens"] + stats["decoder_cached_tokens"] >= 128
+    assert encoded()[0] == before + 1
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
 
 
 @pytest.mark.application(ONE)

@@ -4,6 +4,7 @@ Its text model is a small Llama on the embedded model's tokenizer. (Of the model
 Idefics3 needs no torchvision.) An image is cut into four tiles and a small version of the whole.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from conserve.embedded import model_path
@@ -12,7 +13,6 @@ from conserve.embedded import model_path
 TILE_TOKENS = 16
 _IMAGE = "<image>"
 _SPECIAL = (_IMAGE, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-_TILE_PIXELS = 56
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
@@ -22,8 +22,25 @@ _TEMPLATE = (
 )
 
 
-def make_vision_model(folder: Path) -> None:
+@dataclass(frozen=True)
+class Tower:
+    """What encodes tiles; `scale` x `scale` patches become a token."""
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 2
+    tile_pixels: int = 56
+    patch_pixels: int = 7
+    scale: int = 2
+
+
+# It takes tens of milliseconds of an image; this one takes some ten times as long.
+LARGE = Tower(hidden=192, layers=12, heads=3, tile_pixels=224, patch_pixels=14, scale=4)
+
+
+def make_vision_model(folder: Path, tower: Tower | None = None) -> None:
     """Make the model there, always the same."""
+    tower = tower or Tower()
     import torch
     from transformers import (
         Idefics3Config,
@@ -60,26 +77,26 @@ def make_vision_model(folder: Path) -> None:
         tie_word_embeddings=False,
     )
     vision = Idefics3VisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=_TILE_PIXELS,
-        patch_size=7,
+        hidden_size=tower.hidden,
+        intermediate_size=2 * tower.hidden,
+        num_hidden_layers=tower.layers,
+        num_attention_heads=tower.heads,
+        image_size=tower.tile_pixels,
+        patch_size=tower.patch_pixels,
         initializer_range=0.2,
     )
     config = Idefics3Config(
         vision_config=vision,
         text_config=text,
-        # A tile has 8 x 8 patches; 2 x 2 of them become a token.
-        scale_factor=2,
+        scale_factor=tower.scale,
         image_token_id=tokenizer.convert_tokens_to_ids(_IMAGE),
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
     processor = Idefics3Processor(
         image_processor=Idefics3ImageProcessorPil(
-            size={"longest_edge": 2 * _TILE_PIXELS}, max_image_size={"longest_edge": _TILE_PIXELS}
+            size={"longest_edge": 2 * tower.tile_pixels},
+            max_image_size={"longest_edge": tower.tile_pixels},
         ),
         tokenizer=tokenizer,
         image_seq_len=TILE_TOKENS,

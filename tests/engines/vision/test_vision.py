@@ -2,10 +2,9 @@
 
 import asyncio
 import base64
-import contextlib
-import io
+import os
 import random
-from pathlib import Path
+import signal
 from typing import Any
 
 import httpx
@@ -13,8 +12,7 @@ import pytest
 from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
-from conserve.wire import PREFILL_PREFIX
-from deployments.node.arena import Arena
+from conserve.wire import BEAT_S, PREFILL_PREFIX
 from tests.engines.applications import VISION
 from tests.engines.client import TIMEOUT_S, Agent, engines, last_turn, lone_answer, prose
 from tests.engines.lone import LONE_PORT
@@ -22,11 +20,17 @@ from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
 from tests.engines.vision.failing import RED
+from tests.engines.vision.turns import OUTPUT_TOKENS, ask, png
+from tests.engines.vision.turns import answer_of as _answered
+from tests.engines.vision.turns import body_of as _body
+from tests.engines.vision.turns import encoded as _encoded
+from tests.engines.vision.turns import new_image as _image
+from tests.engines.vision.turns import said as _said
+from tests.engines.vision.turns import user as _user
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(VISION)]
 
 BLOCK_TOKENS = 128
-OUTPUT_TOKENS = 16
 LONE = f"http://127.0.0.1:{LONE_PORT}"
 # Of a prompt's text before its image so much is a whole chunk.
 BEFORE = BLOCK_TOKENS
@@ -36,68 +40,9 @@ def _whole(tokens: int) -> int:
     return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _image(rng: random.Random) -> str:
-    """An image like no other, as base64 of a PNG."""
-    pixels = 112
-    return _png(Image.frombytes("RGB", (pixels, pixels), rng.randbytes(pixels * pixels * 3)))
-
-
-def _png(image: Image.Image) -> str:
-    written = io.BytesIO()
-    image.save(written, "PNG")
-    return base64.b64encode(written.getvalue()).decode()
-
-
-def _said(texts: tuple[str, str], image: str) -> list[dict[str, Any]]:
-    """A text, an image and a text, as a chat's message has them."""
-    url = f"data:image/png;base64,{image}"
-    before, behind = texts
-    return [
-        {"type": "text", "text": before},
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": behind},
-    ]
-
-
 def _texts(rng: random.Random) -> tuple[str, str]:
     """They begin in a whole chunk, go on into the next, and end some chunks behind the image."""
     return prose(rng, BEFORE + 20), prose(rng, 300)
-
-
-def _body(path: str, texts: tuple[str, str], image: str) -> dict[str, Any]:
-    """A greedy turn of a text, an image and a text, by any API."""
-    body: dict[str, Any] = {"model": "conserve-embedded", "temperature": 0}
-    if path == CHAT:
-        content = _said(texts, image)
-        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [_user(content)]}
-    before, behind = texts
-    if path == MESSAGES:
-        source = {"type": "base64", "media_type": "image/png", "data": image}
-        content = [
-            {"type": "text", "text": before},
-            {"type": "image", "source": source},
-            {"type": "text", "text": behind},
-        ]
-        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [_user(content)]}
-    url = f"data:image/png;base64,{image}"
-    content = [
-        {"type": "input_text", "text": before},
-        {"type": "input_image", "image_url": url, "detail": "auto"},
-        {"type": "input_text", "text": behind},
-    ]
-    return {**body, "max_output_tokens": OUTPUT_TOKENS, "input": [_user(content)]}
-
-
-def _user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def _answered(path: str, body: Any) -> str:
-    if path == CHAT:
-        return str(body["choices"][0]["message"]["content"])
-    if path == MESSAGES:
-        return str(body["content"][0]["text"])
-    return str(body["output"][0]["content"][0]["text"])
 
 
 async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> httpx.Response:
@@ -106,30 +51,33 @@ async def _post(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> ht
     return response
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_an_image_is_handed_off_with_its_prompt(
-    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, path: str
-) -> None:
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random,
+    path: str, stream: bool,
+) -> None:  # fmt: skip
     stage.wait_for_lone()
     body = _body(path, _texts(rng), _image(rng))
-    reply = await _post(client, application + path, body)
-    stats = await last_turn(client, reply.headers["x-conversation-id"])
+    headers, answer, _ = await ask(client, application, path, body, stream=stream)
+    stats = await last_turn(client, headers["x-conversation-id"])
     assert stats["prompt_tokens"] > 4 * BLOCK_TOKENS
     assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1)
     assert stats["decoder_cached_tokens"] == 0
-    alone = await _post(client, LONE + path, body)
-    assert _answered(path, reply.json()) == _answered(path, alone.json())
+    _, alone, _ = await ask(client, LONE, path, body, stream=stream)
+    assert answer == alone != ""
 
 
 async def test_later_turns_find_the_image_where_they_are(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     stage.wait_for_lone()
-    agent = Agent(client)
+    agent, image, before = Agent(client), _image(rng), _encoded()[0]
     for turn in range(3):
-        # One more image comes with the last.
-        said = prose(rng, 80) if turn == 1 else _said(_texts(rng), _image(rng))
+        # It comes again with the last.
+        said = prose(rng, 80) if turn == 1 else _said(_texts(rng), image)
         await agent.say(said, tokens=OUTPUT_TOKENS, stream=turn != 1)
+    assert _encoded()[0] == before + 1
     first, *later = agent.stats
     assert first["lmcache_tokens"] == _whole(first["prompt_tokens"] - 1)
     held = first["prompt_tokens"] + first["output_tokens"]
@@ -140,15 +88,6 @@ async def test_later_turns_find_the_image_where_they_are(
     for turn in range(3):
         asked, answer = agent.messages[: 2 * turn + 1], agent.messages[2 * turn + 1]
         assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
-
-
-def _encoded() -> tuple[int, int]:
-    """How many images the application's engines have encoded, and how many they have found."""
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if "memfd:conserve-encoded" in str(file.readlink()):
-                return Arena(str(file)).counts()
-    raise AssertionError("no arena")
 
 
 def _conversation(path: str, first: list[Any], later: list[Any]) -> list[dict[str, Any]]:
@@ -216,9 +155,35 @@ async def test_each_image_is_encoded_once_on_its_node_by_every_api(
         assert _encoded()[0] - before == (2, 1)[number]
         stats = await last_turn(client, reply.headers["x-conversation-id"])
         assert stats["encoded_images"] == (2, 1)[number]
-        # The first prompt ends within an image, and an image of the second one was in a chunk that
-        # was handed off: the prefiller alone has encoded them.
-        assert stats["node_images"] == 1
+        # The encoder had them. So the first turn's prefiller has found both, and its decoder one,
+        # since the prompt ends within an image. The second turn's decoder has found the new one,
+        # and one that was in a chunk that was handed off.
+        assert stats["node_images"] == (3, 2)[number]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_goes_on_by_a_responses_id_from_what_it_was_shown(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, stream: bool
+) -> None:
+    """Each turn brings an image, the second in a tool's result, and the last the first again."""
+    stage.wait_for_lone()
+    # So large that they are kept out of the way while their bodies are parsed.
+    one, two = _image(rng, 400), _image(rng, 400)
+    common = {"model": "conserve-embedded", "temperature": 0, "max_output_tokens": OUTPUT_TOKENS}
+    first, later = (_parts(RESPONSES, [("text", prose(rng, 150)), ("image", image)])
+                    for image in (one, two))  # fmt: skip
+    begun, told = _conversation(RESPONSES, first, later)
+    turns = [begun["input"], told["input"][1:], [_user(_parts(RESPONSES, [("image", one)]))]]
+    before, history, previous = _encoded()[0], [], None
+    for said in turns:
+        history += said
+        body = {**common, "input": said, "previous_response_id": previous}
+        _, answer, end = await ask(client, application, RESPONSES, body, stream=stream)
+        _, alone, _ = await ask(client, LONE, RESPONSES, common | {"input": history}, stream=stream)
+        assert answer == alone != ""
+        response = end["response"] if stream else end
+        previous, history = response["id"], [*history, *response["output"]]
+    assert _encoded()[0] == before + 2
 
 
 async def test_another_conversation_does_not_encode_an_image_again(
@@ -260,7 +225,9 @@ async def test_lmcache_tells_images_apart(
     prefill = prefiller["url"] + PREFILL_PREFIX + CHAT
     done = (await _post(client, prefill, _body(CHAT, texts, one))).json()
     whole = _whole(done["prompt_tokens"] - 1)
-    assert done == {"prompt_tokens": done["prompt_tokens"], "lmcache_tokens": 0, "cached_tokens": 0}
+    assert (done["lmcache_tokens"], done["cached_tokens"]) == (0, 0)
+    # It came to the prefiller straight, past the encoder.
+    assert done["encoded"][0] == 1
     for image, found in ((other, BEFORE), (one, whole)):
         reply = await _post(client, decoder["url"] + CHAT, _body(CHAT, texts, image))
         assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == found
@@ -303,13 +270,64 @@ async def test_an_image_that_is_none_is_refused_before_anything_is_computed(
     assert "no image that can be read" in error["message"]
 
 
+async def test_an_encoder_loads_no_language_model_and_computes_no_prompt(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    (encoder,) = engines("encoder")
+    assert (encoder["hosts"], encoder["capacity_tokens"]) == (False, 0)
+    encoded, found = _encoded()
+    await _post(client, application + CHAT, _body(CHAT, _texts(rng), _image(rng)))
+    assert _encoded() == (encoded + 1, found + 1)
+    exposed = (await client.get(encoder["url"] + "/metrics")).text
+    assert metric("vllm:request_success_total", exposed) > 0
+    assert metric("vllm:generation_tokens_total", exposed) == 0
+    health = (await client.get(application + "/health")).json()
+    assert health == {"status": "ok", "prefillers": 1, "decoders": 2, "encoders": 1}
+
+
+@pytest.mark.application(VISION, last=True)
+async def test_a_turn_outlives_an_encoder_that_is_killed_with_its_image(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    stage.wait_for_lone()
+    (encoder,) = engines("encoder")
+    body = _body(CHAT, _texts(rng), _image(rng))
+    encoded, found = _encoded()
+    # It has the image, and does nothing.
+    os.kill(encoder["pid"], signal.SIGSTOP)
+    asked = asyncio.ensure_future(_post(client, application + CHAT, body))
+    await asyncio.sleep(1)
+    assert not asked.done()
+    kill(encoder["pid"])
+    reply = await asked
+    alone = await _post(client, LONE + CHAT, body)
+    assert _answered(CHAT, reply.json()) == _answered(CHAT, alone.json())
+    # The prefiller has encoded it, as the next one's does.
+    assert _encoded() == (encoded + 1, found)
+    await _post(client, application + CHAT, _body(CHAT, _texts(rng), _image(rng)))
+    assert _encoded() == (encoded + 2, found)
+    assert metric("conserve_engines_lost_total", role="encoder") == 1
+    stage.wait_until_whole()
+    (successor,) = engines("encoder")
+    assert successor["id"] != encoder["id"]
+
+    # The router hears of it with its next beat.
+    for _ in range(30):
+        await asyncio.sleep(BEAT_S)
+        await _post(client, application + CHAT, _body(CHAT, _texts(rng), _image(rng)))
+        if _encoded()[1] > found:
+            break
+    else:
+        raise AssertionError("nothing goes by the successor")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_encoder_that_fails_ends_its_turn_and_not_the_engine(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, stream: bool
 ) -> None:
     stage.wait_for_lone()
     before = {engine["id"] for engine in engines()}
-    body = _body(CHAT, _texts(rng), _png(Image.new("RGB", (112, 112), RED))) | {"stream": stream}
+    body = _body(CHAT, _texts(rng), png(Image.new("RGB", (112, 112), RED))) | {"stream": stream}
     other = Agent(client, messages=[_user(_said(_texts(rng), _image(rng)))])
     answering = asyncio.ensure_future(other.ask(tokens=200, stream=True))
     # Nothing that was computed for the first is found for the second.

@@ -1,4 +1,4 @@
-"""The embedded model as shipped: size, configuration, tokenizer, chat template."""
+"""The embedded models as shipped: size, configuration, tokenizer, chat template, what they see."""
 
 import json
 import random
@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from benchmarks.agent import Message, make_session, transcript
-from conserve.embedded import model_path
+from benchmarks.agent import Call, Message, make_session, transcript
+from benchmarks.agent.screens import CLICK, Walk
+from benchmarks.agent.tasks import call_message
+from conserve.embedded import MODEL_NAME, VISION_MODEL_NAME, model_path
 from scripts.embedded.data import Renderer
+from scripts.seeing.data import Maker, pixels
 from tests.checkout import ROOT
 
 MAX_BYTES = 16_000_000
+MAX_VISION_BYTES = 8_000_000
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -27,10 +31,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TOKENIZER = Tokenizer.from_file(str(ROOT / "conserve" / "embedded" / "tokenizer.json"))
 
 
-def test_it_is_made_once(tmp_path: Path) -> None:
-    first = model_path(tmp_path)
+@pytest.mark.parametrize("name", [MODEL_NAME, VISION_MODEL_NAME])
+def test_it_is_made_once(tmp_path: Path, name: str) -> None:
+    first = model_path(tmp_path, name)
     made = (first / "model.safetensors").stat().st_mtime_ns
-    assert model_path(tmp_path) == first
+    assert model_path(tmp_path, name) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == made
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
@@ -117,3 +122,40 @@ def test_the_template_puts_calls_on_lines_of_their_own(directory: Path, remark: 
     line = "First.\n" if remark else ""
     one = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     assert text.endswith(f"<|im_start|>assistant\n{line}{one}\n{one}<|im_end|>\n")
+
+
+def test_the_one_that_sees_clicks_what_is_highlighted_on_the_newest_screen(tmp_path: Path) -> None:
+    """Transformers reads the same files as vLLM: processor, template and weights."""
+    import torch
+    from transformers import AutoProcessor, Idefics3ForConditionalGeneration
+
+    folder = model_path(tmp_path, VISION_MODEL_NAME)
+    assert (folder / "model.safetensors").stat().st_size < MAX_VISION_BYTES
+    processor = AutoProcessor.from_pretrained(folder)
+    model = Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.bfloat16)
+    hits = []
+    for seed in range(4):
+        walk = Walk.draw(f"unit/{seed}", "held-out", 2)
+        messages = walk.messages()
+        messages[1]["content"][1] = {"type": "image"}
+        for number, screen in enumerate(walk.screens[:-1]):
+            text = processor.apply_chat_template(
+                messages, tools=[CLICK], add_generation_prompt=True
+            )
+            pictures = [one.picture() for one in walk.screens[: number + 1]]
+            given = processor(text=text, images=pictures, return_tensors="pt")
+            # Training has shown it the same.
+            ids = given["input_ids"][0].tolist()
+            assert Maker(folder).walked(walk).ids[: len(ids)] == ids
+            seen = pixels(walk.screens[: number + 1])
+            assert torch.allclose(given["pixel_values"][0], seen, atol=2 / 127)
+            said = model.generate(**given, max_new_tokens=40, do_sample=False)[0, len(ids) :]
+            answer = processor.decode(said)
+            assert answer.startswith(f"{walk.remark(number)}\n<tool_call>\n"), answer
+            called = json.loads(answer.partition("<tool_call>")[2].partition("</tool_call>")[0])
+            hits.append(screen.hit(Call(called["name"], called["arguments"])))
+            right = screen.target()
+            assert right is not None
+            messages.append(call_message(right, walk.remark(number), "c"))
+            messages.append({"role": "tool", "tool_call_id": "c", "content": [{"type": "image"}]})
+    assert sum(hits) >= 7

@@ -48,6 +48,22 @@ def test_a_start_says_what_it_waits_for_and_how_long_it_did(application: Launch)
     assert all(took_s > 0 for took_s in phases.values())
 
 
+def test_a_start_waits_for_encoders_that_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    states = iter(
+        [{"prefillers": 1, "decoders": 1}, {"prefillers": 1, "decoders": 1, "encoders": 1}]
+    )
+    monkeypatch.setattr(launch, "health", lambda url: next(states))
+    monkeypatch.setattr(launch.time, "sleep", lambda s: None)
+    monkeypatch.setattr(Launch, "running", property(lambda self: True))
+    said: list[str] = []
+    Launch([], tmp_path / "log").wait_until_serving(
+        "http://unused", 1, 1, on_progress=said.append, encoders=1
+    )
+    assert said == ["loading vLLM (2 of 3 engines ready)"]
+
+
 def test_an_application_that_failed_names_the_cause_first(tmp_path: Path) -> None:
     """A replica fails three times with the same cause, and logs much each time."""
     cause = "InductorError: InvalidCxxCompiler: No working C++ compiler found"

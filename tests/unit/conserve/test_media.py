@@ -2,17 +2,13 @@
 
 import base64
 import contextlib
-import io
 import json
-import struct
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.errors import ApiError
@@ -29,19 +25,10 @@ from conserve.media import (
     with_urls,
 )
 from conserve.recognition.normal import normalised
+from tests.pictures import PNG, REFUSED, SERVED
 
 LONG = base64.b64encode(bytes(range(256)) * 100).decode()
 PIXELS = 16_000_000
-
-
-def written(image: Image.Image, kind: str, **more: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **more)
-    return file.getvalue()
-
-
-PICTURE = Image.linear_gradient("L").convert("RGB")
-PNG = written(PICTURE, "PNG")
 
 
 # --- Long texts -----------------------------------------------------------------------------------
@@ -80,6 +67,17 @@ def test_some_can_be_put_back_for_good() -> None:
     assert len(lifted.spans) == 7
     assert lifted.raw.count(LONG.encode()) == 5
     assert lifted.put_back(lifted.raw) == raw
+
+
+def test_no_two_spans_have_one_mark() -> None:
+    lifted = Lifted(json.dumps([f"data:image/png;base64,{LONG}{n}aaa" for n in range(3)]).encode())
+    lifted.drop([next(iter(lifted.spans))])
+    lifted.raw += lifted.add(b"fetched").encode()
+    assert lifted.put_back(lifted.raw).endswith(f'{LONG}2aaa"]fetched'.encode())
+    # Another text's are added to the same ones.
+    lifted.raw += lifted.lift(json.dumps(f"data:image/png;base64,{LONG}3aaa").encode())
+    assert len(lifted.spans) == 4
+    assert lifted.size == len(lifted.put_back(lifted.raw))
 
 
 @pytest.mark.parametrize(
@@ -282,50 +280,10 @@ def test_data_is_read_whatever_its_parameters(data: bytes, parameter: str) -> No
 # --- Images ---------------------------------------------------------------------------------------
 
 
-def _png_header(width: int, height: int) -> bytes:
-    """A PNG that says it is this large, and has nothing in it."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (struct.pack(">I", len(data)) + kind + data
-                + struct.pack(">I", zlib.crc32(kind + data)))  # fmt: skip
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-
-
-SERVED = {
-    "png": (PNG, "image/png"),
-    "jpeg": (written(PICTURE, "JPEG"), "image/jpeg"),
-    "webp": (written(PICTURE, "WEBP"), "image/webp"),
-    "cmyk": (written(PICTURE.convert("CMYK"), "JPEG"), "image/jpeg"),
-    "16 bit": (written(Image.new("I;16", (8, 8)), "PNG"), "image/png"),
-    "animated": (
-        written(PICTURE, "GIF", save_all=True, append_images=[Image.new("RGB", (256, 256))] * 3),
-        "image/gif",
-    ),
-    "1 x 100,000": (written(Image.new("L", (1, 100_000)), "PNG"), "image/png"),
-    "palette": (written(PICTURE.convert("P"), "PNG"), "image/png"),
-}
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_images_of_many_kinds_are_taken(name: str) -> None:
     data, media_type = SERVED[name]
     assert check_image(data, PIXELS, "x")[0] == media_type
-
-
-REFUSED = {
-    "nothing": (b"", "no image that can be read"),
-    "text": (b"hello", "no image that can be read"),
-    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image that can be read"),
-    "tiff": (written(PICTURE, "TIFF"), "no image that can be read"),
-    "cut png": (PNG[: len(PNG) // 2], "damaged"),
-    "cut jpeg": (written(PICTURE, "JPEG")[:300], ""),
-    "broken png": (PNG[:60] + b"\0" * 40 + PNG[100:], "damaged"),
-    "bomb": (_png_header(100_000, 100_000), "more than 16,000,000 pixels"),
-    "large": (_png_header(5_000, 5_000), "more than 16,000,000 pixels (5000 x 5000)"),
-    "header alone": (_png_header(100, 100), "damaged"),
-}
 
 
 @pytest.mark.parametrize("name", REFUSED)

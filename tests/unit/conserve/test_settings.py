@@ -56,6 +56,11 @@ def test_a_command_lines_strings_are_converted() -> None:
     assert (settings.port, settings.queue_timeout_s, settings.lmcache.port) == (9000, 2.5, 7000)
 
 
+def test_a_command_lines_lists_are_json() -> None:
+    assert load({"allowed_hosts": '["a.example", "::1"]'}).allowed_hosts == ["a.example", "::1"]
+    assert "allowed_hosts" in refusal(allowed_hosts="[a.example")
+
+
 def test_a_config_files_nested_roles() -> None:
     settings = load(
         {
@@ -109,6 +114,7 @@ def test_dotted_names_leave_what_was_given_alone() -> None:
     ("arguments", "name"),
     [
         ({}, "conserve-embedded"),
+        ({"model": "embedded-vision"}, "conserve-embedded-vision"),
         ({"model": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-8B"),
         ({"model": "/models/q", "served_model_name": "q"}, "q"),
         ({"served_model_name": "mine"}, "mine"),
@@ -328,6 +334,43 @@ def test_roles_that_could_not_read_each_others_kv_are_refused(
     message = refusal_of({**arguments, "placement": placement})
     assert said in message
     assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"encoders.max_replicas": 2}, "encoders.max_replicas: encoders do not scale; set"),
+        (
+            {"encoders": 1, "media.encoded_gb": 0},
+            "encoders: media.encoded_gb is 0, so other engines get no images from them; set it",
+        ),
+        ({"encoders": 1, "media.parts": 0}, "encoders: media.parts is 0"),
+        (
+            {"encoders": 1, "tiers.slow.sm_slots": 3, "encoders.tier": "slow"},
+            "encoders.tier: 'slow' has sm_slots, which encoders cannot keep to",
+        ),
+        (
+            {"encoders": 1, "encoders.engine.dtype": "float32"},
+            "encoders.engine.dtype: float32, but decoders have the default, which would make "
+            "something else of an image; set engine.dtype for all roles",
+        ),
+        ({"encoders": 1, "encoders.engine.revision": "v2"}, "encoders.engine.revision: v2, but"),
+        ({"encoders": 1, "encoders.engine.model": "m"}, "encoders.engine.model cannot be set"),
+        ({"encoders.num_gpus": 0.5, "gpus": 2}, "encoders.num_gpus: gpus lays engines out"),
+    ],
+)
+def test_encoders_that_would_encode_for_nothing_are_refused(
+    arguments: dict[str, Any], said: str
+) -> None:
+    assert said in refusal_of(arguments)
+
+
+def test_there_are_no_encoders_unless_they_are_asked_for() -> None:
+    assert load({"media.encoded_gb": 0}).encoders.replicas == 0
+    settings = load({"encoders": "2", "encoders.num_cpus": 1, "encoders.engine.max_num_seqs": 4})
+    assert (settings.encoders.replicas, settings.encoders.num_cpus) == (2, 1)
+    assert not settings.hosts("encoder")
+    assert settings.of_role("encoder") is settings.encoders
 
 
 def test_adapters_are_refused_where_their_kv_would_be_mixed_up() -> None:

@@ -10,8 +10,9 @@ from conserve.settings import load
 from conserve_cli import launching
 from conserve_cli.serve import cli
 from deployments.gpu_plans import here
+from hetero.container import HostMemory
 from tests.nvml.standin import VARIABLE, Machine
-from tests.unit.hetero.shapes import QWEN3_8B
+from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B, QWEN25_VL_PROCESSOR
 
 
 @pytest.fixture
@@ -66,6 +67,39 @@ def test_a_model_without_a_parser_is_a_warning(machine: Machine, model: str) -> 
     text = " ".join(said(model).split())
     assert "Tool calls: none; reasoning: none." in text
     assert "of this model (NewForCausalLM) is not known; set engine.tool_call_parser" in text
+
+
+def test_what_images_take_is_in_the_plan(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(96 << 30, 96 << 30)
+    monkeypatch.setattr("deployments.gpu_plans.host_memory", lambda: memory)
+    # vLLM would take seconds to accept it.
+    monkeypatch.setattr("deployments.engine_arguments.sys.executable", "/bin/false")
+    index = {"metadata": {"total_size": 16_584_333_312}}
+    for name, content in (
+        ("config.json", QWEN25_VL_7B),
+        ("preprocessor_config.json", QWEN25_VL_PROCESSOR),
+        ("model.safetensors.index.json", index),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    given = (f"model={tmp_path}", "engine.limit_mm_per_prompt.video=0")
+    text = said(*given)
+    assert "encoder cache" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("│")]
+    # Weights with the tower, the reserve, and a cache of 16,384 embeddings.
+    assert [row[6:11:2] for row in rows] == [["15.4", "4.2", "0.1"]] * 2
+    text = " ".join(text.split())
+    assert (
+        "Images: the vision tower is 1.3 GiB of the weights; it encodes 1 image of 16,384 "
+        "embeddings in some 2.2 GiB of the reserve; the encoder cache keeps 16,384 embeddings."
+    ) in text
+    prepared = "Host memory for images: 1 GB a node for encoded ones, and up to {} GiB for prepared"
+    assert prepared.format("4") in text
+    on_cpus = " ".join(said(f"model={tmp_path}", "device=cpu", "engine.max_model_len=4096").split())
+    # Three engines, with two caches each.
+    assert prepared.format("4") in on_cpus
+    assert "Images: " not in said("device=cpu")
 
 
 def test_one_card_is_shared(machine: Machine, model: str) -> None:

@@ -51,6 +51,16 @@ def test_a_prefiller_that_hosts_stores_what_it_is_told_to(pausing: bool, decoder
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_encoder_has_no_kv_to_hand_over(gpu: bool) -> None:
+    """Nor does it schedule conversations."""
+    from deployments.app import llm_arguments
+
+    settings = load({"encoders": 1, "engine_scheduler": "conversation_lane"})
+    engine = llm_arguments("encoder", settings, settings.encoders, gpu)["engine_kwargs"]
+    assert not {"kv_transfer_config", "scheduler_cls", "worker_cls"} & engine.keys()
+
+
 def _config(gpu: bool = True, **arguments: Any) -> Any:
     from deployments.app import llm_arguments
 

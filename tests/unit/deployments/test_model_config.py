@@ -85,6 +85,55 @@ def test_gemma3_is_known_by_what_its_class_says(tmp_path: Path) -> None:
     assert [one.num_gpus for one in found.engines] == [0.5, 0.5]
 
 
+# Small language models, with towers as their classes have them by default.
+_TEXT = {"hidden_size": 3584, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
+TOWERS: list[dict[str, Any]] = [
+    *(
+        {"model_type": kind, "text_config": _TEXT}
+        for kind in ("idefics3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5")
+    ),
+    *(
+        {"model_type": kind, "text_config": _TEXT, "vision_config": vision}
+        for kind, vision in (
+            ("gemma3", {"model_type": "siglip_vision_model", "vision_use_head": False}),
+            ("llava", {"model_type": "clip_vision_model"}),
+            ("llava", {"model_type": "pixtral"}),
+        )
+    ),
+]
+
+
+def _in_tower(config: dict[str, Any]) -> int:
+    """Parameters of a model's classes outside of its language model."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model = AutoModelForImageTextToText.from_config(own)
+    text = ("language_model.", "text_model.", "lm_head.")
+    return sum(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if not name.removeprefix("model.").startswith(text)
+    )
+
+
+@pytest.mark.parametrize(
+    "config", TOWERS, ids=lambda config: "-".join((config["model_type"], *_tower_kind(config)))
+)
+def test_a_tower_is_as_large_as_its_classes_make_it(config: dict[str, Any]) -> None:
+    shape = shape_of(with_defaults(config))
+    assert shape.tower is not None
+    # Norms and biases are left out.
+    assert shape.tower.parameters == pytest.approx(_in_tower(config), rel=0.01)
+
+
+def _tower_kind(config: dict[str, Any]) -> list[str]:
+    return [config["vision_config"]["model_type"]] if "vision_config" in config else []
+
+
 def test_what_is_written_counts() -> None:
     assert with_defaults({**QWEN3_8B, "model_type": "qwen3"})["num_hidden_layers"] == 36
     # Classes of some versions of transformers take one of these for the other.

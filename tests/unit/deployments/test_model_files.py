@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conserve.settings import load
 from deployments.model_files import model_shape
 from hetero.model_shape import ModelUnknown
-from tests.unit.hetero.shapes import QWEN3_8B
+from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B
 
 
 @pytest.fixture
@@ -29,6 +30,22 @@ def test_an_index_says_it_without_them(folder: Path) -> None:
     index = {"metadata": {"total_size": 16_381_470_720}, "weight_map": {}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert model_shape(load({"model": str(folder)})).weights_bytes == 16_381_470_720
+
+
+def test_how_large_an_image_may_be_is_in_the_processors_files(folder: Path) -> None:
+    def image(**arguments: Any) -> int:
+        shape = model_shape(load({"model": str(folder), **arguments}))
+        assert shape.tower is not None
+        return shape.tower.image
+
+    (folder / "config.json").write_text(json.dumps(QWEN25_VL_7B))
+    assert image() == 16_384
+    older, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
+    older.write_text(json.dumps({"min_pixels": 3136, "max_pixels": 1280 * 784}))
+    assert image() == 1280
+    newer.write_text(json.dumps({"image_processor": {"max_pixels": 2560 * 784}}))
+    assert image() == 2560
+    assert image(**{"engine.mm_processor_kwargs.max_pixels": 640 * 784}) == 640
 
 
 def test_with_neither_they_are_computed(folder: Path) -> None:

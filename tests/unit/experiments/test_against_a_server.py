@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from conserve.apis import CHAT
+from conserve.media import Lifted, name_of, places
 from conserve.settings import MediaSettings, Settings
-from experiments import appends, overhead, tenants, unkind, warm
+from deployments.router.media import MediaReader
+from experiments import appends, overhead, seeing, tenants, unkind, warm
 from experiments.harness import Experiment
 from tests.unit.experiments.chat import Chat
 
@@ -100,6 +103,21 @@ def test_no_unkind_body_is_longer_than_the_router_takes() -> None:
     lengths = {name: len(kinds[name].body or b"") for name in kinds}
     assert 10**6 - 2_000 < lengths["longest text"] <= 10**6
     assert 10**6 - 2_000 < lengths["most arrays, unbounded"] <= 10**6
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_the_largest_bodies_of_images_are_taken_and_each_has_images_of_its_own(images: int) -> None:
+    most_bytes = 100_000
+    kind = seeing.largest(images, new=True, most_bytes=most_bytes)
+    assert kind.body is not None
+    reader = MediaReader(Settings(media=MediaSettings(bytes=most_bytes)))
+    names = set()
+    for body in (kind.body, unkind.varied(kind, kind.body), unkind.varied(kind, kind.body)):
+        lifted = Lifted(body)
+        assert lifted.size > 0.9 * most_bytes * 4 / 3
+        own = reader.named(json.loads(lifted.raw), CHAT, lifted, None)
+        names |= {name_of(place.url) for place in places(own, CHAT)}
+    assert len(names) == 3 * images
 
 
 def test_every_system_is_up_and_compared_with_the_bare_engine(

@@ -55,8 +55,70 @@ GEMMA3_4B: dict[str, Any] = {
         "sliding_window": 1024,
     },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    "mm_tokens_per_image": 256,
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
 }
+# 16,384 embeddings of an image, of four patches each, by its processor's `max_pixels`.
+QWEN25_VL_7B: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 128000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+QWEN25_VL_PROCESSOR = {"min_pixels": 3136, "max_pixels": 12_845_056, "patch_size": 14}
+# SmolVLM-Instruct, of 2.2 B: an image of up to 16 tiles and a small one of the whole.
+SMOLVLM_2B: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "model_type": "idefics3",
+    "scale_factor": 3,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 16384,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 32,
+        "vocab_size": 49155,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "idefics3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
+}
+SMOLVLM_PROCESSOR = {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
 # Attention in 4 of 52 layers.
 NEMOTRON_H_8B: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],

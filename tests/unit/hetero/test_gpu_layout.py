@@ -7,7 +7,7 @@ import pytest
 from conserve.settings import Settings, SettingsError, load
 from hetero.gpu_layout import EnginePlan, with_counts, with_memory
 from hetero.model_shape import ModelShape, shape_of
-from tests.unit.hetero.shapes import QWEN3_8B
+from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B, QWEN25_VL_PROCESSOR
 
 MIB, GIB = 2**20, 2**30
 H100, A40, RTX_4090 = 81_559 * MIB, 46_068 * MIB, 24_564 * MIB
@@ -214,3 +214,61 @@ def test_graphs_for_each_border_have_room_of_their_own() -> None:
 def test_without_gpus_nothing_is_laid_out() -> None:
     settings = load({"model": "m"})
     assert with_counts(settings, 0) is settings
+
+
+SEES = shape_of(QWEN25_VL_7B, processor=QWEN25_VL_PROCESSOR)
+IMAGES = {"model": "m", "encoders": 1, "engine.limit_mm_per_prompt.video": 0}
+
+
+def with_encoders(
+    arguments: dict[str, Any], gpus: int, shape: ModelShape | None = SEES, card: int | None = H100
+) -> tuple[Settings, list[EnginePlan]]:
+    settings = with_counts(load({**IMAGES, **arguments}), gpus)
+    return with_memory(settings, shape, dict.fromkeys(("encoders", "prefillers", "decoders"), card))
+
+
+def test_an_encoder_has_a_gpu_of_its_own_for_the_tower_alone() -> None:
+    settings, plans = with_encoders({}, 4)
+    assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [
+        ("encoder", 1, 1),
+        ("prefiller", 1, 1),
+        ("decoder", 2, 1),
+    ]
+    encoder, decoder = plans[0], plans[-1]
+    assert (encoder.kv_bytes, encoder.kv_tokens) == (0, 0)
+    assert encoder.needs is not None
+    assert decoder.needs is not None
+    assert SEES.tower is not None
+    assert encoder.needs.weights_bytes == 2 * SEES.tower.parameters
+    # Neither graphs nor a step: less than a twentieth of the weights, and less of the rest.
+    assert encoder.needs.weights_bytes < 0.1 * decoder.needs.weights_bytes
+    assert encoder.needs.reserve_bytes < decoder.needs.reserve_bytes
+    assert settings.encoders.engine == {}
+
+
+def test_an_encoder_that_is_not_known_counts_as_the_whole_model() -> None:
+    _, plans = with_encoders({}, 4, shape=SHAPE)
+    assert plans[0].needs is not None
+    assert plans[0].needs.weights_bytes == WEIGHTS
+    _, plans = with_encoders({}, 4, shape=None, card=None)
+    assert plans[0].needs is None
+    assert (plans[0].kv_bytes, plans[0].kv_tokens) == (0, None)
+    with pytest.raises(SettingsError, match="encoders: the model does not fit on a GPU, of which"):
+        with_encoders({}, 4, shape=SHAPE, card=12 * GIB)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"prefillers": 0, "decoders": 1}])
+def test_an_encoder_on_the_one_gpu_has_what_it_needs_and_others_the_rest(
+    arguments: dict[str, Any],
+) -> None:
+    shorter = {"gpus": 1, "engine.max_model_len": 8192}
+    settings, plans = with_encoders({**shorter, **arguments}, 1)
+    encoder, decoder = plans[0], plans[-1]
+    assert sum(one.replicas * one.num_gpus for one in plans) <= 1
+    assert encoder.needs is not None
+    assert encoder.budget_bytes is not None
+    assert 0 <= encoder.budget_bytes - encoder.needs.fixed_bytes < 0.02 * GIB
+    assert "kv_cache_memory_bytes" not in settings.encoders.engine
+    assert settings.encoders.engine["gpu_memory_utilization"] < 0.92 * encoder.num_gpus + 1e-4
+    assert decoder.kv_bytes is not None
+    assert decoder.kv_bytes > 0

@@ -6,13 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from conserve_cli import demo
-from conserve_cli.demo import AgentAnswer, Demonstration, TurnRow, report, write_json
+from conserve.settings import Settings, load
+from conserve_cli.demo import command
+from conserve_cli.demo.report import report
+from conserve_cli.demo.seen import AgentAnswer, Demonstration, TurnRow, write_json
 
 
 def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
@@ -68,7 +71,8 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
     path = tmp_path / "turns.json"
     write_json(_kept(), path)
     body = json.loads(path.read_text())
-    assert set(body) == {"turns", "handoffs", "moves", "errors", "answers"}
+    counts = {"handoffs", "moves", "errors", "images", "clicks", "hits"}
+    assert set(body) == {"turns", "answers", *counts}
     assert body["answers"] == [
         {"conversation": "a", "text": "It is 7.", "ttfet_s": 1.5, "right": True}
     ]
@@ -83,6 +87,9 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
         "output_tokens": 48,
         "decoder": "d1",
         "does": "",
+        "images": 0,
+        "encoded_images": 0,
+        "node_images": 0,
     }
 
 
@@ -101,6 +108,54 @@ def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
     assert "1 handoff, 0 moves, 0 errors." in text
     assert "1.50 s" in text
     assert "It is [8]. (wrong)" in text
+    assert "images" not in text
+
+
+def _looked() -> Demonstration:
+    """Two conversations of three turns about the same two screens, the second after the first."""
+    rows = [
+        replace(
+            row,
+            images=min(row.turn, 2),
+            encoded_images=int(row.conversation == "a" and row.turn < 3),
+        )
+        for row in [*_rows("a"), *_rows("b (no id)", "d2")]
+    ]
+    rows[0] = replace(rows[0], node_images=1, does="click(144, 80)")
+    rows[3] = replace(rows[3], node_images=2)
+    return Demonstration(turns=rows, handoffs=2, images=2, clicks=4, hits=3)
+
+
+def test_images_are_shown_by_where_they_came_from_in_80_columns() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    report(_looked(), console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert [
+        "agent",
+        "turn",
+        "images",
+        "enc",
+        "node",
+        "prompt",
+        "own",
+        "LMCache",
+        "TTFT",
+        "on",
+        "does",
+    ] in lines
+    assert ["a", "1", "1", "1", "1", "1,000", "-", "896", "500", "d1", "click(144,", "80)"] in lines
+    assert ["b*", "1", "1", "-", "2", "1,000", "-", "896", "500", "d2"] in lines
+    told = " ".join(word for line in lines for word in line)
+    assert "2 screens, 10 images in all prompts: 2 encoded, 3 from the node's memory." in told
+    assert "3 of 4 clicks on the highlighted button." in told
+
+
+def test_an_image_that_is_encoded_again_is_named() -> None:
+    seen = _looked()
+    assert seen.verdict(2, 3, encoded_once=True) == []
+    seen.turns[4] = replace(seen.turns[4], encoded_images=1)
+    assert seen.verdict(2, 3) == []
+    assert seen.verdict(2, 3, encoded_once=True) == ["2 images were encoded 3 times"]
 
 
 @pytest.mark.parametrize(("settings", "status"), [([], 0), (["placement=conversation"], 1)])
@@ -117,11 +172,41 @@ def test_only_the_papers_placement_promises_a_handoff(
     def launched(*_: object) -> Iterator[tuple[None, str]]:
         yield None, "http://nowhere"
 
-    async def converse(*_: object) -> Demonstration:
+    async def converse(*_: object, **__: object) -> Demonstration:
         return seen
 
-    monkeypatch.setattr(demo, "launched", launched)
-    monkeypatch.setattr(demo, "converse", converse)
+    monkeypatch.setattr(command, "launched", launched)
+    monkeypatch.setattr(command, "converse", converse)
     given = [*settings, "--conversations", "2", "--turns", "3"]
-    done = CliRunner().invoke(demo.cli, given)
+    done = CliRunner().invoke(command.cli, given)
     assert done.exit_code == status, done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "asked"),
+    [
+        (["device=cpu"], "embedded", "conserve-embedded"),
+        (["device=cpu", "vision"], "embedded-vision", "conserve-embedded-vision"),
+        (["vision", "model=their/own"], "their/own", "their/own"),
+    ],
+)
+def test_a_word_chooses_agents_that_see(
+    given: list[str], model: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str, bool]] = []
+
+    @contextlib.contextmanager
+    def launched(settings: Settings, arguments: list[str], *_: object) -> Iterator[Any]:
+        assert "vision" not in arguments
+        assert load(dict(one.split("=") for one in arguments)) == settings
+        told.append((settings.model, "", False))
+        yield None, "http://nowhere"
+
+    async def converse(*given: Any, seeing: bool) -> Demonstration:
+        told.append(("", given[1], seeing))
+        return _kept()
+
+    monkeypatch.setattr(command, "launched", launched)
+    monkeypatch.setattr(command, "converse", converse)
+    CliRunner().invoke(command.cli, given)
+    assert told == [(model, "", False), ("", asked, "vision" in given)]

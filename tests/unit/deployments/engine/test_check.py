@@ -43,6 +43,7 @@ class Engine:
     fails: Exception | None = None
     hangs: bool = False
     prompts: int = 1
+    stores: bool = True
     ran: list[Any] = field(default_factory=list)
     closed: int = 0
     skipped: list[bool] = field(default_factory=list)
@@ -50,7 +51,13 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.input_processor = self
-        make_checkable(self, self, ("generate",), lambda images: 16 * ("new" in dict(images)))
+        make_checkable(
+            self,
+            self,
+            ("generate",),
+            lambda images: 16 * ("new" in dict(images)),
+            stores=self.stores,
+        )
 
     def process_inputs(self, *asked: Any, **options: Any) -> Any:
         features = self.images and [
@@ -137,6 +144,15 @@ def test_a_prefill_computes_the_prompt_and_nothing_of_what_the_turn_wants() -> N
     # What the engine is sent, its core has to be sent too.
     assert engine.skipped == [False]
     assert engine.closed == 1
+
+
+def test_an_engine_that_only_encodes_stores_no_prompt() -> None:
+    """An answer to a prompt that is stored waits until it is."""
+    engine = Engine(stores=False)
+    status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
+    assert (status, answer["prompt_tokens"]) == (200, 3)
+    ((params, _),) = engine.ran
+    assert params.extra_args is None
 
 
 def test_a_prefill_ends_as_vllm_wants_each_api_to_end() -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.node.arena import Arena, ArenaError, make_arena
+from deployments.node.arena import _HEAD, Arena, ArenaError, make_arena
 
 ROOM = 64 * 1024
 
@@ -45,6 +46,9 @@ def test_what_one_process_view_writes_another_reads(path: str) -> None:
     assert other.put(key_of("a"), b"other")
     assert read(one, "a") == b"hello"
     assert one.counts() == other.counts() == (2, 2)
+    # To look for it is not to find it.
+    assert [other.has(key_of(name)) for name in "ab"] == [True, False]
+    assert other.counts() == (2, 2)
 
 
 def test_what_is_too_large_is_not_kept(path: str) -> None:
@@ -106,6 +110,44 @@ def test_writers_that_are_killed_leave_nothing_half_written(path: str) -> None:
         assert arena.put(key_of(("after", seed)), b"x")
         assert read(arena, ("after", seed)) == b"x"
     assert seen > 0
+
+
+class _CountsFirst(Arena):
+    """Writes as another processor may be shown it: the counts first, and the data behind them."""
+
+    counted = threading.Event()
+
+    def _write(self, at: int, size: int, key: bytes, data: bytes) -> None:
+        super()._write(at, size, key, bytes(len(data)))
+        self.counted.set()
+        time.sleep(0.05)
+        begin = self._place(at) + _HEAD.size
+        self._map[begin : begin + len(data)] = data
+
+
+def test_a_record_is_whole_in_whatever_order_memory_shows_it(path: str) -> None:
+    writer, reader = _CountsFirst(path), Arena(path)
+    length = ROOM // 8
+    for number in range(10):
+        data = data_of(number, length)
+        writer.counted.clear()
+        writing = threading.Thread(target=writer.put, args=(key_of(number), data))
+        writing.start()
+        assert writer.counted.wait(30)
+        for known in range(number + 1):
+            assert read(reader, known) in (None, data_of(known, length))
+        writing.join()
+        assert read(reader, number) == data
+
+
+def test_a_process_that_is_stopped_while_it_writes_stops_no_other(path: str) -> None:
+    stopped, other = Arena(path), Arena(path)
+    assert other.put(key_of("a"), b"hello")
+    with stopped._locked():
+        assert read(other, "a") is None
+        other.put(key_of("b"), b"more")
+    assert read(other, "a") == b"hello"
+    assert read(other, "b") is None
 
 
 def test_memory_that_is_gone_is_told(path: str) -> None:

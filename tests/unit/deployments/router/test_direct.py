@@ -1,7 +1,9 @@
 """A later turn goes straight to the decoder that its router remembers, and how that may end."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from conserve import wire
 from conserve.direct import Homes
@@ -216,6 +219,25 @@ def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
     assert len(decoders.straight) == 2
     # What it finds there is looked up.
     assert told_by(decoders.got[-1][0]).looks_up
+
+
+def seen(text: str) -> dict[str, Any]:
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
+    image = {"type": "image_url", "image_url": {"url": url}}
+    return {"role": "user", "content": [{"type": "text", "text": text}, image]}
+
+
+def test_a_turn_that_appends_an_image_appends_much() -> None:
+    first = [seen("look")]
+    later = [*first, {"role": "assistant", "content": "so"}, {"role": "user", "content": "on"}]
+    again = [*later, {"role": "assistant", "content": "so"}, seen("and now?")]
+    last = [*again, {"role": "assistant", "content": "so"}, {"role": "user", "content": "on"}]
+    table, decoders = Placing(), Decoders(die=set())
+    play(table, decoders, first, later, again, last, placement="elastic")
+    assert table.appended == [None, 3]
+    assert len(decoders.straight) == 2
 
 
 @pytest.mark.parametrize("settings", [{"placement": "conversation"}, {"pausing": False}])

@@ -243,7 +243,9 @@ def test_what_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "url",
     ["http://127.0.0.1/", "http://localhost/", "http://2130706433/", "http://0x7f.1/",
-     "http://[::1]/", "http://[::ffff:127.0.0.1]/", "http://169.254.169.254/", "http://10.0.0.1/"],
+     "http://017700000001/", "http://127.1/", "http://0/", "http://[::]/", "http://[::1]/",
+     "http://[::ffff:127.0.0.1]/", "http://[::ffff:7f00:1]/", "http://[64:ff9b::7f00:1]/",
+     "http://[fe80::1]/", "http://169.254.169.254/", "http://2852039166/", "http://10.0.0.1/"],
 )  # fmt: skip
 def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
     """Even if its name is allowed."""

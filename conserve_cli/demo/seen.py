@@ -1,0 +1,107 @@
+"""Records of a demonstration: its turns and answers, and whether they are as promised."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """A turn, with tokens and images as the engines reported them; ``does`` is what it called."""
+
+    conversation: str
+    turn: int
+    prompt_tokens: int
+    decoder_cached_tokens: int
+    lmcache_tokens: int
+    ttft_s: float
+    output_tokens: int
+    decoder: str
+    does: str = ""
+    images: int = 0  # In the prompt.
+    encoded_images: int = 0  # Encoded for this turn, on any engine.
+    node_images: int = 0  # Taken from the node's memory instead.
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAnswer:
+    """An agent's answer to its task."""
+
+    conversation: str
+    text: str
+    ttfet_s: float | None  # None without an answer.
+    right: bool
+
+
+@dataclass(slots=True)
+class Demonstration:
+    """Everything that the demonstration saw."""
+
+    turns: list[TurnRow] = field(default_factory=list)
+    answers: list[AgentAnswer] = field(default_factory=list)
+    handoffs: int = 0  # Turns that took KV from LMCache.
+    moves: int = 0  # Turns that ran on another decoder than the one before.
+    errors: int = 0
+    problems: list[str] = field(default_factory=list)
+    # Of agents that see: different images that were shown, clicks, and those on the right button.
+    images: int = 0
+    clicks: int = 0
+    hits: int = 0
+
+    @property
+    def shown_images(self) -> int:
+        return sum(row.images for row in self.turns)
+
+    @property
+    def encoded_images(self) -> int:
+        return sum(row.encoded_images for row in self.turns)
+
+    @property
+    def node_images(self) -> int:
+        return sum(row.node_images for row in self.turns)
+
+    def verdict(
+        self,
+        conversations: int,
+        turns: int,
+        *,
+        always_handed_off: bool = False,
+        encoded_once: bool = False,
+    ) -> list[str]:
+        """Return what is not as promised, for this many conversations of at least ``turns`` turns.
+
+        Args:
+            always_handed_off: every first prompt has to come from a prefiller.
+            encoded_once: all engines are on one node, so none encodes what another one has.
+        """
+        wrong = list(self.problems)
+        by_conversation: dict[str, list[TurnRow]] = {}
+        for row in self.turns:
+            by_conversation.setdefault(row.conversation, []).append(row)
+        if len(by_conversation) != conversations:
+            wrong.append(f"{len(by_conversation)} conversations were seen, not {conversations}")
+        for name, rows in by_conversation.items():
+            if len(rows) < turns:
+                wrong.append(f"{name}: {len(rows)} turns succeeded, not {turns} or more")
+            handed = [row.turn for row in rows if row.lmcache_tokens]
+            if handed != [1] and (always_handed_off or handed):
+                wrong.append(f"{name}: handed off in turns {handed}, not once, in turn 1")
+            if len({row.decoder for row in rows}) != 1:
+                wrong.append(f"{name}: changed its decoder")
+        if encoded_once and self.encoded_images > self.images:
+            wrong.append(f"{self.images} images were encoded {self.encoded_images} times")
+        return wrong
+
+
+def write_json(seen: Demonstration, path: Path) -> None:
+    body = {
+        "turns": [asdict(row) for row in seen.turns],
+        "handoffs": seen.handoffs,
+        "moves": seen.moves,
+        "errors": seen.errors,
+        "answers": [asdict(answer) for answer in seen.answers],
+        "images": seen.images,
+        "clicks": seen.clicks,
+        "hits": seen.hits,
+    }
+    path.write_text(json.dumps(body, indent=2) + "\n")

@@ -1,0 +1,264 @@
+"""Vision towers in the plan, against published sizes and what vLLM logs when it starts."""
+
+from typing import Any
+
+import pytest
+
+from conserve.settings import Settings, SettingsError, load
+from hetero import cpu_plan, gpu_plan
+from hetero.cards import Card
+from hetero.container import HostMemory
+from hetero.gpu_layout import Needs, encoder_needs, needs, with_counts
+from hetero.gpu_plan import GpuNode, GpuPlan
+from hetero.model_shape import ModelShape, shape_of
+from hetero.tiers import NodeOffer
+from hetero.vision_tower import Tower, TowerNeeds, tower_of
+from tests.unit.hetero.shapes import (
+    GEMMA3_4B,
+    QWEN3_8B,
+    QWEN25_VL_7B,
+    QWEN25_VL_PROCESSOR,
+    SMOLVLM_2B,
+    SMOLVLM_PROCESSOR,
+)
+
+MIB, GIB = 2**20, 2**30
+H100 = 81_559 * MIB
+QWEN = shape_of(QWEN25_VL_7B, 16_584_333_312, processor=QWEN25_VL_PROCESSOR)
+SMOL = shape_of(SMOLVLM_2B, processor=SMOLVLM_PROCESSOR)
+WITHOUT_VIDEOS = {"limit_mm_per_prompt": {"video": 0}}
+# The most values of a patch that vLLM's modules were seen to have: 17,966 and 13,823.
+QWEN_PATCH, SMOL_PATCH = 17_836, 13_804
+
+
+def tower(shape: ModelShape) -> Tower:
+    assert shape.tower is not None
+    return shape.tower
+
+
+def needed(shape: ModelShape, **arguments: Any) -> Needs:
+    return needs(shape, {"max_num_batched_tokens": 8192, **arguments}, H100)
+
+
+def of_tower(shape: ModelShape, **arguments: Any) -> TowerNeeds:
+    found = needed(shape, **arguments).tower
+    assert found is not None
+    return found
+
+
+def test_parameters_are_as_published() -> None:
+    # Qwen2.5-VL-7B's 8,292,166,656, less Qwen2.5-7B's 7,615,616,512.
+    assert tower(QWEN).parameters == pytest.approx(676_550_144, rel=2e-3)
+    assert shape_of(QWEN25_VL_7B).weights_bytes == pytest.approx(16_584_333_312, rel=2e-3)
+    # SigLIP so400m, and a projector of 9 x 1,152 to 2,048 values.
+    assert tower(SMOL).parameters == pytest.approx(411e6 + 9 * 1152 * 2048, rel=0.01)
+    assert shape_of(SMOLVLM_2B).weights_bytes == pytest.approx(2 * 2.25e9, rel=0.01)
+
+
+def test_the_largest_image_is_as_the_processor_limits_it() -> None:
+    assert tower(QWEN).image == 12_845_056 // 28**2 == 16_384
+    smaller = shape_of(QWEN25_VL_7B, processor={**QWEN25_VL_PROCESSOR, "max_pixels": 1280 * 784})
+    assert tower(smaller).image == 1280
+    # 16 tiles and the whole, of 81 embeddings.
+    assert tower(SMOL).image == 17 * 81
+    uncut = shape_of(SMOLVLM_2B, processor={**SMOLVLM_PROCESSOR, "do_image_splitting": False})
+    assert tower(uncut).image == 81
+    assert tower(shape_of(SMOLVLM_2B)).image == 17 * 81
+    assert tower(shape_of(GEMMA3_4B | {"vocab_size": 9, "text_config": QWEN3_8B})).image == 256
+
+
+def test_the_largest_batch_is_the_one_that_vllm_measures() -> None:
+    """vLLM logs it: "budget of 114688 tokens, and profiled with 1 video items"."""
+    assert of_tower(QWEN).batch == "1 video of 114,688 embeddings"
+    assert of_tower(QWEN).embeddings == 114_688
+    # Fewer frames fit into shorter sequences; without videos one image is the most.
+    assert of_tower(QWEN, max_model_len=32_768).batch == "1 video of 32,768 embeddings"
+    assert of_tower(QWEN, max_model_len=8_192).batch == "1 image of 16,384 embeddings"
+    assert of_tower(QWEN, **WITHOUT_VIDEOS).batch == "1 image of 16,384 embeddings"
+    videos_alone = of_tower(QWEN, max_model_len=8_192, limit_mm_per_prompt={"image": 0})
+    assert videos_alone.batch == "1 video of 16,384 embeddings"
+    assert of_tower(SMOL).batch == "5 images of 1,377 embeddings"
+    assert of_tower(SMOL).embeddings == 8_192
+    assert of_tower(SMOL, max_num_seqs=1, limit_mm_per_prompt={"image": {"count": 2}}).batch == (
+        "2 images of 1,377 embeddings"
+    )
+
+
+def test_encoding_and_the_cache_take_what_their_values_do() -> None:
+    alone = of_tower(QWEN, **WITHOUT_VIDEOS)
+    # Four patches an embedding.
+    assert alone.encode_bytes == 16_384 * 4 * QWEN_PATCH * 2
+    assert alone.cache_bytes == 16_384 * 3584 * 2
+    assert of_tower(QWEN).encode_bytes == 7 * alone.encode_bytes
+    # Nine patches, and the cache is as large as a step.
+    assert of_tower(SMOL).encode_bytes == 5 * 1_377 * 9 * SMOL_PATCH * 2
+    assert of_tower(SMOL).cache_bytes == 8_192 * 2_048 * 2
+    # A step waits while an engine encodes, so the larger one counts.
+    step = 8192 * QWEN.step_width * 2 + 1024 * 152_064 * 12
+    assert needed(QWEN).reserve_bytes == 2 * GIB + of_tower(QWEN).encode_bytes
+    assert needed(QWEN, **WITHOUT_VIDEOS).reserve_bytes == 2 * GIB + step
+    assert needed(QWEN).fixed_bytes == sum(
+        (16_584_333_312, needed(QWEN).reserve_bytes, of_tower(QWEN).cache_bytes)
+    )
+
+
+def test_embeddings_of_several_layers_are_kept_together() -> None:
+    deep = {**QWEN25_VL_7B["vision_config"], "deepstack_visual_indexes": [8, 16, 24]}
+    shape = shape_of(QWEN25_VL_7B | {"model_type": "qwen3_vl", "vision_config": deep})
+    assert of_tower(shape, max_num_batched_tokens=16_384).cache_bytes == 16_384 * 4 * 3584 * 2
+    assert not of_tower(shape).has_video
+
+
+def test_workers_divide_a_tower_or_the_images() -> None:
+    one, two = needed(QWEN), needed(QWEN, tensor_parallel_size=2)
+    assert one.tower
+    assert two.tower
+    assert two.weights_bytes == one.weights_bytes // 2
+    assert two.tower.encode_bytes == one.tower.encode_bytes // 2
+    assert two.tower.cache_bytes == one.tower.cache_bytes
+    # Each has all of the tower, and one of them all of the only video.
+    whole = of_tower(QWEN, tensor_parallel_size=2, mm_encoder_tp_mode="data")
+    assert (whole.weights_bytes, whole.encode_bytes) == (
+        one.tower.weights_bytes,
+        one.tower.encode_bytes,
+    )
+    # vLLM divides this one's weights nevertheless, but not 16 heads by 3.
+    other = of_tower(SMOL, tensor_parallel_size=2, mm_encoder_tp_mode="data")
+    assert other.weights_bytes == of_tower(SMOL).weights_bytes // 2
+    assert of_tower(SMOL, tensor_parallel_size=3).weights_bytes == of_tower(SMOL).weights_bytes
+    # Every stage has the tower.
+    stages = needed(QWEN, pipeline_parallel_size=2)
+    text = one.weights_bytes - one.tower.weights_bytes
+    assert stages.weights_bytes == text // 2 + one.tower.weights_bytes
+
+
+@pytest.mark.parametrize(
+    "given", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0, "video": 0}}]
+)
+def test_an_engine_that_takes_text_only_loads_no_tower(given: dict[str, Any]) -> None:
+    found = needed(QWEN, **given)
+    assert found.tower is None
+    assert found.weights_bytes == 16_584_333_312 - 2 * tower(QWEN).parameters
+
+
+def test_an_operator_may_account_for_images_himself() -> None:
+    found = of_tower(QWEN, skip_mm_profiling=True)
+    assert (found.encode_bytes, found.cache_bytes) == (0, 0)
+
+
+def test_an_engine_that_only_encodes_has_a_tower_and_a_context() -> None:
+    found = encoder_needs(SMOL, {"max_num_batched_tokens": 8192})
+    assert found is not None
+    own = of_tower(SMOL)
+    assert found.fixed_bytes == own.weights_bytes + own.encode_bytes + own.cache_bytes + GIB
+    assert encoder_needs(shape_of(QWEN3_8B), {"max_num_batched_tokens": 8192}) is None
+
+
+def planned(
+    arguments: dict[str, Any],
+    shape: ModelShape = QWEN,
+    cards: int = 2,
+    free: float = 512,
+    memory: int = H100,
+) -> tuple[Settings, GpuPlan]:
+    """For a machine with H100s, or other cards."""
+    card = Card("NVIDIA H100", memory, 0)
+    offer = NodeOffer("10.0.0.1", {"CPU": 8.0, "GPU": float(cards)}, {})
+    seen = HostMemory(int(free * GIB), int(free * GIB))
+    node = GpuNode(offer, (card,) * cards, seen.available_bytes, seen)
+    return gpu_plan.plan(with_counts(load({"model": "m", **arguments}), cards), [node], shape)
+
+
+def test_kv_gets_what_images_leave() -> None:
+    _, found = planned({"pausing": False})
+    for one in found.engines:
+        assert one.needs is not None
+        assert one.budget_bytes is not None
+        assert one.kv_bytes == one.budget_bytes - one.needs.fixed_bytes
+    _, without = planned({"pausing": False, "engine.limit_mm_per_prompt": {"video": 0}})
+    less = of_tower(QWEN).cache_bytes - of_tower(QWEN, **WITHOUT_VIDEOS).cache_bytes
+    least, more = found.engines[0], without.engines[0]
+    assert least.needs
+    assert more.needs
+    assert more.kv_bytes - least.kv_bytes == (  # type: ignore[operator]
+        least.needs.reserve_bytes - more.needs.reserve_bytes + less
+    )
+
+
+def test_videos_that_take_most_of_a_card_are_named() -> None:
+    _, found = planned({})
+    (said,) = found.notes
+    assert said == (
+        "each engine has 15.2 GiB to encode 1 video of 114,688 embeddings, as vLLM does when it "
+        "starts; if agents send no videos, engine.limit_mm_per_prompt.video=0 leaves most of it to "
+        "KV"
+    )
+    assert planned({"engine.limit_mm_per_prompt.video": 0})[1].notes == ()
+    with pytest.raises(SettingsError, match=r"17\.2 reserve \+ 0\.8 encoder cache .* KV") as caught:
+        planned({"gpus": 1, "prefillers": 1}, memory=48 * GIB)
+    said = "leave videos out, which take 32.0 GiB (engine.limit_mm_per_prompt.video=0), or set"
+    assert said in str(caught.value)
+    kept = {"gpus": 1, "prefillers": 1, "engine.limit_mm_per_prompt.video": 0}
+    assert len(planned(kept, memory=64 * GIB)[1].engines) == 2
+
+
+def test_an_encoder_that_is_not_known_is_named() -> None:
+    for config in (
+        {"model_type": "internvl_chat", "vision_config": {"hidden_size": 1024}},
+        {"model_type": "qwen3_omni", "thinker_config": {"x": 1}},
+        {"model_type": "llava", "vision_config": {"hidden_size": 1024}},
+    ):
+        shape = shape_of(QWEN3_8B | config, 16_381_470_720)
+        assert shape.sees
+        _, found = planned({}, shape)
+        (said,) = found.notes
+        assert "is not known" in said or "has no depth or num_hidden_layers" in said
+        assert "its memory is not counted" in said
+        assert "host memory for images" in found.lines()[-1]
+
+
+def test_a_model_that_reads_text_only_takes_nothing_for_images() -> None:
+    assert tower_of(QWEN3_8B, 4096) is None
+    settings, found = planned({}, shape_of(QWEN3_8B, 16_381_470_720))
+    assert not any("image" in line or "encoder" in line for line in found.lines())
+    assert "mm_processor_cache_gb" not in settings.engine
+    small = {"lmcache.size_gb": 40}
+    assert planned(small, shape_of(QWEN3_8B, 16_381_470_720), free=40)[1].notes == ()
+
+
+def test_encoded_images_are_counted_beside_lmcache() -> None:
+    with pytest.raises(SettingsError) as caught:
+        planned({"lmcache.size_gb": 40}, SMOL, free=40)
+    assert str(caught.value) == (
+        "lmcache.size_gb: 40 and media.encoded_gb: 0.9 GiB, and 40.0 of 40.0 GiB are available; "
+        "set less"
+    )
+    planned({"lmcache.size_gb": 40, "media.encoded_gb": 0}, SMOL, free=40)
+    # Half of what is free, less what is for images.
+    assert planned({"media.encoded_gb": 8.6}, SMOL, free=16)[1].size_gb == 3
+    assert planned({"media.encoded_gb": 0}, SMOL, free=16)[1].size_gb == 8
+
+
+@pytest.mark.parametrize(
+    ("free", "gib"), [(512, 4.0), (64, 4.0), (24, 1.5), (1, 0.1)]
+)  # fmt: skip
+def test_prepared_images_take_a_quarter_of_the_free_memory_at_most(free: float, gib: float) -> None:
+    """Two engines have two caches each."""
+    settings, found = planned({"media.encoded_gb": 0}, SMOL, free=free)
+    # At 4 vLLM's default stays.
+    assert settings.engine.get("mm_processor_cache_gb", 4.0) == gib
+    assert f"up to {gib:g} GiB for prepared ones" in found.images
+    told, found = planned({"decoders.engine.mm_processor_cache_gb": 2}, SMOL, free=free)
+    assert "mm_processor_cache_gb" not in told.engine
+
+
+def test_engines_on_cpus_are_planned_with_images_too() -> None:
+    def made(gib: float, **arguments: Any) -> cpu_plan.CpuPlan:
+        memory = HostMemory(int(gib * GIB), int(gib * GIB))
+        given = {"model": "m", "engine.max_model_len": 4096, **arguments}
+        return cpu_plan.plan(load(given), SMOL, memory)[1]
+
+    assert "1 GB a node for encoded ones, and up to 1.3 GiB" in made(32).images
+    with pytest.raises(SettingsError, match=r"2 for LMCache \+ 0\.9 for encoded images = 18\.\d"):
+        made(18)
+    assert made(18, **{"media.encoded_gb": 0}).weights_bytes
