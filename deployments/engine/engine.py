@@ -27,6 +27,7 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
+from deployments.engine.choices import tell_of_all_choices
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
 from deployments.engine.gpu_worker import WorkerClient
@@ -143,6 +144,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         failed = FailedImages(functools.partial(_abort, client))
         self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
+        tell_of_all_choices()
         missing_tokens = NodeImages(client.vllm_config).missing_tokens
         observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)
         if schedules:

@@ -87,7 +87,6 @@ class _Observation:
             self.output_tokens[key] = self.output_tokens.get(key, 0) + new if delta else new
         found = wire.cached_tokens(output.kv_transfer_params)
         if found.own_tokens is not None and found.lmcache_tokens is not None:
-            # Of several choices one loads the prompt's KV; the others then find it here.
             if found.lmcache_tokens >= self.lmcache_tokens:
                 self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
         elif output.num_cached_tokens is not None and not self.lmcache_tokens:
@@ -100,7 +99,8 @@ class _Observation:
         kept_tokens, kept_s = wire.engine_kept(output.kv_transfer_params)
         if kept_tokens is not None:
             self.kept_tokens, self.kept_s = kept_tokens, kept_s
-        self.encoded = self.encoded.plus(wire.encoded(output.ec_transfer_params))
+        # Each output of several choices has what all have said so far.
+        self.encoded = max(self.encoded, wire.encoded(output.ec_transfer_params))
         times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
