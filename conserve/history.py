@@ -43,9 +43,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         engine_wait_s: wait in the decoder's engine; None under ``engine_scheduler: vllm``.
         engine_wait_for: see `conserve.engine_scheduling.WaitFor`.
         kept_tokens, kept_s: what of its history the engine has now, and for how long it is pinned.
-        encoded_images, encoded_tokens: images that an encoder computed for it, on its prefiller or
-            decoder, and their embeddings.
-        node_images: images that these took from their node's memory instead.
+        encoded_images: images that were encoded for it, on any engine.
+        encoded_tokens: embeddings of those that its decoder encoded.
+        node_images: images that engines took from their node's memory instead.
     """
 
     prompt_tokens: int

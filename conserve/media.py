@@ -45,7 +45,8 @@ _MARKS = re.compile(rb"conserve-[0-9a-f]{16}-\d+\.")
 _PIECE_BYTES = 512 * 1024
 # Each body with media has one of these members or types of parts, or an escaped letter in it.
 _HINT = re.compile(rb'"(?:(?:image|audio|video)_url|(?:input_)?image|input_audio|uuid)"')
-_ESCAPED = re.compile(rb"\\u00[2-7]")
+_ESCAPED = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
+_LONGEST_HINT = 32
 _LONGEST_TYPE = 64
 # What Pillow may try: its other formats are rare, and have had more faults.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -140,8 +141,8 @@ class Lifted:
     def may_hold_media(self) -> bool:
         """Whether the body, a turn's, may have parts with media; False: it has none."""
         if self._looked_at is not self.raw:
-            self._looked_at, found = self.raw, _HINT.search(self.raw) or _ESCAPED.search(self.raw)
-            self._may_hold_media = bool(self.spans) or found is not None
+            self._looked_at = self.raw
+            self._may_hold_media = bool(self.spans) or _is_in(self.raw, _HINT, _ESCAPED)
         return self._may_hold_media
 
     @property
@@ -187,6 +188,15 @@ class Lifted:
         if marks is None:
             return put_back(raw, self.spans)
         return put_back(raw, {mark: self.spans[mark] for mark in marks})
+
+
+def _is_in(raw: bytes, *patterns: re.Pattern[bytes]) -> bool:
+    """Return whether a pattern, for short texts, is found; other threads run between its pieces."""
+    return any(
+        pattern.search(raw, at, at + _PIECE_BYTES + _LONGEST_HINT)
+        for at in range(0, len(raw), _PIECE_BYTES)
+        for pattern in patterns
+    )
 
 
 def put_back(raw: bytes, spans: Mapping[str, bytes]) -> bytes:
@@ -378,7 +388,7 @@ def lifted_media(raw: bytes, path: str) -> Lifted:
         if isinstance(body, dict) and path != apis.COMPLETIONS:
             served = marks(body, path)
     except (ValueError, RecursionError, ApiError):
-        pass  # Who reads it refuses it.
+        pass  # The engine refuses it.
     lifted.drop(lifted.spans.keys() - served)
     return lifted
 

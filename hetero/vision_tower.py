@@ -15,7 +15,7 @@ ENCODERS = ("vision_config", "audio_config")
 _OTHERS = ("thinker_config", "vision_tower", "mm_vision_tower", "img_processor", "vit_config")
 # The outer configuration's values that `tower_of` reads, beside its kind.
 READ = ("scale_factor", "mm_tokens_per_image", "spatial_merge_size")
-# Where `deployments.model_config` keeps the kind of a model whose values are the language model's.
+# The member in which `deployments.model_config` keeps the kind of a model whose values are the language model's.
 KIND = "multimodal_type"
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _TILED = ("idefics3", "smolvlm")
@@ -55,7 +55,7 @@ class TowerNeeds:
     weights_bytes: int
     encode_bytes: int  # To encode the largest batch; an estimate.
     cache_bytes: int  # vLLM's encoder cache, when it is full.
-    embeddings: int  # Those that it holds.
+    embeddings: int  # Embeddings that it holds.
     batch: str  # The largest batch, in words.
     has_video: bool = False  # Whether that is a video.
 
@@ -89,7 +89,7 @@ def _tower(
     hidden: int,
     processor: Mapping[str, Any],
 ) -> Tower:
-    # Of Qwen2-VL's, `hidden_size` is the language model's.
+    # In Qwen2-VL's configurations, `hidden_size` is the language model's.
     width = _number(vision, "embed_dim", "hidden_size")
     layers, patch = _number(vision, "depth", "num_hidden_layers"), _number(vision, "patch_size")
     inner = int(vision.get("intermediate_size") or vision.get("mlp_ratio", 4) * width)

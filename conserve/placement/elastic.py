@@ -297,6 +297,8 @@ def prefill_cost_s(
 ) -> float:
     """Return the seconds until a prefill is done, plus those that others there are delayed."""
     costs = work.costs
+    # Each embedding is a token of the prompt, and needs none where its KV is found.
+    encode_tokens = min(encode_tokens, new_tokens)
     own_s, encode_s = costs.prefill_s(new_tokens, cached_tokens), costs.encode_s(encode_tokens)
     running_s = work.decodes * (costs.prefill_share * own_s + encode_s)
     waits_s = work.prefill_wait_s(new_tokens, cached_tokens, encode_tokens)

@@ -156,7 +156,7 @@ class StepCosts:
         self._prefills = _Fit((prior.prefill_constant_s, prior.per_token_s, prior.per_pair_s))
         self._share = prior.prefill_share
         self._alone = 0.0
-        # Of iterations with images: seconds beyond the rest of their work, and embeddings.
+        # Seconds that iterations with images took beyond their other work, and the embeddings.
         self._encoding = (0.0, 0.0)
 
     def add(self, step: Step, prefills: float = 1.0, decodes: float = 1.0) -> None:

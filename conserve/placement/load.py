@@ -103,7 +103,8 @@ class Work(NamedTuple):
 
     def prefill_wait_s(self, new_tokens: int, cached_tokens: int, encode_tokens: int = 0) -> float:
         costs = self.costs
-        own_s, encode_s = costs.prefill_s(new_tokens, cached_tokens), costs.encode_s(encode_tokens)
+        own_s = costs.prefill_s(new_tokens, cached_tokens)
+        encode_s = costs.encode_s(min(encode_tokens, new_tokens))
         if not self.decodes:
             return self.backlog_s + own_s + encode_s + costs.prefill_constant_s
         chunks = math.ceil((self.backlog_tokens + new_tokens) / costs.chunk_tokens)
@@ -191,7 +192,7 @@ class Loads:
         past = min(past, tokens - 1)
         self._expect(history_id, tokens, past, placement, shared, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
-        seconds += engine.costs.encode_s(shared.encode_tokens)
+        seconds += engine.costs.encode_s(min(shared.encode_tokens, tokens - past))
         engine.queue.add(history_id, tokens - past, seconds, now_s)
         self._prompts.add(1.0, now_s)
         self._spent(tokens, seconds, now_s)
@@ -209,7 +210,7 @@ class Loads:
     ) -> None:
         """Add what a later turn appends; if it is ``lent``, for another engine."""
         engine = self._of(engine_id)
-        encode_s = engine.costs.encode_s(encode_tokens)
+        encode_s = engine.costs.encode_s(min(encode_tokens, new_tokens))
         if lent:
             engine.lent.append((now_s, new_tokens + cached_tokens))
             seconds = encode_s + engine.prefills(new_tokens, cached_tokens, now_s)

@@ -263,7 +263,7 @@ class Settings(Strict):
         return self
 
     @model_validator(mode="after")
-    def _encoders_have_somebody_to_encode_for(self) -> Self:
+    def _encoders_have_a_use(self) -> Self:
         if self.encoders.max_replicas is not None:
             raise ValueError("encoders.max_replicas: encoders do not scale; set encoders.replicas")
         if not self.encoders.replicas:

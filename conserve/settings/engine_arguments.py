@@ -77,7 +77,7 @@ _AGREED = {
     "tokenizer_revision": _OTHER_MODEL,
     "mm_hasher_algorithm": "LMCache's keys have images by their hash",
 }
-# Those by which an image becomes something else, or is known by another name.
+# Arguments by which an image becomes something else, or is known by another name.
 _DECIDE_ENCODING = (
     "dtype", "mm_hasher_algorithm", "mm_processor_kwargs", "media_io_kwargs",
     *(name for name, why in _AGREED.items() if why == _OTHER_MODEL),

@@ -67,7 +67,7 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
     Ray Serve LLM always asks vLLM for worker processes there. One worker is one more process, which
     imports vLLM for six seconds of a core, takes a part in each step, and half a gigabyte.
 
-    And has prompts of an encoder cut into steps. Without KV, vLLM 0.29 cuts them by this threshold
+    It also has prompts of an encoder cut into steps. Without KV, vLLM 0.29 cuts them by a threshold
     alone, and one that is longer than a step would wait for ever, with all behind it.
     """
 
@@ -145,7 +145,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
         tell_of_all_choices()
-        missing_tokens = NodeImages(client.vllm_config).missing_tokens
+        # On the event loop, nothing waits for an engine that writes.
+        missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)
         if schedules:
             self._scheduler = SchedulerClient(client)

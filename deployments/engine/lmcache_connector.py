@@ -113,6 +113,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         # last step.
         self._to_tell: dict[str, Address] = {}
         self._gone: dict[str, Address] = {}
+        # Identifiers of the images of current requests.
+        self._images: dict[str, list[str]] = {}
         self._pins = Pins(give_up)
         self._meter = StepMeter(decode_tokens)
 
@@ -163,10 +165,13 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         if self._steps.broken or sys.exc_info()[0] is not None:
             return
         notes = self._get_connector_metadata().notes
+        # What was computed of an image that could not be encoded is wrong.
+        wrong = {one for one, images in notes.images.items() if failures.include(images)}
+        if wrong:
+            metadata = self._get_connector_metadata()
+            metadata.requests = [one for one in metadata.requests if one.request_id not in wrong]
         try:
-            # What was computed of an image that could not be encoded is wrong.
-            if not failures.under_way:
-                super().wait_for_save()
+            super().wait_for_save()
         except Exception:
             logger.exception("KV was not stored; it will be computed again where it is needed")
         finally:
@@ -200,7 +205,6 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         that is aborted while it loads vLLM 0.29 is then told of two ends, and fails on the second.
         Here only requests that `request_finished` has kept are reported.
         """
-        failures.ended(finished_req_ids)
         self._fail_lost_loads()
         _, loaded = super().get_finished(set())
         metadata = self._connector_metadata
@@ -243,6 +247,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         loaded nor stored.
         """
         params = request.kv_transfer_params or {}
+        if request.mm_features:
+            images = [image.identifier for image in request.mm_features]
+            self._images[request.request_id] = images
         # Of one that was preempted, workers may have told already.
         if STORED_TO in params and not request.num_preemptions:
             self._to_tell[request.request_id] = params[STORED_TO]
@@ -319,6 +326,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             self._gone,
             frozenset(self._ended),
             preempted,
+            {
+                one.request_id: self._images[one.request_id]
+                for one in metadata.requests
+                if one.request_id in self._images
+            },
         )
         self._step += 1
         self._ended.clear()
@@ -377,6 +389,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         ``cached_token_stats`` ("Request tracker ... not found"). So a request aborted before that
         would end the engine.
         """
+        self._images.pop(request.request_id, None)
         self._get_or_create_request_tracker(request)
         _, params = super().request_finished(request, block_ids)
         late, missed_tokens = self._late.over(request.request_id)

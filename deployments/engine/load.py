@@ -76,8 +76,8 @@ class LoadMeter:
         self.steps_s = 0.0
         self.prompt_tokens = 0
         self._requests = requests
-        # Of each request's prompt, the tokens that caches should have, and the embeddings of images
-        # that its node lacks.
+        # For each request: prompt tokens that caches should have, and embeddings of images that its
+        # node lacks.
         self._expected: dict[str, tuple[int, int]] = {}
         self._decodes = Lately()
         self._prefills = Lately()
@@ -93,9 +93,11 @@ class LoadMeter:
                 decodes += 1
                 continue
             expected, encodes = self._expected.get(request.external_req_id, (0, 0))
+            computes = max(0, request.prompt_len - expected)
             if request.external_req_id not in prompts:
-                encode_tokens += encodes
-            prompts[request.external_req_id] = max(0, request.prompt_len - expected)
+                # Images whose KV is found need no embeddings.
+                encode_tokens += min(encodes, computes)
+            prompts[request.external_req_id] = computes
         steps = tuple(self._steps)
         self._steps.clear()
         return EngineLoad(

@@ -143,7 +143,7 @@ class _Observation:
             kept_tokens=self.kept_tokens,
             kept_s=self.kept_s,
             encoded_images=encoded.images,
-            encoded_tokens=encoded.tokens,
+            encoded_tokens=self.encoded.tokens,
             node_images=encoded.node_images,
         )
 
@@ -180,14 +180,17 @@ def observe_engine(
         observation = _current.get()
         images = images_of(prompt)
         encode_tokens = missing_tokens(images)
-        watching = failed.watching(request_id, [identifier for identifier, _ in images])
+        identifiers = {identifier for identifier, _ in images}
         if observation is None:
             stream = generate(prompt, sampling_params, request_id, **options)
             expecting = meter.expecting(request_id, 0, encode_tokens)
-            with watching:
+            with failed.watching(request_id, identifiers) as watched:
                 async with expecting, contextlib.aclosing(stream):
                     async for output in stream:
-                        failed.require_encoded(request_id)
+                        if identifiers:
+                            # vLLM tells of failures after it has passed outputs on.
+                            await asyncio.sleep(0)
+                        watched.require_encoded()
                         yield output
             return
         # These also ask LMCacheMPConnector for its statistics.
@@ -215,7 +218,7 @@ def observe_engine(
         observation.notes &= observation.started == 1 and can_be_continued(prompt, sampling_params)
 
         def see(output: Any) -> None:
-            failed.require_encoded(request_id)
+            watched.require_encoded()
             _require_an_answer(output, sampling_params, observation)
             observation.see(output, delta)
 
@@ -227,9 +230,11 @@ def observe_engine(
                 sent, prompt, sampling_params, request_id, tokenizer, generate=run, see=see
             )
         expecting = meter.expecting(request_id, observation.expected_tokens, encode_tokens)
-        with watching:
+        with failed.watching(request_id, identifiers) as watched:
             async with expecting, contextlib.aclosing(stream):
                 async for output in stream:
+                    if identifiers:
+                        await asyncio.sleep(0)
                     if not observation.sent:
                         see(output)
                     observation.put_out(output)

@@ -39,7 +39,7 @@ class StepMeter:
 
     def __init__(self, decode_tokens: int = 1) -> None:
         self._decode_tokens = decode_tokens
-        # Of requests with images, how many embeddings each has.
+        # How many embeddings each image has, by request.
         self._images: dict[str, list[int]] = {}
         # When each began, and what it computes; None if nothing.
         self._under_way: deque[tuple[float, Step | None]] = deque()

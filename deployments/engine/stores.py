@@ -36,6 +36,7 @@ class StepNotes:
         gone: the same of requests that have ended before ``whole`` had them.
         ended: requests that have ended, whose blocks are kept until their stores have.
         preempted: requests whose blocks others may write to from this step on.
+        images: identifiers of the images of requests that store something in this step.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepNotes:
     gone: Mapping[str, Address] = field(default_factory=dict)
     ended: frozenset[str] = frozenset()
     preempted: frozenset[str] = frozenset()
+    images: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -31,6 +31,8 @@ _SKIP = bytes(KEY_BYTES)
 _LARGEST_SHARE = 0.25
 # A record is written in milliseconds; a process that was stopped may hold the lock for longer.
 _LONGEST_WAIT_S = 1.0
+# After such a wait nothing is looked up or written for this long.
+_PAUSE_S = 5.0
 _LOOK_S = 0.0002
 
 
@@ -58,9 +60,10 @@ class Arena:
 
     Args:
         path: as `make_arena` returns it; raises `ArenaError` if it cannot be opened.
+        waits: whether to wait while another process writes; otherwise nothing is found meanwhile.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, waits: bool = True) -> None:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             self._map = mmap.mmap(self._file, 0)
@@ -72,6 +75,8 @@ class Arena:
         self._known: dict[bytes, _Record] = {}
         # Up to where records are known.
         self._read = 0
+        self._waits = waits
+        self._paused_until_s = 0.0
 
     def close(self) -> None:
         self._counts.release()
@@ -162,9 +167,14 @@ class Arena:
         The kernel orders memory where it hands the lock over, so a reader sees all that the last
         writer wrote, on ARM as on x86. Of a process that is killed, it frees the lock.
         """
-        ends_s = time.monotonic() + _LONGEST_WAIT_S
-        while not (got := self._lock()) and time.monotonic() < ends_s:
+        began_s = time.monotonic()
+        got = began_s >= self._paused_until_s and self._lock()
+        while not got and self._waits and began_s >= self._paused_until_s:
+            if time.monotonic() >= began_s + _LONGEST_WAIT_S:
+                self._paused_until_s = time.monotonic() + _PAUSE_S
+                break
             time.sleep(_LOOK_S)
+            got = self._lock()
         try:
             yield got
         finally:

@@ -12,6 +12,7 @@ from conserve.apis import COUNT_INPUT, RESPONSES, TOKEN_PATHS, TURN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
 from deployments.router import interface, parameters
+from deployments.router.tokens import by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
 
@@ -38,7 +39,7 @@ class Description:
         return JSONResponse(self._document)
 
     async def _engines_own(self) -> dict[str, Any]:
-        for engine in await self._table.engines():
+        for engine in by_leisure(await self._table.engines()):
             try:
                 return await self._upstream.described(engine.url)
             except EngineUnreachable:

@@ -44,7 +44,7 @@ _DEFAULT_CAPS = {
     "opencode/": (32_000,),
 }
 # A client does not direct the handoff; the router does.
-_NOT_FORWARDED = ("kv_transfer_params",)
+_NOT_FORWARDED = ("kv_transfer_params", "ec_transfer_params")
 
 
 @dataclass(frozen=True, slots=True)

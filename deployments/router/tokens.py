@@ -155,10 +155,10 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
     """Sort engines, as `/v1/engines` lists them, by how little it disturbs them.
 
     A prefiller that hosts no conversation streams no tokens, and one with an empty queue delays no
-    first turn. An engine that leaves comes last.
+    first turn. An engine that leaves comes last. Encoders take other arguments, and are left out.
     """
     return sorted(
-        engines,
+        (engine for engine in engines if engine.role != "encoder"),
         key=lambda engine: (
             engine.leaving,
             engine.hosts,

@@ -25,7 +25,7 @@ from deployments.engine.response_store import MEDIA, read_ahead, replay
 _CONNECTOR = "conserve"
 # Shorter bodies take vLLM a few milliseconds.
 _LONG_BYTES = 256 * 1024
-# What marks in the bodies of current requests stand for.
+# Base64 by its mark, for requests that are served now.
 _aside: dict[str, bytes] = {}
 
 
@@ -45,10 +45,12 @@ class MediaAside:
         told = headers.get(wire.TURN_HEADER)
         noted = 0 if told is None else wire.DecoderTurn.read(told).sent_bytes
         path = scope["path"].removeprefix(wire.CHECK_PREFIX).removeprefix(wire.PREFILL_PREFIX)
-        lifted = await asyncio.to_thread(lifted_media, body[noted:], path)
+        lifted = await asyncio.to_thread(lambda: lifted_media(body[noted:], path))
         _aside.update(lifted.spans)
         try:
             receive = replay(body[:noted] + lifted.raw, receive)
+            # The turn may last, and its media are in memory already.
+            body = b""
             await self._app({**scope, MEDIA: lifted.spans}, receive, send)
         finally:
             for mark in lifted.spans:

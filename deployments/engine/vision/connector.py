@@ -5,7 +5,7 @@ the name that a router has given it (`conserve.media`). If the node has it (`Nod
 scheduler sends a copy to the worker, for vLLM's own encoder cache; otherwise it is encoded, and
 written. With a request's last output the scheduler tells what its images took (`wire.Encoded`).
 
-One that only encodes skips what the node has, and loads nothing.
+An engine that only encodes skips what the node has, and loads nothing.
 """
 
 from collections import OrderedDict
@@ -97,6 +97,6 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
             encoder_cache[identifier] = tensor.to(current_platform.device_type)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
-        if self._images.keeps and mm_hash not in failures.identifiers:
+        if self._images.keeps and not failures.include([mm_hash]):
             tensor = encoder_cache[mm_hash].detach().to("cpu").contiguous()
             self._images.put(mm_hash, safetensors.torch.save({_TENSOR: tensor}))

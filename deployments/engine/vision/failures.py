@@ -2,7 +2,7 @@
 
 vLLM 0.29 runs the encoder within an iteration, and an error there ends the engine. With this, the
 worker tries each image of that iteration alone, puts zeros in the place of those that fail, and
-stores no KV until their requests have ended. The iteration's statistics name them to the engine's
+stores no KV of requests that have one. The iteration's statistics name them to the engine's
 server (`FailedImages`), which ends their turns. From then on it has the same image known by another
 name, since caches have KV of zeros under the first one.
 
@@ -18,7 +18,15 @@ import dataclasses
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -27,34 +35,33 @@ from vllm.exceptions import VLLMUnprocessableEntityError
 logger = logging.getLogger("conserve.engine")
 
 _MOST_REMEMBERED = 4_096
-# In the connector's configuration: whether the engine's server gets statistics, or needs none since
-# it has no KV. What an encoder fails on is encoded by the engine that needs it, which tells.
+# In the connector's configuration: whether the engine's server gets statistics. An engine that only
+# encodes needs none: the engine that needs the image encodes it again, and tells.
 TELLS = "conserve.statistics"
 
 # --- In the worker --------------------------------------------------------------------------------
 
 
 class WorkersFailures:
-    """Images that this process's worker could not encode."""
+    """Identifiers of images that this process's worker could not encode.
+
+    KV that was computed of their zeros must not be stored.
+    """
 
     def __init__(self) -> None:
-        self.identifiers: set[str] = set()
-        self._requests: set[str] = set()
+        self._identifiers: OrderedDict[str, None] = OrderedDict()
         self._untold: list[str] = []
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a request runs whose KV may be wrong."""
-        return bool(self._requests)
-
-    def add(self, request_id: str, identifier: str) -> None:
-        self.identifiers.add(identifier)
-        self._requests.add(request_id)
+    def add(self, identifier: str) -> None:
+        self._identifiers[identifier] = None
         self._untold.append(identifier)
+        if len(self._identifiers) > _MOST_REMEMBERED:
+            self._identifiers.popitem(last=False)
+        # An engine that only encodes tells of none.
+        del self._untold[:-_MOST_REMEMBERED]
 
-    def ended(self, request_ids: Iterable[str]) -> None:
-        if self._requests:
-            self._requests.difference_update(request_ids)
+    def include(self, identifiers: Iterable[str]) -> bool:
+        return not self._identifiers.keys().isdisjoint(identifiers)
 
     def take_untold(self) -> list[str]:
         untold, self._untold = self._untold, []
@@ -136,7 +143,7 @@ def encode_what_can_be(
                 encode({request_id: [number]})
             except Exception:
                 logger.exception("an image of request %s cannot be encoded", request_id)
-                failures.add(request_id, image.identifier)
+                failures.add(image.identifier)
                 # Some models' embeddings are wider than what their language model takes.
                 width = next((one.shape[-1] for one in encoded.values()), None)
                 encoded[image.identifier] = zeros(image.mm_position.get_num_embeds(), width)
@@ -162,19 +169,38 @@ class ImageNotEncoded(VLLMUnprocessableEntityError):  # type: ignore[misc]  # To
         )
 
 
+class Watched:
+    """A request that runs, with the identifiers of its images."""
+
+    __slots__ = ("_failed", "identifiers", "request_id")
+
+    def __init__(self, request_id: str, identifiers: Collection[str]) -> None:
+        self.request_id = request_id
+        self.identifiers = identifiers
+        self._failed = False
+
+    def fail(self) -> None:
+        self._failed = True
+
+    def require_encoded(self) -> None:
+        """Raise `ImageNotEncoded` if the request was ended because an image has failed."""
+        if self._failed:
+            raise ImageNotEncoded
+
+
 class FailedImages:
     """Images that an engine's workers could not encode, and the requests that have them.
 
     Args:
-        end: ends requests in the engine, by their ids.
+        end: ends requests in the engine, by their ids. Clients choose these, so several requests
+            may have the same one, and end together.
     """
 
     def __init__(self, end: Callable[[Sequence[str]], None]) -> None:
         self._end = end
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._times: OrderedDict[str, int] = OrderedDict()
-        self._running: dict[str, list[str]] = {}
-        self._ended: set[str] = set()
+        self._running: set[Watched] = set()
 
     def name(self, name: str) -> str:
         """Return the name under which the engine knows an image that a router has named."""
@@ -189,26 +215,24 @@ class FailedImages:
         for kept in (self._failed, self._times):
             while len(kept) > _MOST_REMEMBERED:
                 kept.popitem(last=False)
-        ended = [id for id, images in self._running.items() if self._failed.keys() & images]
-        self._ended.update(ended)
-        if ended:
-            self._end(ended)
+        ids = {one.request_id for one in self._running if self._include(one.identifiers)}
+        for one in self._running:
+            if one.request_id in ids:
+                one.fail()
+        if ids:
+            self._end(sorted(ids))
 
     @contextlib.contextmanager
-    def watching(self, request_id: str, identifiers: list[str]) -> Iterator[None]:
+    def watching(self, request_id: str, identifiers: Collection[str]) -> Iterator[Watched]:
         """Watch a request while it runs; raises `ImageNotEncoded` if an image has failed before."""
-        if identifiers:
-            self._running[request_id] = identifiers
-            if self._failed.keys() & identifiers:
-                self._ended.add(request_id)
-        try:
-            self.require_encoded(request_id)
-            yield
-        finally:
-            self._running.pop(request_id, None)
-            self._ended.discard(request_id)
-
-    def require_encoded(self, request_id: str) -> None:
-        """Raise `ImageNotEncoded` if an image of a request has failed since it began."""
-        if request_id in self._ended:
+        if self._include(identifiers):
             raise ImageNotEncoded
+        watched = Watched(request_id, identifiers)
+        self._running.add(watched)
+        try:
+            yield watched
+        finally:
+            self._running.discard(watched)
+
+    def _include(self, identifiers: Iterable[str]) -> bool:
+        return not self._failed.keys().isdisjoint(identifiers)

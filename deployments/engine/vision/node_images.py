@@ -19,15 +19,18 @@ class NodeImages:
 
     Without an arena, since ``media.encoded_gb`` is 0 or its node's actor was restarted, it has
     nothing and keeps nothing.
+
+    Args:
+        waits: see `Arena`.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, *, waits: bool = True) -> None:
         self._arena: Arena | None = None
         transfer = vllm_config.ec_transfer_config
         path = "" if transfer is None else str(transfer.get_from_extra_config(ARENA_PATH, ""))
         if path:
             try:
-                self._arena = Arena(path)
+                self._arena = Arena(path, waits=waits)
             except ArenaError as error:
                 logger.warning("images are encoded for this engine alone: %s", error)
         # What is encoded depends on the model and its precision, too.

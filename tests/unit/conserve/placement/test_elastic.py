@@ -288,6 +288,18 @@ def test_an_image_that_has_to_be_encoded_leaves_running_decodes_to_a_prefiller()
         assert placement == Placement("d1", prefiller)
 
 
+def test_images_whose_kv_is_found_are_not_encoded_again() -> None:
+    """A screenshot agent's thirtieth turn has thirty images, and brings one."""
+    loads = Loads(replace(COSTS, per_encoded_token_s=5e-3))
+    loads.says("d1", EngineLoad(decodes=1, step_s=0.01), NOW_S)
+    policy, pool = ElasticPlacement(loads), [Prefiller("p1")]
+    turn = Appended("d1", 4_030, 4_000, 4_000, encode_tokens=3_000)
+    assert policy.prefill_later_turn(pool, turn, NOW_S) is None
+    shared = Shared({"d1": 3_990}, warm_on="d1", encode_tokens=3_000)
+    loads.placed("c", 4_000, Placement("d1", None), shared, NOW_S)
+    assert loads.work("d1", NOW_S).backlog_s < 0.2
+
+
 def test_what_waits_to_be_encoded_is_waited_for() -> None:
     loads = Loads(replace(COSTS, per_encoded_token_s=5e-3))
     loads.says("d1", EngineLoad(encode_tokens=400), NOW_S)

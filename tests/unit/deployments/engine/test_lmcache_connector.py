@@ -1,5 +1,6 @@
 """LMCache's connector: what is looked up, stored and kept, and what a broken step leaves."""
 
+import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -363,7 +364,8 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     stores = []
 
     def store(self: Any) -> None:
-        for request_id in self._connector_metadata.stores:
+        for one in self._connector_metadata.requests:
+            request_id = one.request_id
             stores.append(MessagingFuture())
             self.worker_adapter.store_futures[request_id] = stores[-1]
 
@@ -384,7 +386,26 @@ def _metadata(step: int, *stores: str, **more: str) -> Any:
 
     told = {what: {name: [name, 0] for name in more.get(what, "")} for what in ("whole", "gone")}
     known = {what: frozenset(more.get(what, "")) for what in ("ended", "preempted")}
-    return SimpleNamespace(stores=stores, notes=StepNotes(step, **told, **known))
+    requests = [SimpleNamespace(request_id=name) for name in stores]
+    return SimpleNamespace(requests=requests, notes=StepNotes(step, **told, **known))
+
+
+def test_kv_of_an_image_that_could_not_be_encoded_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a request that shares it with the one for which it was encoded."""
+    from deployments.engine import lmcache_connector
+    from deployments.engine.vision.failures import WorkersFailures
+
+    own = WorkersFailures()
+    monkeypatch.setattr(lmcache_connector, "failures", own)
+    connector, _ = _worker(monkeypatch)
+    metadata = _metadata(0, "a", "b", "c")
+    images = {"a": ["bad", "good"], "b": ["good"]}
+    metadata.notes = dataclasses.replace(metadata.notes, images=images)
+    own.add("bad")
+    _older_runner(connector, metadata)
+    assert [connector._stores.under_way(name) for name in "abc"] == [False, True, True]
 
 
 def _older_runner(connector: Any, metadata: Any, error: BaseException | None = None) -> Any:

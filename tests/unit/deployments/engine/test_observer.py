@@ -276,7 +276,7 @@ def test_what_images_took_here_and_on_the_prefiller_is_told() -> None:
     (end,) = told(decoder.desk)
     stats = end.stats
     assert stats is not None
-    assert (stats.encoded_images, stats.encoded_tokens, stats.node_images) == (3, 56, 1)
+    assert (stats.encoded_images, stats.encoded_tokens, stats.node_images) == (3, 16, 1)
     assert decoder.expected[-1] == {"r": (0, 32)}
 
 

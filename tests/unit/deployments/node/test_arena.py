@@ -146,8 +146,19 @@ def test_a_process_that_is_stopped_while_it_writes_stops_no_other(path: str) -> 
     with stopped._locked():
         assert read(other, "a") is None
         other.put(key_of("b"), b"more")
+    # It has waited once, and does not wait again for a while.
+    assert read(other, "a") is None
+    other._paused_until_s = 0.0
     assert read(other, "a") == b"hello"
     assert read(other, "b") is None
+
+
+def test_one_that_does_not_wait_finds_nothing_while_another_writes(path: str) -> None:
+    writing, other = Arena(path), Arena(path, waits=False)
+    assert writing.put(key_of("a"), b"hello")
+    with writing._locked():
+        assert not other.has(key_of("a"))
+    assert other.has(key_of("a"))
 
 
 def test_memory_that_is_gone_is_told(path: str) -> None:

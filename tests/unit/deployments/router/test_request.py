@@ -41,10 +41,11 @@ def test_the_handoff_is_not_for_clients_to_direct_by_either_way() -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "kv_transfer_params": {"do_remote_decode": True},
-        "vllm_xargs": {"kv_transfer_params": "anything", "mine": 1},
+        "ec_transfer_params": {"peer_host": "elsewhere"},
+        "vllm_xargs": {"kv_transfer_params": "anything", "ec_transfer_params": {}, "mine": 1},
     }
     sent = json.loads(read(body).raw)
-    assert "kv_transfer_params" not in sent
+    assert not {"kv_transfer_params", "ec_transfer_params"} & sent.keys()
     assert sent["vllm_xargs"] == {"mine": 1}
     assert json.loads(read({**body, "vllm_xargs": "odd"}).raw)["vllm_xargs"] == "odd"
 

@@ -216,6 +216,8 @@ def test_those_are_asked_first_that_it_disturbs_least() -> None:
         listed_engine("decoder", conversations=2),
         listed_engine("busy", "prefiller", queued_tokens=500),
         listed_engine("idle", "prefiller", queued_tokens=0),
+        # It may take shorter prompts than the others.
+        listed_engine("encoder", "encoder"),
     ]
     order = [one.id for one in by_leisure(listed)]
     assert order == ["idle", "busy", "decoder", "crowded", "leaving"]

@@ -59,41 +59,52 @@ def test_images_that_fail_do_not_keep_others_from_being_encoded(failures: Worker
     assert {tuple(one.shape) for one in encoded.values()} == {(3, 8)}
     assert failures.take_untold() == ["bad", "bad too"]
     assert failures.take_untold() == []
-    # What these requests compute is stored nowhere until both have ended.
-    failures.ended(["a", "c"])
-    assert failures.under_way
-    failures.ended(["b"])
-    assert not failures.under_way
-    assert failures.identifiers == {"bad", "bad too"}
+    # What is computed of these is stored nowhere.
+    assert failures.include(["good", "bad"])
+    assert failures.include(["bad too"])
+    assert not failures.include(["good", "fine"])
 
 
 def test_where_all_goes_well_nothing_is_noted(failures: WorkersFailures) -> None:
     assert set(encode({"a": [0], "c": [0]})) == {"good", "fine"}
     assert failures.take_untold() == []
-    assert not failures.under_way
+    assert not failures.include(["good", "fine"])
 
 
 def test_every_request_with_the_image_ends_and_the_next_one_has_another_name_for_it() -> None:
     ended: list[str] = []
     failed = FailedImages(ended.extend)
     with (
-        failed.watching("r1", ["one", "two"]),
-        failed.watching("r2", ["two"]),
-        failed.watching("r3", ["three"]),
-        failed.watching("r4", []),
+        failed.watching("r1", ["one", "two"]) as first,
+        failed.watching("r2", ["two"]) as second,
+        failed.watching("r3", ["three"]) as third,
     ):
         failed.have_failed(["two"])
         assert ended == ["r1", "r2"]
-        for request_id in ended:
+        for one in (first, second):
             with pytest.raises(ImageNotEncoded):
-                failed.require_encoded(request_id)
-        failed.require_encoded("r3")
-        failed.require_encoded("r4")
+                one.require_encoded()
+        third.require_encoded()
     # It was rendered before the failure was known.
     with pytest.raises(ImageNotEncoded), failed.watching("r5", ["two"]):
         raise AssertionError
     assert [failed.name(name) for name in ("one", "two")] == ["one", "two-1"]
-    with failed.watching("r1", ["two-1"]):
-        failed.require_encoded("r1")
+    with failed.watching("r1", ["two-1"]) as again:
+        again.require_encoded()
         failed.have_failed(["two-1"])
         assert failed.name("two") == "two-2"
+
+
+def test_requests_with_the_same_id_end_together_and_each_says_why() -> None:
+    """Clients choose ids, and vLLM ends all that have one."""
+    ended: list[str] = []
+    failed = FailedImages(ended.extend)
+    with failed.watching("r", ["one"]) as seeing:
+        with failed.watching("r", []):
+            pass
+        with failed.watching("r", []) as reading:
+            failed.have_failed(["one"])
+            assert ended == ["r"]
+            for one in (seeing, reading):
+                with pytest.raises(ImageNotEncoded):
+                    one.require_encoded()
