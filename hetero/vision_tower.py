@@ -15,7 +15,7 @@ ENCODERS = ("vision_config", "audio_config")
 _OTHERS = ("thinker_config", "vision_tower", "mm_vision_tower", "img_processor", "vit_config")
 # The outer configuration's values that `tower_of` reads, beside its kind.
 READ = ("scale_factor", "mm_tokens_per_image", "spatial_merge_size")
-# The member in which `deployments.model_config` keeps the kind of a model whose values are the language model's.
+# The member in which `deployments.model_config` keeps a multimodal model's kind.
 KIND = "multimodal_type"
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _TILED = ("idefics3", "smolvlm")
