@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +67,7 @@ async def converse(
 
 
 @dataclass(slots=True)
-class _Agent:
+class _Agent(ABC):
     """An agent of either kind, which notes its turns."""
 
     number: int
@@ -109,8 +110,9 @@ class _Agent:
                 # It blocks until the server answers.
                 await asyncio.to_thread(self.named.close)
 
+    @abstractmethod
     async def _work(self, ask: Complete) -> None:
-        raise NotImplementedError
+        """Do the agent's task; each call of the model is one turn."""
 
     def _answers(self, text: str, right: bool) -> None:
         self.seen.answers.append(AgentAnswer(self.name, text, self.ttfet_s, right))

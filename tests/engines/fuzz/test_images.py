@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 pytestmark = [pytest.mark.full, pytest.mark.application(SIGHTED)]
 
-# Of the requests that `make test-fuzz` tries, one in so many has images.
+# `make test-fuzz` tries one request with images for this many others.
 _ONE_IN = 5
 _LEAST = 60
 # Most clients wait for their answer; on a busy machine it may take long.

@@ -24,7 +24,7 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class Tower:
-    """What encodes tiles; `scale` x `scale` patches become a token."""
+    """The part that encodes tiles; `scale` x `scale` patches become a token."""
 
     hidden: int = 64
     layers: int = 2

@@ -55,7 +55,7 @@ def _urls(path: str, body: Any) -> list[str]:
 
 
 def _seen(path: str, raw: bytes, headers: dict[str, str] | None = None) -> list[Any]:
-    """What an engine's app gets of a body: its bytes, and the colours of its images."""
+    """Return the body that an engine's app gets, and the colours of its images."""
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

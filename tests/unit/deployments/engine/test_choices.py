@@ -1,4 +1,4 @@
-"""What a request's choices found, as vLLM passes it on."""
+"""Results of a request's choices, as vLLM passes them on."""
 
 import itertools
 from typing import Any
@@ -44,7 +44,7 @@ def choices(kind: RequestOutputKind) -> tuple[OutputProcessor, RequestOutputColl
 
 
 def answered(order: tuple[int, ...], kind: RequestOutputKind) -> tuple[int | None, wire.Encoded]:
-    """What the last output says was loaded, and was encoded.
+    """Return the tokens loaded and the images encoded, by the last output.
 
     Args:
         order: of two choices' ends; the first of them has loaded the prompt.

@@ -385,7 +385,7 @@ def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
 
 
 def image_of(number: int, length: int = 90_000) -> str:
-    """An image of about so many bytes, as a URL; no other is like it."""
+    """Return the URL of a new image, about this large in bytes."""
     file = io.BytesIO()
     side = math.isqrt(length // 3)
     noise = random.Random(number).randbytes(3 * side * side)

@@ -1,4 +1,4 @@
-"""What a node has encoded, as one of its engines finds it."""
+"""Encoded images of a node, as one of its engines finds them."""
 
 import os
 from collections.abc import Iterator
