@@ -280,6 +280,8 @@ TURN = "conserve.turn"
 KEPT = "conserve.kept"
 # And how long it waited in the engine before it ran, and what for.
 WAITED = "conserve.waited"
+# And how long its stages took.
+STAGED = "conserve.staged"
 
 
 def history_key(history_id: str, incarnation: int) -> str:
@@ -300,6 +302,29 @@ def waited(for_s: float, what: str | None) -> dict[str, Any]:
 def engine_wait(params: Mapping[str, Any] | None) -> tuple[float | None, str | None]:
     said = (params or {}).get(WAITED) or {}
     return said.get("s"), said.get("for")
+
+
+class StageTimes(NamedTuple):
+    """A turn's times in an engine that computes stages beside each other (Nova); 0: not there.
+
+    Attributes:
+        encode_wait_s: until all of its images were encoded, less the encodes themselves.
+        encode_s: of the encodes for it, one after the other.
+        prefill_s: of its prompt's part in the lane. Shorter prompts are prefilled in steps.
+    """
+
+    encode_wait_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+def staged(times: StageTimes) -> dict[str, Any]:
+    """Return ``kv_transfer_params`` of an answer that say how long its stages took."""
+    return {STAGED: list(times)}
+
+
+def stage_times(params: Mapping[str, Any] | None) -> StageTimes:
+    return StageTimes(*(params or {}).get(STAGED, ()))
 
 
 def kept(tokens: int, for_s: float) -> dict[str, Any]:

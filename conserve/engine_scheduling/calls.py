@@ -56,13 +56,23 @@ class PrefillLane:
         return len(self._since_s)
 
     def route(
-        self, name: str, missing_tokens: int, budget_tokens: int, decoding: bool, now_s: float
+        self,
+        name: str,
+        missing_tokens: int,
+        budget_tokens: int,
+        decoding: bool,
+        now_s: float,
+        *,
+        free: bool = True,
     ) -> Route:
-        """Return where a call that could begin now is prefilled; ``wait`` means to ask again."""
+        """Return where a call that could begin now is prefilled; ``wait`` means to ask again.
+
+        With ``free`` False something else is in the lane.
+        """
         if not decoding or missing_tokens <= budget_tokens:
             self._since_s.pop(name, None)
             return "inline"
-        if self.current is None:
+        if self.current is None and free:
             return "lane"
         since_s = self._since_s.get(name)
         if since_s is None:
