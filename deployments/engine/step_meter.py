@@ -45,20 +45,26 @@ class StepMeter:
         self._under_way: deque[tuple[float, Step | None]] = deque()
         self._ended_s = 0.0
         self._decodes: dict[int, list[Step]] = {}
+        # Encodes beside iterations, until they are told of.
+        self._beside: list[Step] = []
         self._since_s: float | None = None
+
+    def encoded(self, lasted_s: float, tokens: int) -> None:
+        """Note an encode beside iterations; it is told of when the next one ends."""
+        self._beside.append(Step(lasted_s, 0, 0, 0, 0, encoded_tokens=tokens))
 
     def began(self, scheduled: Any, now_s: float) -> None:
         self._under_way.append((now_s, self._computes(scheduled)))
 
     def ended(self, now_s: float) -> list[Step]:
         """Note that the oldest iteration ends; returns those that are told of now."""
+        told, self._beside = self._beside, []
         if not self._under_way:
-            return []
+            return told
         began_s, step = self._under_way.popleft()
         # With two in flight the second begins when the first has ended.
         lasted_s = now_s - max(began_s, self._ended_s)
         self._ended_s = now_s
-        told: list[Step] = []
         if step is not None:
             step = msgspec.structs.replace(step, lasted_s=lasted_s)
             if step.new_tokens or step.encoded_tokens:

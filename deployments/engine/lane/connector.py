@@ -9,6 +9,7 @@ them when the version changes.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
@@ -34,8 +35,8 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._missing: set[int] = set()
         self._report: LaneReport | None = None
-        # How many SMs decodes can have; reported once.
-        self._sizes_sms: tuple[int, ...] = ()
+        # Of this worker, not reported yet.
+        self._begins: LaneReport | None = None
 
     # --- the scheduler's side ---------------------------------------------------------------------
 
@@ -49,7 +50,11 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
-        if lane is None or matched[0] != 0:
+        if lane is None or matched[0] is None:
+            return matched
+        if not lane.has_images_of(request, num_computed_tokens + matched[0]):
+            return None, False
+        if matched[0]:
             return matched
         route = lane.route(request, num_computed_tokens)
         if route == "wait":
@@ -93,6 +98,8 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         self._promised.discard(request.request_id)
         return super().request_finished(request, block_ids)
 
+    def lane_encoded(self, lasted_s: float, embeds: int) -> None: ...
+
     def _lane_has_computed(self, request_id: str, tokens: int) -> None: ...
 
     def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None: ...
@@ -101,7 +108,8 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
 
     def start_lane(self, forward: Forward, turns: Turns) -> None:
         self._lane_thread = LaneThread(forward, turns, self._block_tokens)
-        self._sizes_sms = slot_pairs().sizes_sms
+        sizes_sms = slot_pairs().sizes_sms
+        self._begins = LaneReport(sizes_sms=sizes_sms, prefills=forward.prefills)
 
     def has_connector_metadata(self) -> bool:
         """Return False in the lane's thread, where attention layers leave the connector alone."""
@@ -121,9 +129,11 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
             return sent, received
         self._lane_thread.give_up(finished_req_ids)
         over, self._missing, self._report = self._lane_thread.take()
-        if self._sizes_sms:
-            self._report = self._report or LaneReport()
-            self._report.sizes_sms, self._sizes_sms = self._sizes_sms, ()
+        if self._begins is not None:
+            begins, self._begins = self._begins, None
+            self._report = replace(
+                self._report or begins, sizes_sms=begins.sizes_sms, prefills=begins.prefills
+            )
         if over:
             received = over | (received or set())
         return sent, received
@@ -156,6 +166,9 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
         if self._lane_thread is not None:
             self._lane_thread.end()
         super().unmap()
+
+    def lane_encoded(self, lasted_s: float, embeds: int) -> None:
+        self._meter.encoded(lasted_s, embeds)
 
     def _lane_has_computed(self, request_id: str, tokens: int) -> None:
         self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
@@ -191,8 +204,16 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
             len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec,
             "not all of the model's layers are full attention of one kind",
         ),
-        (model.is_encoder_decoder or model.is_multimodal_model, "the model reads more than text"),
-        (model.uses_mrope or model.uses_xdrope_dim > 0, "positions are more than one number"),
+        (model.is_encoder_decoder, "the model's encoder is part of its prompts"),
+        (
+            model.is_multimodal_raw_input_only_model,
+            "the model takes images as they are, and not their embeddings",
+        ),
+        (
+            model.is_multimodal_model and model.multimodal_config.is_multimodal_pruning_enabled(),
+            "video_pruning_rate removes tokens of prompts step by step",
+        ),
+        (model.uses_xdrope_dim > 0, "positions are more than one number"),
         (gpu and bool(parallel.is_moe_model), "experts of steps and lane would share buffers"),
         (vllm_config.lora_config is not None, "LoRA adapters are switched step by step"),
         (vllm_config.speculative_config is not None, "a drafter would have no KV of the prompt"),
@@ -207,7 +228,10 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
     from vllm.forward_context import set_forward_context
+    from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsMultiModal
+    from vllm.multimodal.utils import group_and_batch_mm_kwargs
     from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -226,6 +250,20 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
             AttentionGroup.create_metadata_builders,
             "self vllm_config device kernel_block_size num_metadata_builders",
         ),
+        (EncoderCacheManager.check_and_update_cache, "self request input_id"),
+        (
+            EncoderCacheManager.can_allocate,
+            "self request input_id encoder_compute_budget num_embeds_to_schedule",
+        ),
+        (EncoderCacheManager.allocate, "self request input_id"),
+        (EncoderCacheManager.free_encoder_input, "self request input_id"),
+        (group_and_batch_mm_kwargs, "mm_kwargs device pin_memory"),
+        (SupportsMultiModal.embed_multimodal, "self kwargs"),
+        (
+            SupportsMultiModal.embed_input_ids,
+            "self input_ids multimodal_embeddings is_multimodal",
+        ),
+        (SupportsMRoPE.get_mrope_input_positions, "self input_tokens mm_features"),
         (
             set_forward_context,
             "attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode "

@@ -1,13 +1,15 @@
 """The scheduler's half of the lane: which requests go there, and what becomes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from conserve.engine_scheduling import DecodeReserve, PrefillLane
+from conserve.engine_scheduling import DecodeReserve, DecodeShare, PrefillLane, Stages
 from conserve.engine_scheduling.calls import Route
+from conserve.wire import StageTimes
+from deployments.engine.lane.images import Encode, EncodeEnd, LaneImages
 
 # Most tokens of a chunk on a GPU. Its activations take memory beside those of a step.
 _GPU_CHUNK_TOKENS = 512
@@ -15,13 +17,17 @@ _GPU_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prefill of the positions from ``start`` to ``end``, with all blocks of the prompt."""
+    """A prefill of the positions from ``start`` to ``end``, with all blocks of the prompt.
+
+    ``images`` are vLLM's ``MultiModalFeatureSpec`` of the prompt.
+    """
 
     request_id: str
     tokens: Sequence[int]
     block_ids: Sequence[int]
     start: int
     end: int
+    images: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,13 @@ class LaneNotes:
         chunk_tokens: most tokens of a chunk from now on.
         decode_sms: how many SMs the step has; the lane has the others. None: no border can be
             moved.
+        encode: an image to encode next.
     """
 
     jobs: tuple[Job, ...]
     chunk_tokens: int
     decode_sms: int | None = None
+    encode: Encode | None = None
 
 
 @dataclass(slots=True)
@@ -47,11 +55,15 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         computed: tokens, by request.
         failed: requests whose prompts were not computed to their end.
         sizes_sms: `SlotPairs.sizes_sms`, reported once.
+        encode: the end of the encode that was in the lane.
+        prefills: whether the lane can compute the model's prompts, reported once.
     """
 
     computed: dict[str, int] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     sizes_sms: tuple[int, ...] = ()
+    encode: EncodeEnd | None = None
+    prefills: bool | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LaneReport":
         """Refuse: vLLM calls this for several workers, which `require_fit` rules out."""
@@ -59,14 +71,30 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class SchedulerLane:
-    """The scheduler's half of one engine's lane, whose policy says which requests go there.
+    """The scheduler's half of one engine's lane, whose policies say what goes there.
 
     Its ``reserve`` decides nothing before the worker has reported how many SMs decodes can have.
+
+    Args:
+        stages: `DecodeShare` by stage, as lists, and with ``sms`` the SMs that they are parts of;
+            None if they are not known. Then ``reserve`` decides.
     """
 
-    def __init__(self, scheduler: Any, policy: PrefillLane) -> None:
+    def __init__(
+        self, scheduler: Any, policy: PrefillLane, stages: Mapping[str, Any] | None = None
+    ) -> None:
         self._scheduler = scheduler
         self.policy = policy
+        given = dict(stages or {})
+        self._shares_sms = int(given.pop("sms", 0))
+        shares = {stage: DecodeShare(*share) for stage, share in given.items()}
+        self.stages = Stages(policy, shares)  # type: ignore[arg-type]  # It checks the names.
+        self.images: LaneImages | None = None
+        if scheduler.vllm_config.model_config.is_multimodal_model:
+            self.images = LaneImages(scheduler, self.stages)
+        # Whether the lane can compute this model's prompts: unknown until the worker says so.
+        self._prefills = False
+        self._prefill_s: dict[str, float] = {}
         config = scheduler.vllm_config
         self._alternates = config.device_config.device_type == "cpu"
         self._new: list[Job] = []
@@ -81,12 +109,13 @@ class SchedulerLane:
 
     def route(self, request: Any, found_tokens: int) -> Route:
         name = request.request_id
-        if name in self._failed or not _fits(request):
+        lacks_images = self.images is not None and self.images.lack_for(request, found_tokens)
+        if name in self._failed or lacks_images or not self._prefills or not _fits(request):
             # vLLM asks again only if none of the failed prefill's KV is right.
             self._starts.pop(name, None)
             return "inline"
         scheduler = self._scheduler
-        route = self.policy.route(
+        route = self.stages.route(
             name,
             request.num_tokens - found_tokens,
             scheduler.chunks.allowed_tokens(),
@@ -98,14 +127,23 @@ class SchedulerLane:
             scheduler.chunks.was_cut()
         return route
 
+    def has_images_of(self, request: Any, found_tokens: int) -> bool:
+        """Return whether a request's images are encoded; otherwise it is asked about again."""
+        if self.images is None or not request.mm_features or _encodes_in_steps(request):
+            return True
+        return self.images.are_ready(request, found_tokens)
+
     def takes(self, request: Any, found_tokens: int, tokens: int, block_ids: list[int]) -> None:
         name = request.request_id
-        self.policy.takes(name, tokens)
+        self.stages.takes(name, tokens)
+        if self.images is not None:
+            self.images.refer(request, found_tokens, found_tokens + tokens)
         self._current_since_s = self._scheduler.clock()
         self._starts[name] = found_tokens
         end = found_tokens + tokens
         ids = list(request.all_token_ids[:end])
-        self._new.append(Job(name, ids, list(block_ids), found_tokens, end))
+        images = tuple(request.mm_features or ())
+        self._new.append(Job(name, ids, list(block_ids), found_tokens, end, images))
         if request.prefill_stats is not None:
             # This engine computes it, so it counts as no cache's hit.
             request.prefill_stats.set(request.num_prompt_tokens, found_tokens, 0)
@@ -117,15 +155,28 @@ class SchedulerLane:
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)
         chunk = scheduler.left_tokens() if self._alternates else _GPU_CHUNK_TOKENS
-        return LaneNotes(jobs, min(most, chunk), self._decide(computes))
+        encode = None if self.images is None else self.images.next()
+        if encode is not None:
+            self._current_since_s = scheduler.clock()
+        return LaneNotes(jobs, min(most, chunk), self._decide(computes), encode)
 
     def _decide(self, computes: bool) -> int | None:
-        if not self.reserve.sizes_sms:
+        sizes_sms = self.reserve.sizes_sms
+        if not sizes_sms:
             return None
         now_s = self._scheduler.clock()
-        waited_s = None if self.policy.current is None else now_s - self._current_since_s
+        waited_s = None if self.stages.current is None else now_s - self._current_since_s
         self.decode_sms = self.reserve.decide(decodes=computes, waited_s=waited_s, now_s=now_s)
+        share_sms = self.stages.decode_sms()
+        if computes and share_sms is not None:
+            wanted_sms = share_sms * sizes_sms[-1] / (self._shares_sms or sizes_sms[-1])
+            self.decode_sms = next((one for one in sizes_sms if one >= wanted_sms), sizes_sms[-1])
         return self.decode_sms
+
+    @property
+    def slows_steps(self) -> bool:
+        """Whether the lane's encode, which no budget limits, takes turns with steps."""
+        return self._alternates and self.stages.encoding is not None
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
         if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
@@ -138,6 +189,12 @@ class SchedulerLane:
         if report is not None:
             if report.sizes_sms:
                 self.reserve = DecodeReserve(report.sizes_sms)
+            if report.prefills is not None:
+                self._prefills = report.prefills
+            if report.encode is not None and self.images is not None:
+                embeds = self.images.hears(report.encode)
+                if embeds:
+                    self._scheduler.lane_encoded(report.encode.lasted_s, embeds)
             self._failed |= report.failed
             for name, tokens in report.computed.items():
                 self.policy.computed(name, tokens)
@@ -147,6 +204,7 @@ class SchedulerLane:
             cut = self._scheduler.requests[current].is_finished()
             failed = current in self._failed
             self.policy.ends(current, "failed" if failed else "cut" if cut else "done")
+            self._prefill_s[current] = self._scheduler.clock() - self._current_since_s
             if cut:
                 self._forget(current)
 
@@ -172,11 +230,14 @@ class SchedulerLane:
         self._starts.pop(name, None)
         self._failed.discard(name)
 
-    def over(self, name: str) -> None:
+    def over(self, name: str) -> StageTimes:
         """Forget a request that has ended; its chunk in the lane goes on to its end."""
         self.policy.forget(name)
+        waited_s, encode_s = (0.0, 0.0) if self.images is None else self.images.over(name)
+        times = StageTimes(waited_s, encode_s, self._prefill_s.get(name, 0.0))
         if name != self.policy.current:
             self._forget(name)
+        return times
 
     def observed(self) -> dict[str, Any]:
         policy = self.policy
@@ -192,6 +253,7 @@ class SchedulerLane:
     def _forget(self, name: str) -> None:
         self._starts.pop(name, None)
         self._failed.discard(name)
+        self._prefill_s.pop(name, None)
 
 
 def _fits(request: Any) -> bool:
@@ -200,10 +262,19 @@ def _fits(request: Any) -> bool:
         # Its output so far may still be in flight.
         request.num_preemptions
         or request.prompt_embeds is not None
-        or request.mm_features
         or request.lora_request is not None
         or request.pooling_params is not None
         or request.resumable
         # Its whole prompt has to pass the sampler, for its log-probabilities.
         or request.skip_reading_prefix_cache
+    )
+
+
+def _encodes_in_steps(request: Any) -> bool:
+    return bool(
+        # It may refer to images in the cache already.
+        request.num_preemptions
+        or request.prompt_embeds is not None
+        or request.pooling_params is not None
+        or request.resumable
     )

@@ -1,13 +1,16 @@
-"""The worker's thread that computes prefills in chunks, and the lock that it shares with steps."""
+"""The worker's thread that computes prefills in chunks and encodes images, and the lock that it
+shares with steps."""
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deployments.engine.lane.images import Encode, EncodeEnd, EncodeOutcome
 from deployments.engine.lane.scheduler_lane import Job, LaneNotes, LaneReport
 
 # Not LMCache's logger: loading LMCache looks at the GPU, and a worker on SM slots loads this file
@@ -22,19 +25,24 @@ class LaneEnds(Exception):
     """The engine ends, and its lane with it."""
 
 
+class EncodeIsCut(Exception):
+    """The request that an image is encoded for has ended."""
+
+
 class Turns:
     """Lets the engine's step and the lane's chunk run the model one at a time.
 
     vLLM keeps the forward pass's context in a variable of its module. On a GPU the lock is held
     while kernels are launched, and these overlap. On a CPU it is held for the computation itself,
-    and with ``alternate`` steps and chunks take turns.
+    and with ``alternate`` steps and chunks take turns. An encode is a chunk that may `pause`.
     """
 
     def __init__(self, alternate: bool) -> None:
         self._alternate = alternate
         self._changed = threading.Condition()
         self._busy = False
-        self._chunk_waits = False
+        self._steps_wait = 0
+        self._chunk_waits = self._chunk_runs = False
         # Whether a step has passed since the last chunk.
         self._chunk_is_next = False
         self._over = False
@@ -42,9 +50,11 @@ class Turns:
     @contextmanager
     def step(self, ends: bool = True) -> Iterator[None]:
         with self._changed:
+            self._steps_wait += 1
             self._changed.wait_for(
                 lambda: not self._busy and not (self._chunk_is_next and self._chunk_waits)
             )
+            self._steps_wait -= 1
             self._busy = True
         try:
             yield
@@ -57,24 +67,39 @@ class Turns:
     @contextmanager
     def chunk(self) -> Iterator[None]:
         """Hold the lock for a chunk, or raise `LaneEnds`."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    def pause(self) -> None:
+        """Let a step run within a chunk, if one waits; raises `LaneEnds`."""
+        self._give()
+        self._take()
+
+    def _take(self) -> None:
         with self._changed:
             self._chunk_waits = True
-            self._changed.wait_for(
-                lambda: (
-                    self._over or (not self._busy and (self._chunk_is_next or not self._alternate))
-                )
-            )
+            self._changed.wait_for(lambda: self._over or self._is_chunks_turn())
             self._chunk_waits = self._chunk_is_next = False
             if self._over:
                 self._changed.notify_all()
                 raise LaneEnds
-            self._busy = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._busy = False
+            self._busy = self._chunk_runs = True
+
+    def _give(self) -> None:
+        with self._changed:
+            # After a pause that has raised `LaneEnds`, a step may have the lock.
+            if self._chunk_runs:
+                self._busy = self._chunk_runs = False
                 self._changed.notify_all()
+
+    def _is_chunks_turn(self) -> bool:
+        if self._busy:
+            return False
+        # A thread that gives the lock back and takes it again would be faster than any step.
+        return self._chunk_is_next if self._alternate else not self._steps_wait
 
     def end(self) -> None:
         with self._changed:
@@ -83,6 +108,14 @@ class Turns:
 
 
 class Forward(Protocol):
+    """The model, as the lane runs it.
+
+    Attributes:
+        prefills: whether it can compute the model's prompts.
+    """
+
+    prefills: bool
+
     def mark(self) -> Any:
         """Return a mark behind all that steps have launched; called in the engine's thread."""
 
@@ -97,6 +130,16 @@ class Forward(Protocol):
         The caller waits without holding the lock.
         """
 
+    def encode(self, image: Encode, pause: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+        """Launch an image's encode; returns its embeddings, and what waits for them.
+
+        Args:
+            pause: is called between parts of the encoder. What it raises is passed on.
+        """
+
+    def keep(self, image: Encode, embeds: Any) -> None:
+        """Put embeddings where steps and chunks find them; called in the engine's thread."""
+
 
 @dataclass(slots=True)
 class _Over:
@@ -109,8 +152,8 @@ class _Over:
 class LaneThread:
     """Computes jobs one after the other, and reports which have ended.
 
-    A job that is given up ends with its current chunk, which writes to its blocks. A job that fails
-    ends too, and the engine goes on.
+    A job that is given up ends with its current chunk, which writes to its blocks, or with the
+    current part of the encoder. A job that fails ends too, and the engine goes on.
     """
 
     def __init__(self, forward: Forward, turns: Turns, block_tokens: int) -> None:
@@ -119,13 +162,15 @@ class LaneThread:
         self._block_tokens = block_tokens
         self._chunk_tokens = block_tokens
         # Each with the mark behind the step that it came with.
-        self._jobs: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job | Encode, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Jobs that have not ended, and those of them that are given up.
         self._open: set[str] = set()
         self._given_up: set[str] = set()
         self._over: list[_Over] = []
         self._computed: dict[str, int] = {}
+        # The encode that has ended, with its embeddings.
+        self._encoded: tuple[Encode, Any, EncodeEnd] | None = None
         self._thread = threading.Thread(target=self._run, name="prefill-lane", daemon=True)
         self._thread.start()
 
@@ -134,7 +179,8 @@ class LaneThread:
 
     def begin(self, notes: LaneNotes) -> None:
         self._chunk_tokens = notes.chunk_tokens
-        for job in notes.jobs:
+        encodes = () if notes.encode is None else (notes.encode,)
+        for job in (*notes.jobs, *encodes):
             with self._lock:
                 self._open.add(job.request_id)
             self._jobs.put((job, self._forward.mark()))
@@ -148,13 +194,20 @@ class LaneThread:
         with self._lock:
             over, self._over = self._over, []
             computed, self._computed = self._computed, {}
+            encoded, self._encoded = self._encoded, None
+        end = None
+        if encoded is not None:
+            image, embeds, end = encoded
+            if end.outcome == "done":
+                self._forward.keep(image, embeds)
         failed = {one.job.request_id for one in over if one.error}
         missing: set[int] = set()
         for one in over:
             if one.error:
                 first, size = one.until // self._block_tokens, self._block_tokens
                 missing.update(one.job.block_ids[first : -(-one.job.end // size)])
-        report = LaneReport(computed, failed) if computed or failed else None
+        told = computed or failed or end
+        report = LaneReport(computed, failed, encode=end) if told else None
         return {one.job.request_id for one in over}, missing, report
 
     def end(self) -> None:
@@ -168,7 +221,11 @@ class LaneThread:
         try:
             self._forward.prepare()
             while (next_one := self._jobs.get()) is not None:
-                self._close(self._prefill(*next_one))
+                job, mark = next_one
+                if isinstance(job, Encode):
+                    self._encode(job, mark)
+                else:
+                    self._close(self._prefill(job, mark))
         except LaneEnds:
             return
 
@@ -194,7 +251,34 @@ class LaneThread:
             return _Over(job, at, error=True)
         return _Over(job, at)
 
-    def _is_given_up(self, job: Job) -> bool:
+    def _encode(self, image: Encode, mark: Any) -> None:
+        def pause() -> None:
+            self._turns.pause()
+            if self._is_given_up(image):
+                raise EncodeIsCut
+
+        began_s = time.monotonic()
+        embeds: Any = None
+        outcome: EncodeOutcome = "done"
+        try:
+            with self._turns.chunk():
+                self._forward.follow(mark)
+                embeds, wait = self._forward.encode(image, pause)
+            wait()
+        except LaneEnds:
+            raise
+        except EncodeIsCut:
+            outcome = "cut"
+        except Exception:
+            logger.exception("the lane failed; a step encodes for request %s", image.request_id)
+            outcome = "failed"
+        with self._lock:
+            self._open.discard(image.request_id)
+            self._given_up.discard(image.request_id)
+            end = EncodeEnd(outcome, time.monotonic() - began_s)
+            self._encoded = image, embeds, end
+
+    def _is_given_up(self, job: Job | Encode) -> bool:
         with self._lock:
             return job.request_id in self._given_up
 

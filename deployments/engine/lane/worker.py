@@ -7,6 +7,8 @@ of vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device
 """
 
 import contextlib
+import logging
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,14 +16,26 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.forward_context import set_forward_context
+from vllm.multimodal.utils import (
+    get_mm_features_in_window,
+    group_and_batch_mm_kwargs,
+    set_mm_embedding_modality,
+)
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 
+from deployments.engine.lane.images import Encode
 from deployments.engine.lane.scheduler_lane import Job
 from deployments.engine.lane.thread import Turns
 from deployments.engine.sm_slots.pairs import GraphSets, slot_pairs
+from deployments.engine.vision.connector import read_encoded
+
+logger = logging.getLogger("vllm.conserve")
 
 
 class LaneForward:
@@ -33,6 +47,17 @@ class LaneForward:
         self._device = runner.device
         self._plain = plain_stream(runner.device)
         self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._model_config = vllm_config.model_config
+        self._reads_images = bool(self._model_config.is_multimodal_model)
+        # The last job, and its positions where they are not just numbers.
+        self._placed: tuple[Job, torch.Tensor] | None = None
+        self._pause: Callable[[], None] | None = None
+        # Deepstack models pass embeddings to later layers in buffers of the model, which steps use.
+        self.prefills = not any("deepstack" in name for name in vars(runner.model))
+        if not self.prefills:
+            logger.info("the lane encodes images; this model's prompts are prefilled in steps")
+        for block in tower_blocks(runner.model) if self._reads_images else ():
+            block.register_forward_pre_hook(self._between_blocks)
         self._groups = []
         for group in runner.attn_groups[0]:
             # A kernel's block may be a part of the scheduler's.
@@ -42,6 +67,7 @@ class LaneForward:
             self._groups.append((own, kernel_tokens))
 
     def prepare(self) -> None:
+        self._thread = threading.get_ident()
         if self._plain is not None:
             torch.cuda.set_device(self._device)
 
@@ -65,6 +91,9 @@ class LaneForward:
             positions = torch.arange(start, end, dtype=torch.int64, device=self._device)
             ids = torch.tensor(job.tokens[start:end], dtype=torch.int32, device=self._device)
             metadata, slots = self._metadata(job, start, end, positions)
+            embeds = self._embedded(job, start, end, ids) if self._reads_images else None
+            if embeds is not None and not self._runner.model.requires_raw_input_tokens:
+                ids = None
             with set_forward_context(
                 metadata,
                 self._config,
@@ -74,9 +103,9 @@ class LaneForward:
             ):
                 self._runner.model(
                     input_ids=ids,
-                    positions=positions,
+                    positions=self._positions(job, start, end, positions),
                     intermediate_tensors=None,
-                    inputs_embeds=None,
+                    inputs_embeds=embeds,
                 )
             if stream is None:
                 return lambda: None
@@ -84,6 +113,91 @@ class LaneForward:
             done.record(stream)
             wait: Callable[[], None] = done.synchronize
             return wait
+
+    def encode(self, image: Encode, pause: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
+        stream = lane_stream(self._plain)
+        on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
+        with torch.inference_mode(), on_stream:
+            if image.found is not None:
+                embeds = read_encoded(image.found)
+            else:
+                self._pause = pause
+                try:
+                    embeds = self._encode(image.image)
+                finally:
+                    self._pause = None
+            if stream is None:
+                return embeds, lambda: None
+            done = torch.cuda.Event()
+            done.record(stream)
+            return embeds, done.synchronize
+
+    def _encode(self, image: Any) -> torch.Tensor:
+        batches = group_and_batch_mm_kwargs(
+            [(image.modality, image.data)], device=self._device, pin_memory=PIN_MEMORY
+        )
+        ((_, _, inputs),) = batches
+        embeds = self._runner.model.embed_multimodal(**inputs)
+        sanity_check_mm_encoder_outputs(embeds, expected_num_items=1)
+        encoded: torch.Tensor = embeds[0]
+        return encoded
+
+    def keep(self, image: Encode, embeds: torch.Tensor) -> None:
+        if self._plain is not None:
+            # Its memory is of the lane's stream, and steps read it.
+            embeds.record_stream(torch.cuda.current_stream(self._device))
+        cache = self._encoder_cache()
+        cache[image.image.identifier] = embeds
+        if image.found is None and has_ec_transfer():
+            get_ec_transfer().save_caches(cache, image.image.identifier)
+
+    def _encoder_cache(self) -> Any:
+        # vLLM's second runner has an object around the dictionary.
+        cache = self._runner.encoder_cache
+        return getattr(cache, "encoder_outputs", cache)
+
+    def _between_blocks(self, *_: Any) -> None:
+        if self._pause is not None and threading.get_ident() == self._thread:
+            self._pause()
+
+    def _embedded(self, job: Job, start: int, end: int, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of a chunk's text and images: [end - start, width]."""
+        found = []
+        is_image = torch.zeros(end - start, dtype=torch.bool, pin_memory=PIN_MEMORY)
+        first_image, last_image = get_mm_features_in_window(list(job.images), start=start, end=end)
+        for image in job.images[first_image:last_image]:
+            place = image.mm_position
+            first, last = max(0, start - place.offset), min(place.length, end - place.offset)
+            begin, stop = place.get_embeds_indices_in_range(first, last)
+            if begin == stop:
+                continue
+            embeds = self._encoder_cache()[image.identifier]
+            if self._plain is not None:
+                embeds.record_stream(torch.cuda.current_stream(self._device))
+            own = is_image[place.offset + first - start : place.offset + last - start]
+            if place.is_embed is None:
+                embeds = embeds[first:last]
+                own[:] = True
+            else:
+                embeds = embeds[begin:stop]
+                own |= place.is_embed[first:last]
+            set_mm_embedding_modality(embeds, image.modality)
+            found.append(embeds)
+        embedded: torch.Tensor = self._runner.model.embed_input_ids(
+            ids, multimodal_embeddings=found, is_multimodal=is_image
+        )
+        return embedded
+
+    def _positions(self, job: Job, start: int, end: int, positions: torch.Tensor) -> torch.Tensor:
+        """Return a chunk's positions for the model: [end - start], or with M-RoPE three of each."""
+        if not self._model_config.uses_mrope:
+            return positions
+        if self._placed is None or self._placed[0] is not job:
+            placed, _ = self._runner.model.get_mrope_input_positions(
+                list(job.tokens), list(job.images)
+            )
+            self._placed = job, placed
+        return self._placed[1][:, start:end].to(self._device)
 
     def _metadata(
         self, job: Job, start: int, end: int, positions: torch.Tensor
@@ -129,6 +243,19 @@ class LaneForward:
         if parts > 1:
             ids = (ids[:, :, None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
         return ids.to(self._device)
+
+
+def tower_blocks(model: Any) -> list[torch.nn.Module]:
+    """Return the layers of a model's encoders: of each its longest list of modules."""
+    found: list[torch.nn.Module] = []
+    modules = dict(model.named_modules())
+    for name in model._tower_model_names:
+        longest: list[torch.nn.Module] = []
+        for one in modules[name].modules():
+            if isinstance(one, torch.nn.ModuleList) and len(one) > len(longest):
+                longest = list(one)
+        found += longest
+    return found
 
 
 def plain_stream(device: Any) -> Any:

@@ -21,7 +21,7 @@ from conserve.engine_scheduling import (
     Retention,
     kind_of,
 )
-from conserve.wire import kept, waited
+from conserve.wire import StageTimes, kept, staged, waited
 from deployments.engine.lane.scheduler_lane import SchedulerLane
 from deployments.engine.scheduler.commands import offer_commands
 from deployments.engine.scheduler.doors import require_doors
@@ -40,7 +40,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
     """Schedules one step at a time, as on CPUs.
 
     Settings are ``additional_config["conserve"]``: ``feedback``, ``chunks``, ``retention`` and
-    ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`.
+    ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`;
+    ``stages`` has the shares of `SchedulerLane`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +81,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         # Tokens given to the lane in this step, which vLLM counts as found by the connector.
         self.passed_over_tokens = 0
         if hasattr(self.connector, "lane"):
-            self.lane = SchedulerLane(self, PrefillLane(**given.get("lane", {})))
+            lane = PrefillLane(**given.get("lane", {}))
+            self.lane = SchedulerLane(self, lane, given.get("stages"))
             self.connector.lane = self.lane
         self._rank_at_s = 0.0
         self._limit: int | None = None
@@ -138,6 +140,11 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
             return
         self.queue.serve(turn.key, tokens, 0, self.clock())
         turn.charged_tokens = max(turn.charged_tokens, start) + tokens
+
+    def lane_encoded(self, lasted_s: float, embeds: int) -> None:
+        """Have the engine's server learn what encoding takes."""
+        assert self.connector is not None
+        self.connector.lane_encoded(lasted_s, embeds)
 
     def _set_limit(self, waits: bool, now_s: float) -> None:
         running = self.running
@@ -217,7 +224,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         )
         if self.lane is not None:
             prefill_tokens += self.lane.spent_tokens(model_runner_output)
-        if decodes:
+        if decodes and not (self.lane is not None and self.lane.slows_steps):
             # With two in flight the second begins when the first has ended.
             lasted_s = now_s - max(began_s, self._updated_s)
             self.chunks.step(lasted_s, prefill_tokens, now_s, decodes)
@@ -377,14 +384,15 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         now_s, turn = self.clock(), self.turns[request.request_id]
         if not turn.runs:
             turn.waited_s += max(0.0, now_s - turn.since_s)
-        if self.lane is not None:
-            self.lane.over(request.request_id)
+        times = StageTimes() if self.lane is None else self.lane.over(request.request_id)
         params, encoder_params = super()._free_request(request, delay_free_blocks)
         if turn.is_known:
             stays = kept(
                 self.histories.cached_tokens(turn.key), self.histories.kept_for_s(turn.key, now_s)
             )
             params = {**(params or {}), **stays, **waited(turn.waited_s, turn.waited_for)}
+            if any(times):
+                params |= staged(times)
         return params, encoder_params
 
     def _free_blocks(self, request: Any) -> None:

@@ -71,8 +71,17 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
             return
         else:
             took = Encoded(1, image.mm_position.get_num_embeds())
-        before = self._took.get(request.request_id, NOTHING_ENCODED)
-        self._took[request.request_id] = before.plus(took)
+        self.took(request.request_id, took)
+
+    def take(self, identifier: str) -> bytes | None:
+        """Return an image's embeddings, if the node has them, for a worker to load."""
+        found = self._found.get(identifier)
+        return self._images.get(identifier) if found is None else found
+
+    def took(self, request_id: str, took: Encoded) -> None:
+        """Count what a request's images took."""
+        before = self._took.get(request_id, NOTHING_ENCODED)
+        self._took[request_id] = before.plus(took)
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         wanted, self._to_load = self._to_load, {}
@@ -93,10 +102,15 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ToLoad)
         for identifier, data in metadata.encoded.items():
-            tensor = safetensors.torch.load(data)[_TENSOR]
-            encoder_cache[identifier] = tensor.to(current_platform.device_type)
+            encoder_cache[identifier] = read_encoded(data)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
         if self._images.keeps and not failures.include([mm_hash]):
             tensor = encoder_cache[mm_hash].detach().to("cpu").contiguous()
             self._images.put(mm_hash, safetensors.torch.save({_TENSOR: tensor}))
+
+
+def read_encoded(data: bytes) -> torch.Tensor:
+    """Read what `NodeEncoderCache.save_caches` has written, onto this worker's device."""
+    tensor: torch.Tensor = safetensors.torch.load(data)[_TENSOR]
+    return tensor.to(current_platform.device_type)

@@ -6,6 +6,7 @@ It is stepped by hand; the lane's thread runs as it would in any engine.
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from conserve.wire import StageTimes, stage_times
 from deployments.engine.lane.connector import LaneConnecting
 
 BLOCK_TOKENS = 32
@@ -55,9 +57,14 @@ class LaneAlone(LaneConnecting, Nothing):
 
 
 class Engine:
-    """One engine with the embedded model. Its lane can be taken from it, and given back."""
+    """One engine. Its lane can be taken from it, and given back.
 
-    def __init__(self) -> None:
+    Args:
+        model: a folder with a model that reads images; None: the embedded one.
+        shares: `SchedulerLane`'s ``stages``.
+    """
+
+    def __init__(self, model: Path | None = None, shares: dict[str, Any] | None = None) -> None:
         os.environ.update(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_CPU_KVCACHE_SPACE="1",
@@ -76,9 +83,17 @@ class Engine:
 
         torch.set_num_threads(1)
         # Chunks are short, so that there are many; feedback on time would differ between runs.
-        policies = {"chunks": {"least_tokens": 96, "most_tokens": 96, "late_s": 100.0}}
+        policies: dict[str, Any] = {
+            "chunks": {"least_tokens": 96, "most_tokens": 96, "late_s": 100.0}
+        }
+        if shares is not None:
+            policies["stages"] = shares
+        seeing: dict[str, Any] = {"skip_tokenizer_init": True}
+        if model is not None:
+            seeing = {"limit_mm_per_prompt": {"image": 8}}
         arguments = EngineArgs(
-            model=str(model_path()),
+            model=str(model or model_path()),
+            **seeing,
             dtype="float32",
             enforce_eager=True,
             max_model_len=2048,
@@ -86,7 +101,6 @@ class Engine:
             max_num_batched_tokens=512,
             num_gpu_blocks_override=BLOCKS,
             block_size=BLOCK_TOKENS,
-            skip_tokenizer_init=True,
             seed=0,
             scheduler_cls="deployments.engine.scheduler.scheduling.conversation_scheduler",
             scheduling_policy="priority",
@@ -107,6 +121,10 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         self.ended: set[str] = set()
+        self.times: dict[str, StageTimes] = {}
+        # With its first step the worker tells the lane what it can do.
+        self.add("first", "go" if model else words(0, 8), 1)
+        self.drain()
 
     @property
     def policy(self) -> Any:
@@ -124,8 +142,15 @@ class Engine:
         """Have the lane used, or all be computed inline."""
         self.scheduler.connector.lane = self.lane if on else None
 
-    def add(self, name: str, prompt: Sequence[int], tokens: int, key: str | None = None) -> None:
-        """A turn comes."""
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int] | str,
+        tokens: int,
+        key: str | None = None,
+        images: Sequence[Any] = (),
+    ) -> None:
+        """A turn comes, with an image for each ``<image>`` of its text."""
         from vllm import SamplingParams
 
         from conserve.wire import scheduled_turn
@@ -134,7 +159,10 @@ class Engine:
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
             extra_args={"kv_transfer_params": scheduled_turn(key or name, None, False)},
         )  # fmt: skip
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        given: Any = {"prompt_token_ids": prompt}
+        if isinstance(prompt, str):
+            given = {"prompt": prompt, "multi_modal_data": {"image": list(images)}}
+        self.engine.add_request(name, given, params)
 
     def abort(self, name: str) -> None:
         """Its client leaves."""
@@ -150,6 +178,7 @@ class Engine:
                 self.cached[name] = output.num_cached_tokens
             if output.finished:
                 ended.append(name)
+                self.times[name] = stage_times(output.kv_transfer_params)
         self.ended.update(ended)
         return ended
 
@@ -170,7 +199,7 @@ class Engine:
         self.drain()
         self.require_no_leak()
         self.use_lane(lane)
-        self.answers, self.cached, self.ended = {}, {}, set()
+        self.answers, self.cached, self.ended, self.times = {}, {}, set(), {}
 
     def require_no_leak(self) -> None:
         """Make sure that every block is free once nothing is kept.
@@ -194,7 +223,9 @@ def require_empty(lane: Any) -> None:
     """
     policy = lane.policy
     assert (policy.current, policy.current_tokens, policy.waiting) == (None, 0, 0)
-    assert (lane._starts, lane._failed) == ({}, set())
+    assert (lane._starts, lane._failed, lane._prefill_s) == ({}, set(), {})
+    assert (lane.stages.waiting, lane.stages.encoding, lane.stages.pending) == ((), None, 0)
+    assert lane.images is None or not lane.images._waits
 
 
 def words(seed: int, tokens: int) -> list[int]:

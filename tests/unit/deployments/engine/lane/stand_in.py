@@ -24,6 +24,7 @@ class LaneStandIn(StandIn):
         fails: the share of chunks that fail.
     """
 
+    prefills = True
     fails: float = 0.0
     seed: int = 0
     # (where, what) was wrong in the lane.

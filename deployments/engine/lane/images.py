@@ -1,0 +1,189 @@
+"""The scheduler's half of encodes in the lane: which images go there, and when they are ready.
+
+An image that the lane has encoded is put into vLLM's encoder cache, where steps and the lane's own
+prefills find it. No request refers to it there until it is scheduled, so a request that waits for
+room never keeps the cache from one that runs. If it is evicted meanwhile, it is encoded again.
+
+Internals of vLLM 0.29 that are used: the scheduler's ``encoder_cache_manager`` (``cached``,
+``num_freeable_slots``, ``cache_size``, ``freed``) and ``ec_connector``, and a request's
+``mm_features``.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from conserve.engine_scheduling import Stages
+from conserve.wire import Encoded
+
+# Encodes for a request are this many times its images. Then steps encode the rest of them.
+_MOST_TRIES = 2
+
+
+EncodeOutcome = Literal["done", "failed", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """One image of a request, to be encoded in the lane.
+
+    Attributes:
+        image: vLLM's ``MultiModalFeatureSpec``.
+        found: its embeddings, if the node has them, as `NodeEncoderCache` writes them.
+    """
+
+    request_id: str
+    image: Any
+    found: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeEnd:
+    """The end of an `Encode`: ``cut`` if its request ended first."""
+
+    outcome: EncodeOutcome
+    lasted_s: float
+
+
+@dataclass(slots=True)
+class _Waits:
+    """A request that needs images. Its prompt is found up to ``found_tokens``."""
+
+    since_s: float
+    found_tokens: int
+    ready_s: float | None = None
+    tries: int = 0
+    encode_s: float = 0.0
+    inline: bool = False
+
+
+class LaneImages:
+    """The images that one engine's requests wait for."""
+
+    def __init__(self, scheduler: Any, stages: Stages) -> None:
+        self._scheduler = scheduler
+        self._cache = scheduler.encoder_cache_manager
+        self._stages = stages
+        self._waits: dict[str, _Waits] = {}
+        # The encode in the lane: its request, and the image's number.
+        self._current: tuple[Any, int, bool] | None = None
+
+    def are_ready(self, request: Any, found_tokens: int) -> bool:
+        """Return whether a request may go on; otherwise it waits for an encode, in its place."""
+        name = request.request_id
+        waits = self._waits.get(name)
+        if waits is not None and waits.inline:
+            return True
+        missing = self._missing(request, found_tokens)
+        if not missing:
+            self._stages.forget(name)
+            if waits is not None and waits.ready_s is None:
+                waits.ready_s = self._scheduler.clock()
+            return True
+        if waits is None:
+            if not self._fits(request, found_tokens):
+                return True
+            waits = self._waits[name] = _Waits(self._scheduler.clock(), found_tokens)
+        waits.found_tokens, waits.ready_s = found_tokens, None
+        self._stages.wants(name)
+        return False
+
+    def lack_for(self, request: Any, found_tokens: int) -> bool:
+        """Return whether the encoder cache lacks an image that a prompt needs."""
+        return bool(self._missing(request, found_tokens))
+
+    def next(self) -> Encode | None:
+        """Return the image that the lane encodes next, if it may begin now."""
+        while (name := self._stages.next_encode()) is not None:
+            request, waits = self._scheduler.requests[name], self._waits[name]
+            missing = self._missing(request, waits.found_tokens)
+            if missing and waits.tries >= _MOST_TRIES * len(request.mm_features):
+                waits.inline = True
+            if not missing or waits.inline:
+                self._stages.forget(name)
+                continue
+            number = missing[0]
+            if request.get_num_encoder_embeds(number) > int(self._cache.num_freeable_slots):
+                return None
+            waits.tries += 1
+            self._stages.encodes(name)
+            image, node = request.mm_features[number], self._scheduler.ec_connector
+            found = None if node is None else node.take(image.identifier)
+            self._current = request, number, found is not None
+            return Encode(name, image, found)
+        return None
+
+    def hears(self, end: EncodeEnd) -> int:
+        """Note an encode's end; returns how many embeddings were computed."""
+        assert self._current is not None
+        (request, number, was_found), self._current = self._current, None
+        self._stages.encoded()
+        waits = self._waits.get(request.request_id)
+        if end.outcome == "failed" and waits is not None:
+            # An encoder that fails in a step is tried again there, and its turn ends.
+            waits.inline = True
+            self._stages.forget(request.request_id)
+        if end.outcome != "done":
+            return 0
+        self._keep(request, number)
+        embeds = int(request.get_num_encoder_embeds(number))
+        if waits is not None:
+            waits.encode_s += end.lasted_s
+            if self._scheduler.ec_connector is not None:
+                took = Encoded(node_images=1) if was_found else Encoded(1, embeds)
+                self._scheduler.ec_connector.took(request.request_id, took)
+        return 0 if was_found else embeds
+
+    def refer(self, request: Any, start: int, end: int) -> None:
+        """Keep the images of a prompt's part in the cache while the lane computes that."""
+        for number in _numbers(request, start, end):
+            kept = self._cache.check_and_update_cache(request, number)
+            assert kept, "an image of a prompt in the lane is not in the encoder cache"
+
+    def over(self, name: str) -> tuple[float, float]:
+        """Forget a request; returns how long it waited for encodes, and how long these took."""
+        self._stages.forget(name)
+        waits = self._waits.pop(name, None)
+        if waits is None:
+            return 0.0, 0.0
+        until_s = self._scheduler.clock() if waits.ready_s is None else waits.ready_s
+        return max(0.0, until_s - waits.since_s - waits.encode_s), waits.encode_s
+
+    def _missing(self, request: Any, found_tokens: int) -> list[int]:
+        cached = self._cache.cached
+        numbers = _numbers(request, found_tokens, request.num_tokens)
+        return [one for one in numbers if request.mm_features[one].identifier not in cached]
+
+    def _fits(self, request: Any, found_tokens: int) -> bool:
+        """Return whether all images that a request needs can be in the cache together."""
+        numbers = _numbers(request, found_tokens, request.num_tokens)
+        each = {
+            request.mm_features[one].identifier: request.get_num_encoder_embeds(one)
+            for one in numbers
+        }
+        return int(sum(each.values())) <= int(self._cache.cache_size)
+
+    def _keep(self, request: Any, number: int) -> None:
+        """Enter an image, which the worker has, into vLLM's account."""
+        identifier = request.mm_features[number].identifier
+        if identifier in self._cache.cached:
+            return
+        if self._cache.can_allocate(request, number, sys.maxsize, 0):
+            self._cache.allocate(request, number)
+            self._cache.free_encoder_input(request, number)
+        else:
+            # vLLM tells the worker to drop it.
+            self._cache.freed.append(identifier)
+
+
+def _numbers(request: Any, start: int, end: int) -> list[int]:
+    """Return the numbers of the images with embeddings at positions from ``start`` to ``end``."""
+    found = []
+    for number, image in enumerate(request.mm_features or ()):
+        place = image.mm_position
+        first, last = max(0, start - place.offset), min(place.length, end - place.offset)
+        if first < last:
+            begin, stop = place.get_embeds_indices_in_range(first, last)
+            if begin < stop:
+                found.append(number)
+    return found

@@ -1,0 +1,335 @@
+"""A real engine encodes images in its lane, and prefills prompts with them there."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests import machines
+from tests.engines.vision.model import Tower, make_vision_model
+from tests.unit.deployments.engine.lane.engine import Engine
+
+_LAYERS = 5
+_LANE = "prefill-lane"
+
+
+@pytest.fixture(scope="module")
+def only_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine is a process's: vLLM has one group of KV connectors in it."""
+    machines.require_kernels()
+    folder = tmp_path_factory.mktemp("model")
+    make_vision_model(folder, Tower(layers=_LAYERS))
+    with torch.compiler.set_stance("force_eager"):
+        engine = Engine(folder)
+        yield engine
+        engine.drain()
+        engine.core.shutdown()
+
+
+@pytest.fixture
+def engine(only_engine: Engine) -> Engine:
+    """It, with nothing in it."""
+    _begin(only_engine, lane=True)
+    return only_engine
+
+
+def _begin(engine: Engine, lane: bool) -> None:
+    engine.begin(lane)
+    # Both halves forget the images that they have.
+    engine.scheduler.encoder_cache_manager.reset()
+    engine.thread._forward._encoder_cache().clear()
+
+
+@pytest.fixture
+def encodes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads in which images were encoded, one for each call of the encoder."""
+    threads: list[str] = []
+    model = engine.thread._forward._runner.model
+    encode = model.embed_multimodal
+
+    def noted(**inputs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return encode(**inputs)
+
+    monkeypatch.setattr(model, "embed_multimodal", noted)
+    return threads
+
+
+def _between_layers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]
+) -> None:
+    """Have something done in the lane's thread before each of the encoder's layers."""
+    forward = engine.thread._forward
+    pauses = forward.encode
+
+    def encode(image: Any, pause: Callable[[], None]) -> Any:
+        def doing() -> None:
+            do()
+            pause()
+
+        return pauses(image, doing)
+
+    monkeypatch.setattr(forward, "encode", encode)
+
+
+def _image(seed: int) -> Image.Image:
+    pixels = random.Random(seed).randbytes(112 * 112 * 3)
+    return Image.frombytes("RGB", (112, 112), pixels)
+
+
+def _text(seed: int, words: int, images: int = 1) -> str:
+    chance = random.Random(seed)
+    said = [chance.choice(("red", "go", "left", "on", "stop", "seven")) for _ in range(words)]
+    for _ in range(images):
+        said.insert(chance.randrange(words + 1), "<image>")
+    return " ".join(said)
+
+
+def _name(request_id: str) -> str:
+    """A turn's name, to which vLLM appends something."""
+    return request_id.partition("-")[0]
+
+
+def _decode(engine: Engine, tokens: int = 80) -> None:
+    engine.add("decodes", "say something long", tokens)
+    for _ in range(4):
+        engine.step()
+
+
+def _lone(engine: Engine, text: str, images: list[int]) -> list[int]:
+    """A turn's tokens with nothing beside it, and all computed in steps."""
+    _begin(engine, lane=False)
+    engine.add("lone", text, 6, images=[_image(one) for one in images])
+    engine.drain()
+    answer = engine.answers["lone"]
+    _begin(engine, lane=True)
+    return answer
+
+
+def test_images_are_encoded_beside_decodes_once_each_and_in_order(
+    engine: Engine, encodes: list[str]
+) -> None:
+    turns = {"first": [1], "second": [2, 3], "another": [1]}
+    texts = {name: _text(len(name), 60, len(seen)) for name, seen in turns.items()}
+    lone = {name: _lone(engine, texts[name], seen) for name, seen in turns.items()}
+    encodes.clear()
+    done = engine.policy.done
+    _decode(engine)
+    for name, seen in turns.items():
+        engine.add(name, texts[name], 6, images=[_image(one) for one in seen])
+    order: list[str] = []
+    while engine.scheduler.has_requests():
+        current = engine.lane.stages.encoding
+        if current is not None and _name(current) not in order:
+            order.append(_name(current))
+        engine.step()
+    assert encodes == 3 * [_LANE]
+    assert order == ["first", "second"]
+    assert {name: engine.answers[name] for name in turns} == lone
+    # Prompts beyond the budget went through the lane, too.
+    assert engine.policy.done >= done + 3
+    times = engine.times
+    assert times["decodes"] == (0, 0, 0)
+    assert all(times[name].encode_wait_s > 0 and times[name].prefill_s > 0 for name in turns)
+    assert times["first"].encode_s > 0
+    assert times["second"].encode_s > 0
+    # The first turn's image is this one's.
+    assert times["another"].encode_s == 0
+
+
+def test_decodes_go_on_while_an_image_is_encoded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    had: list[int] = []
+    _between_layers(engine, monkeypatch, lambda: had.append(len(engine.answers["decodes"])))
+    _decode(engine)
+    engine.add("sees", _text(1, 20), 4, images=[_image(1)])
+    engine.drain()
+    assert len(had) == _LAYERS
+    assert had == list(range(had[0], had[0] + _LAYERS)), "a token for each layer"
+
+
+def test_nothing_else_is_in_the_lane_meanwhile(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, int]] = []
+    lane = engine.lane
+
+    def look() -> None:
+        seen.append((lane.policy.current, lane.policy.waiting))
+
+    _between_layers(engine, monkeypatch, look)
+    _decode(engine)
+    engine.add("sees", _text(1, 20), 4, images=[_image(1)])
+    engine.step()
+    engine.add("reads", _text(2, 300, images=0), 4)
+    engine.drain()
+    assert {current for current, _ in seen} == {None}
+    assert max(waiting for _, waiting in seen) == 1
+    assert engine.ended >= {"sees", "reads"}
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_client_that_leaves_ends_its_encode(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, encodes: list[str], layer: int
+) -> None:
+    reached: list[int] = []
+    _between_layers(engine, monkeypatch, lambda: reached.append(1))
+    _decode(engine)
+    engine.add("leaves", _text(1, 20), 4, images=[_image(1)])
+    engine.add("stays", _text(2, 20), 4, images=[_image(2)])
+    while len(reached) < layer + 1:
+        engine.step()
+    engine.abort("leaves")
+    engine.drain()
+    assert "leaves" not in engine.ended
+    assert "stays" in engine.ended
+    assert len(encodes) == 2
+    # The rest of the first encode is not computed.
+    assert layer + 1 + _LAYERS <= len(reached) <= layer + 3 + _LAYERS
+    engine.require_no_leak()
+
+
+def test_who_leaves_while_it_waits_is_not_encoded(engine: Engine, encodes: list[str]) -> None:
+    _decode(engine)
+    engine.add("first", _text(1, 20), 4, images=[_image(1)])
+    engine.add("leaves", _text(2, 20), 4, images=[_image(2)])
+    engine.step()
+    assert [_name(one) for one in engine.lane.stages.waiting] == ["first", "leaves"]
+    engine.abort("leaves")
+    engine.drain()
+    assert len(encodes) == 1
+    engine.require_no_leak()
+
+
+def test_an_encode_that_fails_is_done_in_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, encodes: list[str]
+) -> None:
+    text = _text(1, 20)
+    lone = _lone(engine, text, [1])
+    encodes.clear()
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    _between_layers(engine, monkeypatch, fails)
+    _decode(engine)
+    engine.add("sees", text, 6, images=[_image(1)])
+    engine.drain()
+    assert len(encodes) == 2
+    assert encodes[0] == _LANE != encodes[1]
+    assert engine.answers["sees"] == lone
+    engine.require_no_leak()
+
+
+def test_what_the_cache_cannot_hold_together_is_encoded_in_steps(
+    engine: Engine, encodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = _text(1, 20, 3)
+    lone = _lone(engine, text, [1, 2, 3])
+    encodes.clear()
+    cache = engine.scheduler.encoder_cache_manager
+    # An image has five tiles of 16 embeddings; there is room for two images.
+    monkeypatch.setattr(cache, "cache_size", 200)
+    monkeypatch.setattr(cache, "num_free_slots", 200)
+    monkeypatch.setattr(cache, "num_freeable_slots", 200)
+    _decode(engine)
+    engine.add("three", text, 6, images=[_image(one) for one in (1, 2, 3)])
+    engine.drain()
+    assert engine.answers["three"] == lone
+    assert _LANE not in encodes
+    # Others' images are evicted, and encoded again where that is needed.
+    for number in range(4):
+        engine.add(f"two{number}", _text(2, 20, 2), 4, images=[_image(number), _image(9 + number)])
+    engine.drain()
+    assert {f"two{number}" for number in range(4)} <= engine.ended
+    engine.require_no_leak()
+
+
+def test_a_wrong_embedding_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparisons with a lone turn would notice a lane that encodes wrongly."""
+    text = _text(1, 20)
+    lone = _lone(engine, text, [1])
+    forward = engine.thread._forward
+    keep = forward.keep
+
+    def spoils(image: Any, embeds: torch.Tensor) -> None:
+        keep(image, embeds.roll(1, 0))
+
+    monkeypatch.setattr(forward, "keep", spoils)
+    _decode(engine)
+    engine.add("sees", text, 6, images=[_image(1)])
+    engine.drain()
+    assert engine.answers["sees"] != lone
+
+
+def _play(engine: Engine, seed: int, lane: bool) -> dict[str, list[int]]:
+    """Random conversations with images in several turns, some of whose clients leave.
+
+    What comes when, and who leaves, is by steps: with and without a lane the same.
+    """
+    chance = random.Random(seed)
+    _begin(engine, lane)
+    plan = {
+        f"c{number}": [
+            (
+                _text(chance.randrange(10**6), chance.choice((5, 40, 150)), images),
+                [chance.randrange(8) for _ in range(images)],
+                chance.randrange(2, 40),
+                chance.random() < 0.2,
+            )
+            for images in [chance.choice((0, 1, 1, 2)) for _ in range(3)]
+        ]
+        for number in range(6)
+    }
+    texts = dict.fromkeys(plan, "")
+    seen: dict[str, list[int]] = {key: [] for key in plan}
+    waits = dict.fromkeys(plan, 0)
+    leaves_at: dict[str, int] = {}
+    stayed: dict[str, list[int]] = {}
+    for step in range(6_000):
+        for key, turn in list(waits.items()):
+            text, images, tokens, leaves = plan[key][turn]
+            texts[key] += text
+            seen[key] += images
+            name = f"{key}.{turn}"
+            engine.add(name, texts[key], tokens, key, [_image(one) for one in seen[key]])
+            if leaves:
+                leaves_at[name] = step + chance.randrange(1, 12)
+            del waits[key]
+        for name in [name for name, at in leaves_at.items() if at <= step]:
+            del leaves_at[name]
+            engine.abort(name)
+        for name in engine.step():
+            if name in leaves_at:
+                del leaves_at[name]
+                continue
+            stayed[name] = engine.answers[name]
+            key, turn_text = name.split(".")
+            if int(turn_text) < 2:
+                waits[key] = int(turn_text) + 1
+        if not waits and not engine.scheduler.has_requests():
+            break
+    engine.drain()
+    return stayed
+
+
+def test_random_turns_have_the_same_tokens_with_the_lane_and_without(
+    engine: Engine, encodes: list[str]
+) -> None:
+    for seed in range(3):
+        plain = _play(engine, seed, lane=False)
+        assert _LANE not in encodes
+        done = engine.policy.done
+        beside = _play(engine, seed, lane=True)
+        assert encodes.count(_LANE) > 5, "the lane has hardly encoded"
+        assert engine.policy.done > done, "the lane has not prefilled"
+        both = plain.keys() & beside.keys()
+        assert len(both) > 8
+        assert {name: beside[name] for name in both} == {name: plain[name] for name in both}
+        encodes.clear()
+        engine.require_no_leak()
