@@ -1,12 +1,13 @@
 """The applications that tests on engines use; `application(MAIN)` marks the tests of one."""
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.engines.gpu.model import make_real_shape
-from tests.engines.vision.model import make_vision_model
+from tests.engines.vision.model import REAL, make_vision_model
 
 # Where each of them serves.
 URL = "http://127.0.0.1:8000"
@@ -280,6 +281,24 @@ VISION = Application(
     make_model=make_vision_model,
 )
 
+# The same model, whose images are encoded beside answers.
+STAGES = Application(
+    "stages",
+    (
+        *_ENGINES,
+        "engine_scheduler=conversation_lane",
+        "prefillers=0",
+        "decoders=2",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=4096",
+        "engine.worker_extension_cls=tests.engines.vision.slow.SlowWorker",
+    ),
+    prefillers=0,
+    decoders=2,
+    lone_engine=True,
+    make_model=make_vision_model,
+)
+
 # LMCache's chunk, of engines on GPUs.
 GPU_CHUNK_TOKENS = 256
 
@@ -329,6 +348,30 @@ GPU_LANE_SLOTS = Application(
     "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape
 )
 
+# A decoder that encodes images beside its steps, with SMs for each stage.
+GPU_STAGES = Application(
+    "gpu-stages",
+    (
+        _PAPER,
+        "gpus=1",
+        "prefillers=0",
+        "tiers.decode.sm_slots=10",
+        "decoders.tier=decode",
+        "decoders.replicas=1",
+        "decoders.num_gpus=0.9",
+        "served_model_name=conserve-embedded",
+        "engine.max_model_len=8192",
+        "engine.compilation_config.mode=0",
+        "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+        'engine.additional_config={"conserve": {"stages": '
+        '{"sms": 100, "encode": [30, 10, 7], "prefill": [40, 10, 10]}}}',
+        "lmcache.size_gb=8",
+        *_GPU_LANE,
+    ),
+    prefillers=0,
+    make_model=functools.partial(make_vision_model, tower=REAL),
+)
+
 # Those that `make test` starts.
 QUICK = (MAIN, PAPER, ONE, ELASTIC)
 
@@ -349,11 +392,13 @@ APPLICATIONS = (
         SCALING,
         BURSTS,
         VISION,
+        STAGES,
         SIGHTED,
         COMPATIBLE,
         GPU,
         GPU_SLOTS,
         GPU_LANE,
         GPU_LANE_SLOTS,
+        GPU_STAGES,
     ),
 )
