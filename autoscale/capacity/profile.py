@@ -127,6 +127,45 @@ class Encoding(_Strict):
     quality: Quality | None = None
 
 
+class StageSize(_Strict):
+    """Times of stages that run beside each other while decodes have ``decode_sms`` of the SMs.
+
+    Encode and prefill have the others, one of them at a time. ``decode_beside_`` is the time of a
+    decode step meanwhile.
+    """
+
+    decode_sms: int = Field(ge=1)
+    encode_s: Positive
+    prefill_s: Positive
+    decode_beside_encode_s: Positive
+    decode_beside_prefill_s: Positive
+
+
+class StageCurves(_Strict):
+    """Times of encode, prefill and decode by how a GPU's SMs are divided (Nova, section III-C).
+
+    Attributes:
+        sms: all SMs of the engine.
+        output_tokens: mean of an answer (N of equation 1).
+    """
+
+    sms: int = Field(ge=2)
+    output_tokens: Positive
+    sizes: tuple[StageSize, ...] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _sizes_ascend(self) -> Self:
+        sizes = [size.decode_sms for size in self.sizes]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("sizes: give each decode_sms once, the smallest first")
+        if sizes[-1] >= self.sms:
+            raise ValueError(
+                f"sizes: decodes with {sizes[-1]} of {self.sms} SMs leave none for the other "
+                "stages; leave that size out"
+            )
+        return self
+
+
 class Overhead(_Strict):
     """Time of a turn in the router, the table and HTTP until its first token; 0: not known."""
 
@@ -164,6 +203,8 @@ class Profile(_Strict):
     overhead: Overhead = Overhead()
     # None: the model reads text only, or its encoder was not measured.
     encoding: Encoding | None = None
+    # None: stages were not measured beside each other.
+    stages: StageCurves | None = None
     kv_capacity_tokens: int = Field(ge=1)
     # The most tokens of one iteration.
     max_batched_tokens: dict[Literal["prefiller", "decoder", "collocated"], int] = Field(
@@ -284,6 +325,9 @@ def _numbers(profile: Profile) -> list[str]:
     ]
     if profile.encoding is not None:
         found.append("encoding.per_token_s")
+    if profile.stages is not None:
+        found += ["stages.sms", "stages.output_tokens"]
+        found += [f"stages.sizes.{name}" for name in StageSize.model_fields]
     found += [f"max_batched_tokens.{role}" for role in profile.max_batched_tokens]
     for power in profile.power:
         found += [f"power.{power.cap_w:g}.{name}" for name in power.model_dump() if name != "cap_w"]

@@ -54,6 +54,30 @@ def test_the_h100s_numbers_follow_from_those_that_its_sources_name() -> None:
     assert profile.handoff.per_token_s == pytest.approx(2 * kv_bytes / 25e9, rel=0.01)
 
 
+def test_the_a6000s_numbers_follow_from_those_that_its_sources_name() -> None:
+    profile = load_profile("a6000-cogagent")
+    # Nova, table I: seconds on all of 84 SMs.
+    encode_s, prefill_s, decode_s = 0.8068, 0.3241, 0.0289
+    kv_bytes = 40 * 2 * 2 * 128 * 2
+    prompt_tokens = 70e6 / kv_bytes
+    assert profile.handoff.bytes_per_token == kv_bytes
+    assert profile.prefill.seconds(prompt_tokens) == pytest.approx(prefill_s, rel=1e-3)
+    assert profile.decode.step_s(1, prompt_tokens) == pytest.approx(decode_s, rel=1e-2)
+    assert profile.decode.step_s(10, 10 * prompt_tokens) == pytest.approx(0.0306, rel=1e-2)
+    assert profile.encoding is not None
+    assert profile.encoding.per_token_s * 1600 == pytest.approx(encode_s, rel=1e-3)
+    assert profile.kv_capacity_tokens == pytest.approx((43.2e9 - 29e9) / kv_bytes, rel=1e-2)
+    stages = profile.stages
+    assert stages is not None
+    for size in stages.sizes:
+        others = 84 / (84 - size.decode_sms)
+        assert size.encode_s == pytest.approx(encode_s * others, abs=1e-4)
+        assert size.prefill_s == pytest.approx(prefill_s * others, abs=1e-4)
+        beside = (size.decode_beside_encode_s, size.decode_beside_prefill_s)
+        knees = [decode_s * max(1, knee / size.decode_sms) for knee in (24, 30)]
+        assert beside == pytest.approx(knees, abs=1e-4)
+
+
 def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
     profile = load_profile("cpu-embedded")
     assert profile.origin == "measured"
@@ -98,6 +122,42 @@ def test_a_published_overhead_needs_a_source_too(a40: Profile, tmp_path: Path) -
     data["sources"]["overhead"] = "a blog"
     path.write_text(json.dumps(data))
     assert load_profile(path).overhead.handed_off_s == 0.01
+
+
+@pytest.mark.parametrize("number", ["sms", "output_tokens", "sizes.decode_beside_prefill_s"])
+def test_published_stages_need_sources_too(tmp_path: Path, number: str) -> None:
+    data = json.loads(load_profile("a6000-cogagent").model_dump_json())
+    del data["sources"][f"stages.{number}"]
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=rf"stages\.{number} is a published number"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes_sms", "change", "said"),
+    [
+        ((24, 16), {}, "stages: sizes: give each decode_sms once, the smallest first"),
+        ((16, 16), {}, "stages: sizes: give each decode_sms once"),
+        ((16, 84), {}, "stages: sizes: decodes with 84 of 84 SMs leave none"),
+        ((16,), {}, "stages.sizes: Tuple should have at least 2 items"),
+        ((0, 16), {}, "stages.sizes.0.decode_sms: Input should be greater"),
+        ((16, 24), {"encode_s": 0}, "stages.sizes.0.encode_s: Input should be greater than 0"),
+        ((16, 24), {"decode_s": 1}, "stages.sizes.0.decode_s: Extra inputs"),
+    ],
+)
+def test_stages_that_cannot_be_are_one_clear_line(
+    tmp_path: Path, sizes_sms: tuple[int, ...], change: dict[str, float], said: str
+) -> None:
+    data = json.loads(load_profile("a6000-cogagent").model_dump_json())
+    some = data["stages"]["sizes"][0] | change
+    data["stages"]["sizes"] = [some | {"decode_sms": sms} for sms in sizes_sms]
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError) as refused:
+        load_profile(path)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_what_is_saved_is_what_is_read(a40: Profile, tmp_path: Path) -> None:
