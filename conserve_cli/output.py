@@ -23,6 +23,16 @@ def refuse(problem: str, status: int = 2, to: Console = console) -> NoReturn:
     raise typer.Exit(status) from None
 
 
+def given_options(context: typer.Context) -> Iterator[tuple[str, str]]:
+    """Yield the name, and the first spelling, of each option that the command line has."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        # The enumeration is Click's or Typer's own, depending on the version, so compare its name.
+        if source is not None and source.name == "COMMANDLINE":
+            yield name, parameter.opts[0]
+
+
 def progress_bar(*fields: str) -> Progress:
     """Return a bar of a task's description, its count and its time, and these fields."""
     return Progress(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
@@ -12,10 +13,12 @@ from rich.table import Table
 from autoscale.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from autoscale.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from autoscale.capacity.stages import TBT_BOUND_S
 from benchmarks.selection import Selection
 from benchmarks.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
 from benchmarks.workloads.plan import Arrivals
-from conserve_cli.output import console, progress_bar, refuse
+from conserve_cli.output import console, given_options, progress_bar, refuse
+from conserve_cli.stages import show_stages
 from conserve_cli.workload_options import (
     KnownWorkload,
     MaxGap,
@@ -39,6 +42,8 @@ _Read = TypeVar("_Read", Spread, Latency)
 _KINDS = ("synthetic", "recorded")
 # A plan for one rate also shows these multiples of it.
 _MULTIPLES = (2.0, 5.0, 10.0)
+# Options of a plan of stages; it has no workload.
+_OF_STAGES = ("stages", "tbt_bound", "out")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Impossible:
 
 @cli.command()
 def plan(
+    context: typer.Context,
     profile: ProfileSource,
     rate: Annotated[
         list[float] | None,
@@ -117,8 +123,31 @@ def plan(
             help="Profile of another tier to compare decoders on; may be given several times."
         ),
     ] = None,
+    stages: Annotated[
+        bool,
+        typer.Option(
+            "--stages",
+            help="Instead plan the SMs that decodes have beside encodes of images and prefills on "
+            "one GPU, from the profile's stages.",
+        ),
+    ] = False,
+    tbt_bound: Annotated[
+        float,
+        typer.Option(help="With --stages: the longest step of decodes, in seconds.", min=0),
+    ] = TBT_BOUND_S,
+    out: Annotated[
+        Path | None, typer.Option(help="With --stages: folder for its picture; without: none.")
+    ] = None,
 ) -> None:
-    """Plan numbers of replicas from a profile and a workload."""
+    """Plan numbers of replicas from a profile and a workload, or one engine's stages."""
+    for name, option in given_options(context):
+        if stages and name not in ("profile", *_OF_STAGES):
+            refuse(f"{option} does not go with --stages, which has no workload; leave it out")
+        if not stages and name in _OF_STAGES:
+            refuse(f"{option} is for a plan of stages; add --stages")
+    if stages:
+        show_stages(profile, tbt_bound, out)
+        return
     if workload not in _KINDS:
         refuse(
             f"--workload {workload}: its lengths are not known before it runs; "

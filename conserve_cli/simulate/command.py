@@ -15,7 +15,14 @@ from benchmarks.selection import Selection
 from benchmarks.simulate.run import PARKING, EngineCounts, simulate_selection
 from benchmarks.simulate.system import SimulationError
 from benchmarks.workloads import WorkloadError
-from conserve_cli.output import can_draw, console, make_folder, progress_bar, refuse
+from conserve_cli.output import (
+    can_draw,
+    console,
+    given_options,
+    make_folder,
+    progress_bar,
+    refuse,
+)
 from conserve_cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,
@@ -188,14 +195,10 @@ def simulate(
 
 def _refuse_what_is_the_papers(context: typer.Context) -> None:
     """Refuse an option that does not go with --reproduce."""
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        # The enumeration is Click's or Typer's own, depending on the version, so compare its name.
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and name not in _GO_WITH_REPRODUCE:
+    for name, option in given_options(context):
+        if name not in _GO_WITH_REPRODUCE:
             refuse(
-                f"{parameter.opts[0]} does not go with --reproduce, whose runs are the paper's; "
+                f"{option} does not go with --reproduce, whose runs are the paper's; "
                 "leave one of them out"
             )
 

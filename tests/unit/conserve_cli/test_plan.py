@@ -104,6 +104,54 @@ def test_rates_of_recorded_sessions_are_planned_with_their_sub_agents(
     assert "recorded sessions" not in words(plain)
 
 
+def stages(*arguments: str) -> Result:
+    return run("--profile", "a6000-cogagent", "--stages", *arguments)
+
+
+def test_stages_are_planned_as_in_the_paper() -> None:
+    done = stages()
+    assert done.exit_code == 0, done.output
+    assert "encode 24 12 4 prefill 30 12 6" in words(done)
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["1", "24", "30", "3.08", "s", "0.612", "28.9", "ms"] in rows
+    # On the front are the divisions of each number of pending requests.
+    for pending, sides in enumerate((["24", "30"], ["20", "24"], ["16", "18"], ["12", "12"]), 1):
+        assert [row[-1] for row in rows if row[:2] == sides and len(row) == 8] == [str(pending)]
+    assert "at up to 0.612 requests/s" in words(done)
+
+
+def test_stages_that_no_size_keeps_within_the_bound_are_said() -> None:
+    done = stages("--tbt-bound", "0.01")
+    assert "No size keeps a decode step within 10 ms: decodes always have the largest, 48 SMs" in (
+        words(done)
+    )
+
+
+def test_the_picture_of_stages_is_drawn(tmp_path: Path) -> None:
+    done = stages("--out", str(tmp_path / "pictures"))
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
+        "stages.png",
+        "stages.svg",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stages"], "profile a40-qwen3-0.6b has no stages: the times of encode, prefill"),
+        (["--stages", "--profile", "nope"], "profile nope cannot be read"),
+        (["--stages", "--rate", "1"], "--rate does not go with --stages"),
+        (["--tbt-bound", "0.1"], "--tbt-bound is for a plan of stages; add --stages"),
+    ],
+)
+def test_stages_that_cannot_be_planned_are_one_clear_line(arguments: list[str], said: str) -> None:
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert said in words(refused)
+    assert len(refused.output.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
