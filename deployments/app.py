@@ -10,7 +10,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from autoscale.capacity.served import with_profile
+from autoscale.capacity.served import stage_shares, with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
@@ -252,14 +252,19 @@ def llm_arguments(
     if settings.schedules_conversations and settings.hosts(role):
         # With this policy vLLM's scheduler uses priorities, which our scheduler sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
+        given = engine.get("additional_config") or {}
+        ours = given.get("conserve") or {}
         if settings.tpot_bound_s is not None:
-            given = engine.get("additional_config") or {}
-            ours = given.get("conserve") or {}
             chunks = (ours.get("chunks") or {}) | {"late_s": settings.tpot_bound_s}
-            engine["additional_config"] = given | {"conserve": ours | {"chunks": chunks}}
+            ours = ours | {"chunks": chunks}
         if settings.prefill_lane:
+            if shares := stage_shares(settings):
+                # Those in the engine's own arguments come first.
+                ours = {"stages": shares} | ours
             connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
             engine["worker_cls"] = _LANE_WORKER if gpu else _CPU_LANE_WORKER
+        if ours:
+            engine["additional_config"] = given | {"conserve": ours}
     tier = role_tier(settings, own, gpu)
     if tier.sm_slots is not None:
         has_lane = connector == _LANE_CONNECTOR

@@ -101,7 +101,7 @@ class Settings(Strict):
         default=None,
         min_length=1,
         description="The engines' profile: a file that `conserve profile` wrote, or the name of "
-        "one that comes with ConServe. Needed to scale prefillers.",
+        "one that comes with ConServe. Needed to scale prefillers, and for shares of stages.",
     )
     autoscaling: AutoscalingSettings = Field(
         default_factory=AutoscalingSettings, description="How roles with `max_replicas` scale."

@@ -296,6 +296,27 @@ def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) ->
     assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
 
 
+def test_an_engine_with_a_lane_is_told_the_shares_of_its_profiles_stages() -> None:
+    from deployments.app import llm_arguments
+
+    def told(scheduler: str, **given: Any) -> Any:
+        given = {"engine_scheduler": scheduler, "profile": "a6000-cogagent"} | given
+        chosen = Settings(**given)
+        engine = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
+        return engine.get("additional_config")
+
+    stages = {"encode": [24, 12, 4], "prefill": [30, 12, 6], "sms": 84}
+    assert told("conversation_lane") == {"conserve": {"stages": stages}}
+    # The bound decides S_min, too.
+    tighter = told("conversation_lane", tpot_bound_s=0.05)["conserve"]
+    assert tighter["chunks"] == {"late_s": 0.05}
+    assert tighter["stages"] == {"encode": [24, 18, 2], "prefill": [30, 18, 4], "sms": 84}
+    by_hand = {"conserve": {"stages": {"encode": [8, 8, 0]}}}
+    assert told("conversation_lane", engine={"additional_config": by_hand}) == by_hand
+    assert told("conversation") is None
+    assert told("conversation_lane", profile="h100-qwen3-8b") is None
+
+
 def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 

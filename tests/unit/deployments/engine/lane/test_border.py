@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from autoscale.capacity.served import stage_shares
+from conserve.settings import Settings
 from deployments.engine.lane import worker as working
 from deployments.engine.lane.scheduler_lane import Job, LaneNotes
 from deployments.engine.lane.thread import LaneThread, Turns
@@ -60,6 +62,17 @@ def test_both_have_all_sms_where_they_are_alone(made: Pairs, kind: str) -> None:
             assert sms == 0
         else:
             assert sms in SIZES_SMS[:-1]
+
+
+def test_shares_of_a_profile_are_the_same_parts_of_the_engines_sms(made: Pairs) -> None:
+    shares = stage_shares(Settings(profile="a6000-cogagent"))
+    engine = LaneStandIn("sync", policies=POLICIES | {"stages": shares})
+    play(engine, seed=0)
+    engine.end()
+    beside = {sms for computes, job, sms in engine.borders if computes and job and sms}
+    # Of 84, 30 with one prefill, and down to 12 with more: the next larger of ten sizes of 100.
+    assert 40 in beside
+    assert beside <= {40, 30, 20}
 
 
 def test_late_steps_beside_the_lane_get_more_sms(made: Pairs) -> None:
