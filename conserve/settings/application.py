@@ -176,8 +176,8 @@ class Settings(Strict):
         "asks for little, and had little, goes first; prefills are cut so that no answer's tokens "
         "come late; and a history's KV is kept between turns. `conversation_lane`: the same, and "
         "long prompts and appends are computed beside steps while others decode, and not in them, "
-        "and so are images encoded; on CPUs both take turns, and only images gain. `vllm`: as vLLM does it, first come first "
-        "served.",
+        "and so are images encoded; on CPUs both take turns, and only images gain. `vllm`: as vLLM "
+        "does it, first come first served.",
     )
     tpot_bound_s: float | None = Field(
         default=None,
