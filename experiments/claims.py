@@ -29,19 +29,19 @@ class Claim:
     ratios: Mapping[str, float] | Sequence[float]
 
     @property
-    def _values(self) -> list[float]:
+    def values(self) -> list[float]:
         return [*(self.ratios.values() if isinstance(self.ratios, Mapping) else self.ratios)]
 
     @property
     def comes_out(self) -> str:
-        return f"{sum(value >= self.reached for value in self._values)} of {len(self.ratios)}"
+        return f"{sum(value >= self.reached for value in self.values)} of {len(self.ratios)}"
 
     @property
     def simulated(self) -> str:
         """Say the range of the ratios; a few are listed."""
         if isinstance(self.ratios, Mapping) and len(self.ratios) <= _FEW:
             return ", ".join(f"{value:.2f} ({name})" for name, value in self.ratios.items())
-        return f"{min(self._values):.2f} to {max(self._values):.2f}"
+        return f"{min(self.values):.2f} to {max(self.values):.2f}"
 
 
 def show_claims(title: str, claims: Iterable[Claim], experiment: Experiment) -> None:
