@@ -139,11 +139,13 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
 def _show_images(towers: list[TowerNeeds], in_host_memory: str) -> None:
     """Print what images take; nothing for a model that reads text only."""
     if towers:
-        most = max(towers, key=lambda one: one.encode_bytes)
+        # An encoder keeps all of its layers.
+        most = max(towers, key=lambda one: (bool(one.kept), one.encode_bytes))
+        kept = f", with {most.kept} at a time" if most.kept else ""
         console.print(
-            f"Images: the vision tower is {gib(most.weights_bytes)} GiB of the weights; it encodes "
-            f"{most.batch} in some {gib(most.encode_bytes)} GiB of the reserve; the encoder cache "
-            f"keeps {most.embeddings:,} embeddings.",
+            f"Images: the vision tower is {gib(most.weights_bytes)} GiB of the weights{kept}; "
+            f"it encodes {most.batch} in some {gib(most.encode_bytes)} GiB of the reserve; the "
+            f"encoder cache keeps {most.embeddings:,} embeddings.",
             highlight=False,
         )
     if in_host_memory:

@@ -137,7 +137,7 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
-        _say_no_sms(settings)
+        _say_nothing_gained(settings)
         if alone:
             settings, _ = planned_on_cpus(settings)
     settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})
@@ -165,10 +165,12 @@ def _on_gpu(settings: Settings) -> bool:
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
-def _say_no_sms(settings: Settings) -> None:
+def _say_nothing_gained(settings: Settings) -> None:
     for name, own in roles(settings):
         if role_tier(settings, own, gpu=True).sm_slots is not None:
             logger.warning("%s: tiers.%s.sm_slots does nothing on CPUs", name, own.tier)
+    if settings.media.tower_layers is not None:
+        logger.warning("media.tower_layers saves no memory on CPUs: layers are copied within it")
 
 
 def _gpus_here() -> bool:

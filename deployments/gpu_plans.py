@@ -75,6 +75,11 @@ def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | N
                 f"encoders: {settings.model_id} reads text only, so there is nothing to encode; "
                 "set encoders=0"
             )
+        if settings.media.tower_layers is not None and not shape.sees:
+            raise SettingsError(
+                f"media.tower_layers: {settings.model_id} reads text only, so it has no vision "
+                "tower; unset it"
+            )
         return shape, ""
     except ModelMissing as error:
         if model_is_here:

@@ -64,6 +64,11 @@ class Needs:
         return 0 if self.tower is None else self.tower.cache_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory with the tower's layers; 0: all are on the GPU."""
+        return 0 if self.tower is None else self.tower.host_bytes
+
+    @property
     def video_bytes(self) -> int:
         """Bytes that encoding the largest video takes, with its embeddings; 0: it is no video."""
         if self.tower is None or not self.tower.has_video:
@@ -183,7 +188,9 @@ def with_memory(
         card = card_bytes[name]
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
-            needed = role_needs(role, shape, arguments, card)
+            # An encoder has no KV to which the room could go.
+            keeps = None if role == "encoder" else settings.media.tower_layers
+            needed = role_needs(role, shape.keeping(keeps), arguments, card)
             if slots is not None and settings.prefill_lane and settings.hosts(role):
                 graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)

@@ -117,6 +117,7 @@ def plan(
             f"{shape.tower_unknown}: its memory is not counted, nor vLLM's encoder cache; where "
             "engines share a GPU, leave room for both (a smaller engine.gpu_memory_utilization)"
         )
+    notes += _all_stay(chosen, shape)
     notes += _with_videos(engines)
     notes += _short(engines)
     notes += _idle(chosen, engines, nodes)
@@ -128,7 +129,8 @@ def plan(
     if nodes:
         found_plan = replace(found_plan, memory=_least(nodes).memory)
     if shape is not None and shape.sees:
-        found_plan = replace(found_plan, images=host_memory.images_said(chosen))
+        tower = host_memory.tower_bytes(engines, len(nodes))
+        found_plan = replace(found_plan, images=host_memory.images_said(chosen, tower))
     return chosen, found_plan
 
 
@@ -165,6 +167,16 @@ def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
         for node in nodes
         for card in node.cards
         if card.used_bytes > _OTHERS_SHARE * card.memory_bytes
+    ]
+
+
+def _all_stay(settings: Settings, shape: ModelShape | None) -> list[str]:
+    asked, tower = settings.media.tower_layers, None if shape is None else shape.tower
+    if asked is None or tower is None or asked < tower.layers:
+        return []
+    return [
+        f"media.tower_layers: {asked}: the vision tower has {tower.layers} layers, so all stay on "
+        "the GPU"
     ]
 
 
@@ -214,19 +226,20 @@ def _with_host_memory(
     nodes: Sequence[GpuNode],
 ) -> tuple[Settings, int | None, list[str]]:
     lmcache, encoded = settings.lmcache, host_memory.encoded_bytes(settings, shape)
+    tower = host_memory.tower_bytes(engines, len(nodes))
     warnings = []
     if "size_gb" in lmcache.model_fields_set:
         for node in nodes:
             if node.memory is not None:
-                host_memory.require_room(lmcache.size_gb, encoded, node.memory)
-        if nodes and lmcache.size_gb * GIB + encoded > _least(nodes).available_bytes:
+                host_memory.require_room(lmcache.size_gb, encoded, node.memory, tower)
+        if nodes and lmcache.size_gb * GIB + encoded + tower > _least(nodes).available_bytes:
             warnings.append(
-                f"{host_memory.taken(lmcache.size_gb, encoded)}, and a node has "
+                f"{host_memory.taken(lmcache.size_gb, encoded, tower)}, and a node has "
                 f"{gib(_least(nodes).available_bytes)} GiB available: Linux may end LMCache's "
                 "server, or an engine, for want of memory"
             )
     elif nodes:
-        available = _least(nodes).available_bytes - encoded
+        available = _least(nodes).available_bytes - encoded - tower
         if shape is None:
             size_gb = host_memory.capped_gb(lmcache.size_gb, available)
         else:

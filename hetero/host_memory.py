@@ -107,6 +107,12 @@ def encoded_bytes(settings: Settings, shape: ModelShape | None) -> int:
     return round(settings.media.encoded_gb * 1e9) if sees else 0
 
 
+def tower_bytes(plans: Sequence[EnginePlan], nodes: int) -> int:
+    """Return a node's host memory for layers of engines' vision towers that are not on its GPUs."""
+    each = [one.replicas * one.workers * one.needs.host_bytes for one in plans if one.needs]
+    return -(-sum(each) // max(1, nodes))
+
+
 def with_prepared(
     settings: Settings, shape: ModelShape | None, engines: int, available_bytes: int
 ) -> Settings:
@@ -125,13 +131,19 @@ def with_prepared(
     return settings.model_copy(update={"engine": settings.engine | {PREPARED: size}})
 
 
-def images_said(settings: Settings) -> str:
-    """Return in words what a model that sees takes of a node's host memory."""
+def images_said(settings: Settings, tower: int = 0) -> str:
+    """Return in words what a model that sees takes of a node's host memory.
+
+    Args:
+        tower: bytes for layers of vision towers (`tower_bytes`).
+    """
     own = (settings.prefillers, settings.decoders)
     prepared = max(float((settings.engine | one.engine).get(PREPARED, _PREPARED_GB)) for one in own)
+    layers = f", {gib(tower)} GiB for layers of vision towers" if tower else ""
     return (
-        f"host memory for images: {settings.media.encoded_gb:g} GB a node for encoded ones, and up "
-        f"to {prepared:g} GiB for prepared ones in each engine's server, and in its core"
+        f"host memory for images: {settings.media.encoded_gb:g} GB a node for encoded ones"
+        f"{layers}, and up to {prepared:g} GiB for prepared ones in each engine's server, and in "
+        "its core"
     )
 
 
@@ -141,14 +153,15 @@ def capped_gb(size_gb: float, available_bytes: int) -> float:
     return size_gb if size_gb <= most else max(0.5, int(2 * most) / 2)
 
 
-def require_room(size_gb: float, encoded: int, memory: HostMemory) -> None:
-    """Raise `SettingsError` if a server and encoded images are larger than their node's memory."""
-    if size_gb * GIB + encoded > memory.total_bytes:
-        raise SettingsError(f"{taken(size_gb, encoded)}, and {memory.said()}; set less")
+def require_room(size_gb: float, encoded: int, memory: HostMemory, tower: int = 0) -> None:
+    """Raise `SettingsError` if a server and what images take are larger than a node's memory."""
+    if size_gb * GIB + encoded + tower > memory.total_bytes:
+        raise SettingsError(f"{taken(size_gb, encoded, tower)}, and {memory.said()}; set less")
 
 
-def taken(size_gb: float, encoded: int) -> str:
+def taken(size_gb: float, encoded: int, tower: int = 0) -> str:
     images = f" and media.encoded_gb: {gib(encoded)}" if encoded else ""
+    images += f" and layers by media.tower_layers: {gib(tower)}" if tower else ""
     return f"lmcache.size_gb: {size_gb:g}{images} GiB"
 
 

@@ -8,7 +8,7 @@ recurrent state, or without attention, as keeping none.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero.vision_tower import Tower, TowerUnknown, tower_of
@@ -86,6 +86,10 @@ class ModelShape:
         if self.tower is None:
             return 0
         return min(self.weights_bytes, self.tower.parameters * self.value_bytes)
+
+    def keeping(self, tower_layers: int | None) -> "ModelShape":
+        """Return the model with this many layers of its tower on the GPU; None: all of them."""
+        return self if self.tower is None else replace(self, tower=self.tower.keeping(tower_layers))
 
     @property
     def shares_kv(self) -> bool:

@@ -7,7 +7,7 @@ which a tower encodes is an estimate, as a step's is.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Members of a configuration that describe an encoder; the others are those of a few models.
@@ -39,6 +39,8 @@ class Tower:
     """A vision encoder with its projector, as far as its memory goes."""
 
     parameters: int
+    layers: int
+    layer_parameters: int
     heads: int
     patch_values: int  # The most values that a patch has at a time; an estimate.
     embedding_patches: float  # Patches that become one embedding.
@@ -46,6 +48,13 @@ class Tower:
     image: int  # Embeddings of the largest image.
     most_depth: int = 0  # The largest video has as many images' embeddings; 0: it reads none.
     shares_items: bool = False  # Whether workers may divide images instead of weights.
+    # How many layers stay on the GPU, if not all; the others are copied in from host memory.
+    kept_layers: int | None = None
+
+    def keeping(self, layers: int | None) -> "Tower":
+        """Return the tower with this many layers on the GPU (``media.tower_layers``)."""
+        offloads = layers is not None and layers < self.layers
+        return replace(self, kept_layers=layers if offloads else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class TowerNeeds:
     embeddings: int  # Embeddings that it holds.
     batch: str  # The largest batch, in words.
     has_video: bool = False  # Whether that is a video.
+    host_bytes: int = 0  # Pinned host memory with all layers, if some are not on the GPU.
+    kept: str = ""  # How many are, in words; empty: all.
 
 
 def tower_of(
@@ -102,8 +113,8 @@ def _tower(
     positions = int(vision.get("num_position_embeddings") or (0 if pixtral else side**2))
     outputs = 1 + len(vision.get("deepstack_visual_indexes") or ())
     image, patches, projector = _projected(kind, config, vision, (width, hidden), processor)
-    parameters = layers * (4 * width**2 + (3 if gated else 2) * width * inner)
-    parameters += (pixels + positions) * width + outputs * projector
+    layer = 4 * width**2 + (3 if gated else 2) * width * inner
+    parameters = layers * layer + (pixels + positions) * width + outputs * projector
     # As measured on vLLM's modules, beside the pixels: around attention the layer's input, residual
     # and norm, queries, keys and values, which are copied to be rotated, and the output twice;
     # around the feed-forward part its gates, too; in the projector two layers' outputs. What
@@ -114,6 +125,8 @@ def _tower(
     projecting = 3 * width + math.ceil((1 + outputs) * hidden / patches)
     return Tower(
         parameters=parameters,
+        layers=layers,
+        layer_parameters=layer,
         heads=_number(vision, "num_heads", "num_attention_heads"),
         patch_values=pixels + kept + max(attention, forward, projecting),
         embedding_patches=patches,
@@ -181,7 +194,12 @@ def tower_needs(
     shared = tower.shares_items and arguments.get("mm_encoder_tp_mode") == "data"
     # Workers divide the weights, or else the images; with neither each does all of it.
     weights_by = 1 if shared or tower.heads % tensor else tensor
-    weights = tower.parameters * value_bytes // weights_by
+    on_gpu, host, kept = tower.parameters, 0, ""
+    if tower.kept_layers is not None:
+        on_gpu -= (tower.layers - tower.kept_layers) * tower.layer_parameters
+        host = tower.layers * tower.layer_parameters * value_bytes // weights_by
+        kept = f"{tower.kept_layers} of its {tower.layers} layers"
+    weights = on_gpu * value_bytes // weights_by
     video = bool(videos) and depth > (1 if images else 0)
     item = tower.image * (depth if video else 1)
     embeddings = max(int(arguments["max_num_batched_tokens"]), item)
@@ -195,7 +213,7 @@ def tower_needs(
         patches = math.ceil(items / (tensor if shared else 1)) * item * tower.embedding_patches
         encode = int(patches * tower.patch_values) * value_bytes // weights_by
         cache = embeddings * tower.embedding_values * value_bytes
-    return TowerNeeds(weights, encode, cache, embeddings, f"{said} embeddings", video)
+    return TowerNeeds(weights, encode, cache, embeddings, f"{said} embeddings", video, host, kept)
 
 
 def _items(arguments: Mapping[str, Any], modality: str) -> int:

@@ -16,6 +16,7 @@ from conserve.settings import (
     EnvironmentSettings,
     LimitSettings,
     LMCacheSettings,
+    MediaSettings,
     RoleSettings,
     Settings,
     TierSettings,
@@ -24,6 +25,7 @@ from conserve.settings import (
 SETTINGS = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- settings: begin -->\n"
 END = "<!-- settings: end -->\n"
+_GROUPS = (LMCacheSettings, AutoscalingSettings, EnvironmentSettings, MediaSettings)
 
 
 def table() -> str:
@@ -31,7 +33,7 @@ def table() -> str:
     lines = ["| setting | default | what it does |", "| --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        if isinstance(default, LMCacheSettings | AutoscalingSettings | EnvironmentSettings):
+        if isinstance(default, _GROUPS):
             lines += _rows(type(default), f"{name}.", skip={"limits"})
             continue
         shown = default.replicas if isinstance(default, RoleSettings) else default

@@ -195,7 +195,7 @@ class LimitSettings(Strict):
 
 
 class MediaSettings(Strict):
-    """Limits of a request's images, audio and video, and memory for what is encoded of them."""
+    """Limits of a request's images, audio and video, and memory for encoding them."""
 
     parts: int = Field(default=32, ge=0, description="Most parts with media in a request.")
     bytes: int = Field(
@@ -214,6 +214,14 @@ class MediaSettings(Strict):
         ge=0,
         description="Most host memory of a node in which its engines keep what they have encoded "
         "of images, so that each is encoded once there. 0: each engine encodes for itself.",
+    )
+    tower_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many layers of the model's vision tower stay on an engine's GPU. The "
+        "others are copied in from pinned host memory as it encodes, and KV gets the rest of their "
+        "memory; with 2 (the paper's number) copies and computation overlap. Encoders keep all, as "
+        "every engine does where it is unset.",
     )
 
 

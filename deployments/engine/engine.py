@@ -42,6 +42,7 @@ from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
 from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
+from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
@@ -133,9 +134,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         encodes_only = role == "encoder"
         if await asyncio.to_thread(_sees, llm_config):
             arena = await self._node.arena() if settings.media.encoded_gb else ""
-            _share_encoded(llm_config, arena, encodes_only)
+            keeps = None if encodes_only else settings.media.tower_layers
+            _share_encoded(llm_config, arena, encodes_only, keeps)
         elif encodes_only:
             raise SettingsError(f"encoders: {settings.model_id} reads text only; set encoders=0")
+        elif settings.media.tower_layers is not None:
+            name = settings.model_id
+            raise SettingsError(f"media.tower_layers: {name} reads text only; unset it")
         if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
             # Nothing to download. Otherwise a process loads vLLM to find that out.
             llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -406,10 +411,13 @@ def _sees(config: LLMConfig) -> bool:
     return any(hasattr(read, name) for name in ENCODERS)
 
 
-def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
+def _share_encoded(
+    config: LLMConfig, arena: str, encodes_only: bool, tower_layers: int | None
+) -> None:
     """Have the engine keep what it encodes in its node's arena, if any, and read from there.
 
-    By its role vLLM knows one that only encodes, and loads no language model.
+    By its role vLLM knows one that only encodes, and loads no language model. The connector also
+    has all but ``tower_layers`` of the tower's layers offloaded; None: they stay.
     """
     config.update_engine_kwargs(
         ec_transfer_config={
@@ -419,6 +427,7 @@ def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
             "ec_connector_extra_config": {
                 ARENA_PATH: arena,
                 TELLS: encodes_only or not config.engine_kwargs.get("disable_log_stats"),
+                TOWER_LAYERS: tower_layers,
             },
         }
     )

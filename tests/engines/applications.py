@@ -4,10 +4,11 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.engines.gpu.model import make_real_shape
-from tests.engines.vision.model import REAL, make_vision_model
+from tests.engines.vision.model import DEEP, REAL, make_vision_model
 
 # Where each of them serves.
 URL = "http://127.0.0.1:8000"
@@ -274,11 +275,13 @@ VISION = Application(
         "served_model_name=conserve-embedded",
         "engine.max_model_len=4096",
         "engine.worker_extension_cls=tests.engines.vision.failing.FailingWorker",
+        # Of six, which four do not divide. The encoder and the lone engine have all.
+        "media.tower_layers=4",
     ),
     decoders=2,
     encoders=1,
     lone_engine=True,
-    make_model=make_vision_model,
+    make_model=partial(make_vision_model, tower=DEEP),
 )
 
 # The same model, whose images are encoded beside answers.

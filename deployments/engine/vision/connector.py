@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from conserve.wire import ENCODED, NOTHING_ENCODED, Encoded
 from deployments.engine.vision.failures import can_tell_failures, failures, survive_encoders
 from deployments.engine.vision.node_images import NodeImages
+from deployments.engine.vision.offload import kept_layers, offload_when_loaded
 
 _TENSOR = "encoded"
 _MOST_WAITING = 16
@@ -49,6 +50,9 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         self._took: dict[str, Encoded] = {}
         if role == ECConnectorRole.WORKER and can_tell_failures(vllm_config):
             survive_encoders()
+        if role == ECConnectorRole.WORKER and kept_layers(vllm_config) is not None:
+            # vLLM makes its connector before it loads the model.
+            offload_when_loaded()
 
     # --- In the scheduler ---------------------------------------------------------------------
 

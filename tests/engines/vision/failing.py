@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from vllm.model_executor.models.idefics3 import Idefics3ForConditionalGeneration
 
+from tests.engines.vision.unpacked import UnpackedWorker
+
 RED = (255, 0, 0)
 # The processor's pixels go from -1 to 1.
 _FULL = 0.99
@@ -26,5 +28,5 @@ def _embed_unless_red(model: Any, **inputs: Any) -> Any:
 Idefics3ForConditionalGeneration.embed_multimodal = _embed_unless_red
 
 
-class FailingWorker:
+class FailingWorker(UnpackedWorker):
     """vLLM loads this module for it, where the model runs."""

@@ -36,6 +36,8 @@ class Tower:
 
 # It takes tens of milliseconds of an image; this one takes some ten times as long.
 LARGE = Tower(hidden=192, layers=12, heads=3, tile_pixels=224, patch_pixels=14, scale=4)
+# So many layers that a few of them can take turns.
+DEEP = Tower(layers=6)
 
 # A real tower's shape (SigLIP's with 400 M parameters), for GPUs.
 REAL = Tower(hidden=1152, layers=27, heads=16, tile_pixels=224, patch_pixels=14, scale=4)

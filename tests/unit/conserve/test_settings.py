@@ -365,6 +365,13 @@ def test_encoders_that_would_encode_for_nothing_are_refused(
     assert said in refusal_of(arguments)
 
 
+def test_a_tower_keeps_one_layer_at_least_and_all_unless_it_is_told() -> None:
+    assert load(None).media.tower_layers is None
+    assert load({"media.tower_layers": "1"}).media.tower_layers == 1
+    said = refusal_of({"media.tower_layers": 0})
+    assert "media.tower_layers: Input should be greater than or equal to 1" in said
+
+
 def test_there_are_no_encoders_unless_they_are_asked_for() -> None:
     assert load({"media.encoded_gb": 0}).encoders.replicas == 0
     settings = load({"encoders": "2", "encoders.num_cpus": 1, "encoders.engine.max_num_seqs": 4})

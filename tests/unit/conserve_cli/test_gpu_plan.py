@@ -96,6 +96,9 @@ def test_what_images_take_is_in_the_plan(
     ) in text
     prepared = "Host memory for images: 1 GB a node for encoded ones, and up to {} GiB for prepared"
     assert prepared.format("4") in text
+    offloaded = " ".join(said(*given, "media.tower_layers=2").split())
+    assert "is 0.2 GiB of the weights, with 2 of its 32 layers at a time; it encodes" in offloaded
+    assert "1 GB a node for encoded ones, 2.3 GiB for layers of vision towers, and" in offloaded
     on_cpus = " ".join(said(f"model={tmp_path}", "device=cpu", "engine.max_model_len=4096").split())
     # Three engines, with two caches each.
     assert prepared.format("4") in on_cpus

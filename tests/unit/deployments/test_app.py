@@ -205,14 +205,18 @@ def test_what_the_plan_tells_engines_reaches_vllm() -> None:
     assert {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields & set(arguments)
 
 
-def test_slots_on_cpus_are_said_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    from deployments.app import _say_no_sms
+def test_what_gains_nothing_on_cpus_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    from deployments.app import _say_nothing_gained
 
     with caplog.at_level(logging.WARNING, "ray.serve"):
-        _say_no_sms(load({"tiers": {"a": {"sm_slots": 3}, "b": {}}, "decoders.tier": "b"}))
+        _say_nothing_gained(load({"tiers": {"a": {"sm_slots": 3}, "b": {}}, "decoders.tier": "b"}))
         assert caplog.messages == []
-        _say_no_sms(load({"tiers": {"a": {"sm_slots": 3}}, "decoders.tier": "a"}))
-    assert caplog.messages == ["decoders: tiers.a.sm_slots does nothing on CPUs"]
+        _say_nothing_gained(load({"tiers": {"a": {"sm_slots": 3}}, "decoders.tier": "a"}))
+        _say_nothing_gained(load({"media.tower_layers": 2}))
+    assert caplog.messages == [
+        "decoders: tiers.a.sm_slots does nothing on CPUs",
+        "media.tower_layers saves no memory on CPUs: layers are copied within it",
+    ]
 
 
 def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,23 @@ TEXT: dict[str, Any] = SMOLVLM_2B["text_config"] | {"num_hidden_layers": 1, "voc
 SEES = {**SMOLVLM_2B, "text_config": TEXT}
 
 
-def planned(folder: Path, config: dict[str, Any]) -> Settings:
+READS = {"architectures": ["LlamaForCausalLM"], **TEXT}
+
+
+def planned(folder: Path, config: dict[str, Any], **asked: Any) -> Settings:
     (folder / "config.json").write_text(json.dumps(config))
-    few = {"encoders": 1, "decoders": 1, "prefillers": 0, "lmcache.size_gb": 0.1}
-    return planned_on_cpus(load({"model": str(folder), "engine.max_model_len": 128, **few}))[0]
+    few = {"decoders": 1, "prefillers": 0, "lmcache.size_gb": 0.1, "engine.max_model_len": 128}
+    return planned_on_cpus(load({"model": str(folder), **few, **asked}))[0]
 
 
 def test_encoders_are_refused_for_a_model_that_reads_text_only(tmp_path: Path) -> None:
-    assert planned(tmp_path, SEES).encoders.replicas == 1
+    assert planned(tmp_path, SEES, encoders=1).encoders.replicas == 1
     with pytest.raises(SettingsError, match="reads text only, so there is nothing to encode; set"):
-        planned(tmp_path, {"architectures": ["LlamaForCausalLM"], **TEXT})
+        planned(tmp_path, READS, encoders=1)
+
+
+def test_layers_of_a_tower_are_refused_for_a_model_that_has_none(tmp_path: Path) -> None:
+    asked = {"media.tower_layers": 2}
+    assert planned(tmp_path, SEES, **asked).media.tower_layers == 2
+    with pytest.raises(SettingsError, match=r"tower_layers: .* so it has no vision tower; unset"):
+        planned(tmp_path, READS, **asked)

@@ -202,6 +202,53 @@ def test_videos_that_take_most_of_a_card_are_named() -> None:
     assert len(planned(kept, memory=64 * GIB)[1].engines) == 2
 
 
+def test_layers_that_are_not_on_the_gpu_leave_their_memory_to_kv() -> None:
+    layer = 4 * 1280**2 + 3 * 1280 * 3420
+    assert (tower(QWEN).layers, tower(QWEN).layer_parameters) == (32, layer)
+    text = {"pausing": False, "engine.limit_mm_per_prompt": {"video": 0}}
+    _, whole = planned(text)
+    _, found = planned({**text, "media.tower_layers": 2})
+    for before, after in zip(whole.engines, found.engines, strict=True):
+        assert before.needs
+        assert after.needs
+        freed = 30 * layer * 2
+        assert after.needs.weights_bytes == before.needs.weights_bytes - freed
+        assert after.kv_bytes == before.kv_bytes + freed  # type: ignore[operator]
+        assert (before.needs.host_bytes, after.needs.host_bytes) == (0, 32 * layer * 2)
+    assert found.engines[0].needs
+    assert found.engines[0].needs.tower
+    assert found.engines[0].needs.tower.kept == "2 of its 32 layers"
+    # Two engines have all layers in the node's memory, which LMCache does not get.
+    assert "encoded ones, 2.3 GiB for layers of vision towers, and up to" in found.images
+    small = {"pausing": False, "media.encoded_gb": 0}
+    assert planned(small, QWEN, free=16)[1].size_gb == 8
+    assert planned({**small, "media.tower_layers": 2}, QWEN, free=16)[1].size_gb == 6
+    with pytest.raises(SettingsError, match=r"by media.tower_layers: 2\.3 GiB, and 38\.0 of"):
+        planned({"lmcache.size_gb": 37, "media.tower_layers": 2}, QWEN, free=38)
+    # Workers divide what they divide.
+    halved = needs(QWEN.keeping(2), {"max_num_batched_tokens": 8192, "tensor_parallel_size": 2}, 0)
+    assert halved.host_bytes == 32 * layer
+
+
+def test_a_tower_with_no_more_layers_than_should_stay_stays() -> None:
+    _, whole = planned({"pausing": False, "engine.limit_mm_per_prompt.video": 0})
+    arguments = {"pausing": False, "engine.limit_mm_per_prompt.video": 0, "media.tower_layers": 32}
+    _, found = planned(arguments)
+    assert [one.kv_bytes for one in found.engines] == [one.kv_bytes for one in whole.engines]
+    assert found.notes == (
+        "media.tower_layers: 32: the vision tower has 32 layers, so all stay on the GPU",
+    )
+
+
+def test_an_encoder_keeps_its_tower_whole() -> None:
+    """It has no KV to which the memory could go."""
+    given = {"encoders": 1, "decoders": 1, "prefillers": 1, "media.tower_layers": 1}
+    _, found = planned(given, SMOL, cards=3)
+    assert [one.needs is not None and bool(one.needs.host_bytes) for one in found.engines] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
 def test_an_encoder_that_is_not_known_is_named() -> None:
     for config in (
         {"model_type": "internvl_chat", "vision_config": {"hidden_size": 1024}},

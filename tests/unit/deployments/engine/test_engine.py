@@ -143,3 +143,20 @@ def _host_token_bytes(
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
     )
     return host_token_bytes(stand_in, chunk, page)
+
+
+def test_an_engine_tells_its_worker_how_many_layers_of_the_tower_stay() -> None:
+    from ray.serve.llm import LLMConfig
+    from vllm.config import ECTransferConfig
+
+    from conserve.settings import load
+    from deployments.app import llm_arguments
+    from deployments.engine.engine import _share_encoded
+    from deployments.engine.vision.offload import kept_layers
+
+    settings = load(None)
+    for told in (None, 2):
+        config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, False))
+        _share_encoded(config, "", False, told)
+        transfer = ECTransferConfig(**config.engine_kwargs["ec_transfer_config"])
+        assert kept_layers(SimpleNamespace(ec_transfer_config=transfer)) == told
