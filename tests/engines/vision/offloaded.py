@@ -1,28 +1,50 @@
-"""A lone engine that is shown images: ``python -m tests.engines.vision.offloaded MODEL [KEPT]``.
+"""A bare engine that is shown images, with all layers of its vision tower or with a few.
 
-With a number, so many layers of the vision tower stay, as `media.tower_layers` has it. It prints a
-line of JSON.
+``python -m tests.engines.vision.offloaded MODEL [KEPT]`` prints a line of JSON.
 """
 
 import json
+import os
 import random
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
-
-from deployments.engine.vision.offload import TOWER_LAYERS
+from conserve.engines import engine_environment
+from tests.checkout import ROOT
 from tests.engines.vision.turns import OUTPUT_TOKENS, new_image, said, user
 
-IMAGES = 3
+_IMAGES = 3
+_START_S = 600.0
 
 
-def shown(model: str, kept: int | None, **arguments: Any) -> dict[str, Any]:
-    """Return tokens of answers about images, and the engine's memory."""
+def shown(model: Path, *kept: int, gpu: bool = False) -> dict[str, Any]:
+    """What such an engine answers, and what memory it has, in a process of its own.
+
+    Args:
+        kept: how many layers stay, as `media.tower_layers`; without it, all.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.vision.offloaded", str(model), *map(str, kept)],
+        cwd=ROOT, env=os.environ | engine_environment(str(model), gpu),
+        capture_output=True, text=True, timeout=_START_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _answered(model: str, kept: int | None) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    from deployments.engine.vision.offload import TOWER_LAYERS
+
     engine = LLM(
         model,
         enforce_eager=True,
-        dtype="float32",
+        dtype="float32" if current_platform.is_cpu() else "bfloat16",
         max_model_len=2048,
         limit_mm_per_prompt={"image": 2},
         worker_extension_cls="tests.engines.vision.unpacked.UnpackedWorker",
@@ -32,28 +54,22 @@ def shown(model: str, kept: int | None, **arguments: Any) -> dict[str, Any]:
             "ec_role": "ec_both",
             "ec_connector_extra_config": {TOWER_LAYERS: kept},
         },
-        **arguments,
     )
     rng = random.Random(0)
     greedy = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
     tokens = []
-    for _ in range(IMAGES):
+    for _ in range(_IMAGES):
         message = user(said(("Look:", "What is it?"), new_image(rng)))
-        answers = engine.chat([message], greedy, use_tqdm=False)
-        tokens.append(list(answers[0].outputs[0].token_ids))
-    ((tower_bytes, physical_bytes),) = engine.collective_rpc("tower_bytes")
-    return {
-        "tokens": tokens,
-        "tower_bytes": tower_bytes,
-        "physical_bytes": physical_bytes,
-        "kv_blocks": engine.llm_engine.vllm_config.cache_config.num_gpu_blocks,
-    }
+        (answer,) = engine.chat([message], greedy, use_tqdm=False)
+        tokens.append(list(answer.outputs[0].token_ids))
+    (memory,) = engine.collective_rpc("conserve_memory")
+    return {"tokens": tokens, **memory}
 
 
 def main() -> None:
-    """Print what `shown` returns."""
+    """Print what the engine named on the command line has answered."""
     model, *kept = sys.argv[1:]
-    sys.stdout.write(json.dumps(shown(model, int(kept[0]) if kept else None)) + "\n")
+    sys.stdout.write(json.dumps(_answered(model, int(kept[0]) if kept else None)) + "\n")
 
 
 if __name__ == "__main__":

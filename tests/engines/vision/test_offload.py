@@ -1,30 +1,13 @@
 """A tower of which a few layers stay encodes as one whose layers all stay."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conserve.engines import engine_environment
-from tests.checkout import ROOT
 from tests.engines.stage import Stage
 from tests.engines.vision.model import DEEP, make_vision_model
-
-
-def shown(model: Path, *kept: str, gpu: bool = False) -> dict[str, Any]:
-    """What `tests.engines.vision.offloaded` finds, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.vision.offloaded", str(model), *kept],
-        cwd=ROOT, env=os.environ | engine_environment(str(model), gpu),
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+from tests.engines.vision.offloaded import shown
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +29,7 @@ def test_answers_are_those_of_a_whole_tower(
     machine_alone: None, model: Path, whole: dict[str, Any], kept: int
 ) -> None:
     assert whole["physical_bytes"] == whole["tower_bytes"]
-    found = shown(model, str(kept))
+    found = shown(model, kept)
     assert found["tokens"] == whole["tokens"]
     # Whole weights take turns, and not biases alone.
     assert found["tower_bytes"] == whole["tower_bytes"]

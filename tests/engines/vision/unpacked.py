@@ -19,9 +19,13 @@ class UnpackedWorker:
 
     get_model: Any
 
-    def tower_bytes(self) -> tuple[int, int]:
-        """Return the bytes of all layers of the tower, and of the memory in which they are."""
+    def conserve_memory(self) -> dict[str, int]:
+        """Return the bytes of all layers of the tower, of where they are, and on GPUs of KV."""
         _, layers = layers_of_tower(self.get_model())
         weights = [one for layer in layers for one in layer.state_dict().values()]
         places = {one.data_ptr(): one.nbytes for one in weights}
-        return sum(one.nbytes for one in weights), sum(places.values())
+        return {
+            "tower_bytes": sum(one.nbytes for one in weights),
+            "physical_bytes": sum(places.values()),
+            "kv_bytes": int(getattr(self, "available_kv_cache_memory_bytes", 0)),
+        }
