@@ -68,6 +68,7 @@ class TowerNeeds:
     batch: str  # The largest batch, in words.
     has_video: bool = False  # Whether that is a video.
     host_bytes: int = 0  # Pinned host memory with all layers, if some are not on the GPU.
+    freed_bytes: int = 0  # GPU memory of layers that are there only while the model loads.
     kept: str = ""  # How many are, in words; empty: all.
 
 
@@ -194,12 +195,12 @@ def tower_needs(
     shared = tower.shares_items and arguments.get("mm_encoder_tp_mode") == "data"
     # Workers divide the weights, or else the images; with neither each does all of it.
     weights_by = 1 if shared or tower.heads % tensor else tensor
-    on_gpu, host, kept = tower.parameters, 0, ""
+    weights, host, freed, kept = tower.parameters * value_bytes // weights_by, 0, 0, ""
     if tower.kept_layers is not None:
-        on_gpu -= (tower.layers - tower.kept_layers) * tower.layer_parameters
-        host = tower.layers * tower.layer_parameters * value_bytes // weights_by
+        layer = tower.layer_parameters * value_bytes // weights_by
+        host, freed = tower.layers * layer, (tower.layers - tower.kept_layers) * layer
+        weights -= freed
         kept = f"{tower.kept_layers} of its {tower.layers} layers"
-    weights = on_gpu * value_bytes // weights_by
     video = bool(videos) and depth > (1 if images else 0)
     item = tower.image * (depth if video else 1)
     embeddings = max(int(arguments["max_num_batched_tokens"]), item)
@@ -213,7 +214,8 @@ def tower_needs(
         patches = math.ceil(items / (tensor if shared else 1)) * item * tower.embedding_patches
         encode = int(patches * tower.patch_values) * value_bytes // weights_by
         cache = embeddings * tower.embedding_values * value_bytes
-    return TowerNeeds(weights, encode, cache, embeddings, f"{said} embeddings", video, host, kept)
+    batch = f"{said} embeddings"
+    return TowerNeeds(weights, encode, cache, embeddings, batch, video, host, freed, kept)
 
 
 def _items(arguments: Mapping[str, Any], modality: str) -> int:
