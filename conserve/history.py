@@ -46,6 +46,7 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         encoded_images: images that were encoded for it, on any engine.
         encoded_tokens: embeddings of those that its decoder encoded.
         node_images: images that engines took from their node's memory instead.
+        encode_wait_s, encode_s, prefill_s: see `conserve.wire.StageTimes`.
     """
 
     prompt_tokens: int
@@ -63,6 +64,9 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
     encoded_images: int = 0
     encoded_tokens: int = 0
     node_images: int = 0
+    encode_wait_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
 
     @property
     def found_tokens(self) -> int:
@@ -86,15 +90,19 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         return max(kept_tokens, self.prompt_tokens) if parks else kept_tokens
 
     def pack(self) -> bytes:
-        """Pack the counts into one object, since a table has a million histories."""
+        """Pack counts, and times to three digits, since a table has a million histories."""
+        times_s = (self.encode_wait_s, self.encode_s, self.prefill_s, self.decode_s or 0.0)
         return _PACKED.pack(
             self.prompt_tokens, self.output_tokens, self.decoder_cached_tokens, self.lmcache_tokens,
             min(self.encoded_images, _MOST_IMAGES), min(self.node_images, _MOST_IMAGES),
+            *(min(one, _MOST_S) for one in times_s),
         )  # fmt: skip
 
 
-_PACKED = struct.Struct("<4I2H")
+_PACKED = struct.Struct("<4I2H4e")
 _MOST_IMAGES = 2**16 - 1
+# The largest half-precision number.
+_MOST_S = 65504.0
 _NO_TURN = bytes(_PACKED.size)
 
 
@@ -147,10 +155,14 @@ class History(msgspec.Struct, gc=False):
         """Return the engine's report of its latest turn; None before one has left anything."""
         if not self.has_last_turn:
             return None
-        prompt, output, cached, loaded, encoded, from_node = _PACKED.unpack_from(self.packed)
-        return TurnStats(
-            prompt, output, cached, loaded, encoded_images=encoded, node_images=from_node
+        prompt, output, cached, loaded, encoded, from_node, *times_s = _PACKED.unpack_from(
+            self.packed
         )
+        return TurnStats(
+            prompt, output, cached, loaded, decode_s=times_s[3] or None, encoded_images=encoded,
+            node_images=from_node, encode_wait_s=times_s[0], encode_s=times_s[1],
+            prefill_s=times_s[2],
+        )  # fmt: skip
 
     @last_turn.setter
     def last_turn(self, stats: TurnStats) -> None:

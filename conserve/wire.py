@@ -318,6 +318,9 @@ class StageTimes(NamedTuple):
     prefill_s: float = 0.0
 
 
+NO_STAGES = StageTimes()
+
+
 def staged(times: StageTimes) -> dict[str, Any]:
     """Return ``kv_transfer_params`` of an answer that say how long its stages took."""
     return {STAGED: list(times)}

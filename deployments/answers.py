@@ -126,11 +126,13 @@ class AnthropicModels(Answer):
 
 
 class Turn(Answer):
-    """The last turn's tokens and images, as engines counted them.
+    """The last turn's tokens, images and times by stage, as engines counted them.
 
     Attributes:
         encoded_images: that an encoder computed for it.
         node_images: that engines took from their node's memory instead.
+        encode_wait_s, encode_s, prefill_s: beside decodes of others; 0: not there.
+        decode_s: from the first token to the last; 0: unknown, or a single token.
     """
 
     prompt_tokens: Count
@@ -139,6 +141,10 @@ class Turn(Answer):
     lmcache_tokens: Count
     encoded_images: Count
     node_images: Count
+    encode_wait_s: Positive
+    encode_s: Positive
+    prefill_s: Positive
+    decode_s: Positive
 
 
 class RunningTool(Answer):

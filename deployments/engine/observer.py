@@ -76,6 +76,7 @@ class _Observation:
     kept_tokens: int | None = None
     kept_s: float | None = None
     encoded: wire.Encoded = wire.NOTHING_ENCODED
+    stages: wire.StageTimes = wire.NO_STAGES
     # Set by the first output; vLLM says it at a stream's end.
     told: ToldOfCaches | None = None
 
@@ -101,6 +102,8 @@ class _Observation:
             self.kept_tokens, self.kept_s = kept_tokens, kept_s
         # Each output of several choices has what all have said so far.
         self.encoded = max(self.encoded, wire.encoded(output.ec_transfer_params))
+        # Of several choices, the one that took longest.
+        self.stages = max(self.stages, wire.stage_times(output.kv_transfer_params), key=sum)
         times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
@@ -145,6 +148,9 @@ class _Observation:
             encoded_images=encoded.images,
             encoded_tokens=self.encoded.tokens,
             node_images=encoded.node_images,
+            encode_wait_s=self.stages.encode_wait_s,
+            encode_s=self.stages.encode_s,
+            prefill_s=self.stages.prefill_s,
         )
 
 

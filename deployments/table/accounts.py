@@ -164,6 +164,7 @@ class Accounts:
             for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")
             if (value := getattr(stats, name)) is not None
         }
+        said |= {f"{stage}_s": round(took_s, 3) for stage, took_s in _stages_s(stats).items()}
         self._events.add(
             "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
@@ -176,6 +177,8 @@ class Accounts:
         self.metrics.output_tokens.inc(stats.output_tokens)
         self.metrics.encoded_images.inc(stats.encoded_images)
         self.metrics.node_images.inc(stats.node_images)
+        for stage, took_s in _stages_s(stats).items():
+            self.metrics.stage_s.labels(stage).observe(took_s)
         self.handed_off(stats)
 
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
@@ -265,3 +268,12 @@ class Accounts:
         self._costs.remove(engine.id)
         if lost:
             self.metrics.engines_lost.labels(engine.role).inc()
+
+
+def _stages_s(stats: TurnStats) -> dict[str, float]:
+    """Return how long a turn was in each stage on its decoder, of those that it went through."""
+    times_s = {"encode": stats.encode_s, "prefill": stats.prefill_s, "decode": stats.decode_s}
+    found_s = {stage: took_s for stage, took_s in times_s.items() if took_s}
+    if stats.encode_wait_s or stats.encode_s:
+        return {"encode_wait": stats.encode_wait_s, **found_s}
+    return found_s

@@ -136,6 +136,14 @@ class Metrics:
             "Turn latency, from the request's arrival to its last byte.",
             buckets=_LATENCY_BUCKETS,
         )
+        self.stage_s = histogram(
+            "conserve_stage_seconds",
+            "Time of completed turns in each stage on their decoder: until it had encoded their "
+            "images (encode_wait) and encoding (encode), prefilling beside decodes (prefill), and "
+            "from the first token to the last (decode). Only turns with a stage count.",
+            ["stage"],
+            buckets=_LATENCY_BUCKETS,
+        )
         self.queue_wait_s = histogram(
             "conserve_queue_wait_seconds",
             "Time that new conversations waited for a decoder with room.",

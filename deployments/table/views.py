@@ -167,9 +167,10 @@ def _last_turn(history: History) -> answers.Turn | None:
     last = history.last_turn
     if last is None:
         return None
+    times_s = (last.encode_wait_s, last.encode_s, last.prefill_s, last.decode_s or 0.0)
     return answers.Turn(
         last.prompt_tokens, last.output_tokens, last.decoder_cached_tokens, last.lmcache_tokens,
-        last.encoded_images, last.node_images,
+        last.encoded_images, last.node_images, *(round(one, 4) for one in times_s),
     )  # fmt: skip
 
 

@@ -245,6 +245,18 @@ def test_the_table_is_told_what_a_turn_waited_for_and_what_of_its_history_stays(
     assert (second.kept_tokens, second.kept_s) == (640, 12.5)
 
 
+def test_the_table_is_told_how_long_a_turn_was_in_each_stage() -> None:
+    decoder = Decoder("length", schedules=True)
+    decoder.turn()
+    decoder.said = wire.staged(wire.StageTimes(0.5, 0.25, 0.125))
+    decoder.turn()
+    first, second = (ended.stats for ended in told(decoder.desk))
+    assert first is not None
+    assert second is not None
+    assert (first.encode_wait_s, first.encode_s, first.prefill_s) == (0, 0, 0)
+    assert (second.encode_wait_s, second.encode_s, second.prefill_s) == (0.5, 0.25, 0.125)
+
+
 def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled() -> None:
     decoder = Decoder("length", tokens=2)
     for prefill_cached, expected in [(None, 0), (None, len(PROMPT) + 2), (0, ALL_TOKENS)]:

@@ -42,9 +42,12 @@ def test_what_happens_is_told_in_order() -> None:
         await service.prefilled(plan, Prefilled(TOKENS, 100))
         stats = TurnStats(
             TOKENS, 5, 0, 512, engine_wait_s=0.25, engine_wait_for="step", kept_tokens=640,
-            kept_s=2.0,
+            kept_s=2.0, encode_wait_s=0.0, encode_s=0.5, decode_s=1.25,
         )  # fmt: skip
         await service.advance(plan.turn, "decoder#1", stats, (b"c" * 16,))
+        last = msgspec.to_builtins(await service.conversation("c"))["last_turn"]
+        times_s = [last[f"{one}_s"] for one in ("encode_wait", "encode", "prefill", "decode")]
+        assert times_s == [0.0, 0.5, 0.0, 1.25]
         await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
         plan = await service.begin(BeginTurn("r", "c", []))
         assert isinstance(plan, TurnPlan)
@@ -72,6 +75,8 @@ def test_what_happens_is_told_in_order() -> None:
         assert end["loaded_tokens"] == 512
         assert (end["engine_wait_s"], end["engine_wait_for"]) == (0.25, "step")
         assert (end["kept_tokens"], end["kept_s"]) == (640, 2.0)
+        assert (end["encode_wait_s"], end["encode_s"], end["decode_s"]) == (0.0, 0.5, 1.25)
+        assert "prefill_s" not in end
         assert by_kind["answered", "c"]["ttft_s"] == 0.5
         lost = by_kind["engine_lost", None]
         assert (lost["engine"], lost["unbound"], lost["why"]) == ("decoder#1", 1, "as it happens")
@@ -79,6 +84,11 @@ def test_what_happens_is_told_in_order() -> None:
         metrics = (await service.metrics()).decode()
         assert 'conserve_events_total{kind="start"} 3.0' in metrics
         assert 'conserve_events_total{kind="pause"} 0.0' in metrics
+        # Only stages that the turn went through count, and no wait is a wait of 0.
+        assert 'conserve_stage_seconds_count{stage="encode_wait"} 1.0' in metrics
+        assert 'conserve_stage_seconds_sum{stage="encode"} 0.5' in metrics
+        assert 'conserve_stage_seconds_sum{stage="decode"} 1.25' in metrics
+        assert '{stage="prefill"}' not in metrics
         # Some of it, and of some.
         some = await service.events(EventQuery(began, ("place", "cut"), None, "c"))
         assert [kind for _, kind, _ in some.events] == ["place", "cut"]
