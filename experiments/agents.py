@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -98,6 +98,16 @@ class Answer:
             return [json.loads(raw)]
         lines = raw.split(b"\n")
         return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def gaps_between(answers: Iterable[Answer], from_s: float, to_s: float) -> list[float]:
+    """Return answers' times between tokens that were over, or begun, in between."""
+    return [
+        later_s - earlier_s
+        for answer in answers
+        for earlier_s, later_s in pairwise(answer.arrivals_s)
+        if later_s >= from_s and earlier_s <= to_s
+    ]
 
 
 async def ask(

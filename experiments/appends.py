@@ -13,14 +13,13 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import aiohttp
 
 from benchmarks.peers.pinning import engine_processes, pin
 from conserve.settings import Settings
 from experiments import doors
-from experiments.agents import Answer, Message, ask, clients, end, words
+from experiments.agents import Answer, Message, ask, clients, end, gaps_between, words
 from experiments.doors import Door
 from experiments.harness import Experiment, percentile, ratio_cells, rounds
 
@@ -106,13 +105,7 @@ class Others:
                 raise RuntimeError("an answer has come to its end; measure fewer rounds")
 
     def gaps_s(self, from_s: float, to_s: float) -> list[float]:
-        """Times between tokens that were over, or begun, in between."""
-        return [
-            later_s - earlier_s
-            for answer in self._answers
-            for earlier_s, later_s in pairwise(answer.arrivals_s)
-            if later_s >= from_s and earlier_s <= to_s
-        ]
+        return gaps_between(self._answers, from_s, to_s)
 
     async def stop(self) -> None:
         for task in self._tasks:

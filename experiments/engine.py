@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 from conserve.wire import scheduled_turn
-from experiments.harness import Experiment, percentile, rounds
+from experiments.harness import Experiment, percentile, ratio_quartiles, rounds
 
 VLLM, OURS, NO_AGEING = "vllm", "conversation", "conversation, no ageing"
 # The model is small, and so are its prompts: what counts as much is so, too.
@@ -328,19 +328,10 @@ def show(seen: dict[str, Figures], experiment: Experiment) -> None:
             for scheduler, figures in schedulers.items():
                 cell = f"{median(figures[name]):.4g}"
                 if scheduler != VLLM and all(theirs):
-                    cell += f" (x {_ratios(figures[name], theirs)})"
+                    cell += f" (x {ratio_quartiles(figures[name], theirs)})"
                 row.append(cell)
             rows.append(row)
         experiment.show(scene, ["", *schedulers], rows)
-
-
-def _ratios(ours: list[float], theirs: list[float]) -> str:
-    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
-    shown = f"{median(ratios):.2f}"
-    if len(ratios) > 1:
-        low, _, high = quantiles(ratios, n=4, method="inclusive")
-        shown += f", {low:.2f}-{high:.2f}"
-    return shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

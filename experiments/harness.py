@@ -327,3 +327,13 @@ def ratio_cells(system: Sequence[float], base: Sequence[float], digits: int = 2)
     ratio, low, high = paired_ratio(system, base)
     interval = "" if system is base else f"{low:.{digits}f}-{high:.{digits}f}"
     return [f"{ratio:.{digits}f}", interval]
+
+
+def ratio_quartiles(system: Sequence[float], base: Sequence[float]) -> str:
+    """Return the median ratio of one system to another in the same rounds, and its quartiles."""
+    ratios = [mine / theirs for mine, theirs in zip(system, base, strict=True)]
+    shown = f"{statistics.median(ratios):.2f}"
+    if len(ratios) > 1:
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        shown += f", {low:.2f}-{high:.2f}"
+    return shown

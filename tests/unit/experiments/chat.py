@@ -49,7 +49,7 @@ class Chat:
         if name not in self._lives_on:
             self._lives_on[name] = self.decoders[len(self._lives_on) % len(self.decoders)]
         tokens = self.tokens or body["max_tokens"]
-        length = sum(len(one["content"].split()) for one in body["messages"])
+        length = sum(len(str(one["content"]).split()) for one in body["messages"])
         usage = {"completion_tokens": tokens, "total_tokens": length + tokens}
         response = web.StreamResponse(
             headers={
@@ -76,7 +76,8 @@ class Chat:
 
     async def look(self, request: web.Request) -> web.Response:
         assert request.match_info["name"] in self._lives_on
-        return web.json_response({"last_turn": {"lmcache_tokens": 128}})
+        times_s = {"encode_wait_s": 0.001, "encode_s": 0.005, "prefill_s": 0.002}
+        return web.json_response({"last_turn": {"lmcache_tokens": 128, **times_s}})
 
     async def serve(self, play: Callable[[str], Awaitable[Any]]) -> Any:
         """Serve while a coroutine plays against the URL that it is given; returns its result."""

@@ -12,7 +12,7 @@ from conserve.apis import CHAT
 from conserve.media import Lifted, name_of, places
 from conserve.settings import MediaSettings, Settings
 from deployments.router.media import MediaReader
-from experiments import appends, overhead, seeing, tenants, unkind, warm
+from experiments import appends, overhead, seeing, stages, tenants, unkind, warm
 from experiments.harness import Experiment
 from tests.unit.experiments.chat import Chat
 
@@ -77,6 +77,52 @@ def test_what_is_appended_is_measured_beside_others(monkeypatch: pytest.MonkeyPa
     assert {len(one.body["messages"][2]["content"].split()) for one in appended} == {50}
     assert {one.body["cache_salt"] == one.conversation for one in chat.seen} == {True}
     assert any(name not in {one.conversation for one in appended} for name in chat.ended)
+
+
+def _staged(monkeypatch: pytest.MonkeyPatch, tokens: int) -> tuple[Experiment, Chat]:
+    monkeypatch.setattr(stages, "_CALM_S", 0.01)
+    experiment = Experiment("stages", None, width=140, rounds=2, seed=1)
+    for flag, value in (("--streams", 2), ("--tokens", tokens), ("--images", 2), ("--words", 5)):
+        experiment.option(flag, value)
+    experiment.parse([])
+    return experiment, Chat()
+
+
+def test_streams_are_measured_while_turns_with_images_have_no_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, chat = _staged(monkeypatch, 200)
+
+    async def play(url: str) -> dict[str, list[stages.Seen]]:
+        return await stages.measure(experiment, {"off": url, "on": url})
+
+    seen = chat.run(play)
+    assert [len(ones) for ones in seen.values()] == [2, 2]
+    # Three rounds, one of them to warm up; each through both.
+    shown = [one for one in chat.seen if isinstance(one.body["messages"][0]["content"], list)]
+    assert len(shown) == 12
+    pictures = [one.body["messages"][0]["content"][1]["image_url"]["url"] for one in shown]
+    assert len(set(pictures)) == 6
+    assert sorted(one.conversation for one in chat.seen) == sorted(chat.ended)
+    for one in seen["on"]:
+        first, last = one.turns
+        assert 0 == first.sent_s < first.first_s < last.sent_s < last.first_s
+        # Tokens before and after these turns do not count.
+        assert 0 < len(one.gaps_s) < sum(map(len, one.arrivals_s)) - 2
+        assert one.arrivals_s[0][0] < 0 < last.first_s < one.arrivals_s[0][-1]
+    seen["on"][0].answers[2] = "another"
+    stages.report(seen, experiment)
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "of 2" in line]
+    rows = [[cell.strip() for cell in (line[1], *line[-3:-1])] for line in lines]
+    assert rows == [["off", "5", "2 of 2"], ["on", "5", "1 of 2"]]
+    panels = stages.draw({name: ones[-1] for name, ones in seen.items()}).axes
+    assert [len(panel.patches) - 2 for panel in panels] == [4, 4]
+
+
+def test_a_stream_that_ends_too_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, chat = _staged(monkeypatch, 5)
+    with pytest.raises(RuntimeError, match="--tokens"):
+        chat.run(lambda url: stages.measure(experiment, {"off": url}))
 
 
 def test_unkind_clients_send_beside_agents_and_stop() -> None:
