@@ -161,6 +161,10 @@ class _Agent(ABC):
             images=images,
             encoded_images=said["encoded_images"],
             node_images=said["node_images"],
+            encode_wait_s=said["encode_wait_s"],
+            encode_s=said["encode_s"],
+            prefill_s=said["prefill_s"],
+            decode_s=said["decode_s"],
         )
         self.seen.turns.append(row)
         self.seen.handoffs += row.lmcache_tokens > 0

@@ -9,7 +9,7 @@ from conserve_cli.demo.seen import Demonstration, TurnRow
 
 
 def report(seen: Demonstration, console: Console) -> None:
-    """Print each turn, with its images if there are any, and each agent's answer."""
+    """Print each turn, with its images and stages if there are any, and each agent's answer."""
     console.print(_turns(seen))
     images = (
         "enc: images that were encoded for this turn, on any engine; node: taken from the node's "
@@ -19,6 +19,12 @@ def report(seen: Demonstration, console: Console) -> None:
         f"{images if seen.images else ''}own: found in the cache of the decoder that the turn ran "
         "on; LMCache: handed off; *: sends no conversation id."
     )
+    if seen.staged:
+        console.print(_stages(seen))
+        console.print(
+            "In its decoder's lane, beside others' answers: waits: until its images were encoded, "
+            "less that itself; encode: of its images; prefill: of its prompt, if that is long."
+        )
     prompts = sum(row.prompt_tokens for row in seen.turns)
     computed = prompts - sum(row.decoder_cached_tokens + row.lmcache_tokens for row in seen.turns)
     first = [row.ttft_s for row in seen.turns if row.turn == 1]
@@ -77,6 +83,21 @@ def _turns(seen: Demonstration) -> Table:
             escape(row.does),
         )
         last = row.conversation
+    return table
+
+
+def _stages(seen: Demonstration) -> Table:
+    table = Table(title="Each turn's times by stage, in ms", title_justify="left",
+                  box=box.SIMPLE_HEAD)  # fmt: skip
+    table.add_column("agent", no_wrap=True)
+    for column in ("turn", "waits", "encode", "prefill", "decode"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in seen.turns:
+        if row.turn == 1 and table.rows:
+            table.add_section()
+        times_s = (row.encode_wait_s, row.encode_s, row.prefill_s, row.decode_s)
+        cells = (f"{1000 * one:,.0f}" if one else "-" for one in times_s)
+        table.add_row(_short(row.conversation) if row.turn == 1 else "", str(row.turn), *cells)
     return table
 
 

@@ -21,6 +21,11 @@ class TurnRow:
     images: int = 0  # In the prompt.
     encoded_images: int = 0  # Encoded for this turn, on any engine.
     node_images: int = 0  # Taken from the node's memory instead.
+    # In each stage on its decoder; 0: it did not go through that stage.
+    encode_wait_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class Demonstration:
     @property
     def node_images(self) -> int:
         return sum(row.node_images for row in self.turns)
+
+    @property
+    def staged(self) -> bool:
+        """Return whether a decoder encoded or prefilled beside its steps."""
+        return any(row.encode_wait_s or row.encode_s or row.prefill_s for row in self.turns)
 
     def verdict(
         self,

@@ -43,7 +43,8 @@ class Server:
         name, what = request.match_info["name"], request.match_info.get("what", "")
         if request.method == "GET":
             counted = ("prompt_tokens", "decoder_cached_tokens", "lmcache_tokens", "output_tokens",
-                       "encoded_images", "node_images")  # fmt: skip
+                       "encoded_images", "node_images", "encode_wait_s", "encode_s", "prefill_s",
+                       "decode_s")  # fmt: skip
             return web.json_response({"last_turn": dict.fromkeys(counted, 1), "data": []})
         body = await request.json() if request.method == "POST" else {}
         self.asked.append((name, f"{request.method} {what}".strip(), body))

@@ -90,6 +90,10 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
         "images": 0,
         "encoded_images": 0,
         "node_images": 0,
+        "encode_wait_s": 0.0,
+        "encode_s": 0.0,
+        "prefill_s": 0.0,
+        "decode_s": 0.0,
     }
 
 
@@ -148,6 +152,21 @@ def test_images_are_shown_by_where_they_came_from_in_80_columns() -> None:
     told = " ".join(word for line in lines for word in line)
     assert "2 screens, 10 images in all prompts: 2 encoded, 3 from the node's memory." in told
     assert "3 of 4 clicks on the highlighted button." in told
+
+
+def test_stages_are_shown_where_engines_tell_of_them() -> None:
+    seen = _looked()
+    seen.turns[1] = replace(seen.turns[1], decode_s=0.5)
+    console = Console(width=80, record=True, file=io.StringIO())
+    report(seen, console)
+    assert "stage" not in console.export_text()
+    seen.turns[0] = replace(seen.turns[0], encode_wait_s=0.0004, encode_s=0.12, decode_s=1.5)
+    report(seen, console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["agent", "turn", "waits", "encode", "prefill", "decode"] in lines
+    assert ["a", "1", "0", "120", "-", "1,500"] in lines
+    assert ["2", "-", "-", "-", "500"] in lines
+    assert ["b*", "1", "-", "-", "-", "-"] in lines
 
 
 def test_an_image_that_is_encoded_again_is_named() -> None:
