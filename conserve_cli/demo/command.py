@@ -40,6 +40,9 @@ def demo(
     seeing = _VISION in (settings or [])
     if seeing and not any(argument.startswith("model=") for argument in arguments):
         arguments.append("model=embedded-vision")
+        # For the times by stage. Not every other model, or set-up, can use the lane.
+        if not any(argument.startswith("engine_scheduler=") for argument in arguments):
+            arguments.append("engine_scheduler=conversation_lane")
     chosen = settings_from(arguments)
     with launched(chosen, arguments, log) as (_, url):
         with console.status("running turns") as status:

@@ -22,8 +22,9 @@ def report(seen: Demonstration, console: Console) -> None:
     if seen.staged:
         console.print(_stages(seen))
         console.print(
-            "In its decoder's lane, beside others' answers: waits: until its images were encoded, "
-            "less that itself; encode: of its images; prefill: of its prompt, if that is long."
+            "In its decoder's lane, beside others' answers: waits: until it had its images, less "
+            "what it took to encode them, or to take them from the node (encode); prefill: of a "
+            "long prompt."
         )
     prompts = sum(row.prompt_tokens for row in seen.turns)
     computed = prompts - sum(row.decoder_cached_tokens + row.lmcache_tokens for row in seen.turns)

@@ -202,30 +202,36 @@ def test_only_the_papers_placement_promises_a_handoff(
 
 
 @pytest.mark.parametrize(
-    ("given", "model", "asked"),
+    ("given", "model", "scheduler", "asked"),
     [
-        (["device=cpu"], "embedded", "conserve-embedded"),
-        (["device=cpu", "vision"], "embedded-vision", "conserve-embedded-vision"),
-        (["vision", "model=their/own"], "their/own", "their/own"),
+        (["device=cpu"], "embedded", "vllm", "conserve-embedded"),
+        (["vision"], "embedded-vision", "conversation_lane", "conserve-embedded-vision"),
+        (
+            ["vision", "engine_scheduler=vllm"],
+            "embedded-vision",
+            "vllm",
+            "conserve-embedded-vision",
+        ),
+        (["vision", "model=their/own"], "their/own", "vllm", "their/own"),
     ],
 )
 def test_a_word_chooses_agents_that_see(
-    given: list[str], model: str, asked: str, monkeypatch: pytest.MonkeyPatch
+    given: list[str], model: str, scheduler: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, str, bool]] = []
+    told: list[tuple[str, ...]] = []
 
     @contextlib.contextmanager
     def launched(settings: Settings, arguments: list[str], *_: object) -> Iterator[Any]:
         assert "vision" not in arguments
         assert load(dict(one.split("=") for one in arguments)) == settings
-        told.append((settings.model, "", False))
+        told.append((settings.model, settings.engine_scheduler))
         yield None, "http://nowhere"
 
     async def converse(*given: Any, seeing: bool) -> Demonstration:
-        told.append(("", given[1], seeing))
+        told.append((given[1], "sees" if seeing else ""))
         return _kept()
 
     monkeypatch.setattr(command, "launched", launched)
     monkeypatch.setattr(command, "converse", converse)
     CliRunner().invoke(command.cli, given)
-    assert told == [(model, "", False), ("", asked, "vision" in given)]
+    assert told == [(model, scheduler), (asked, "sees" if "vision" in given else "")]
