@@ -6,7 +6,7 @@ In each round, through each application in random order, agents stream long answ
 client sends turns with a new screenshot and a long text, one after the other. Reported are the
 streams' times between tokens from the first of these turns to the last one's first token, these
 turns' own time to first token, and whether all answers are those of the first application. Ratios
-are to the first application's figure in the same round; their median and quartiles are given.
+compare with the first application in the same round; their median and quartiles are given.
 
 ``--out`` also gets a picture of the first two applications, in the round in which the first one's
 longest gap is the median. An engine tells how long stages took. In the picture a turn's prefill
