@@ -57,6 +57,7 @@ class Needs:
     kv_copies: int = 1  # Workers that keep the same KV; one of them stores it for others.
     at_most: bool = False  # Whether that sequence may take less KV than its tokens count for.
     tower: TowerNeeds | None = None  # Counted in the weights and the reserve, but for its cache.
+    beside_bytes: int = 0  # More than the reserve, where encoding and a step overlap.
 
     @property
     def cache_bytes(self) -> int:
@@ -191,9 +192,10 @@ def with_memory(
             # An encoder has no KV to which the room could go.
             keeps = None if role == "encoder" else settings.media.tower_layers
             needed = role_needs(role, shape.keeping(keeps), arguments, card)
-            if slots is not None and settings.prefill_lane and settings.hosts(role):
-                graphs = 0 if arguments.get("enforce_eager") else GRAPH_SETS_BYTES
-                needed = replace(needed, reserve_bytes=needed.reserve_bytes + graphs)
+            if settings.prefill_lane and settings.hosts(role):
+                eager = slots is None or bool(arguments.get("enforce_eager"))
+                beside = needed.beside_bytes + (0 if eager else GRAPH_SETS_BYTES)
+                needed = replace(needed, reserve_bytes=needed.reserve_bytes + beside)
             plan = replace(plan, needs=needed)
             plan = replace(plan, budget_bytes=_usable(arguments, card, own.num_gpus))
         plans[name] = plan
@@ -245,8 +247,9 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
         weights, encode = weights + tower.weights_bytes, tower.encode_bytes
     return Needs(
         weights_bytes=max(0, weights - offloaded),
-        # An engine encodes between its steps.
+        # An engine without a lane encodes between its steps.
         reserve_bytes=_CONTEXT_BYTES + graphs + max(step + sampling, encode),
+        beside_bytes=min(step + sampling, encode),
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
         kv_copies=tensor if shape.shares_kv else 1,

@@ -1,5 +1,6 @@
 """Vision towers in the plan, against published sizes and what vLLM logs when it starts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,6 +249,23 @@ def test_a_tower_that_fits_only_in_parts_is_refused_since_it_is_loaded_whole() -
     planned(asked, shape, cards=1, memory=40 * GIB)
     with pytest.raises(SettingsError, match=r"all layers of its tower are on the GPU.* 27\.\d GiB"):
         planned(asked, shape, cards=1, memory=26 * GIB)
+
+
+def test_an_engine_that_encodes_beside_its_steps_has_room_for_both() -> None:
+    given = {"engine.limit_mm_per_prompt.video": 0}
+
+    def reserves(shape: ModelShape, **more: Any) -> list[int]:
+        _, found = planned({**given, **more}, shape)
+        return [one.needs.reserve_bytes for one in found.engines if one.needs is not None]
+
+    without, beside = reserves(QWEN), reserves(QWEN, engine_scheduler="conversation_lane")
+    both = needed(QWEN, **WITHOUT_VIDEOS)
+    assert both.tower is not None
+    assert 0 < both.beside_bytes <= both.tower.encode_bytes
+    more = [one - other for one, other in zip(beside, without, strict=True)]
+    assert more == [both.beside_bytes] * 2
+    text = replace(QWEN, tower=None)
+    assert reserves(text, engine_scheduler="conversation_lane") == reserves(text)
 
 
 def test_an_encoder_keeps_its_tower_whole() -> None:
