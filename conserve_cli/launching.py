@@ -49,9 +49,10 @@ def launched(
         arguments: for ``serve run conserve.app``.
         log: the application's log; None: a temporary file.
     """
+    _require_certificate(settings)
     settings = _laid_out(settings)
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
-    url = f"http://{_reachable(settings.host)}:{settings.port}"
+    url = f"{settings.scheme}://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
     try:
         require_free(url)
@@ -69,6 +70,18 @@ def launched(
                 raise typer.Exit(130) from None
     except LaunchError as error:
         refuse(str(error), 1)
+
+
+def _require_certificate(settings: Settings) -> None:
+    if os.environ.get("RAY_ADDRESS"):
+        # It is on the head's disk.
+        return
+    from deployments.router.certificate import require_certificate
+
+    try:
+        require_certificate(settings)
+    except SettingsError as error:
+        refuse(str(error))
 
 
 def _laid_out(settings: Settings) -> Settings:

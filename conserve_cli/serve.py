@@ -39,9 +39,10 @@ def serve(
         return
     with launched(chosen, settings or [], log) as (application, url):
         console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
+        curl = "curl --insecure" if chosen.tls.files else "curl"
         key = " -H 'Authorization: Bearer KEY'" if chosen.keys_file else ""
         console.print(
-            f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
+            f"  {curl} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
             '    -d \'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
             highlight=False,
         )

@@ -24,6 +24,7 @@ from deployments.gpu_plans import planned, planned_on_cpus
 from deployments.loopback import start_on_loopback
 from deployments.prompting import parsers_of
 from deployments.router.access import require_keys
+from deployments.router.certificate import require_certificate
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
 from hetero.cards import cards_here
@@ -65,8 +66,10 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
     settings = load(arguments)
     alone = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     if alone:
-        # In a cluster the keys' file is on the head; there the router checks it.
+        # In a cluster the files of keys and certificate are on the head; there the router checks
+        # them.
         require_keys(settings)
+        require_certificate(settings)
     if not ray.is_initialized():
         start_ray(settings)
     # No node joins a cluster that was just started here.

@@ -20,12 +20,20 @@ from conserve.settings import (
     RoleSettings,
     Settings,
     TierSettings,
+    TLSSettings,
 )
 
 SETTINGS = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 BEGIN = "<!-- settings: begin -->\n"
 END = "<!-- settings: end -->\n"
-_GROUPS = (LMCacheSettings, AutoscalingSettings, EnvironmentSettings, MediaSettings)
+# These have a row for each of their fields.
+_GROUPS = (
+    LMCacheSettings,
+    AutoscalingSettings,
+    EnvironmentSettings,
+    MediaSettings,
+    TLSSettings,
+)
 
 
 def table() -> str:

@@ -15,6 +15,7 @@ from conserve.settings.groups import (
     MediaSettings,
     RoleSettings,
     TierSettings,
+    TLSSettings,
 )
 from conserve.settings.loading import load
 
@@ -31,6 +32,7 @@ __all__ = [
     "RoleSettings",
     "Settings",
     "SettingsError",
+    "TLSSettings",
     "TierSettings",
     "load",
 ]

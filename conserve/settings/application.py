@@ -28,6 +28,7 @@ from conserve.settings.groups import (
     RoleSettings,
     Strict,
     TierSettings,
+    TLSSettings,
 )
 from conserve.wire import Role
 
@@ -121,6 +122,9 @@ class Settings(Strict):
         default=False,
         description="Whether whoever reaches `host` may use everything without a key, where `host` "
         "is not loopback: for a network, or a gateway, that lets nobody else in.",
+    )
+    tls: TLSSettings = Field(
+        default_factory=TLSSettings, description="The router's certificate, if it has one."
     )
     nodes: Literal["auto", "one", "several"] = Field(
         default="auto",
@@ -340,6 +344,13 @@ class Settings(Strict):
         return self
 
     @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        for given, missing in (("cert_file", "key_file"), ("key_file", "cert_file")):
+            if getattr(self.tls, given) and not getattr(self.tls, missing):
+                raise ValueError(f"tls.{missing}: set it beside tls.{given}, or leave both out")
+        return self
+
+    @model_validator(mode="after")
     def _commands_are_for_somebody(self) -> Self:
         if self.environments.enabled and self.unauthenticated and not is_loopback(self.host):
             raise ValueError(
@@ -552,6 +563,11 @@ class Settings(Strict):
         if nodes == "auto":
             nodes = "several" if alive > 1 else "one"
         return self.model_copy(update={"nodes": nodes})
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        """The scheme of the router's URL."""
+        return "http" if self.tls.files is None else "https"
 
     @property
     def engine_host(self) -> str:

@@ -225,6 +225,36 @@ class MediaSettings(Strict):
     )
 
 
+class TLSSettings(Strict):
+    """The router's certificate. With one it listens by TLS, and by nothing else."""
+
+    cert_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of the router's certificate and its chain, in PEM, on the router's node: "
+        "the router then listens by TLS alone. Read again when it changes. Unset: plain HTTP.",
+    )
+    key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of the certificate's private key, in PEM and without a passphrase. Read "
+        "again when it changes.",
+    )
+
+    @field_validator("cert_file", "key_file", mode="after")
+    @classmethod
+    def _whole_path(cls, value: str | None) -> str | None:
+        # The router's process has a working directory of its own.
+        return None if value is None else os.path.abspath(os.path.expanduser(value))
+
+    @property
+    def files(self) -> tuple[str, str] | None:
+        """The certificate's file and its key's; None: there is no TLS."""
+        if self.cert_file is None or self.key_file is None:
+            return None
+        return self.cert_file, self.key_file
+
+
 class EnvironmentSettings(Strict):
     """Whether clients may have environments in which their agents' tools run, and how many."""
 

@@ -14,6 +14,7 @@ import socket
 import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from conserve.settings import Settings
@@ -22,6 +23,7 @@ from deployments.environments.client import EnvironmentClient
 from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
 from deployments.node.node import NodeClient
+from deployments.router.certificate import Certificate
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
@@ -69,19 +71,8 @@ class Router:
             # that starts again serves without it.
             NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, self._table, self._id, self._environments)
+        self._server = uvicorn.Server(server_config(self._door, settings))
         listener = _listen(settings)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._door,
-                http=Connection,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=5,
-                server_header=False,
-            )
-        )
         # Signals are for the replica's own process to handle.
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
@@ -91,7 +82,8 @@ class Router:
                 self._serving.result()
                 raise RuntimeError("the router's HTTP server ended while it started")
             await asyncio.sleep(0.01)
-        logger.info("router %d listens on http://%s:%d", os.getpid(), settings.host, settings.port)
+        url = f"{settings.scheme}://{settings.host}:{settings.port}"
+        logger.info("router %d listens on %s", os.getpid(), url)
         self._beating = loop.create_task(self._beat())
 
     async def check_health(self) -> None:
@@ -112,6 +104,28 @@ class Router:
             except Exception:
                 logger.exception("router: a beat failed")
             await asyncio.sleep(BEAT_S)
+
+
+def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """Return how a router's server listens.
+
+    Raises:
+        CertificateError: the settings name a certificate that is not usable.
+    """
+    config = uvicorn.Config(
+        door,
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    if settings.tls.files is not None:
+        certificate = Certificate(settings.tls.files)
+        config.ssl_context_factory = lambda *_: certificate.context
+    return config
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -152,6 +166,9 @@ class Connection(HttpToolsProtocol):
         """Say whether the connection is kept: where a whole request is still unanswered."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        # TLS has no half-closed connections, and asyncio closes them.
+        if self.transport.get_extra_info("sslcontext") is not None:
             return False
         # Older clients would take the first bytes for the answer.
         if cycle.scope["http_version"] == "1.0":

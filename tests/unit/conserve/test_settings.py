@@ -664,6 +664,23 @@ def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
+    ("given", "missing"), [("cert_file", "key_file"), ("key_file", "cert_file")]
+)
+def test_a_certificate_has_its_key(given: str, missing: str) -> None:
+    said = refusal(**{f"tls.{given}": "x.pem"})
+    assert said.splitlines()[1:] == [
+        f"  settings: Value error, tls.{missing}: set it beside tls.{given}, or leave both out"
+    ]
+
+
+def test_a_certificate_makes_the_address_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/usr")
+    assert (load({}).scheme, load({}).tls.files) == ("http", None)
+    secured = load({"tls.cert_file": "tls.crt", "tls.key_file": "tls.key"})
+    assert (secured.scheme, secured.tls.files) == ("https", ("/usr/tls.crt", "/usr/tls.key"))
+
+
+@pytest.mark.parametrize(
     ("settings", "moves"),
     [
         ({"placement": "elastic"}, True),

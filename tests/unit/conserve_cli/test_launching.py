@@ -52,6 +52,17 @@ def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Application]]
     assert [signal.getsignal(number) for number in _HANDLED] == before
 
 
+def test_a_bad_certificate_is_said_before_anything_starts(
+    application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tls = {"tls.cert_file": str(tmp_path / "tls.crt"), "tls.key_file": str(tmp_path / "tls.key")}
+    with pytest.raises(typer.Exit) as ended, launched(load(tls), [], tmp_path / "log"):
+        pytest.fail("it started")
+    assert (ended.value.exit_code, application.entered) == (2, 0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"tls.cert_file: cannot read {tmp_path}/tls.crt")
+
+
 def test_a_host_that_is_every_address_is_reached_on_loopback(
     application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
