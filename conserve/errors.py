@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,6 +44,9 @@ class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error")
     error: AnthropicErrorDetails
     request_id: str | None
 
+
+# The id of the request that is answered, for errors in Anthropic's shape.
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 # Messages become chats before vLLM checks them: the field that it blames, and the client's.
 _IN_MESSAGES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
@@ -92,7 +96,7 @@ class ApiError(Exception):
         told: Error | AnthropicError
         if apis.is_anthropic(path):
             details = AnthropicErrorDetails(_anthropic_type(self.status), message)
-            told = AnthropicError(details, None)
+            told = AnthropicError(details, REQUEST_ID.get())
         else:
             told = Error(ErrorDetails(message, _error_type(self.status), param, self.code))
         body: dict[str, Any] = msgspec.to_builtins(told)

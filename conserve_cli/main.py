@@ -1,11 +1,13 @@
 """The ``conserve`` command, which loads a subcommand when it is called."""
 
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+
+from conserve.versions import installed
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
 COMMANDS = {
@@ -71,9 +73,26 @@ cli = typer.Typer(
 )
 
 
+def _say_versions(asked: bool) -> None:
+    if asked:
+        for name, version in installed().items():
+            typer.echo(f"{name} {version or '(not installed)'}")
+        raise typer.Exit
+
+
 # Typer makes a group only of an application with commands or a callback.
 @cli.callback()
-def conserve() -> None:
+def conserve(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_say_versions,
+            is_eager=True,
+            help="Say which version this is, and of what it runs on.",
+        ),
+    ] = False,
+) -> None:
     """ConServe: serve multi-turn agents, scheduled by the conversation."""
 
 

@@ -45,6 +45,29 @@ class Health(Alive, kw_only=True):
     status: Literal["ok", "unavailable"]
 
 
+class Live(Answer):
+    """That this router's process answers."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(Answer):
+    """Whether this router can serve turns."""
+
+    status: Literal["ready", "unavailable"]
+    reason: Annotated[str | UnsetType, Meta(description="Why it cannot.")] = UNSET
+
+
+class Versions(Answer):
+    """The versions that the router's node has, and the model; null: it is not installed there."""
+
+    conserve: str | None
+    vllm: str | None
+    lmcache: str | None
+    ray: str | None
+    model: str
+
+
 class EngineLoad(Answer):
     """The work that an engine has. Means are over 30 s, and null without any such work."""
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from conserve.encoders import Encoder
 from conserve.environments import Standing
 from conserve.errors import ApiError
 from conserve.hints import Hints
@@ -116,6 +117,19 @@ class Heard:
     wanted_replicas: int
     decided_s: float
     holds: list[tuple[str, int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterHeard:
+    """The table's answer to a router's beat.
+
+    Attributes:
+        encoders: those that it may send images to.
+        can_serve: whether an engine can take turns; None: a new table does not know that yet.
+    """
+
+    encoders: list[Encoder]
+    can_serve: bool | None
 
 
 @dataclass(frozen=True, slots=True)

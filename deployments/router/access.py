@@ -11,9 +11,10 @@ from conserve.loopback import is_loopback
 from conserve.settings import Settings, SettingsError
 from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
 from deployments.router.guard import is_of_foreign_page
+from deployments.router.probes import HEALTHZ, LIVE, READY
 
-# Load balancers have no key, and it tells nothing of tenants.
-_OPEN = ("/health",)
+# Load balancers have no key, and these tell nothing of tenants.
+_OPEN = ("/health", LIVE, READY, HEALTHZ)
 # They tell of all tenants, and of the machine.
 _OPERATORS = ("/metrics", "/v1/engines", "/v1/events")
 _CALLER = "conserve.caller"

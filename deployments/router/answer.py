@@ -154,5 +154,5 @@ def _start(response: aiohttp.ClientResponse, headers: RawHeaders) -> Message:
 
 def _passed_on(response: aiohttp.ClientResponse) -> Iterable[tuple[bytes, bytes]]:
     for name, value in response.raw_headers:
-        if name.lower() in (b"content-type", b"x-request-id"):
+        if name.lower() == b"content-type":
             yield name.lower(), value

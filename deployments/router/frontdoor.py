@@ -25,8 +25,11 @@ from deployments.router.access import Access
 from deployments.router.conversations import Conversations
 from deployments.router.errors import TABLE_RESTARTING, answer_response, error_response
 from deployments.router.events import Events
-from deployments.router.guard import Guard
+from deployments.router.guard import Guard, with_headers
+from deployments.router.idempotency import Idempotency
 from deployments.router.openapi import Description
+from deployments.router.probes import Probes
+from deployments.router.request_ids import named
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream
@@ -56,6 +59,7 @@ class FrontDoor:
 
     Attributes:
         encoders: those that its turns have.
+        probes: knows whether turns should be sent here; the router tells it what it hears.
 
     Raises:
         KeyFileError: the settings name a key file that is not usable.
@@ -70,6 +74,7 @@ class FrontDoor:
         homes: Homes | None = None,
     ) -> None:
         self._access = Access(settings)
+        self.probes = Probes(settings)
         self._settings = settings
         self._table = table
         self._started = int(time.time())
@@ -79,13 +84,14 @@ class FrontDoor:
         turns = TurnEndpoint(
             settings, table, upstream, router_id, Homes() if homes is None else homes
         )
+        once = Idempotency(turns, settings)
         stored = turns.stored
         self.encoders = turns.media.encoders
         tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
-                *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
+                *(Route(path, once, methods=post) for path in apis.TURN_PATHS),
                 *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
                 Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
                 Route("/v1/responses/{id}", stored.retrieve, methods=get),
@@ -97,6 +103,7 @@ class FrontDoor:
                 Route("/v1/engines", self._engines, methods=get),
                 Route("/v1/events", Events(table).serve, methods=get),
                 Route("/health", self._health, methods=get),
+                *self.probes.routes(),
                 Route("/metrics", self._metrics, methods=get),
                 Route("/openapi.json", Description(settings, table, upstream).serve, methods=get),
             ],
@@ -112,6 +119,8 @@ class FrontDoor:
         self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts, keyed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            send = with_headers(named(scope), send)
         await self._guarded(scope, receive, send)
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -31,8 +31,8 @@ _LOOPBACK_NAMES = ("ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 _LOOPBACK_DOMAIN = ".localhost"
 
 _EXPOSED = (
-    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, "
-    "Retry-After, X-Should-Retry"
+    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, Request-Id, "
+    "Idempotent-Replayed, Retry-After, X-Should-Retry"
 )
 _METHODS = "GET, POST, DELETE"
 # Chrome keeps a preflight's answer for no longer.
@@ -85,7 +85,7 @@ class Guard:
                     if scope["method"] == "OPTIONS" and _ASKED_METHOD in headers:
                         await _preflight(origin, headers)(scope, receive, send)
                         return
-                    send = _with_headers(_cors_headers(origin), send)
+                    send = with_headers(_cors_headers(origin), send)
                 error = _by_form(scope, headers)
             if error is not None:
                 await error_response(error, scope["path"])(scope, receive, send)
@@ -198,7 +198,9 @@ def _cors_headers(origin: str) -> RawHeaders:
     ]
 
 
-def _with_headers(more: RawHeaders, send: Send) -> Send:
+def with_headers(more: RawHeaders, send: Send) -> Send:
+    """Return a `send` that adds headers to an answer."""
+
     async def send_with_more(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *more]}

@@ -13,14 +13,16 @@ from conserve import apis, identity
 from conserve.errors import AnthropicError, Error
 from deployments import answers
 from deployments.router.parameters import BODIES, ID, PARAMETERS, TEXT, TURN_PARAMETERS
+from deployments.router.probes import HEALTHZ, LIVE, READY, VERSION
 
 Json = dict[str, Any]
 
 DESCRIPTION = """\
 OpenAI's interface and Anthropic's, scheduled by the conversation. Every error has OpenAI's \
 shape, under `/v1/messages` Anthropic's. A path that is not listed answers 404, another method on \
-one that is listed 405. Preflights (CORS) of origins that are admitted are answered on every path, \
-without a key."""
+one that is listed 405. Every answer has `X-Request-Id`: the request's own, or one of the \
+router's; under `/v1/messages` `request-id`, too. Preflights (CORS) of origins that are admitted \
+are answered on every path, without a key."""
 
 _COMPONENTS = "#/components"
 _STRUCTS = [
@@ -55,11 +57,12 @@ _STATUSES = {
     "404": "There is no such thing: model, conversation, response or path.",
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
-    "409": "The name is another environment's, or the environment could not be prepared.",
+    "409": "The name is another environment's, or the environment could not be prepared; or the "
+    "answer is too long to be given again.",
     "413": "The body is too long.",
     "415": "The body is not `application/json`.",
     "421": "The `Host` is not one of this server's.",
-    "422": "The engine cannot process the request.",
+    "422": "The engine cannot process the request, or its `Idempotency-Key` was another one's.",
     "429": "There is no room, or a limit is reached; see `Retry-After`.",
     "500": "The request failed here. With `x-should-retry: false`, it would fail again.",
     "501": "The model or the engine does not support this.",
@@ -101,6 +104,11 @@ _HEADERS: Json = {
         "description": "The decoder that serves the turn.",
         "required": True,
         "schema": TEXT,
+    },
+    "idempotent-replayed": {
+        "description": "`true`: the answer is that of an earlier request with the same "
+        "`Idempotency-Key`.",
+        "schema": {"type": "string", "enum": ["true"]},
     },
     "x-conserve-unserved-tools": {
         "description": "Kinds of tools that the request offers and the model is not shown, "
@@ -157,7 +165,9 @@ def _turn(name: str, summary: str, answer: type, end: str = "[DONE]", shape: str
         end: the last event of a stream.
     """
     content = {**_content(answer), "text/event-stream": {}}
-    turn = _operation(name, summary, content, *_ENGINE, parameters=TURN_PARAMETERS, shape=shape)
+    turn = _operation(
+        name, summary, content, *_ENGINE, "409", parameters=TURN_PARAMETERS, shape=shape
+    )
     conversation = "$response.header.x-conversation-id"
     following = (
         ("conversation", "getConversation", "id"),
@@ -169,7 +179,7 @@ def _turn(name: str, summary: str, answer: type, end: str = "[DONE]", shape: str
         f"`{end}`, or an error where the turn could not be ended.",
         "headers": {
             header: _ref("headers", header)
-            for header in ("x-conversation-id", "x-conserve-decoder")
+            for header in ("x-conversation-id", "x-conserve-decoder", "idempotent-replayed")
         },
         "links": {
             link: {"operationId": operation, "parameters": {parameter: conversation}}
@@ -197,6 +207,21 @@ _HEALTH = _operation("getHealth", "Whether a prefiller and a decoder can serve",
 _HEALTH["responses"]["503"] = {
     "description": "No engine can serve requests now, or the table is being restarted.",
     "content": _content(answers.Health, Error),
+}
+
+_READY = _operation("getReady", "Whether this router can serve turns now", answers.Readiness)
+_READY["responses"]["503"] = {
+    "description": "It cannot, or drains.",
+    "content": _content(answers.Readiness),
+}
+_HEALTHZ = _operation(
+    "getHealthz",
+    "The same in Ray Serve's words: `success`, or why not",
+    {"text/plain": {"schema": TEXT}},
+)
+_HEALTHZ["responses"]["503"] = {
+    "description": "It cannot, or drains.",
+    "content": {"text/plain": {"schema": TEXT}},
 }
 
 _ENVIRONMENTS = "/v1/conversations/{id}/environments"
@@ -318,6 +343,12 @@ PATHS: Json = {
         )
     },
     "/health": {"get": _HEALTH},
+    LIVE: {"get": _operation("getLive", "That this router's process answers", answers.Live)},
+    READY: {"get": _READY},
+    HEALTHZ: {"get": _HEALTHZ},
+    VERSION: {
+        "get": _operation("getVersion", "What is installed, and the model", answers.Versions)
+    },
     "/metrics": {
         "get": _operation("getMetrics", "Prometheus metrics", {"text/plain": {"schema": TEXT}})
     },

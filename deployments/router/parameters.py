@@ -7,7 +7,7 @@ from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.events import KINDS
 from conserve.pausing.tools import MOST_NAME_CHARS
 from conserve.served import UNSERVED
-from deployments.router import events, tool_reports
+from deployments.router import events, idempotency, request_ids, tool_reports
 
 Json = dict[str, Any]
 
@@ -139,9 +139,15 @@ PARAMETERS: Json = {
         identity.FINAL_HEADER, TEXT, "`true`: it is the conversation's last turn, and ends it."
     ),
     "request": _in_header(
-        "x-request-id",
+        request_ids.HEADER,
         TEXT,
-        "Names the request in the engine's log. At most 128 characters of printable ASCII.",
+        "Names the request in its answer and in the engine's log. At most "
+        f"{request_ids.MOST_CHARS} characters of printable ASCII; otherwise the router names it.",
+    ),
+    "idempotency": _in_header(
+        idempotency.HEADER,
+        _printable(idempotency.MOST_CHARS),
+        "Requests of a tenant with one key are one turn, and get the same answer, for ten minutes.",
     ),
     "model": _in_path("model", TEXT),
     "conversation": {

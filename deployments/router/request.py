@@ -30,6 +30,7 @@ from deployments.router.reading import (
     read_lifted,
     understood,
 )
+from deployments.router.request_ids import request_id_of
 from deployments.router.salt import with_salt
 from deployments.router.stored import PREVIOUS, StoredResponses
 
@@ -182,7 +183,7 @@ def _understood(
         chain=chain,
         one_off=explicit_id is None and not chat,
         final=identity.is_final(headers),
-        request_id=_request_id(headers),
+        request_id=request_id_of(scope),
         hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
         takes_room_left=takes_room_left,
@@ -209,8 +210,3 @@ def _asks_by_default(headers: Mapping[str, str], body: Mapping[str, Any]) -> boo
     client = headers.get("user-agent", "")
     caps = [caps for begins, caps in _DEFAULT_CAPS.items() if client.startswith(begins)]
     return bool(caps) and any(body.get(name) in caps[0] for name in apis.OUTPUT_CAPS)
-
-
-def _request_id(headers: Mapping[str, str]) -> str | None:
-    value = headers.get("x-request-id", "")
-    return value if 0 < len(value) <= 128 and value.isascii() and value.isprintable() else None

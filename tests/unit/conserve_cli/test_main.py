@@ -1,5 +1,6 @@
 """``conserve`` itself: what its help says, and what it loads for a command."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -40,6 +41,15 @@ def test_the_help_loads_no_command() -> None:
     assert done.returncode == 0, done.stderr
     modules = {module for module, _ in COMMANDS.values()}
     assert not loaded & modules
+
+
+def test_the_version_is_said_with_those_of_what_it_runs_on() -> None:
+    done, loaded = _called("--version")
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split() for line in done.stdout.splitlines())
+    assert list(said) == ["conserve", "vllm", "lmcache", "ray"]
+    assert said["ray"] == importlib.metadata.version("ray")
+    assert not {name.partition(".")[0] for name in loaded} & {"vllm", "ray", "lmcache", "torch"}
 
 
 def test_the_help_has_every_command_and_its_line_in_order() -> None:

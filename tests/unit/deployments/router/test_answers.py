@@ -70,8 +70,8 @@ class Client:
     """Asks a router, and has each answer compared."""
 
     def __init__(self, service: TableService, environments: EnvironmentService) -> None:
-        door = FrontDoor(Settings(), Table(service), "router", Environments(environments))
-        transport = httpx.ASGITransport(door)
+        self.door = FrontDoor(Settings(), Table(service), "router", Environments(environments))
+        transport = httpx.ASGITransport(self.door)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
         self.seen: set[tuple[str, str | None]] = set()
 
@@ -124,6 +124,11 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
     assert await client("DELETE", CONVERSATION) == ended
     released = await client("POST", "/programs/release", json={"program_id": "c"})
     assert released == {"program_id": "c", "released": True}
+
+    client.door.probes.heard(True)
+    assert (await client("GET", "/live"))["status"] == "ok"
+    assert (await client("GET", "/ready"))["status"] == "ready"
+    assert (await client("GET", "/version"))["model"] == "conserve-embedded"
     assert client.seen | ELSEWHERE == own_operations()
 
 
@@ -139,6 +144,7 @@ async def test_every_error_is_as_described(client: Client) -> None:
     await client("POST", "/v1/messages", 400, json={})
     await client("GET", "/v1/messages", 405)
     await client("GET", "/nowhere", 404)
+    assert "starting" in (await client("GET", "/ready", 503))["reason"]
 
 
 @pytest.mark.anyio

@@ -140,7 +140,14 @@ def test_every_header_that_is_understood_is_in_it(whole: dict[str, Any]) -> None
     names = [described[one["$ref"].rsplit("/", 1)[1]]["name"].lower() for one in turn]
     assert len(names) == len(set(names))
     hinted = {hint.name for hint in NAMES if not hint.in_body}
-    understood = {*HEADERS, *AGENT_HEADERS, *hinted, FINAL_HEADER, "x-request-id"}
+    understood = {
+        *HEADERS,
+        *AGENT_HEADERS,
+        *hinted,
+        FINAL_HEADER,
+        "x-request-id",
+        "idempotency-key",
+    }
     assert set(names) == {name.lower() for name in understood}
 
 

@@ -32,13 +32,29 @@ async def a_service(*engines: EngineInfo) -> TableService:
 def test_routers_hear_of_them_as_long_as_they_live() -> None:
     async def scenario() -> None:
         service = await a_service(engine("d", "decoder"), encoder())
-        assert await service.router_beat("r") == [Encoder("e", "http://e")]
+        assert (await service.router_beat("r")).encoders == [Encoder("e", "http://e")]
         await service.engine_lost("e", "it died")
-        assert await service.router_beat("r") == []
+        assert (await service.router_beat("r")).encoders == []
         assert await says(service, 'conserve_engines_lost_total{role="encoder"} 1.0')
         assert await service.beat("e") is None
         await service.register(encoder("e2"))
-        assert await service.router_beat("r") == [Encoder("e2", "http://e2")]
+        assert (await service.router_beat("r")).encoders == [Encoder("e2", "http://e2")]
+
+    asyncio.run(scenario())
+
+
+def test_routers_hear_whether_turns_can_be_served() -> None:
+    async def scenario() -> None:
+        service = await a_service()
+        # Engines of a predecessor may still register.
+        assert (await service.router_beat("r")).can_serve is None
+        await service.register(engine("d", "decoder"))
+        assert (await service.router_beat("r")).can_serve is True
+        service._recovery.complete.set()
+        await service.engine_lost("d", "it died")
+        # Encoders alone serve no turns.
+        await service.register(encoder())
+        assert (await service.router_beat("r")).can_serve is False
 
     asyncio.run(scenario())
 
