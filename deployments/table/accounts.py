@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from autoscale.autoscaler import Autoscaler
+from conserve import identity
 from conserve.admission import Admission, Admitted
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
@@ -16,8 +17,9 @@ from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
-from deployments.table.metrics import TABLE, TENANTS, Metrics, Observed, Rows, TenantCounts
+from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
 from deployments.table.registry import Registry
+from deployments.table.tenant_metrics import TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy
 
 
@@ -35,6 +37,7 @@ class Accounts:
         registry: Registry,
         autoscaler: Autoscaler,
         events: EventLog,
+        model_id: str,
     ) -> None:
         self._table = table
         self._admission = admission
@@ -44,6 +47,8 @@ class Accounts:
         self._energy = EnergyBook()
         self._costs = SpaceTimeCosts()
         self._tenants = TenantCounts(table.usage)
+        # What prefillers computed for turns that run.
+        self._prefilled_tokens: dict[TurnKey, int] = {}
         observed = Observed(table, admission, registry, autoscaler, events, self._costs)
         self.metrics = Metrics(
             Rows(TABLE, observed),
@@ -51,6 +56,9 @@ class Accounts:
             Rows(SCHEDULERS, registry),
             Rows(ENERGY, self._energy, has_gpus),
             Rows(TENANTS, self._tenants, TenantCounts.any),
+            Rows(TOKENS, self._tenants),
+            Rows(BUILD, model_id),
+            Rows(ANSWERS, True),
         )
 
     def render_metrics(self) -> bytes:
@@ -108,6 +116,7 @@ class Accounts:
         if plan.later:
             way = "direct" if is_direct(plan.turn.turn_id) else "asked"
             self.metrics.later_turns.labels(way).inc()
+        self._tenants.begins(identity.tenant_of(plan.turn.history_id))
         now_s = time.monotonic()
         self._energy.run(plan.turn, plan.prefiller_id or plan.decoder_id, now_s)
         history = self._table.get(plan.turn.history_id)
@@ -122,6 +131,9 @@ class Accounts:
         """A turn has ended, however it did."""
         self._energy.end(turn, time.monotonic())
         self._costs.end(turn, stats, time.monotonic())
+        prefilled_tokens = self._prefilled_tokens.pop(turn, 0)
+        if stats is not None:
+            self._tenants.spent(identity.tenant_of(turn.history_id), stats, prefilled_tokens)
 
     def look(self, decoder_id: str | None = None) -> None:
         """Note how much a decoder holds from now on; None: all of them."""
@@ -148,7 +160,11 @@ class Accounts:
             self.metrics.cold_prefill_failures.inc()
             return
         found = done.lmcache_tokens if done.cached_tokens is None else done.cached_tokens
-        self._costs.prefilled(plan.turn, max(0, done.prompt_tokens - found))
+        computed_tokens = max(0, done.prompt_tokens - found)
+        self._costs.prefilled(plan.turn, computed_tokens)
+        self._tenants.prefilled(identity.tenant_of(plan.turn.history_id), computed_tokens)
+        if goes_on:
+            self._prefilled_tokens[plan.turn] = computed_tokens
         self.metrics.prefiller_loaded_tokens.inc(done.lmcache_tokens)
         if plan.prefiller_id is not None:
             self._energy.computed(plan.prefiller_id, done.prompt_tokens - done.lmcache_tokens)

@@ -1,14 +1,14 @@
 """The metrics of `/metrics`, which the conversation table's process has.
 
-`Metrics` declares those that are counted as things happen. `TABLE` and `TENANTS` declare those that
-are read from state at each scrape; `engine_metrics` has those of engines.
+`Metrics` declares those that are counted as things happen. `TABLE` and `BUILD` declare those that
+are read from state at each scrape; `engine_metrics` has those of engines, `tenant_metrics` those of
+tenants. `python -m scripts.metrics_table` writes all of them into docs/metrics.md.
 """
 
-import functools
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,15 +21,24 @@ from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import KINDS, EventLog
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
-from conserve.tenants.keyfile import OTHER_TENANTS
-from conserve.tenants.limits import TenantUsage, UsageBook
+from conserve.versions import installed
+from conserve.wire import Role
+from deployments.messages import TurnOutcome
+from deployments.table.refusals import QUEUE_REASONS
 from deployments.table.registry import Registry
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _TBT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
-# Tenants beyond these are counted together, so that `/metrics` stays short.
-NAMED_TENANTS = 100
+
+
+class Described(NamedTuple):
+    """A metric as docs/metrics.md and dashboards name it."""
+
+    name: str
+    kind: str
+    labels: Sequence[str]
+    help: str
 
 
 class Metrics:
@@ -37,14 +46,36 @@ class Metrics:
 
     Args:
         groups: metrics that are read from state; see `Rows`.
+
+    Attributes:
+        described: those that are counted as things happen.
     """
 
     def __init__(self, *groups: Collector) -> None:
         self._registry = CollectorRegistry()
         for group in groups:
             self._registry.register(group)
-        counter = functools.partial(Counter, registry=self._registry)
-        histogram = functools.partial(Histogram, registry=self._registry)
+        self.described: list[Described] = []
+
+        def counter(name: str, help: str, label: str = "", values: Sequence[str] = ()) -> Counter:
+            """Return a counter, which is 0 from the start for these values of its label.
+
+            Otherwise `increase()` would not see the first event, since there was no 0 before it.
+            """
+            labels = [label] if label else []
+            self.described.append(Described(f"{name}_total", "counter", labels, help))
+            made = Counter(name, help, labels, registry=self._registry)
+            for value in values:
+                made.labels(value)
+            return made
+
+        def histogram(
+            name: str, help: str, label: str = "", *, buckets: Sequence[float]
+        ) -> Histogram:
+            labels = [label] if label else []
+            self.described.append(Described(name, "histogram", labels, help))
+            return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
+
         self.handoffs = counter(
             "conserve_handoffs", "Conversations whose KV a decoder took from LMCache."
         )
@@ -104,18 +135,27 @@ class Metrics:
         self.continued = counter(
             "conserve_stream_moves", "Streams that went on at another decoder."
         )
-        self.engines_lost = counter("conserve_engines_lost", "Engines found dead.", ["role"])
-        self.ended = counter(
-            "conserve_conversations_ended", "Conversations that ended, by reason.", ["reason"]
+        self.engines_lost = counter(
+            "conserve_engines_lost", "Engines found dead.", "role", get_args(Role)
         )
-        self.turns = counter("conserve_turns", "Turns, by outcome.", ["outcome"])
+        self.ended = counter(
+            "conserve_conversations_ended", "Conversations that ended, by reason.", "reason"
+        )
+        self.turns = counter(
+            "conserve_turns", "Turns, by outcome.", "outcome", get_args(TurnOutcome)
+        )
         self.later_turns = counter(
             "conserve_later_turns",
             "Later turns begun at a history's decoder: direct, or after the table was asked.",
-            ["way"],
+            "way",
+            ("direct", "asked"),
         )
         self.refusals = counter(
-            "conserve_queue_refusals", "Conversations refused for lack of room.", ["reason"]
+            "conserve_queue_refusals",
+            "Conversations refused for lack of room: the queue was full (queue_full), or the wait "
+            "too long (timeout).",
+            "reason",
+            QUEUE_REASONS,
         )
         self.ttft_s = histogram(
             "conserve_ttft_seconds",
@@ -141,7 +181,7 @@ class Metrics:
             "Time of completed turns in each stage on their decoder: until it had encoded their "
             "images (encode_wait) and encoding (encode), prefilling beside decodes (prefill), and "
             "from the first token to the last (decode). Only turns with a stage count.",
-            ["stage"],
+            "stage",
             buckets=_LATENCY_BUCKETS,
         )
         self.queue_wait_s = histogram(
@@ -384,75 +424,27 @@ TABLE: tuple[Row[Observed], ...] = (
 )  # fmt: skip
 
 
-# --- tenants --------------------------------------------------------------------------------------
+# --- the application ------------------------------------------------------------------------------
 
-
-class TenantCounts:
-    """Counts turns by tenant: the first `NAMED_TENANTS` by name, all others as one.
-
-    Args:
-        usage: what each tenant has now.
-    """
-
-    def __init__(self, usage: UsageBook) -> None:
-        self.usage = usage
-        self.turns: Counts[tuple[str, str]] = Counts()
-        self.refusals: Counts[tuple[str, str]] = Counts()
-        self._named: set[str] = set()
-
-    def turn(self, tenant: str, outcome: str) -> None:
-        """Count a turn that has ended."""
-        self.turns[self.label(tenant), outcome] += 1
-
-    def refused(self, tenant: str, limit: str) -> None:
-        """Count a turn that was refused because of a limit."""
-        self.refusals[self.label(tenant), limit] += 1
-
-    def label(self, tenant: str) -> str:
-        """Return the tenant's name, or that of all others."""
-        if tenant not in self._named:
-            if len(self._named) >= NAMED_TENANTS:
-                return OTHER_TENANTS
-            self._named.add(tenant)
-        return tenant
-
-    def any(self) -> bool:
-        """Return whether there are tenants."""
-        return bool(self.usage.tenants() or self.turns or self.refusals)
-
-
-def _usage(read: Callable[[TenantUsage], int]) -> Callable[[TenantCounts], Samples]:
-    def samples(tenants: TenantCounts) -> Samples:
-        sums: Counts[str] = Counts()
-        for tenant, usage in tenants.usage.tenants().items():
-            sums[tenants.label(tenant)] += read(usage)
-        return sums.items()
-
-    return samples
-
-
-TENANTS: tuple[Row[TenantCounts], ...] = (
+BUILD: tuple[Row[str], ...] = (
     Row(
-        GAUGE, "conserve_tenant_running_turns", "Running turns, by tenant.",
-        ("tenant",), _usage(lambda usage: usage.turns),
-    ),
-    Row(
-        GAUGE, "conserve_tenant_held_tokens", "Tokens of KV held for conversations, by tenant.",
-        ("tenant",), _usage(lambda usage: usage.held_tokens),
-    ),
-    Row(
-        GAUGE, "conserve_tenant_conversations", "Live conversations, by tenant.",
-        ("tenant",), _usage(lambda usage: usage.conversations),
-    ),
-    Row(
-        COUNTER, "conserve_tenant_turns", "Turns, by tenant and outcome.",
-        ("tenant", "outcome"),
-        lambda tenants: [(*key, count) for key, count in tenants.turns.items()],
-    ),
-    Row(
-        COUNTER, "conserve_tenant_refusals",
-        "Turns refused because of a tenant's limit, by tenant and limit.",
-        ("tenant", "limit"),
-        lambda tenants: [(*key, count) for key, count in tenants.refusals.items()],
+        GAUGE, "conserve_build_info", "1, with the versions that run and the model's name.",
+        ("version", "vllm", "lmcache", "ray", "model"),
+        lambda model: [(*(found or "" for found in installed().values()), model, 1)],
     ),
 )  # fmt: skip
+# Its state says whether the table answers.
+ANSWERS: tuple[Row[bool], ...] = (
+    Row(
+        GAUGE, "conserve_table_up",
+        "1: the conversation table answered this scrape; 0: the router did, without the table.",
+        (), int,
+    ),
+)  # fmt: skip
+
+
+def silent_table() -> bytes:
+    """Return what a router answers to a scrape that the table does not answer in time."""
+    registry = CollectorRegistry()
+    registry.register(Rows(ANSWERS, False))
+    return generate_latest(registry)

@@ -5,6 +5,9 @@ from conserve.pausing.tools import MOST_RUNNING
 from conserve.tenants.limits import Over
 from deployments.messages import Refusal
 
+# Why a turn is refused that found no room, in metrics and events.
+QUEUE_REASONS = ("queue_full", "timeout")
+
 UNAVAILABLE = Refusal(
     503, "no engine is ready to serve; try again shortly", "unavailable", retry_after_s=5
 )

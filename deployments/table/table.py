@@ -90,7 +90,12 @@ class TableService:
         started_s = time.monotonic()
         self._registry = Registry(self._table, started_s)
         self._accounts = Accounts(
-            self._table, self._admission, self._registry, self._autoscaler, self._events
+            self._table,
+            self._admission,
+            self._registry,
+            self._autoscaler,
+            self._events,
+            settings.model_id,
         )
         self._recovery = Recovery(self._table, self._registry, self._autoscaler, started_s)
         gate = TenantGate(self._table, self._admission.line)

@@ -71,6 +71,16 @@ def test_what_happens_is_told_in_order() -> None:
         place = by_kind["place", "c"]
         assert (place["decoder"], place["prefiller"]) == ("decoder#1", "prefiller#1")
         assert by_kind["prefilled", "c"]["loaded_tokens"] == 100
+        text = (await service.metrics()).decode()
+        # The prefiller computed all but 100, and the decoder what was not in LMCache.
+        counted = {
+            "computed": TOKENS - 100 + TOKENS - 512,
+            "cached": 512 - (TOKENS - 100),
+            "output": 5,
+        }
+        for kind, tokens in counted.items():
+            line = f'conserve_tokens_total{{kind="{kind}",tenant=""}} {tokens}.0'
+            assert line in text.splitlines()
         end = by_kind["end", "c"]
         assert end["loaded_tokens"] == 512
         assert (end["engine_wait_s"], end["engine_wait_for"]) == (0.25, "step")

@@ -16,15 +16,16 @@ from conserve.tenants import UsageBook
 from deployments.messages import EngineInfo
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
 from deployments.table.metrics import (
-    NAMED_TENANTS,
+    ANSWERS,
+    BUILD,
     TABLE,
-    TENANTS,
     Metrics,
     Observed,
     Rows,
-    TenantCounts,
+    silent_table,
 )
 from deployments.table.registry import Registry
+from deployments.table.tenant_metrics import NAMED_TENANTS, TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy, GpuReading
 from tests.unit.hetero.test_energy import said
 
@@ -39,6 +40,7 @@ COUNTED = (
     "_events",
     "_decodes", "_running", "_kinds", "_begun", "_cut", "_preempted", "_parts", "_blocks", "_slots",
     "_sms", "_pauses", "_restores", "_refused", "_integrated", "_images",
+    "_info", "_up",
 )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def test_every_family_is_explained_and_named_for_its_unit(scene: Scene) -> None:
         assert family.documentation.endswith("."), name
         assert family.type in ("counter", "gauge", "histogram"), name
         assert name.endswith(UNITS + COUNTED), name
-    rows = (*TABLE, *ENGINES, *SCHEDULERS, *ENERGY, *TENANTS)
+    rows = (*TABLE, *ENGINES, *SCHEDULERS, *ENERGY, *TENANTS, *TOKENS, *BUILD, *ANSWERS)
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert row.name.startswith("conserve_")
@@ -187,6 +189,17 @@ def test_counters_and_histograms(scene: Scene) -> None:
     assert scene.value("conserve_tbt_seconds_bucket", le="0.005") == 1
 
 
+def test_what_may_happen_is_0_before_it_does(scene: Scene) -> None:
+    """Prometheus sees no growth to the first value of a series."""
+    for name, label, value in (
+        ("turns", "outcome", "failed"),
+        ("engines_lost", "role", "decoder"),
+        ("queue_refusals", "reason", "queue_full"),
+        ("queue_refusals", "reason", "timeout"),
+    ):
+        assert scene.value(f"conserve_{name}_total", **{label: value}) == 0
+
+
 def test_two_applications_in_one_process_do_not_mix() -> None:
     one, other = Scene(), Scene()
     one.metrics.handoffs.inc()
@@ -238,6 +251,41 @@ def test_metrics_name_so_many_tenants_and_sum_the_others_up() -> None:
     assert found["conserve_tenant_refusals_total", "t0", "turns"] == 1
     names = {labels[1] for labels in found}
     assert len(names) == NAMED_TENANTS + 1
+
+
+def test_tokens_are_counted_by_tenant_and_by_where_they_came_from() -> None:
+    """What a prefiller has computed for a turn is no cache's merit, though its decoder loads it."""
+    counts = TenantCounts(UsageBook())
+    rows = Rows(TOKENS, counts)
+    counts.begins("acme")
+    assert samples(rows)["conserve_tokens_total", "acme", "output"] == 0
+    counts.prefilled("acme", 300)
+    # Of 500, 100 were in the decoder's cache, and 384 came from LMCache.
+    counts.spent("acme", TurnStats(500, 20, 100, 384), 300)
+    counts.spent(None, TurnStats(50, 5, 0, 0), 0)
+    counts.spent("acme", TurnStats(700, 0, 0, 0), 0)  # It was cut before any output.
+    assert samples(rows) == {
+        ("conserve_tokens_total", "acme", "computed"): 316,
+        ("conserve_tokens_total", "acme", "cached"): 184,
+        ("conserve_tokens_total", "acme", "output"): 20,
+        ("conserve_tokens_total", "", "computed"): 50,
+        ("conserve_tokens_total", "", "cached"): 0,
+        ("conserve_tokens_total", "", "output"): 5,
+    }
+
+
+def test_tokens_of_more_tenants_than_are_named_are_summed_up() -> None:
+    counts = TenantCounts(UsageBook())
+    for number in range(NAMED_TENANTS + 5):
+        counts.spent(f"t{number}", TurnStats(10, 1, 0, 0), 0)
+    found = samples(Rows(TOKENS, counts))
+    assert len(found) == 3 * (NAMED_TENANTS + 1)
+    assert found["conserve_tokens_total", "other", "computed"] == 50
+
+
+def test_a_silent_table_is_told_and_nothing_else() -> None:
+    lines = silent_table().decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == ["conserve_table_up 0.0"]
 
 
 def text(book: EnergyBook) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -272,7 +273,9 @@ def test_without_keys_metrics_say_nothing_of_tenants() -> None:
         service = await a_service()
         assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
         assert isinstance(await service.place(PlaceTurn("r", "c", 100)), TurnPlan)
-        assert b"tenant" not in await service.metrics()
+        text = (await service.metrics()).decode()
+        assert set(re.findall(r'tenant="(.*?)"', text)) == {""}
+        assert "conserve_tenant" not in text
         shown = msgspec.to_builtins(await service.conversation("c"))
         assert "tenant" not in shown
 
