@@ -109,10 +109,20 @@ class Engine(Answer, kw_only=True):
         Count | UnsetType, Meta(description="Tenths of its GPU's SMs that it has to itself.")
     ] = UNSET
     sms: Annotated[Count | UnsetType, Meta(description="Number of SMs in its slots.")] = UNSET
+    cache_metrics: Annotated[
+        str, Meta(description="Where its node's LMCache server has metrics, on that node alone.")
+    ]
 
 
 class Engines(Answer, tag_field="object", tag="list"):
     data: list[Engine]
+
+
+class Targets(Answer):
+    """Addresses that Prometheus can scrape, and the labels of what it finds there."""
+
+    targets: list[str]
+    labels: dict[str, str]
 
 
 class Model(Answer, tag_field="object", tag="model"):

@@ -45,6 +45,8 @@ class EngineInfo:
         also_hosts: whether it is a prefiller that conversations are bound to as well.
         registration: how often it has registered, if it begins turns by itself; else 0.
         kind: engines of one kind take the same time for the same work.
+        cache_metrics: host and port where its node's LMCache server has its metrics, on that node's
+            loopback.
         handoffs: lengths of prompts in tokens, and how many seconds longer each took when it was
             handed over than when it was computed here, as tried at the engine's start.
     """
@@ -69,6 +71,7 @@ class EngineInfo:
     registration: int = 0
     kind: str = ""
     handoffs: tuple[tuple[int, float], ...] = ()
+    cache_metrics: str = ""
 
     @property
     def hosts(self) -> bool:

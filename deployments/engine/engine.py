@@ -44,7 +44,7 @@ from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
-from deployments.loopback import listen_where_ray_does
+from deployments.loopback import LOOPBACK, listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
@@ -183,6 +183,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
             also_hosts=role == "prefiller" and settings.prefillers_host,
             kind=kind_of(client.vllm_config, tier.name),
+            cache_metrics=f"{LOOPBACK}:{server.http_port}",
         )
         if not encodes_only:
             self._table.engine_starting(EngineStarting(self._id, "warming up"))

@@ -16,7 +16,7 @@ from deployments.router.probes import HEALTHZ, LIVE, READY
 # Load balancers have no key, and these tell nothing of tenants.
 _OPEN = ("/health", LIVE, READY, HEALTHZ)
 # They tell of all tenants, and of the machine.
-_OPERATORS = ("/metrics", "/v1/engines", "/v1/events")
+_OPERATORS = ("/metrics", "/metrics/targets", "/v1/engines", "/v1/events")
 _CALLER = "conserve.caller"
 
 
@@ -42,14 +42,14 @@ class Access:
             return
         operators = scope["path"] in _OPERATORS
         if self._keys is None:
-            if operators and not self._open_to_all and not _is_here(scope):
+            if operators and not self._open_to_all and not is_here(scope):
                 raise ApiError(
                     403, f"{scope['path']} is for this machine alone", "admin_key_required"
                 )
             return
         key = _key(Headers(scope=scope))
         if key is None:
-            if operators and _is_here(scope):
+            if operators and is_here(scope):
                 return
             raise ApiError(
                 401,
@@ -59,7 +59,7 @@ class Access:
         caller = self._keys.find(key, time.monotonic())
         if caller is None:
             raise ApiError(401, "the API key is unknown or revoked", "invalid_api_key")
-        if operators and not caller.admin and not _is_here(scope):
+        if operators and not caller.admin and not is_here(scope):
             raise ApiError(
                 403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
             )
@@ -98,7 +98,8 @@ def _key(headers: Headers) -> str | None:
     return headers.get("x-api-key", "").strip() or None
 
 
-def _is_here(scope: Scope) -> bool:
+def is_here(scope: Scope) -> bool:
+    """Return whether a request came from this machine, and not by a foreign page."""
     # Behind a proxy on this machine it is the proxy's client, by X-Forwarded-For: uvicorn puts it
     # there, for peers on loopback.
     peer = scope.get("client")

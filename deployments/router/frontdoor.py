@@ -27,6 +27,7 @@ from deployments.router.errors import TABLE_RESTARTING, answer_response, error_r
 from deployments.router.events import Events
 from deployments.router.guard import Guard, with_headers
 from deployments.router.idempotency import Idempotency
+from deployments.router.metrics import MetricsPaths
 from deployments.router.openapi import Description
 from deployments.router.probes import Probes
 from deployments.router.request_ids import named
@@ -104,7 +105,7 @@ class FrontDoor:
                 Route("/v1/events", Events(table).serve, methods=get),
                 Route("/health", self._health, methods=get),
                 *self.probes.routes(),
-                Route("/metrics", self._metrics, methods=get),
+                *MetricsPaths(table).routes(),
                 Route("/openapi.json", Description(settings, table, upstream).serve, methods=get),
             ],
             exception_handlers={
@@ -177,12 +178,6 @@ class FrontDoor:
         status: Literal["ok", "unavailable"] = "ok" if healthy else "unavailable"
         health = answers.Health(status=status, **msgspec.structs.asdict(alive))
         return answer_response(health, 200 if healthy else 503)
-
-    async def _metrics(self, request: Request) -> Response:
-        return Response(
-            await self._table.metrics(),
-            media_type="text/plain; version=0.0.4; charset=utf-8",
-        )
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

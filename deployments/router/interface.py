@@ -352,6 +352,17 @@ PATHS: Json = {
     "/metrics": {
         "get": _operation("getMetrics", "Prometheus metrics", {"text/plain": {"schema": TEXT}})
     },
+    "/metrics/targets": {
+        "get": _operation(
+            "listMetricsTargets",
+            "Where engines and LMCache servers have metrics, for `http_sd_configs`",
+            {
+                "application/json": {
+                    "schema": {"type": "array", "items": _ref("schemas", "Targets")}
+                }
+            },
+        )
+    },
     "/openapi.json": {
         "get": _operation(
             "getOpenapi", "This document", {"application/json": {"schema": {"type": "object"}}}

@@ -203,6 +203,7 @@ def engine_view(
         gpus=list(engine.gpus),
         sm_slots=engine.sm_slots or msgspec.UNSET,
         sms=engine.sms if engine.sm_slots else msgspec.UNSET,
+        cache_metrics=engine.cache_metrics,
     )
 
 

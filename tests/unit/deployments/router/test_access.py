@@ -29,6 +29,7 @@ PATHS = [
     ("POST", "/v1/conversations/x/tools"),
     ("GET", "/v1/engines"),
     ("GET", "/metrics"),
+    ("GET", "/metrics/targets"),
     ("POST", "/programs/release"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -161,7 +162,7 @@ def test_a_key_is_taken_from_either_header(keys: Keys, form: str) -> None:
     assert ask(keys.settings, "GET", "/v1/models", headers)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/v1/engines"])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines"])
 @pytest.mark.parametrize(
     ("who", "peer", "status"),
     [
@@ -181,7 +182,7 @@ def test_operators_paths_are_for_admins_and_this_machine(
     assert ask(keys.settings, "GET", path, headers, peer=peer)[0] == status
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/v1/engines", "/v1/events"])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines", "/v1/events"])
 def test_a_web_page_from_elsewhere_is_not_this_machine(keys: Keys, path: str) -> None:
     """It could read the answer, where keys are what keeps pages out."""
     page = {"Origin": "https://somebody.example"}
@@ -378,7 +379,7 @@ def test_a_long_history_is_not_written_anew_for_its_salt(keys: Keys) -> None:
 # --- Without keys --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/v1/engines"])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines"])
 def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(path: str) -> None:
     closed, open_ = load({}), load({"host": "0.0.0.0", "unauthenticated": True})
     assert ask(closed, "GET", path, peer="127.0.0.1")[0] == 200

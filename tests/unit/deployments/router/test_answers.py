@@ -75,12 +75,10 @@ class Client:
         self._http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
         self.seen: set[tuple[str, str | None]] = set()
 
-    async def __call__(
-        self, method: str, path: str, status: int = 200, **given: Any
-    ) -> dict[str, Any]:
+    async def __call__(self, method: str, path: str, status: int = 200, **given: Any) -> Any:
         answer = await self._http.request(method, path, **given)
         assert answer.status_code == status, answer.text
-        body: dict[str, Any] = answer.json()
+        body = answer.json()
         asked = path.partition("?")[0]
         check(method, asked, status, body)
         if status == 200:
@@ -99,6 +97,9 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
     engines = (await client("GET", "/v1/engines"))["data"]
     assert [one["load"] is None for one in engines] == [True, False, True]
     assert ["sms" in one for one in engines] == [False, False, True]
+    assert {one["targets"][0] for one in await client("GET", "/metrics/targets")} == {
+        one["url"].removeprefix("http://") for one in engines
+    }
     for headers in ({}, ANTHROPIC):
         listed = await client("GET", "/v1/models", headers=headers)
         path = f"/v1/models/{listed['data'][0]['id']}"
