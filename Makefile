@@ -36,7 +36,8 @@ SHELL := bash
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale bench-elastic experiment test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
-	test-all test-compatibility test-cpus test-fuzz test-gpu test-gpu-here test-long test-peers \
+	test-all test-compatibility test-cpus test-fuzz test-gpu test-gpu-here test-long test-metrics \
+	test-peers \
 	test-vision test-cluster clean
 .DELETE_ON_ERROR:
 
@@ -110,6 +111,11 @@ test-gpu: ## Settle what one GPU can, in fifteen minutes (skips by name where th
 
 test-gpu-here: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/engines/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
+
+test-metrics: $(INSTALLED) ## Have Prometheus scrape a real application, and try each alert (Debian: prometheus; minutes)
+	@command -v prometheus promtool >/dev/null || { \
+		echo "conserve: prometheus and promtool are needed (Debian: prometheus)." >&2; exit 1; }
+	@$(BIN)/python -m pytest tests/unit/monitoring tests/engines/monitoring $(ARGS)
 
 test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)

@@ -65,7 +65,7 @@ SMALL = Application(
         "engine.max_model_len=2048",
         "decoders.engine.num_gpu_blocks_override=24",
         "pausing=off",
-        "queue_timeout_s=5",
+        "queue_timeout_s=8",
         "idle_timeout_s=15",
         "max_body_bytes=100000",
     ),
