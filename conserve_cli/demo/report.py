@@ -20,6 +20,7 @@ def report(seen: Demonstration, console: Console) -> None:
         "on; LMCache: handed off; *: sends no conversation id."
     )
     if seen.staged:
+        console.print()
         console.print(_stages(seen))
         console.print(
             "In its decoder's lane, beside others' answers: waits: until it had its images, less "

@@ -98,6 +98,10 @@ async def test_turns_with_images_beside_answers(
     # What all are shown first is encoded once a node, and each one's own picture once.
     stats = [turn for agent in seers for turn in agent.stats]
     assert 4 <= sum(turn["encoded_images"] for turn in stats) <= 5
+    # Turns say how long their stages took, and all of them count.
+    for stage_s in ("encode_s", "prefill_s", "decode_s"):
+        assert sum(turn[stage_s] for turn in stats) > 0, stage_s
+        assert metric("conserve_stage_seconds_count", stage=stage_s.removesuffix("_s")) > 0
     assert metric("conserve_engine_lane_prefills_total", outcome="done") > done
     assert metric("conserve_engine_lane_prefills_total", outcome="failed") == 0
     await eventually("the lanes are empty", _lanes_are_empty)
