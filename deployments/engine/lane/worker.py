@@ -2,7 +2,7 @@
 
 `LaneForward` builds what vLLM's model runner builds for a batch of one request. It has attention
 metadata builders of its own, since the runner's have buffers that the current step uses. Internals
-of vLLM 0.29 that are used: the runner's ``model``, ``attn_groups`` and ``device``,
+of vLLM 0.29 that are used: the runner's ``get_model``, ``attn_groups`` and ``device``,
 ``CommonAttentionMetadata`` and ``set_forward_context``.
 """
 
@@ -43,6 +43,8 @@ class LaneForward:
 
     def __init__(self, runner: Any, vllm_config: Any) -> None:
         self._runner = runner
+        # Not the wrapper around it that replays CUDA graphs.
+        self._model = runner.get_model()
         self._config = vllm_config
         self._device = runner.device
         self._plain = plain_stream(runner.device)
@@ -52,11 +54,15 @@ class LaneForward:
         # The last job, and its positions where they are not just numbers.
         self._placed: tuple[Job, torch.Tensor] | None = None
         self._pause: Callable[[], None] | None = None
-        # Deepstack models pass embeddings to later layers in buffers of the model, which steps use.
-        self.prefills = not any("deepstack" in name for name in vars(runner.model))
+        self.prefills = not (
+            # Such models pass embeddings to later layers in buffers that steps use.
+            any("deepstack" in name for name in vars(self._model))
+            # An image's tokens attend to all of it, also behind a chunk's end.
+            or self._model_config.is_mm_prefix_lm
+        )
         if not self.prefills:
             logger.info("the lane encodes images; this model's prompts are prefilled in steps")
-        for block in tower_blocks(runner.model) if self._reads_images else ():
+        for block in tower_blocks(self._model) if self._reads_images else ():
             block.register_forward_pre_hook(self._between_blocks)
         self._groups = []
         for group in runner.attn_groups[0]:
@@ -92,7 +98,7 @@ class LaneForward:
             ids = torch.tensor(job.tokens[start:end], dtype=torch.int32, device=self._device)
             metadata, slots = self._metadata(job, start, end, positions)
             embeds = self._embedded(job, start, end, ids) if self._reads_images else None
-            if embeds is not None and not self._runner.model.requires_raw_input_tokens:
+            if embeds is not None and not self._model.requires_raw_input_tokens:
                 ids = None
             with set_forward_context(
                 metadata,
@@ -101,7 +107,7 @@ class LaneForward:
                 cudagraph_runtime_mode=CUDAGraphMode.NONE,
                 slot_mapping=slots,
             ):
-                self._runner.model(
+                self._model(
                     input_ids=ids,
                     positions=self._positions(job, start, end, positions),
                     intermediate_tensors=None,
@@ -137,7 +143,7 @@ class LaneForward:
             [(image.modality, image.data)], device=self._device, pin_memory=PIN_MEMORY
         )
         ((_, _, inputs),) = batches
-        embeds = self._runner.model.embed_multimodal(**inputs)
+        embeds = self._model.embed_multimodal(**inputs)
         sanity_check_mm_encoder_outputs(embeds, expected_num_items=1)
         encoded: torch.Tensor = embeds[0]
         return encoded
@@ -183,7 +189,7 @@ class LaneForward:
                 own |= place.is_embed[first:last]
             set_mm_embedding_modality(embeds, image.modality)
             found.append(embeds)
-        embedded: torch.Tensor = self._runner.model.embed_input_ids(
+        embedded: torch.Tensor = self._model.embed_input_ids(
             ids, multimodal_embeddings=found, is_multimodal=is_image
         )
         return embedded
@@ -193,9 +199,7 @@ class LaneForward:
         if not self._model_config.uses_mrope:
             return positions
         if self._placed is None or self._placed[0] is not job:
-            placed, _ = self._runner.model.get_mrope_input_positions(
-                list(job.tokens), list(job.images)
-            )
+            placed, _ = self._model.get_mrope_input_positions(list(job.tokens), list(job.images))
             self._placed = job, placed
         return self._placed[1][:, start:end].to(self._device)
 

@@ -1,14 +1,19 @@
 """A real engine encodes images in its lane, and prefills prompts with them there."""
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from deployments.engine.lane.worker import LaneForward
 from tests import machines
 from tests.engines.vision.model import Tower, make_vision_model
 from tests.unit.deployments.engine.lane.engine import Engine
@@ -48,7 +53,7 @@ def _begin(engine: Engine, lane: bool) -> None:
 def encodes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads in which images were encoded, one for each call of the encoder."""
     threads: list[str] = []
-    model = engine.thread._forward._runner.model
+    model = engine.thread._forward._model
     encode = model.embed_multimodal
 
     def noted(**inputs: Any) -> Any:
@@ -248,6 +253,25 @@ def test_what_the_cache_cannot_hold_together_is_encoded_in_steps(
     engine.drain()
     assert {f"two{number}" for number in range(4)} <= engine.ended
     engine.require_no_leak()
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_some_models_prompts_are_prefilled_in_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, prefix: bool
+) -> None:
+    """These are models whose layers need images, too, and models that attend to whole images."""
+    forward = engine.thread._forward
+    model, config = forward._model, forward._config
+    if prefix:
+        monkeypatch.setitem(vars(config.model_config), "is_mm_prefix_lm", True)
+    else:
+        monkeypatch.setattr(model, "deepstack_input_embeds", [], raising=False)
+    # On a GPU a wrapper that replays graphs is around the model.
+    wrapper = object.__new__(CUDAGraphWrapper)
+    wrapper.runnable, wrapper.is_debugging_mode = model, False
+    runner = SimpleNamespace(model=wrapper, device=torch.device("cpu"), attn_groups=[[]])
+    runner.get_model = functools.partial(GPUModelRunner.get_model, runner)
+    assert not LaneForward(runner, config).prefills
 
 
 def test_a_wrong_embedding_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
