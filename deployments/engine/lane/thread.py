@@ -234,6 +234,9 @@ class LaneThread:
         try:
             while at < job.end and not self._is_given_up(job):
                 with self._turns.chunk():
+                    if self._is_given_up(job):
+                        # The step before this turn may have dropped its images.
+                        break
                     if at == job.start:
                         # Within the chunk's turn, since its stream changes between steps.
                         self._forward.follow(mark)

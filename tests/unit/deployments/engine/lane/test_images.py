@@ -199,6 +199,40 @@ def test_a_client_that_leaves_ends_its_encode(
     engine.require_no_leak()
 
 
+def test_a_client_that_leaves_ends_its_prefill(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images may be evicted at once, so no chunk may come after that."""
+    failed, given_up, late = engine.policy.failed, threading.Event(), list[int]()
+    thread = engine.thread
+    forward = thread._forward
+    gives_up, compute = thread.give_up, forward.compute
+
+    def giving_up(request_ids: Any) -> None:
+        gives_up(request_ids)
+        if request_ids:
+            given_up.set()
+            forward._encoder_cache().clear()
+
+    def computing(job: Any, start: int, end: int) -> Any:
+        if given_up.is_set():
+            late.append(start)
+        return compute(job, start, end)
+
+    monkeypatch.setattr(thread, "give_up", giving_up)
+    monkeypatch.setattr(forward, "compute", computing)
+    _decode(engine)
+    engine.add("leaves", f"{_text(1, 600, 0)} <image>", 4, images=[_image(1)])
+    while engine.policy.current is None:
+        engine.step()
+    engine.step()
+    engine.abort("leaves")
+    engine.drain()
+    assert given_up.is_set()
+    assert not late
+    assert engine.policy.failed == failed
+
+
 def test_who_leaves_while_it_waits_is_not_encoded(engine: Engine, encodes: list[str]) -> None:
     _decode(engine)
     engine.add("first", _text(1, 20), 4, images=[_image(1)])
