@@ -140,6 +140,13 @@ class LaneImages:
             kept = self._cache.check_and_update_cache(request, number)
             assert kept, "an image of a prompt in the lane is not in the encoder cache"
 
+    def release(self, request: Any) -> None:
+        """Drop the references to a prompt's images, which the lane needs no longer.
+
+        Running requests may need their room, and leave the prompt no place until they have it.
+        """
+        self._cache.free(request)
+
     def over(self, name: str) -> tuple[float, float]:
         """Forget a request; returns how long it waited for encodes, and how long these took."""
         self._stages.forget(name)

@@ -201,7 +201,10 @@ class SchedulerLane:
                 self._scheduler.lane_served(name, tokens)
         current = self.policy.current
         if current is not None and current in received:
-            cut = self._scheduler.requests[current].is_finished()
+            request = self._scheduler.requests[current]
+            cut = request.is_finished()
+            if self.images is not None:
+                self.images.release(request)
             failed = current in self._failed
             self.policy.ends(current, "failed" if failed else "cut" if cut else "done")
             self._prefill_s[current] = self._scheduler.clock() - self._current_since_s

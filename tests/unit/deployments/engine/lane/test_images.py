@@ -289,6 +289,35 @@ def test_what_the_cache_cannot_hold_together_is_encoded_in_steps(
     engine.require_no_leak()
 
 
+def test_a_prompt_in_the_lane_keeps_the_cache_no_longer_than_its_prefill(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise others, which need the cache, could have all places among the running ones."""
+    cache = engine.scheduler.encoder_cache_manager
+    # An image has five tiles of 16 embeddings; there is room for two images.
+    monkeypatch.setattr(cache, "cache_size", 200)
+    monkeypatch.setattr(cache, "num_free_slots", 200)
+    monkeypatch.setattr(cache, "num_freeable_slots", 200)
+    monkeypatch.setattr(engine.scheduler, "max_num_running_reqs", 2)
+    _decode(engine)
+    text = _text(1, 400, 0)
+    engine.add("lane", f"{text} <image> go <image> go", 4, images=[_image(1), _image(2)])
+    while engine.policy.current is None:
+        engine.step()
+    # They begin with their text, and then need the cache; it can never hold all of their images.
+    for number in range(2):
+        seen = [_image(10 * number + one) for one in (3, 4, 5)]
+        engine.add(f"inline{number}", f"go on {3 * ' <image> stop'}", 4, images=seen)
+    engine.step()
+    engine.abort("decodes")
+    engine.step()
+    assert [_name(one.request_id) for one in engine.scheduler.running] == ["inline0", "inline1"]
+    assert engine.policy.current is not None
+    engine.drain(500)
+    assert engine.ended == {"lane", "inline0", "inline1"}
+    engine.require_no_leak()
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_some_models_prompts_are_prefilled_in_steps(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, prefix: bool
