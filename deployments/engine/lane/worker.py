@@ -49,6 +49,7 @@ class LaneForward:
         self._device = runner.device
         self._plain = plain_stream(runner.device)
         self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._most_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._model_config = vllm_config.model_config
         self._reads_images = bool(self._model_config.is_multimodal_model)
         # The last job, and its positions where they are not just numbers.
@@ -201,7 +202,11 @@ class LaneForward:
         if self._placed is None or self._placed[0] is not job:
             placed, _ = self._model.get_mrope_input_positions(list(job.tokens), list(job.images))
             self._placed = job, placed
-        return self._placed[1][:, start:end].to(self._device)
+        # One wider than a step's most tokens, as the runner's: compiled code counts on that.
+        shape = 3, self._most_tokens + 1
+        wide = torch.empty(shape, dtype=torch.int64, device=self._device)
+        wide[:, : end - start] = self._placed[1][:, start:end]
+        return wide[:, : end - start]
 
     def _metadata(
         self, job: Job, start: int, end: int, positions: torch.Tensor
