@@ -119,6 +119,10 @@ class Stages:
             return None
         return next(iter(self._waiting), None)
 
+    def puts_off(self) -> None:
+        """Note that the next encode has no room yet, so that prefills need not wait for it."""
+        self._prefills_in_a_row = 0
+
     def encodes(self, name: str) -> None:
         """Put one image of a request into the lane; ValueError if the lane is not free."""
         if self.current is not None:

@@ -2,11 +2,13 @@
 
 An image that the lane has encoded is put into vLLM's encoder cache, where steps and the lane's own
 prefills find it. No request refers to it there until it is scheduled, so a request that waits for
-room never keeps the cache from one that runs. If it is evicted meanwhile, it is encoded again.
+room never keeps the cache from one that runs. If it is evicted meanwhile, it is encoded again. The
+lane's own encodes evict no image of a request that has all of its own, and waits for something
+else.
 
 Internals of vLLM 0.29 that are used: the scheduler's ``encoder_cache_manager`` (``cached``,
-``num_freeable_slots``, ``cache_size``, ``freed``) and ``ec_connector``, and a request's
-``mm_features``.
+``freeable``, ``num_freeable_slots``, ``cache_size``, ``freed``) and ``ec_connector``, and a
+request's ``mm_features``.
 """
 
 import sys
@@ -65,6 +67,8 @@ class LaneImages:
         self._cache = scheduler.encoder_cache_manager
         self._stages = stages
         self._waits: dict[str, _Waits] = {}
+        # Requests with all of their images in the cache that have not begun.
+        self._ready: dict[str, Any] = {}
         # The encode in the lane: its request, and the image's number.
         self._current: tuple[Any, int, bool] | None = None
 
@@ -79,12 +83,14 @@ class LaneImages:
             self._stages.forget(name)
             if waits is not None and waits.ready_s is None:
                 waits.ready_s = self._scheduler.clock()
+                self._ready[name] = request
             return True
         if waits is None:
             if not self._fits(request, found_tokens):
                 return True
             waits = self._waits[name] = _Waits(self._scheduler.clock(), found_tokens)
         waits.found_tokens, waits.ready_s = found_tokens, None
+        self._ready.pop(name, None)
         self._stages.wants(name)
         return False
 
@@ -99,11 +105,14 @@ class LaneImages:
             missing = self._missing(request, waits.found_tokens)
             if missing and waits.tries >= _MOST_TRIES * len(request.mm_features):
                 waits.inline = True
+            if not missing:
+                self._ready[name] = request
             if not missing or waits.inline:
                 self._stages.forget(name)
                 continue
             number = missing[0]
-            if request.get_num_encoder_embeds(number) > int(self._cache.num_freeable_slots):
+            if request.get_num_encoder_embeds(number) > self._room(request):
+                self._stages.puts_off()
                 return None
             waits.tries += 1
             self._stages.encodes(name)
@@ -140,6 +149,10 @@ class LaneImages:
             kept = self._cache.check_and_update_cache(request, number)
             assert kept, "an image of a prompt in the lane is not in the encoder cache"
 
+    def runs(self, name: str) -> None:
+        """Note that a request has begun, in a step or in the lane."""
+        self._ready.pop(name, None)
+
     def release(self, request: Any) -> None:
         """Drop the references to a prompt's images, which the lane needs no longer.
 
@@ -150,6 +163,7 @@ class LaneImages:
     def over(self, name: str) -> tuple[float, float]:
         """Forget a request; returns how long it waited for encodes, and how long these took."""
         self._stages.forget(name)
+        self._ready.pop(name, None)
         waits = self._waits.pop(name, None)
         if waits is None:
             return 0.0, 0.0
@@ -170,11 +184,31 @@ class LaneImages:
         }
         return int(sum(each.values())) <= int(self._cache.cache_size)
 
+    def _room(self, request: Any) -> int:
+        """Return how many embeddings the cache can take for a request that others do not need."""
+        freeable = self._cache.freeable
+        kept = sum(freeable[one] for one in self._wanted(request))
+        return int(self._cache.num_freeable_slots - kept)
+
+    def _wanted(self, request: Any) -> set[str]:
+        """Return the images that vLLM could evict, and ready requests or this one want."""
+        wanted: set[str] = set()
+        for one in (*self._ready.values(), request):
+            waits = self._waits.get(one.request_id)
+            if waits is None:
+                continue
+            numbers = _numbers(one, waits.found_tokens, one.num_tokens)
+            wanted |= {one.mm_features[number].identifier for number in numbers}
+        return wanted.intersection(self._cache.freeable)
+
     def _keep(self, request: Any, number: int) -> None:
         """Enter an image, which the worker has, into vLLM's account."""
         identifier = request.mm_features[number].identifier
         if identifier in self._cache.cached:
             return
+        for one in self._wanted(request):
+            # The oldest ones are evicted.
+            self._cache.freeable.move_to_end(one)
         if self._cache.can_allocate(request, number, sys.maxsize, 0):
             self._cache.allocate(request, number)
             self._cache.free_encoder_input(request, number)

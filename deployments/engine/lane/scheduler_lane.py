@@ -138,6 +138,7 @@ class SchedulerLane:
         self.stages.takes(name, tokens)
         if self.images is not None:
             self.images.refer(request, found_tokens, found_tokens + tokens)
+            self.images.runs(name)
         self._current_since_s = self._scheduler.clock()
         self._starts[name] = found_tokens
         end = found_tokens + tokens
@@ -230,6 +231,8 @@ class SchedulerLane:
 
     def runs(self, name: str) -> None:
         self.policy.forget(name)
+        if self.images is not None:
+            self.images.runs(name)
         self._starts.pop(name, None)
         self._failed.discard(name)
 

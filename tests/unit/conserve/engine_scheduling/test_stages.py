@@ -98,6 +98,19 @@ def test_text_does_not_keep_images_waiting_for_ever() -> None:
     assert jobs == [*row, "first image", *row, "second image", "text", "text"]
 
 
+def test_prefills_do_not_wait_for_an_encode_that_has_no_room() -> None:
+    stages = Stages(PrefillLane())
+    stages.wants("image")
+    for number in range(2 * MOST_PREFILLS):
+        name = f"text {number}"
+        if number >= MOST_PREFILLS:
+            assert stages.next_encode() == "image"
+            stages.puts_off()
+        assert route(stages, name) == "lane"
+        stages.takes(name, 1_000)
+        stages.prefills.ends(name, "done")
+
+
 @dataclass
 class Call:
     """A call as the scheduler knows it; without images left, its prompt can be prefilled."""

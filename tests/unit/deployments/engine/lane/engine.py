@@ -225,7 +225,7 @@ def require_empty(lane: Any) -> None:
     assert (policy.current, policy.current_tokens, policy.waiting) == (None, 0, 0)
     assert (lane._starts, lane._failed, lane._prefill_s) == ({}, set(), {})
     assert (lane.stages.waiting, lane.stages.encoding, lane.stages.pending) == ((), None, 0)
-    assert lane.images is None or not lane.images._waits
+    assert lane.images is None or not (lane.images._waits or lane.images._ready)
 
 
 def words(seed: int, tokens: int) -> list[int]:

@@ -289,6 +289,25 @@ def test_what_the_cache_cannot_hold_together_is_encoded_in_steps(
     engine.require_no_leak()
 
 
+def test_no_image_is_evicted_for_those_of_turns_behind_it(
+    engine: Engine, encodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So turns that wait for room do not encode their images again and again."""
+    cache = engine.scheduler.encoder_cache_manager
+    # An image has five tiles of 16 embeddings; there is room for two images.
+    monkeypatch.setattr(cache, "cache_size", 200)
+    monkeypatch.setattr(cache, "num_free_slots", 200)
+    monkeypatch.setattr(cache, "num_freeable_slots", 200)
+    _decode(engine, 120)
+    # Of these prompts three have room at a time.
+    for number in range(8):
+        engine.add(f"sees{number}", _text(number, 600), 30, images=[_image(number)])
+    engine.drain()
+    assert len(engine.ended) == 9
+    assert encodes == 8 * [_LANE]
+    engine.require_no_leak()
+
+
 def test_a_prompt_in_the_lane_keeps_the_cache_no_longer_than_its_prefill(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
