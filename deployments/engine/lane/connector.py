@@ -83,7 +83,8 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
                     self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
         metadata = super().build_connector_meta(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        metadata.lane = None if self.lane is None else self.lane.notes(computes)
+        freed = scheduler_output.free_encoder_mm_hashes
+        metadata.lane = None if self.lane is None else self.lane.notes(computes, freed)
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -12,6 +12,7 @@ request's ``mm_features``.
 """
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,8 +70,9 @@ class LaneImages:
         self._waits: dict[str, _Waits] = {}
         # Requests with all of their images in the cache that have not begun.
         self._ready: dict[str, Any] = {}
-        # The encode in the lane: its request, and the image's number.
+        # The encode in the lane: its request, the image's number, and whether the node had it.
         self._current: tuple[Any, int, bool] | None = None
+        self._current_was_freed = False
 
     def are_ready(self, request: Any, found_tokens: int) -> bool:
         """Return whether a request may go on; otherwise it waits for an encode, in its place."""
@@ -98,8 +100,16 @@ class LaneImages:
         """Return whether the encoder cache lacks an image that a prompt needs."""
         return bool(self._missing(request, found_tokens))
 
-    def next(self) -> Encode | None:
-        """Return the image that the lane encodes next, if it may begin now."""
+    def next(self, freed: Collection[str] = ()) -> Encode | None:
+        """Return the image that the lane encodes next, if it may begin now.
+
+        Args:
+            freed: identifiers that the worker drops with this step.
+        """
+        if self._current is not None:
+            request, number, _ = self._current
+            # A step has encoded it, too. The worker may drop it after the lane has kept it.
+            self._current_was_freed |= request.mm_features[number].identifier in freed
         while (name := self._stages.next_encode()) is not None:
             request, waits = self._scheduler.requests[name], self._waits[name]
             missing = self._missing(request, waits.found_tokens)
@@ -118,7 +128,7 @@ class LaneImages:
             self._stages.encodes(name)
             image, node = request.mm_features[number], self._scheduler.ec_connector
             found = None if node is None else node.take(image.identifier)
-            self._current = request, number, found is not None
+            self._current, self._current_was_freed = (request, number, found is not None), False
             return Encode(name, image, found)
         return None
 
@@ -205,6 +215,9 @@ class LaneImages:
         """Enter an image, which the worker has, into vLLM's account."""
         identifier = request.mm_features[number].identifier
         if identifier in self._cache.cached:
+            return
+        if self._current_was_freed:
+            self._cache.freed.append(identifier)
             return
         for one in self._wanted(request):
             # The oldest ones are evicted.

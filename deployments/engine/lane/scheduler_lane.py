@@ -1,6 +1,6 @@
 """The scheduler's half of the lane: which requests go there, and what becomes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,13 +150,18 @@ class SchedulerLane:
             request.prefill_stats.set(request.num_prompt_tokens, found_tokens, 0)
         self._scheduler.passed_over_tokens += tokens
 
-    def notes(self, computes: bool) -> LaneNotes:
-        """Return the notes for the worker's next step, given whether it ``computes`` itself."""
+    def notes(self, computes: bool, freed: Collection[str] = ()) -> LaneNotes:
+        """Return the notes for the worker's next step.
+
+        Args:
+            computes: whether it computes anything itself.
+            freed: identifiers of images that it drops.
+        """
         scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)
         chunk = scheduler.left_tokens() if self._alternates else _GPU_CHUNK_TOKENS
-        encode = None if self.images is None else self.images.next()
+        encode = None if self.images is None else self.images.next(freed)
         if encode is not None:
             self._current_since_s = scheduler.clock()
         return LaneNotes(jobs, min(most, chunk), self._decide(computes), encode)

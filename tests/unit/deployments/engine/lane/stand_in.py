@@ -48,8 +48,8 @@ class LaneStandIn(StandIn):
         lane = self.scheduler.lane
         notes = lane.notes
 
-        def noted(computes: bool) -> Any:
-            made = notes(computes)
+        def noted(computes: bool, freed: Any) -> Any:
+            made = notes(computes, freed)
             self.borders.append((computes, lane.policy.current is not None, made.decode_sms))
             return made
 

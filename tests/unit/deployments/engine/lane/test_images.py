@@ -11,8 +11,12 @@ import pytest
 import torch
 from PIL import Image
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from conserve.engine_scheduling import PrefillLane, Stages
+from deployments.engine.lane.images import EncodeEnd, LaneImages
 from deployments.engine.lane.worker import LaneForward
 from tests import machines
 from tests.engines.vision.model import Tower, make_vision_model
@@ -354,6 +358,37 @@ def test_some_models_prompts_are_prefilled_in_steps(
     runner = SimpleNamespace(model=wrapper, device=torch.device("cpu"), attn_groups=[[]])
     runner.get_model = functools.partial(GPUModelRunner.get_model, runner)
     assert not LaneForward(runner, config).prefills
+
+
+def test_what_a_step_has_dropped_meanwhile_is_encoded_again() -> None:
+    """With steps in flight the worker keeps an image, and drops it before the scheduler hears."""
+    cache = EncoderCacheManager(cache_size=16)
+    scheduler: Any = SimpleNamespace(
+        encoder_cache_manager=cache, ec_connector=None, requests={}, clock=lambda: 0.0
+    )
+    images = LaneImages(scheduler, Stages(PrefillLane()))
+    for name, image in {"lane": "x", "step": "x", "other": "y"}.items():
+        place = PlaceholderRange(offset=0, length=16)
+        feature = SimpleNamespace(identifier=image, mm_position=place)
+        scheduler.requests[name] = SimpleNamespace(
+            request_id=name, mm_features=[feature], num_tokens=20,
+            get_num_encoder_embeds=lambda number: 16,
+        )  # fmt: skip
+    lane, *others = scheduler.requests.values()
+    assert not images.are_ready(lane, 0)
+    assert images.next() is not None
+    # Two steps in flight encode the same image, and then another one in its place.
+    for one in others:
+        assert cache.can_allocate(one, 0, 16, 0)
+        cache.allocate(one, 0)
+        cache.free(one)
+    assert images.next(cache.get_freed_mm_hashes()) is None
+    images.hears(EncodeEnd("done", 0.1))
+    assert not images.are_ready(lane, 0)
+    assert cache.get_freed_mm_hashes() == ["x"]
+    assert images.next() is not None
+    images.hears(EncodeEnd("done", 0.1))
+    assert images.are_ready(lane, 0)
 
 
 def test_a_wrong_embedding_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
