@@ -115,7 +115,7 @@ def _explained(error: ssl.SSLError, cert_file: str, key_file: str) -> str:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert_file)
     except ssl.SSLError:
         return f"tls.cert_file: {cert_file} has no certificate in PEM"
-    return f"tls.key_file: {key_file} has no private key in PEM ({error.reason or error})"
+    return f"tls.key_file: {key_file} has no private key in PEM"
 
 
 def _seen(files: tuple[str, str]) -> list[_Seen | None]:
