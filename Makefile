@@ -18,11 +18,13 @@ VERSIONS := 3.11$(if $(filter gpu,$(KIND)), or 3.12)
 # What is given to the program behind a target: make test ARGS='-k recognition -x'
 ARGS ?=
 # Other people's clients, which tests drive, each in an environment of its own: those that
-# `make test` has, and those that bring gigabytes; and a peer of the benchmarks.
+# `make test` has, and those that bring gigabytes; a peer of the benchmarks; and torchvision, which
+# vLLM imports for some models that see.
 CLIENTS := .clients
 CLIENT_VERSIONS := tests/engines/clients/requirements
 LIBRARIES := $(patsubst %,$(CLIENTS)/%/.installed,openai-agents langgraph)
 PEERS := $(CLIENTS)/vllm-router/.installed
+TORCHVISION := $(CLIENTS)/torchvision/.installed
 PROGRAMS := $(patsubst %,$(CLIENTS)/%/.installed,aider claude-code codex mini-swe-agent opencode)
 # Of `make test-fuzz`: how many requests, and which; every run prints both.
 CASES ?= 10000
@@ -117,7 +119,7 @@ test-metrics: $(INSTALLED) ## Have Prometheus scrape a real application, and try
 		echo "conserve: prometheus and promtool are needed (Debian: prometheus)." >&2; exit 1; }
 	@$(BIN)/python -m pytest tests/unit/monitoring tests/engines/monitoring $(ARGS)
 
-test-vision: $(INSTALLED) ## Show images to a model of random weights, and see them handed off (minutes)
+test-vision: $(INSTALLED) $(TORCHVISION) ## Show images to models of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)
 
 test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
@@ -231,6 +233,14 @@ $(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
 
 $(CLIENTS)/%/.installed: benchmarks/peers/%.txt | $(BIN)/python
 	$(install_python_client)
+
+# Its Python files alone, for a process's path. Its native libraries may be for another torch.
+$(TORCHVISION): $(CLIENT_VERSIONS)/torchvision.txt | $(BIN)/python
+	@echo "conserve: installing torchvision's Python files for tests"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) -r $<
+	@rm -f $(@D)/torchvision/*.so
+	@touch $@
 
 # What these would run after they are installed fetches or links what their packages hold already.
 $(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.json

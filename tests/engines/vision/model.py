@@ -4,8 +4,10 @@ Its text model is a small Llama on the embedded model's tokenizer. (Of the model
 Idefics3 needs no torchvision.) An image is cut into four tiles and a small version of the whole.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from conserve.embedded import model_path
 
@@ -43,6 +45,19 @@ DEEP = Tower(layers=6)
 REAL = Tower(hidden=1152, layers=27, heads=16, tile_pixels=224, patch_pixels=14, scale=4)
 
 
+def tokenizer_with(special: Sequence[str], **named: str) -> Any:
+    """The embedded model's tokenizer with more special tokens, of which some have names."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(model_path() / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(special),
+        **({"extra_special_tokens": named} if named else {}),
+    )
+
+
 def make_vision_model(folder: Path, tower: Tower | None = None) -> None:
     """Make the model there, always the same."""
     tower = tower or Tower()
@@ -53,16 +68,10 @@ def make_vision_model(folder: Path, tower: Tower | None = None) -> None:
         Idefics3ImageProcessorPil,
         Idefics3Processor,
         LlamaConfig,
-        PreTrainedTokenizerFast,
     )
     from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(model_path() / "tokenizer.json"),
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=list(_SPECIAL),
-    )
+    tokenizer = tokenizer_with(_SPECIAL)
     tokenizer.chat_template = _TEMPLATE
     text = LlamaConfig(
         architectures=["LlamaForCausalLM"],

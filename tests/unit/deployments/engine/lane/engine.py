@@ -62,9 +62,16 @@ class Engine:
     Args:
         model: a folder with a model that reads images; None: the embedded one.
         shares: `SchedulerLane`'s ``stages``.
+        image: what stands for an image in the model's prompts.
     """
 
-    def __init__(self, model: Path | None = None, shares: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path | None = None,
+        shares: dict[str, Any] | None = None,
+        image: str = "<image>",
+    ) -> None:
+        self._image = image
         os.environ.update(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_CPU_KVCACHE_SPACE="1",
@@ -161,7 +168,8 @@ class Engine:
         )  # fmt: skip
         given: Any = {"prompt_token_ids": prompt}
         if isinstance(prompt, str):
-            given = {"prompt": prompt, "multi_modal_data": {"image": list(images)}}
+            text = prompt.replace("<image>", self._image)
+            given = {"prompt": text, "multi_modal_data": {"image": list(images)}}
         self.engine.add_request(name, given, params)
 
     def abort(self, name: str) -> None:

@@ -1,7 +1,6 @@
 """A real engine encodes images in its lane, and prefills prompts with them there."""
 
 import functools
-import random
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -21,9 +19,13 @@ from deployments.engine.lane.worker import LaneForward
 from tests import machines
 from tests.engines.vision.model import Tower, make_vision_model
 from tests.unit.deployments.engine.lane.engine import Engine
+from tests.unit.deployments.engine.lane.seeing import LANE as _LANE
+from tests.unit.deployments.engine.lane.seeing import begin as _begin
+from tests.unit.deployments.engine.lane.seeing import image_of as _image
+from tests.unit.deployments.engine.lane.seeing import noted_encodes, require_same_tokens
+from tests.unit.deployments.engine.lane.seeing import text_of as _text
 
 _LAYERS = 5
-_LANE = "prefill-lane"
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +48,11 @@ def engine(only_engine: Engine) -> Engine:
     return only_engine
 
 
-def _begin(engine: Engine, lane: bool) -> None:
-    engine.begin(lane)
-    # Both halves forget the images that they have.
-    engine.scheduler.encoder_cache_manager.reset()
-    engine.thread._forward._encoder_cache().clear()
-
-
 @pytest.fixture
-def encodes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the threads in which images were encoded, one for each call of the encoder."""
-    threads: list[str] = []
-    model = engine.thread._forward._model
-    encode = model.embed_multimodal
-
-    def noted(**inputs: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return encode(**inputs)
-
-    monkeypatch.setattr(model, "embed_multimodal", noted)
-    return threads
+def encodes(engine: Engine) -> Iterator[list[str]]:
+    """Names of the threads in which images are encoded, one for each call of the encoder."""
+    with noted_encodes(engine) as threads:
+        yield threads
 
 
 def _between_layers(
@@ -83,19 +70,6 @@ def _between_layers(
         return pauses(image, doing)
 
     monkeypatch.setattr(forward, "encode", encode)
-
-
-def _image(seed: int) -> Image.Image:
-    pixels = random.Random(seed).randbytes(112 * 112 * 3)
-    return Image.frombytes("RGB", (112, 112), pixels)
-
-
-def _text(seed: int, words: int, images: int = 1) -> str:
-    chance = random.Random(seed)
-    said = [chance.choice(("red", "go", "left", "on", "stop", "seven")) for _ in range(words)]
-    for _ in range(images):
-        said.insert(chance.randrange(words + 1), "<image>")
-    return " ".join(said)
 
 
 def _name(request_id: str) -> str:
@@ -408,69 +382,7 @@ def test_a_wrong_embedding_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert engine.answers["sees"] != lone
 
 
-def _play(engine: Engine, seed: int, lane: bool) -> dict[str, list[int]]:
-    """Random conversations with images in several turns, some of whose clients leave.
-
-    What comes when, and who leaves, is by steps: with and without a lane the same.
-    """
-    chance = random.Random(seed)
-    _begin(engine, lane)
-    plan = {
-        f"c{number}": [
-            (
-                _text(chance.randrange(10**6), chance.choice((5, 40, 150)), images),
-                [chance.randrange(8) for _ in range(images)],
-                chance.randrange(2, 40),
-                chance.random() < 0.2,
-            )
-            for images in [chance.choice((0, 1, 1, 2)) for _ in range(3)]
-        ]
-        for number in range(6)
-    }
-    texts = dict.fromkeys(plan, "")
-    seen: dict[str, list[int]] = {key: [] for key in plan}
-    waits = dict.fromkeys(plan, 0)
-    leaves_at: dict[str, int] = {}
-    stayed: dict[str, list[int]] = {}
-    for step in range(6_000):
-        for key, turn in list(waits.items()):
-            text, images, tokens, leaves = plan[key][turn]
-            texts[key] += text
-            seen[key] += images
-            name = f"{key}.{turn}"
-            engine.add(name, texts[key], tokens, key, [_image(one) for one in seen[key]])
-            if leaves:
-                leaves_at[name] = step + chance.randrange(1, 12)
-            del waits[key]
-        for name in [name for name, at in leaves_at.items() if at <= step]:
-            del leaves_at[name]
-            engine.abort(name)
-        for name in engine.step():
-            if name in leaves_at:
-                del leaves_at[name]
-                continue
-            stayed[name] = engine.answers[name]
-            key, turn_text = name.split(".")
-            if int(turn_text) < 2:
-                waits[key] = int(turn_text) + 1
-        if not waits and not engine.scheduler.has_requests():
-            break
-    engine.drain()
-    return stayed
-
-
 def test_random_turns_have_the_same_tokens_with_the_lane_and_without(
     engine: Engine, encodes: list[str]
 ) -> None:
-    for seed in range(3):
-        plain = _play(engine, seed, lane=False)
-        assert _LANE not in encodes
-        done = engine.policy.done
-        beside = _play(engine, seed, lane=True)
-        assert encodes.count(_LANE) > 5, "the lane has hardly encoded"
-        assert engine.policy.done > done, "the lane has not prefilled"
-        both = plain.keys() & beside.keys()
-        assert len(both) > 8
-        assert {name: beside[name] for name in both} == {name: plain[name] for name in both}
-        encodes.clear()
-        engine.require_no_leak()
+    require_same_tokens(engine, encodes)
