@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from conserve.engine_scheduling import PrefillLane, Stages
+from conserve.wire import Encoded
 from deployments.engine.lane.images import EncodeEnd, LaneImages
 from deployments.engine.lane.worker import LaneForward
 from tests import machines
@@ -127,8 +130,15 @@ def test_images_are_encoded_beside_decodes_once_each_and_in_order(
 def test_decodes_go_on_while_an_image_is_encoded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    had: list[int] = []
-    _between_layers(engine, monkeypatch, lambda: had.append(len(engine.answers["decodes"])))
+    runner = engine.thread._forward._runner
+    execute, steps, had = runner.execute_model, list[str](), list[int]()
+
+    def stepping(scheduled: Any, *args: Any) -> Any:
+        steps.extend(_name(one) for one in scheduled.num_scheduled_tokens)
+        return execute(scheduled, *args)
+
+    monkeypatch.setattr(runner, "execute_model", stepping)
+    _between_layers(engine, monkeypatch, lambda: had.append(steps.count("decodes")))
     _decode(engine)
     engine.add("sees", _text(1, 20), 4, images=[_image(1)])
     engine.drain()
