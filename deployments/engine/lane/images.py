@@ -28,16 +28,18 @@ EncodeOutcome = Literal["done", "failed", "cut"]
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """One image of a request, to be encoded in the lane.
-
-    Attributes:
-        image: vLLM's ``MultiModalFeatureSpec``.
-        found: its embeddings, if the node has them, as `NodeEncoderCache` writes them.
-    """
+    """One image of a request, vLLM's ``MultiModalFeatureSpec``, to be encoded in the lane."""
 
     request_id: str
     image: Any
-    found: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The embeddings of an image that the node has, as `NodeEncoderCache` writes them."""
+
+    identifier: str
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,11 @@ class EncodeEnd:
 
 @dataclass(slots=True)
 class _Waits:
-    """A request that needs images. Its prompt is found up to ``found_tokens``."""
+    """A request that needs images. Its prompt is found up to ``found_tokens``.
+
+    Attributes:
+        looked: whether those that the node has are loaded.
+    """
 
     since_s: float
     found_tokens: int
@@ -58,6 +64,7 @@ class _Waits:
     tries: int = 0
     encode_s: float = 0.0
     inline: bool = False
+    looked: bool = False
 
 
 class LaneImages:
@@ -70,8 +77,8 @@ class LaneImages:
         self._waits: dict[str, _Waits] = {}
         # Requests with all of their images in the cache that have not begun.
         self._ready: dict[str, Any] = {}
-        # The encode in the lane: its request, the image's number, and whether the node had it.
-        self._current: tuple[Any, int, bool] | None = None
+        # The encode in the lane: its request, and the image's number.
+        self._current: tuple[Any, int] | None = None
         self._current_was_freed = False
 
     def are_ready(self, request: Any, found_tokens: int) -> bool:
@@ -91,8 +98,10 @@ class LaneImages:
             if not self._fits(request, found_tokens):
                 return True
             waits = self._waits[name] = _Waits(self._scheduler.clock(), found_tokens)
-        waits.found_tokens, waits.ready_s = found_tokens, None
-        self._ready.pop(name, None)
+        if self._ready.pop(name, None) is not None or waits.ready_s is not None:
+            # Some were evicted.
+            waits.ready_s, waits.looked = None, False
+        waits.found_tokens = found_tokens
         self._stages.wants(name)
         return False
 
@@ -100,16 +109,35 @@ class LaneImages:
         """Return whether the encoder cache lacks an image that a prompt needs."""
         return bool(self._missing(request, found_tokens))
 
-    def next(self, freed: Collection[str] = ()) -> Encode | None:
-        """Return the image that the lane encodes next, if it may begin now.
-
-        Args:
-            freed: identifiers that the worker drops with this step.
-        """
+    def were_freed(self, identifiers: Collection[str]) -> None:
+        """Note images that the worker drops with the next step."""
         if self._current is not None:
-            request, number, _ = self._current
+            request, number = self._current
             # A step has encoded it, too. The worker may drop it after the lane has kept it.
-            self._current_was_freed |= request.mm_features[number].identifier in freed
+            self._current_was_freed |= request.mm_features[number].identifier in identifiers
+
+    def loads(self) -> tuple[Found, ...]:
+        """Return images that the worker loads with its next step, beside whatever the lane does."""
+        node, found = self._scheduler.ec_connector, []
+        for name in () if node is None else self._stages.waiting:
+            request, waits = self._scheduler.requests[name], self._waits[name]
+            if waits.looked:
+                continue
+            waits.looked = True
+            for number in self._missing(request, waits.found_tokens):
+                if request.get_num_encoder_embeds(number) > self._room(request):
+                    waits.looked = False
+                    break
+                identifier = request.mm_features[number].identifier
+                data = node.take(identifier)
+                if data is not None:
+                    self._keep(request, number)
+                    node.took(name, Encoded(node_images=1))
+                    found.append(Found(identifier, data))
+        return tuple(found)
+
+    def next(self) -> Encode | None:
+        """Return the image that the lane encodes next, if it may begin now. Ask after `loads`."""
         while (name := self._stages.next_encode()) is not None:
             request, waits = self._scheduler.requests[name], self._waits[name]
             missing = self._missing(request, waits.found_tokens)
@@ -126,16 +154,14 @@ class LaneImages:
                 return None
             waits.tries += 1
             self._stages.encodes(name)
-            image, node = request.mm_features[number], self._scheduler.ec_connector
-            found = None if node is None else node.take(image.identifier)
-            self._current, self._current_was_freed = (request, number, found is not None), False
-            return Encode(name, image, found)
+            self._current, self._current_was_freed = (request, number), False
+            return Encode(name, request.mm_features[number])
         return None
 
     def hears(self, end: EncodeEnd) -> int:
         """Note an encode's end; returns how many embeddings were computed."""
         assert self._current is not None
-        (request, number, was_found), self._current = self._current, None
+        (request, number), self._current = self._current, None
         self._stages.encoded()
         waits = self._waits.get(request.request_id)
         if end.outcome == "failed" and waits is not None:
@@ -144,14 +170,16 @@ class LaneImages:
             self._stages.forget(request.request_id)
         if end.outcome != "done":
             return 0
-        self._keep(request, number)
+        if self._current_was_freed:
+            self._cache.freed.append(request.mm_features[number].identifier)
+        else:
+            self._keep(request, number)
         embeds = int(request.get_num_encoder_embeds(number))
         if waits is not None:
             waits.encode_s += end.lasted_s
             if self._scheduler.ec_connector is not None:
-                took = Encoded(node_images=1) if was_found else Encoded(1, embeds)
-                self._scheduler.ec_connector.took(request.request_id, took)
-        return 0 if was_found else embeds
+                self._scheduler.ec_connector.took(request.request_id, Encoded(1, embeds))
+        return embeds
 
     def refer(self, request: Any, start: int, end: int) -> None:
         """Keep the images of a prompt's part in the cache while the lane computes that."""
@@ -201,9 +229,10 @@ class LaneImages:
         return int(self._cache.num_freeable_slots - kept)
 
     def _wanted(self, request: Any) -> set[str]:
-        """Return the images that vLLM could evict, and ready requests or this one want."""
+        """Return images that vLLM could evict, and ready requests, the next or this one want."""
         wanted: set[str] = set()
-        for one in (*self._ready.values(), request):
+        heads = [self._scheduler.requests[name] for name in self._stages.waiting[:1]]
+        for one in (*self._ready.values(), *heads, request):
             waits = self._waits.get(one.request_id)
             if waits is None:
                 continue
@@ -215,9 +244,6 @@ class LaneImages:
         """Enter an image, which the worker has, into vLLM's account."""
         identifier = request.mm_features[number].identifier
         if identifier in self._cache.cached:
-            return
-        if self._current_was_freed:
-            self._cache.freed.append(identifier)
             return
         for one in self._wanted(request):
             # The oldest ones are evicted.

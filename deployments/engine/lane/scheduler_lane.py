@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from conserve.engine_scheduling import DecodeReserve, DecodeShare, PrefillLane, Stages
 from conserve.engine_scheduling.calls import Route
 from conserve.wire import StageTimes
-from deployments.engine.lane.images import Encode, EncodeEnd, LaneImages
+from deployments.engine.lane.images import Encode, EncodeEnd, Found, LaneImages
 
 # Most tokens of a chunk on a GPU. Its activations take memory beside those of a step.
 _GPU_CHUNK_TOKENS = 512
@@ -39,12 +39,14 @@ class LaneNotes:
         decode_sms: how many SMs the step has; the lane has the others. None: no border can be
             moved.
         encode: an image to encode next.
+        loads: images to load now.
     """
 
     jobs: tuple[Job, ...]
     chunk_tokens: int
     decode_sms: int | None = None
     encode: Encode | None = None
+    loads: tuple[Found, ...] = ()
 
 
 @dataclass(slots=True)
@@ -161,10 +163,14 @@ class SchedulerLane:
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)
         chunk = scheduler.left_tokens() if self._alternates else _GPU_CHUNK_TOKENS
-        encode = None if self.images is None else self.images.next(freed)
+        encode: Encode | None = None
+        loads: tuple[Found, ...] = ()
+        if self.images is not None:
+            self.images.were_freed(freed)
+            loads, encode = self.images.loads(), self.images.next()
         if encode is not None:
             self._current_since_s = scheduler.clock()
-        return LaneNotes(jobs, min(most, chunk), self._decide(computes), encode)
+        return LaneNotes(jobs, min(most, chunk), self._decide(computes), encode, loads)
 
     def _decide(self, computes: bool) -> int | None:
         sizes_sms = self.reserve.sizes_sms

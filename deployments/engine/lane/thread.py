@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deployments.engine.lane.images import Encode, EncodeEnd, EncodeOutcome
+from deployments.engine.lane.images import Encode, EncodeEnd, EncodeOutcome, Found
 from deployments.engine.lane.scheduler_lane import Job, LaneNotes, LaneReport
 
 # Not LMCache's logger: loading LMCache looks at the GPU, and a worker on SM slots loads this file
@@ -137,6 +137,9 @@ class Forward(Protocol):
             pause: is called between parts of the encoder. What it raises is passed on.
         """
 
+    def load(self, image: Found) -> None:
+        """Put embeddings that the node has there; called in the engine's thread."""
+
     def keep(self, image: Encode, embeds: Any) -> None:
         """Put embeddings where steps and chunks find them; called in the engine's thread."""
 
@@ -179,6 +182,8 @@ class LaneThread:
 
     def begin(self, notes: LaneNotes) -> None:
         self._chunk_tokens = notes.chunk_tokens
+        for image in notes.loads:
+            self._forward.load(image)
         encodes = () if notes.encode is None else (notes.encode,)
         for job in (*notes.jobs, *encodes):
             with self._lock:

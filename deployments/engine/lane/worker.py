@@ -29,7 +29,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 
-from deployments.engine.lane.images import Encode
+from deployments.engine.lane.images import Encode, Found
 from deployments.engine.lane.scheduler_lane import Job
 from deployments.engine.lane.thread import Turns
 from deployments.engine.sm_slots.pairs import GraphSets, slot_pairs
@@ -125,14 +125,11 @@ class LaneForward:
         stream = lane_stream(self._plain)
         on_stream = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
         with torch.inference_mode(), on_stream:
-            if image.found is not None:
-                embeds = read_encoded(image.found)
-            else:
-                self._pause = pause
-                try:
-                    embeds = self._encode(image.image)
-                finally:
-                    self._pause = None
+            self._pause = pause
+            try:
+                embeds = self._encode(image.image)
+            finally:
+                self._pause = None
             if stream is None:
                 return embeds, lambda: None
             done = torch.cuda.Event()
@@ -149,13 +146,16 @@ class LaneForward:
         encoded: torch.Tensor = embeds[0]
         return encoded
 
+    def load(self, image: Found) -> None:
+        self._encoder_cache()[image.identifier] = read_encoded(image.data)
+
     def keep(self, image: Encode, embeds: torch.Tensor) -> None:
         if self._plain is not None:
             # Its memory is of the lane's stream, and steps read it.
             embeds.record_stream(torch.cuda.current_stream(self._device))
         cache = self._encoder_cache()
         cache[image.image.identifier] = embeds
-        if image.found is None and has_ec_transfer():
+        if has_ec_transfer():
             get_ec_transfer().save_caches(cache, image.image.identifier)
 
     def _encoder_cache(self) -> Any:

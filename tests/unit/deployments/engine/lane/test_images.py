@@ -96,6 +96,32 @@ def _lone(engine: Engine, text: str, images: list[int]) -> list[int]:
     return answer
 
 
+class _Node(ECConnectorBase):  # type: ignore[misc]  # vLLM's types are not looked at.
+    """A node that has encoded images, to a scheduler."""
+
+    def __init__(self, encoded: dict[str, bytes]) -> None:
+        self.take = encoded.get
+        self.told: list[Encoded] = []
+
+    def took(self, request_id: str, took: Encoded) -> None:
+        self.told.append(took)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return False
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> None:
+        pass
+
+    def start_load_caches(self, encoder_cache: Any, **options: Any) -> None:
+        pass
+
+    def save_caches(self, encoder_cache: Any, mm_hash: str, **options: Any) -> None:
+        pass
+
+
 def test_images_are_encoded_beside_decodes_once_each_and_in_order(
     engine: Engine, encodes: list[str]
 ) -> None:
@@ -296,6 +322,32 @@ def test_no_image_is_evicted_for_those_of_turns_behind_it(
     engine.require_no_leak()
 
 
+def test_what_the_node_has_waits_for_nothing_in_the_lane(
+    engine: Engine, encodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, images = _text(1, 20, 2), [_image(1), _image(2)]
+    engine.add("lone", text, 6, images=images)
+    engine.drain()
+    lone, cached = engine.answers["lone"], engine.thread._forward._encoder_cache()
+    node = _Node({name: save({"encoded": one}) for name, one in cached.items()})
+    _begin(engine, lane=True)
+    encodes.clear()
+    monkeypatch.setattr(engine.scheduler, "ec_connector", node)
+    _decode(engine)
+    engine.add("reads", _text(2, 600, 0), 4)
+    engine.step()
+    assert engine.policy.current is not None
+    engine.add("sees", text, 6, images=images)
+    engine.step()
+    assert len(cached) == 2
+    assert engine.policy.current is not None
+    engine.drain()
+    assert engine.answers["sees"] == lone
+    assert not encodes
+    assert node.told == [Encoded(node_images=1), Encoded(node_images=1)]
+    engine.require_no_leak()
+
+
 def test_a_prompt_in_the_lane_keeps_the_cache_no_longer_than_its_prefill(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +418,8 @@ def test_what_a_step_has_dropped_meanwhile_is_encoded_again() -> None:
         assert cache.can_allocate(one, 0, 16, 0)
         cache.allocate(one, 0)
         cache.free(one)
-    assert images.next(cache.get_freed_mm_hashes()) is None
+    images.were_freed(cache.get_freed_mm_hashes())
+    assert images.next() is None
     images.hears(EncodeEnd("done", 0.1))
     assert not images.are_ready(lane, 0)
     assert cache.get_freed_mm_hashes() == ["x"]
