@@ -5,10 +5,12 @@ core of an idle machine (98 % measured; 0 % with the time below). Without a GPU,
 times a second whether a copy has ended, which took as much as an idle engine.
 
 It replaces internals of nixl 1.5 (``nixlBind.nixlAgentConfig``, as its ``_api`` module uses it) and
-of lmcache 0.5.6 (``DeviceHostFuncDispatcher``). Check them when those versions change.
+of lmcache 0.5.6 (``DeviceHostFuncDispatcher``, and a warning of the module of look-ups). Check them
+when those versions change.
 """
 
 import importlib
+import logging
 import resource
 import sys
 from types import ModuleType
@@ -21,6 +23,7 @@ OWN_POOL = "own"
 # Packages in the order in which LMCache tries them.
 NIXL_MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _LONGEST_SLEEP_US = 10_000
+_LOOK_UPS = "lmcache.v1.multiprocess.modules.lookup"
 _LOOKS_EVERY_S = 1.0
 
 
@@ -70,6 +73,18 @@ def lock_as_much_as_allowed() -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (most, most))
 
 
+def say_nothing_of_short_prompts() -> None:
+    """Drop the warning that a prompt shorter than a chunk, which has no keys, is not "touched".
+
+    LMCache logs it at the end of each such turn, and nothing is wrong.
+    """
+
+    def tells(record: logging.LogRecord) -> bool:
+        return "has no lookup ipc key" not in str(record.msg)
+
+    logging.getLogger(_LOOK_UPS).addFilter(tells)
+
+
 def main() -> None:
     from lmcache.cli.main import main as lmcache
 
@@ -83,6 +98,7 @@ def main() -> None:
 
     if not torch.accelerator.is_available():
         look_less_often_for_copies()
+    say_nothing_of_short_prompts()
     lmcache()
 
 

@@ -1,15 +1,20 @@
 """Tests that LMCache servers rest when they are idle, and lock what they may."""
 
 import inspect
+import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
+from lmcache.v1.multiprocess.modules.lookup import LookupModule
 from lmcache.v1.multiprocess.native_completion import DeviceHostFuncDispatcher
 
 from deployments.node.lmcache_main import (
     let_progress_thread_sleep,
     look_less_often_for_copies,
     nixl_api,
+    say_nothing_of_short_prompts,
 )
 from tests.checkout import ROOT
 
@@ -44,6 +49,34 @@ def test_a_dispatcher_may_rest() -> None:
         assert DeviceHostFuncDispatcher().interval == 1.0
     finally:
         start.__defaults__ = before
+
+
+def test_a_prompt_shorter_than_a_chunk_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """LMCache's own code is called at the end of such a turn, and of one that it never heard of."""
+    sessions = {"short": SimpleNamespace(lookup_ipc_key=None)}
+    context = SimpleNamespace(
+        event_bus=SimpleNamespace(publish=lambda event: None),
+        session_manager=SimpleNamespace(remove=sessions.get),
+    )
+    module = object.__new__(LookupModule)
+    module._ctx = context
+
+    def said(request_id: str) -> list[str]:
+        caplog.clear()
+        module.end_session(request_id)
+        return [record.getMessage() for record in caplog.records]
+
+    log = logging.getLogger(LookupModule.__module__)
+    before = list(log.filters)
+    log.addHandler(caplog.handler)
+    try:
+        assert said("short") == ["Session short has no lookup ipc key, skipping touch"]
+        say_nothing_of_short_prompts()
+        assert said("short") == []
+        assert said("unknown") == ["Session unknown not found, skipping touch"]
+    finally:
+        log.filters[:] = before
+        log.removeHandler(caplog.handler)
 
 
 def test_a_server_locks_as_much_as_it_may() -> None:
