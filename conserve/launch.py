@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -26,6 +27,9 @@ from conserve.wire import START_PHASES
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
 _KILLED_WITHIN_S = 20.0
+# The application's log and the one before it have at most some more than this each.
+_LOG_BYTES = 64 * 2**20
+_LOG_LOOK_S = 5.0
 
 
 class LaunchError(RuntimeError):
@@ -60,7 +64,9 @@ class Launch:
     def __enter__(self) -> Self:
         _adopt_orphans()
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("wb") as log:
+        self._log_path.write_bytes(b"")
+        # Appending, so that it can be emptied while they write.
+        with self._log_path.open("ab") as log:
             # A session of its own, so that Ctrl-C reaches it only through `stop`.
             self._process = subprocess.Popen(
                 self._command,
@@ -70,6 +76,7 @@ class Launch:
                 env=self._environment,
                 start_new_session=True,
             )
+        threading.Thread(target=self._bound_log, args=[self._process], daemon=True).start()
         return self
 
     def __exit__(
@@ -162,9 +169,25 @@ class Launch:
             self._process.wait(10)
         self._process = None
 
+    def _bound_log(self, process: "subprocess.Popen[bytes]") -> None:
+        while process.poll() is None:
+            time.sleep(_LOG_LOOK_S)
+            with contextlib.suppress(OSError):
+                bound(self._log_path, _LOG_BYTES)
+
     def _last_words(self) -> str:
         text = self._log_path.read_text(errors="replace")
         return "\n".join([*_errors(text), f"The whole log: {self._log_path}"])
+
+
+def bound(log: Path, most_bytes: int) -> None:
+    """Move what a file has beyond its bound to ``FILE.1``, in the place of what was there.
+
+    Its writers append, and keep it open. What they write between the copy and its end is lost.
+    """
+    if log.stat().st_size > most_bytes:
+        shutil.copyfile(log, log.with_name(log.name + ".1"))
+        os.truncate(log, 0)
 
 
 def _phase(state: Mapping[str, Any], engines: int) -> str:

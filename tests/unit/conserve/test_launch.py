@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conserve import launch
-from conserve.launch import Launch, LaunchError
+from conserve.launch import Launch, LaunchError, bound
 
 _STATES: list[dict[str, Any]] = [
     {},
@@ -85,3 +85,17 @@ def test_an_application_that_failed_names_the_cause_first(tmp_path: Path) -> Non
     assert said[-2] == "RuntimeError: Deploying application default failed"
     assert len(said) == 13
     assert said[-1] == f"The whole log: {log}"
+
+
+def test_an_applications_log_is_bounded_while_it_writes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"")
+    with log.open("ab", buffering=0) as writing:
+        writing.write(b"old\n" * 100)
+        bound(log, 500)
+        assert not log.with_name("log.1").exists()
+        writing.write(b"old\n" * 100)
+        bound(log, 500)
+        writing.write(b"new\n")
+    assert log.read_bytes() == b"new\n"
+    assert log.with_name("log.1").read_bytes() == b"old\n" * 200
