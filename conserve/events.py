@@ -51,11 +51,18 @@ class Event(NamedTuple):
 class EventLog:
     """The newest events, for listeners that ask for those after the last one seen; all are counted.
 
-    A log that succeeds another must start above it, with ``first``.
+    A log that succeeds another must start above it, with ``first``. ``told`` hears each event.
     """
 
-    def __init__(self, clock: Callable[[], float], first: int = 1, most: int = MOST_EVENTS) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        first: int = 1,
+        most: int = MOST_EVENTS,
+        told: Callable[[Event], None] | None = None,
+    ) -> None:
         self._clock = clock
+        self._told = told
         self.first = self._next = first
         self._most = most
         self._kept: deque[Event] = deque()
@@ -78,6 +85,8 @@ class EventLog:
         self._of.setdefault(identity.conversation_of(history_id), deque()).append(event)
         if len(self._kept) > self._most:
             self._forget(self._kept.popleft())
+        if self._told is not None:
+            self._told(event)
 
     def _forget(self, oldest: Event) -> None:
         conversation_id = identity.conversation_of(oldest.history_id)

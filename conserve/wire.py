@@ -165,6 +165,45 @@ def read_notes(notes: bytes) -> list[Emitted]:
     return found
 
 
+class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A turn as its decoder served it, for the router's log and traces.
+
+    Attributes:
+        cached_tokens, loaded_tokens: of the prompt, found in the decoder's own cache, and taken
+            from LMCache.
+        missed_tokens: just stored by a prefiller, and not found.
+        queued_s: in the engine before it ran, the load of its KV included; None if the engine keeps
+            no times.
+        prefill_s, decode_s: from then to the first token, and from that to the last.
+        waited_for: see `conserve.engine_scheduling.WaitFor`.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    loaded_tokens: int = 0
+    output_tokens: int = 0
+    missed_tokens: int = 0
+    queued_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    waited_for: str | None = None
+
+
+# An answer in one piece has it in this header; in a stream it is a comment within the last event.
+SUMMARY_HEADER = "x-conserve-summary"
+SUMMARY_MARK = NOTE_MARK + b"{"
+_SUMMARY = msgspec.json.Decoder(TurnSummary)
+
+
+def summary_line(summary: TurnSummary) -> bytes:
+    """Write a summary as the line that comes before a stream's last event."""
+    return NOTE_MARK + msgspec.json.encode(summary) + b"\n"
+
+
+def read_summary(said: bytes | str) -> TurnSummary:
+    return _SUMMARY.decode(said)
+
+
 # --- Responses that decoders keep -----------------------------------------------------------------
 
 # Before the id of a response: a decoder returns its `StoredResponse`, or forgets it.

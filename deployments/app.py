@@ -149,7 +149,11 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
     if settings.encoders.replicas:
         engines.append(_engines("encoder", settings, settings.encoders, gpu, waiting))
-    options = {"num_replicas": settings.routers, "max_ongoing_requests": _MAX_ONGOING}
+    options = {
+        "num_replicas": settings.routers,
+        "max_ongoing_requests": _MAX_ONGOING,
+        **_logging(settings),
+    }
     router = cast(Any, Router).options(**options)
     return router.bind(settings, *engines)
 
@@ -204,6 +208,7 @@ def _engines(
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,
         "graceful_shutdown_timeout_s": _LEAVING_S,
+        **_logging(settings),
     }
     if own.max_replicas is None:
         options["num_replicas"] = own.replicas
@@ -218,6 +223,11 @@ def _engines(
     return serve.deployment(**options)(cast(Any, _ENGINE_SERVER)).bind(
         config, role=role, settings=settings, tier=tier
     )
+
+
+def _logging(settings: Settings) -> dict[str, Any]:
+    """Return the options by which a deployment's replicas write their own logs."""
+    return {"logging_config": {"encoding": "JSON"}} if settings.log.format == "json" else {}
 
 
 def placement_options(config: Mapping[str, Any], gpu: bool) -> dict[str, Any]:

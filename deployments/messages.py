@@ -1,6 +1,6 @@
 """The messages between routers, engines, nodes' actors and the conversation table."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -13,7 +13,7 @@ from conserve.history import History, TurnKey
 from conserve.holdings import Parked
 from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import Limits
-from conserve.wire import NOTHING_ENCODED, Encoded, Role, StartPhase
+from conserve.wire import NOTHING_ENCODED, Encoded, Role, StartPhase, TurnSummary
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
@@ -222,6 +222,12 @@ class PlaceTurn:
     opening: Opening | None = None
 
 
+Reason = Literal["home", "new", "branch", "resumed", "moved"]
+"""Why a turn runs where it does: its history is bound there (``home``); a new history where the
+placement policy put it, or where others hold its beginning (``branch``); a history that was paused
+(``resumed``), or whose decoder was lost (``moved``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
     """Tells where a turn goes; `prefiller_id` is set where a remote prefill comes first.
@@ -246,6 +252,7 @@ class TurnPlan:
     points: bytes = b""
     parks: bool = False
     direct: bool = False
+    reason: Reason = "home"
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +344,12 @@ class TurnTiming:
             call; of an answer in one piece, the answer. Not a time, since nodes' clocks differ.
         continued: how often its stream went on at another decoder.
         tenant: None where there are no keys.
+        error: the code of the error that the client got; never its message, which may quote the
+            prompt.
+        decoder_id, prefiller_id: the engines that served it last.
+        placement: why there.
+        phases: seconds, by the names of `deployments.router.phases`.
+        summary: its decoder's, if it got to the end there.
     """
 
     outcome: TurnOutcome
@@ -347,3 +360,10 @@ class TurnTiming:
     effective_ago_s: float | None = None
     continued: int = 0
     tenant: str | None = None
+    request_id: str | None = None
+    error: str | None = None
+    decoder_id: str | None = None
+    prefiller_id: str | None = None
+    placement: Reason | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    summary: TurnSummary | None = None

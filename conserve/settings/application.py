@@ -24,6 +24,7 @@ from conserve.settings.groups import (
     AutoscalingSettings,
     EnvironmentSettings,
     LMCacheSettings,
+    LogSettings,
     MediaSettings,
     RoleSettings,
     Strict,
@@ -217,6 +218,9 @@ class Settings(Strict):
         description="Text of system prompts that is another one in each turn, and by which no "
         "history is recognised. `billing_header`: Claude Code's `x-anthropic-billing-header`, "
         "which is taken out of prompts too; `times`: clock times with seconds.",
+    )
+    log: LogSettings = Field(
+        default_factory=LogSettings, description="How turns and events are logged."
     )
     environments: EnvironmentSettings = Field(
         default_factory=EnvironmentSettings,

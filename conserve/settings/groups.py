@@ -255,6 +255,16 @@ class TLSSettings(Strict):
         return self.cert_file, self.key_file
 
 
+class LogSettings(Strict):
+    """The log of turns and events."""
+
+    format: Literal["text", "json"] = Field(
+        default="text",
+        description="How `conserve.log`, with a line for each turn and event, and the routers' and "
+        "engines' logs are written: for people, or a JSON object a line.",
+    )
+
+
 class EnvironmentSettings(Strict):
     """Whether clients may have environments in which their agents' tools run, and how many."""
 

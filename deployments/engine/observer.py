@@ -77,6 +77,8 @@ class _Observation:
     kept_s: float | None = None
     encoded: wire.Encoded = wire.NOTHING_ENCODED
     stages: wire.StageTimes = wire.NO_STAGES
+    # vLLM's times of the request, or of the last of several.
+    times: Any = None
     # Set by the first output; vLLM says it at a stream's end.
     told: ToldOfCaches | None = None
 
@@ -104,7 +106,7 @@ class _Observation:
         self.encoded = max(self.encoded, wire.encoded(output.ec_transfer_params))
         # Of several choices, the one that took longest.
         self.stages = max(self.stages, wire.stage_times(output.kv_transfer_params), key=sum)
-        times = output.metrics
+        times = self.times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
         if output.finished:
@@ -151,6 +153,26 @@ class _Observation:
             encode_wait_s=self.stages.encode_wait_s,
             encode_s=self.stages.encode_s,
             prefill_s=self.stages.prefill_s,
+        )
+
+    def summary(self) -> wire.TurnSummary | None:
+        stats, times = self.stats(), self.times
+        if stats is None:
+            return None
+        queued_s = prefill_s = None
+        if times is not None and 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
+            queued_s = times.scheduled_ts - times.queued_ts
+            prefill_s = times.first_token_ts - times.scheduled_ts
+        return wire.TurnSummary(
+            stats.prompt_tokens,
+            stats.decoder_cached_tokens,
+            stats.lmcache_tokens,
+            stats.output_tokens,
+            stats.missed_tokens,
+            queued_s,
+            prefill_s,
+            stats.decode_s,
+            stats.engine_wait_for,
         )
 
 
@@ -386,9 +408,7 @@ class _Turn:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
                 self.streamed = is_stream(message)
-                if self.observation.asked.key is None:
-                    own = wire.key_header(self.observation.key).encode()
-                    message["headers"] = [*message["headers"], (wire.TURN_HEADER.encode(), own)]
+                message["headers"] = [*message["headers"], *self._own_headers()]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
                 if self.beginning is not None and part:
@@ -396,6 +416,8 @@ class _Turn:
                 # vLLM sends every event as a part of its own.
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
                     self.report(completed=self._completed())
+                    if self.streamed and (summary := self.observation.summary()) is not None:
+                        message["body"] = wire.summary_line(summary) + part
                     # The report is sent before the answer's end.
                     await asyncio.sleep(0)
                 elif self.streamed and (unnoted := self.observation.unnoted):
@@ -404,6 +426,15 @@ class _Turn:
             await send(message)
 
         return observed_send
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return what its router is told beside the answer; one in one piece is complete by now."""
+        own, seen = [], self.observation
+        if seen.asked.key is None:
+            own.append((wire.TURN_HEADER.encode(), wire.key_header(seen.key).encode()))
+        if not self.streamed and (summary := seen.summary()) is not None:
+            own.append((wire.SUMMARY_HEADER.encode(), msgspec.json.encode(summary)))
+        return own
 
     def _completed(self) -> bool:
         seen = self.observation

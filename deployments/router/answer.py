@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import aiohttp
 from starlette.types import Message, Send
 
+from conserve import wire
 from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
 from deployments.router.errors import RawHeaders, refuse
@@ -34,14 +35,17 @@ class RelayedAnswer:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
-        record: keeps what the client gets of a stream, for another engine to go on with; None if
-            that is not wanted.
+        record: keeps what the client gets of a stream, for another engine to go on with; None for
+            an answer in one piece.
 
     Attributes:
         started: whether the client has some of it, so that it cannot be given anew.
         streamed: whether it comes as events, and not in one piece.
         ttft_s: time from the request to a stream's first event with output; None: none came.
         tbt_s: gaps between a stream's events that hold output.
+        first_s: when this engine's first output came, by `time.perf_counter`; None: none came, or
+            the answer is in one piece.
+        summary: this engine's; None until its end.
         effective: whether it is a dialogue's, is complete and holds no tool call.
     """
 
@@ -58,9 +62,15 @@ class RelayedAnswer:
         self.streamed = False
         self.ttft_s: float | None = None
         self.tbt_s: list[float] = []
+        self.first_s: float | None = None
+        self.summary: wire.TurnSummary | None = None
         self.effective = False
         self._calls_tool = False
         self._beginning: Message | None = None
+
+    def forget_engine(self) -> None:
+        """Note that another engine is asked."""
+        self.first_s = self.summary = None
 
     async def relay(self, response: aiohttp.ClientResponse, own_headers: RawHeaders) -> None:
         """Pass a response on to its end.
@@ -76,6 +86,8 @@ class RelayedAnswer:
         # It is read whole before the first byte is sent, so that another engine can serve the turn
         # if this one dies.
         whole = await response.read()
+        if (said := response.headers.get(wire.SUMMARY_HEADER)) is not None:
+            self.summary = wire.read_summary(said)
         self.effective = is_dialogue(self._path) and self._form.tool_call not in whole
         self.started = True
         length = (b"content-length", str(len(whole)).encode())
@@ -105,10 +117,11 @@ class RelayedAnswer:
             if not self.started:
                 await self._begin()
             self._events += part.count(b"\n\n")
-            if self.ttft_s is None:
+            if self.first_s is None:
                 if form.shows_output(part):
-                    self.ttft_s = now_s - self._arrived_s
-                    last_s = now_s
+                    self.first_s = last_s = now_s
+                    if self.ttft_s is None:
+                        self.ttft_s = now_s - self._arrived_s
             elif outputs := form.outputs_in(part):
                 if last_s:
                     self.tbt_s += [(now_s - last_s) / outputs] * outputs
@@ -116,6 +129,8 @@ class RelayedAnswer:
             self._calls_tool = self._calls_tool or form.tool_call in part
             ending.append(part)
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        if record is not None:
+            self.summary = record.summary
         if record is not None and not record.done and (record.can_resume or record.error):
             raise StreamBroken(record.error)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -87,11 +87,16 @@ class ClientRequest:
         return apis.is_dialogue(self.path)
 
     @property
+    def streams(self) -> bool:
+        """Whether its answer is a stream."""
+        return self.body.get("stream") is True
+
+    @property
     def one_stream(self) -> bool:
         """Whether its answer is a stream, and a single one."""
         prompt = self.body.get("prompt")
         several = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
-        return self.body.get("stream") is True and (self.path != COMPLETIONS or not several)
+        return self.streams and (self.path != COMPLETIONS or not several)
 
     @property
     def engine_path(self) -> str:

@@ -30,9 +30,13 @@ class StreamRecord:
         request_id: vLLM's, as events name it; None before the first.
         error: the event by which the engine ended the stream, which was not passed on.
         done: whether the stream came to its end.
+        summary: its decoder's, which comes with the end.
+        continues: whether another decoder may go on with it.
     """
 
-    def __init__(self, path: str = apis.CHAT) -> None:
+    def __init__(self, path: str = apis.CHAT, *, continues: bool = True) -> None:
+        self.continues = continues
+        self.summary: wire.TurnSummary | None = None
         self.notes = bytearray()
         self.request_id: str | None = None
         self.error: bytes | None = None
@@ -52,7 +56,7 @@ class StreamRecord:
     @property
     def can_resume(self) -> bool:
         """Whether the client has something, and it is known what."""
-        return bool(self.notes) or 0 < self._passed == self._opened
+        return self.continues and (bool(self.notes) or 0 < self._passed == self._opened)
 
     def resume(self) -> None:
         """Note that the stream begins anew, at another decoder."""
@@ -71,6 +75,9 @@ class StreamRecord:
         note = b""
         if event.startswith(wire.NOTE_MARK):
             note, _, event = event.partition(b"\n")
+            if note.startswith(wire.SUMMARY_MARK):
+                self.summary = wire.read_summary(note.removeprefix(wire.NOTE_MARK))
+                note = b""
         if event.startswith(self._form.error):
             if self._path == apis.MESSAGES:
                 event = _FAILED.event(self._path).removesuffix(END_OF_EVENT)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,9 +39,11 @@ from deployments.router.answer import (
 from deployments.router.encoding import Encoding
 from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.media import MediaReader
+from deployments.router.phases import Phase, Phases
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
 from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
+from deployments.router.request_ids import request_id_of
 from deployments.router.stored import StoredResponses
 from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import EngineUnreachable, Upstream, engine_error, error_of_event
@@ -83,7 +86,10 @@ class TurnEndpoint:
             return
         except ApiError as error:
             latency_s = time.perf_counter() - arrived_s
-            refused = TurnTiming("refused", latency_s, None, (), tenant=tenant_of(scope))
+            refused = TurnTiming(
+                "refused", latency_s, None, (),
+                tenant=tenant_of(scope), request_id=request_id_of(scope), error=error.code,
+            )  # fmt: skip
             self.table.observe(refused)
             await hold_back(error, arrived_s)
             await refuse(error, [], send, scope["path"])
@@ -132,13 +138,18 @@ class Turn:
         self._router_id = endpoint.router_id
 
         # The request, and what its client has of the answer.
-        continues = self._settings.continue_streams and request.one_stream
-        record = StreamRecord(request.path) if continues else None
+        record: StreamRecord | None = None
+        if request.streams:
+            continues = self._settings.continue_streams and request.one_stream
+            record = StreamRecord(request.path, continues=continues)
         self._request = request
         self._arrived_s = arrived_s
         self._answer = RelayedAnswer(request.path, arrived_s, send, record)
 
         # What all attempts have come to.
+        self._phases = Phases()
+        self._phases.all.append(Phase("recognition", arrived_s, time.perf_counter()))
+        self._error: str | None = None
         self._history_id: str | None = None
         self._let_in = False
         self._lost: set[str] = set()
@@ -236,19 +247,19 @@ class Turn:
         asked, attempt, counted = self._request, self._attempt, None
         if attempt.counter is not None:
             counted = await self._count(attempt.counter.url, attempt.counter.decoder_id)
-        answer = await self._table.begin(
-            BeginTurn(
-                self._router_id,
-                asked.explicit_id,
-                asked.chain,
-                self._limited,
-                self._history_id,
-                self._hints,
-                attempt.refused_by,
-                None if counted is None else counted.prompt_tokens,
-                0 if counted is None else counted.encode_tokens,
-            )
+        begin = BeginTurn(
+            self._router_id,
+            asked.explicit_id,
+            asked.chain,
+            self._limited,
+            self._history_id,
+            self._hints,
+            attempt.refused_by,
+            None if counted is None else counted.prompt_tokens,
+            0 if counted is None else counted.encode_tokens,
         )
+        with self._phases.during("wait"):
+            answer = await self._table.begin(begin)
         if isinstance(answer, Unplaced):
             self._history_id = answer.history_id
             try:
@@ -259,7 +270,8 @@ class Turn:
                 self._table.forgo(answer)
                 raise
             try:
-                plan = await self._table.place(wanted)
+                with self._phases.during("wait"):
+                    plan = await self._table.place(wanted)
             except asyncio.CancelledError:
                 # A refusal has settled the turn; one whose client leaves is still queued.
                 self._table.forgo(answer)
@@ -307,7 +319,8 @@ class Turn:
         try:
             counted = counted_as_sent(self._request)
             if counted is None:
-                counted = await count_prompt(self._request, self._upstream, url)
+                with self._phases.during("count", engine_id):
+                    counted = await count_prompt(self._request, self._upstream, url)
                 if self._encoding.encoders.has_any:
                     # No engine that computes prompts will encode them.
                     counted = replace(counted, encode_tokens=0)
@@ -323,7 +336,8 @@ class Turn:
         """Have encoders beside the engine at ``url`` encode what is new there, if there are any."""
         if not self._request.to_encode:
             return
-        encoded, broken = await self._encoding.encode(self._request, url)
+        with self._phases.during("encode"):
+            encoded, broken = await self._encoding.encode(self._request, url)
         self._encoded = self._encoded.plus(encoded)
         for encoder, error in broken:
             with contextlib.suppress(TableUnavailable):
@@ -343,14 +357,17 @@ class Turn:
             if counted_as_sent(asked) is not None:
                 # No engine has judged the request, and one that is refused is not prefilled.
                 await self._upstream.check(plan.prefiller_url, asked.engine_path, asked.raw)
-            done = await self._upstream.prefill(plan.prefiller_url, path, raw)
+            with self._phases.during("prefill", plan.prefiller_id):
+                done = await self._upstream.prefill(plan.prefiller_url, path, raw)
         except (EngineUnreachable, ApiError) as error:
             # The turn goes on without a prefiller: its decoder computes what it does not find.
-            logger.warning("prefill on %s: %s", plan.prefiller_id, error)
+            # An engine's own message may quote the prompt.
+            why = f"it answered {error.status}" if isinstance(error, ApiError) else str(error)
+            logger.warning("prefill on %s: %s", plan.prefiller_id, why)
             had_it = isinstance(error, ApiError) or error.had_request
             if isinstance(error, EngineUnreachable) or error.status >= 500:
                 engine = (plan.prefiller_id, plan.prefiller_url)
-                await self._report_if_lost(*engine, str(error), had_it)
+                await self._report_if_lost(*engine, why, had_it)
         finally:
             self._attempt.prefilled = done
             self._table.prefilled(plan, done)
@@ -384,7 +401,7 @@ class Turn:
         headers = self._headers(straight=straight, root=root, prefill_encoded=self._encoded)
         url = home.url + asked.engine_path
         try:
-            async with self._upstream.post(url, asked.raw, headers) as response:
+            async with self._served(url, asked.raw, headers, home.decoder_id) as response:
                 found = response.headers
                 if response.status == wire.REFUSED_STATUS and wire.REFUSED_HEADER in found:
                     self._homes.forget(self._stated_id, asked.chain)
@@ -403,14 +420,34 @@ class Turn:
             raise
         return True
 
+    @contextlib.asynccontextmanager
+    async def _served(
+        self, url: str, body: bytes, headers: dict[str, str], decoder_id: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send the turn to a decoder; note at the end of ``async with`` what that did."""
+        sent_s = time.perf_counter()
+        failed: str | None = None
+        self._answer.forget_engine()
+        try:
+            async with self._upstream.post(url, body, headers) as response:
+                yield response
+        except BaseException as error:
+            failed = type(error).__name__
+            raise
+        finally:
+            # A decoder that refused the turn did nothing.
+            if failed is not None or self._plan is not None:
+                seen = self._answer
+                self._phases.served(decoder_id, sent_s, seen.first_s, seen.summary, failed)
+
     def _headers(self, **told: Any) -> dict[str, str]:
         """Return the headers for a decoder; ``told`` is what it hears of where the turn was."""
-        asked = self._request
+        asked, record = self._request, self._answer.record
         turn = wire.DecoderTurn(
             recognises=asked.chat,
             resume_s=asked.hints.expected_resume_s,
             last=bool(asked.hints.last_step),
-            notes=self._answer.record is not None,
+            notes=record is not None and record.continues,
             **told,
         )
         headers = {"Content-Type": "application/json", wire.TURN_HEADER: turn.header()}
@@ -442,7 +479,7 @@ class Turn:
                 headers["x-request-id"] = record.request_id
         self._attempt.at_decoder = True
         url = plan.decoder_url + asked.engine_path
-        async with self._upstream.post(url, body, headers) as response:
+        async with self._served(url, body, headers, plan.decoder_id) as response:
             if plan.direct and response.status == 200:
                 at = plan.decoder_id, plan.decoder_url
                 home = Home(*at, self._hints, asked.size, asked.media)
@@ -508,6 +545,7 @@ class Turn:
             return "cancelled"
         except AnsweredWithError:
             await self._has_failed("an error in the stream", had_prompt=True)
+            self._error = "engine_error"
             return "failed"
         except ApiError as error:
             failure = error
@@ -516,6 +554,7 @@ class Turn:
         except Exception:
             logger.exception("unexpected error in a turn")
             failure = ApiError(500, "internal error; see the router's log", "internal_error")
+        self._error = failure.code or str(failure.status)
         if self._plan is not None:
             self._table.abandon(self._plan)
         if not self._answer.started:
@@ -541,20 +580,31 @@ class Turn:
 
     def _timing(self, outcome: TurnOutcome) -> TurnTiming:
         latency_s = time.perf_counter() - self._arrived_s
-        tenant = None if self._request.tenant is None else self._request.tenant.name
-        if self._plan is None:
-            return TurnTiming(outcome, latency_s, None, (), tenant=tenant)
-        seen = self._answer
-        ago_s = 0.0 if seen.ttft_s is None else latency_s - seen.ttft_s
-        return TurnTiming(
+        plan, seen, tenant = self._plan, self._answer, self._request.tenant
+        timing = TurnTiming(
             outcome,
             latency_s,
-            seen.ttft_s,
-            tuple(seen.tbt_s),
-            self._plan.turn,
-            ago_s if seen.effective else None,
-            self._continued,
-            tenant,
+            None,
+            (),
+            tenant=None if tenant is None else tenant.name,
+            request_id=self._request.request_id,
+            error=self._error,
+            phases=self._phases.seconds(),
+        )
+        if plan is None:
+            return timing
+        ago_s = 0.0 if seen.ttft_s is None else latency_s - seen.ttft_s
+        return replace(
+            timing,
+            ttft_s=seen.ttft_s,
+            tbt_s=tuple(seen.tbt_s),
+            turn=plan.turn,
+            effective_ago_s=ago_s if seen.effective else None,
+            continued=self._continued,
+            decoder_id=plan.decoder_id,
+            prefiller_id=plan.prefiller_id,
+            placement=plan.reason,
+            summary=seen.summary,
         )
 
 

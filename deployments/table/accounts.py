@@ -16,6 +16,7 @@ from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
+from deployments.table import lines
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
 from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
 from deployments.table.registry import Registry
@@ -217,6 +218,7 @@ class Accounts:
 
     def observed(self, timing: TurnTiming) -> None:
         metrics = self.metrics
+        lines.log_turn(timing)
         if timing.turn is not None:
             self._events.add(
                 "answered", timing.turn.history_id, turn=timing.turn.turn_id,

@@ -98,7 +98,6 @@ class Membership:
             # All engines that a predecessor wanted are there.
             self.autoscaler.adopt(engine.role, engine.wanted_replicas, now_s)
         self.accounts.engine_ready(engine)
-        logger.info("%s %s is ready at %s", engine.role, engine.id, engine.url)
         self.recovery.look()
         self.room.admit()
         return forget
@@ -110,10 +109,6 @@ class Membership:
         self.running.engine_lost(engine_id)
         unbound = self._remove(engine)
         self.accounts.engine_gone(engine, len(unbound), why)
-        logger.warning(
-            "%s %s is lost (%s); %d conversations will be prefilled again on their next turn",
-            engine.role, engine_id, why, len(unbound),
-        )  # fmt: skip
 
     def leave(self, engine_id: str, overdue: bool) -> bool:
         engine = self.registry.engines.get(engine_id)
@@ -149,9 +144,6 @@ class Membership:
             self.running.engine_lost(engine_id)
             unbound = self._remove(engine)
             self.accounts.engine_gone(engine, len(unbound))
-            logger.info(
-                "%s %s has left, with %d conversations", engine.role, engine_id, len(unbound)
-            )
 
     def _remove(self, engine: EngineInfo) -> list[str]:
         unbound = self.registry.remove(engine)

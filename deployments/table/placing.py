@@ -14,6 +14,7 @@ from conserve.tenants.limits import Over
 from deployments.messages import (
     BeginTurn,
     PlaceTurn,
+    Reason,
     Refusal,
     TurnPlan,
     TurnTenant,
@@ -176,7 +177,10 @@ class Placing:
             return refusals.UNAVAILABLE
         self.accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         prefiller_id = admitted.placement.prefiller_id
-        return self.running.plan(admitted.turn, history, prefiller_id, asked.router_id)
+        reason = _reason(admitted)
+        return self.running.plan(
+            admitted.turn, history, prefiller_id, asked.router_id, reason=reason
+        )
 
     def forgo(self, history_id: str, claim: int) -> None:
         pending = self.room.pending.get(history_id)
@@ -226,3 +230,13 @@ class Placing:
         assert tenant is not None
         self.accounts.over_limit(tenant.name, over)
         return refusals.over_limit(tenant.name, over)
+
+
+def _reason(admitted: Admitted) -> Reason:
+    if not admitted.newly_bound:
+        return "home"
+    if admitted.moved:
+        return "moved"
+    if admitted.known:
+        return "resumed"
+    return "new" if admitted.history.base is None else "branch"

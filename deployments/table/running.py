@@ -7,7 +7,7 @@ from conserve.conversations import ConversationTable
 from conserve.history import History, TurnKey, TurnStats
 from conserve.recognition import Digest
 from conserve.settings import Settings
-from deployments.messages import Prefilled, TurnPlan
+from deployments.messages import Prefilled, Reason, TurnPlan
 from deployments.table.accounts import Accounts
 from deployments.table.registry import Registry
 from deployments.table.room import Room
@@ -40,6 +40,7 @@ class RunningTurns:
         prefiller_id: str | None,
         router_id: str,
         later: bool = False,
+        reason: Reason = "home",
     ) -> TurnPlan:
         """Return where a turn that has just begun goes."""
         assert history.decoder_id is not None
@@ -59,6 +60,7 @@ class RunningTurns:
             points=b"" if later else history.points,
             parks=parks,
             direct=self.settings.later_turns_direct,
+            reason=reason,
         )
         self.begins(plan, router_id)
         return plan

@@ -32,7 +32,7 @@ from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
 from deployments import answers, messages
-from deployments.table import refusals
+from deployments.table import lines, refusals
 from deployments.table.accounts import Accounts
 from deployments.table.listeners import LOOK_S, Listeners
 from deployments.table.membership import Membership, Recovery
@@ -70,7 +70,8 @@ class TableService:
         # Turns are numbered by hundreds.
         first_id = time.time_ns() // 1000
         # Theirs is finer: there may be several in a millisecond.
-        self._events = EventLog(unix_s, time.time_ns() // 1000)
+        lines.log_in_session(settings.log.format)
+        self._events = EventLog(unix_s, time.time_ns() // 1000, told=lines.log_event)
         self._table = ConversationTable(
             settings.policy(engine_costs(settings)),
             settings.idle_timeout_s,

@@ -64,6 +64,8 @@ class Decoder:
         # What vLLM has made of the prompt's images.
         self.images: dict[str, Any] = {}
         self.fails: str | None = None
+        # vLLM's times of the request.
+        self.times: Any = None
         self.aborted: list[str] = []
         # Of each output instead of `found`.
         self.founds: list[dict[str, int]] = []
@@ -105,6 +107,7 @@ class Decoder:
                 num_cached_tokens=self._cached, num_cache_creation_tokens=5,
                 kv_transfer_params={"cached_token_stats": found, **self.said},
                 ec_transfer_params={wire.ENCODED: [1, 16, 0]} if reason and self.images else None,
+                metrics=self.times,
             )  # fmt: skip
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -180,10 +183,30 @@ def test_one_that_comes_to_its_end_is_complete(sent: bytes) -> None:
     assert decoder.failure is None
     assert [one.completed for one in told(decoder.desk)] == [True]
     assert decoder.ask("/health")[0] == 200
-    notes = [line + b"\n" for line in answer.split(b"\n") if line.startswith(wire.NOTE_MARK)]
+    lines = [line + b"\n" for line in answer.split(b"\n") if line.startswith(wire.NOTE_MARK)]
+    *notes, summary = lines
+    assert summary.startswith(wire.SUMMARY_MARK)
     emitted = wire.read_notes(b"".join(notes))
     assert [one.finish_reason for one in emitted][-1] == "length"
     assert [id_ for one in emitted for id_ in one.token_ids] == [*([41] if sent else []), 40, 41]
+
+
+def test_a_router_is_told_what_the_turn_took() -> None:
+    decoder = Decoder("length", cached=2)
+    decoder.found = {"num_vllm_cached_tokens": 1, "num_lmcache_extra_cached_tokens": 1}
+    decoder.times = SimpleNamespace(
+        queued_ts=10.0, scheduled_ts=10.5, first_token_ts=11.5, last_token_ts=14.0
+    )
+    answer = decoder.turn()
+    before, ends, _ = answer.partition(b"data: [DONE]")
+    assert ends
+    line = before.rpartition(b"\n\n")[2]
+    assert line.startswith(wire.SUMMARY_MARK)
+    told = wire.read_summary(line.removeprefix(wire.NOTE_MARK))
+    assert told == wire.TurnSummary(len(PROMPT), 1, 1, 2, queued_s=0.5, prefill_s=1.0, decode_s=2.5)
+    # An engine that keeps no times (`disable_log_stats`) tells the rest.
+    decoder.times = None
+    assert b'"queued_s"' not in decoder.turn()
 
 
 def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
@@ -412,7 +435,9 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     parts = STREAMED[path] if streamed else [CALLED[path]]
 
     async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
-        times = SimpleNamespace(first_token_ts=12.0, last_token_ts=14.5)
+        times = SimpleNamespace(
+            queued_ts=11.0, scheduled_ts=11.0, first_token_ts=12.0, last_token_ts=14.5
+        )
         finished = reason == "stop"
         yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
 
@@ -430,8 +455,10 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
             more = number < len(parts)
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
+    sent: list[Any] = []
+
     async def send(message: Any) -> None:
-        pass
+        sent.append(message)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b'{"messages": [], "input": []}'}
@@ -449,6 +476,15 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     # And for how long it was put out, streamed or not.
     assert ended.stats.decode_s == 2.5
     assert [one.tool for one in holdings.all()] == [called]
+    # Its router is told in the answer: of one in one piece in a header, and else in its last event.
+    beginning = dict(sent[0]["headers"])
+    if streamed:
+        last = next(one["body"] for one in reversed(sent) if one.get("body"))
+        told_router = last.partition(b"\n")[0].removeprefix(wire.NOTE_MARK)
+        assert wire.SUMMARY_HEADER.encode() not in beginning
+    else:
+        told_router = beginning[wire.SUMMARY_HEADER.encode()]
+    assert wire.read_summary(told_router).prefill_s == 1.0
 
 
 def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_response() -> None:

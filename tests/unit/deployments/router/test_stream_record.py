@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conserve.wire import Emitted, note, read_notes
+from conserve.wire import Emitted, TurnSummary, note, read_notes, summary_line
 from deployments.router.stream_record import StreamRecord
 
 
@@ -42,6 +42,20 @@ def test_events_are_passed_on_without_their_notes_however_the_bytes_come() -> No
         assert read_notes(bytes(record.notes)) == [one for event in EMITTED for one in event]
         assert record.done
         assert record.request_id == "abc"
+
+
+def test_what_the_decoder_tells_of_a_turn_is_kept_and_not_passed_on() -> None:
+    told = TurnSummary(600, 128, 256, 4, queued_s=0.5)
+    expected = b"".join(event for _, event in _stream()) + DONE
+    whole = b"".join(before + event for before, event in _stream()) + summary_line(told) + DONE
+    for size in (1, 7, len(whole)):
+        record = StreamRecord(continues=False)
+        parts = [whole[start : start + size] for start in range(0, len(whole), size)]
+        assert b"".join(record.take(part) for part in parts) == expected
+        assert record.summary == told
+        assert record.done
+        # Whatever is noted, nothing goes on that is not to.
+        assert not record.can_resume
 
 
 def test_a_stream_that_goes_on_is_one_to_its_client_wherever_it_was_cut() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conserve import identity, wire
@@ -76,6 +77,7 @@ class Engines:
         prefills: the paths of what is prefilled.
         counted: which engines have counted a prompt.
         asked: what they were asked to do, and by which paths.
+        summary: what decoders tell of a turn at its end.
     """
 
     die: set[str]
@@ -88,6 +90,7 @@ class Engines:
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
     asked: list[tuple[str, str]] = field(default_factory=list)
+    summary: wire.TurnSummary | None = None
 
     def _serve(self, url: str) -> None:
         name = url.removeprefix("http://").partition("/")[0]
@@ -119,7 +122,7 @@ class Engines:
         self._serve(url)
         self.got.append((headers, json.loads(raw)))
         self.asked.append(("post", "/v1" + url.partition("/v1")[2]))
-        yield Whole()
+        yield Whole(self.summary)
 
 
 class Whole:
@@ -128,6 +131,10 @@ class Whole:
     status = 200
     content_type = "application/json"
     raw_headers = ((b"Content-Type", b"application/json"),)
+
+    def __init__(self, summary: wire.TurnSummary | None = None) -> None:
+        said = {} if summary is None else {wire.SUMMARY_HEADER: msgspec.json.encode(summary)}
+        self.headers = {name: value.decode() for name, value in said.items()}
 
     async def read(self) -> bytes:
         return b'{"choices": []}'
@@ -382,6 +389,38 @@ ANSWER = ["one ", "two ", "three ", "four"]
 DEAD = b'data: {"error":{"code":"dead"}}\n\n'
 
 
+@pytest.mark.parametrize("continue_streams", [True, False])
+def test_the_table_is_told_what_a_turn_took_wherever_it_ran(continue_streams: bool) -> None:
+    """Its log has a line for each; see `deployments/table/lines.py`."""
+    done = wire.TurnSummary(600, 0, 512, 4, queued_s=0.1, prefill_s=0.2, decode_s=0.3)
+    for streams, summary in ((False, done), (True, done), (True, None)):
+        table = Table(prefillers=1)
+        engines = Streams(set(), summary=summary) if streams else Engines(set(), summary=summary)
+        body = STREAMED if streams else PROMPT
+        exchange(
+            table, engines, body, headers={"x-request-id": "mine"},
+            continue_streams=continue_streams,
+        )  # fmt: skip
+        timing = table.told[-1][1]
+        assert (timing.outcome, timing.request_id, timing.error) == ("completed", "mine", None)
+        assert (timing.decoder_id, timing.prefiller_id) == ("d1", "p1")
+        assert timing.placement == "home"
+        assert timing.summary == summary
+        here = {"recognition", "wait", "count", "prefill", "decode"}
+        assert set(timing.phases) == here | ({"handoff"} if summary else set())
+
+
+def test_a_turn_that_is_refused_names_the_error_and_not_its_text() -> None:
+    table = Table()
+    exchange(table, Engines(set()), {"messages": "no list"}, headers={"x-request-id": "mine"})
+    (timing,) = [given for method, given in table.told if method == "observe"]
+    assert (timing.outcome, timing.request_id) == ("refused", "mine")
+    table = Table(prefillers=0)
+    exchange(table, Engines({"d1", "d2", "d3"}), PROMPT)
+    timing = table.told[-1][1]
+    assert (timing.outcome, timing.error) == ("failed", "engines_lost")
+
+
 @dataclass
 class Stream:
     """A decoder's answer, that breaks off after so many events."""
@@ -429,7 +468,8 @@ class Streams(Engines):
         ]
         answer = [event.replace(b"$", str(len(self.posted)).encode()) for event in answer]
         if name not in self.after:
-            yield Stream([*answer, b"data: [DONE]\n\n"])
+            told = b"" if self.summary is None else wire.summary_line(self.summary)
+            yield Stream([*answer, told + b"data: [DONE]\n\n"])
             return
         answer = answer[: self.after[name]]
         self.dead.add(name)

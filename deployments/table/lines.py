@@ -1,0 +1,160 @@
+"""The log of turns and events: one line each, and never a prompt or an answer's text.
+
+It is ``conserve.log`` beside Ray Serve's own logs, for each application, and it is bounded. What
+the table itself has to say is in there too, and goes to Ray's log of the process as well.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+
+from conserve import identity
+from conserve.events import Event
+from deployments.messages import TurnTiming
+
+Format = Literal["text", "json"]
+
+# Everything that this process logs is below it.
+_ROOT = "conserve"
+lines = logging.getLogger("conserve.lines")
+
+# The newest 256 MiB: a million turns or so.
+_FILE_BYTES = 64 * 2**20
+_OLDER_FILES = 3
+
+# In a turn's own line, reported by clients for each call, or too frequent.
+_NOT_LOGGED = ("start", "prefilled", "end", "answered", "tool_start", "tool_end", "window")
+# These tell of engines; there are few, and they belong in the application's log, too.
+_OF_ENGINES = ("engine_ready", "engine_lost", "engine_left")
+_PLAIN = re.compile(r"[\w.:/@+#-]+", re.ASCII)
+
+
+class LineFormatter(logging.Formatter):
+    """Writes a record as a JSON object, or as ``time level event name=value ...``.
+
+    A record's ``fields`` are what it tells beside its message, which is the event's name then.
+    """
+
+    def __init__(self, format_: Format) -> None:
+        super().__init__()
+        self._json = format_ == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] | None = getattr(record, "fields", None)
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        at = f"{seconds}.{int(record.msecs):03d}Z"
+        if self._json:
+            name = "message" if fields is None else "event"
+            return json.dumps(
+                {"time": at, "level": record.levelname, name: message} | (fields or {})
+            )
+        said = "".join(f" {name}={_shown(value)}" for name, value in (fields or {}).items())
+        return f"{at} {record.levelname} {message}{said}"
+
+
+def _shown(value: Any) -> str:
+    # A client's id may have spaces and line breaks.
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+def log_to(path: Path, format_: Format) -> None:
+    """Have all lines of this process written to a file, and the few about engines to stderr."""
+    formatter = LineFormatter(format_)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_OLDER_FILES)
+    # Ray carries what comes here to the application's log, through three processes.
+    to_stderr = logging.StreamHandler()
+    to_stderr.addFilter(lambda record: not getattr(record, "only_file", False))
+    root = logging.getLogger(_ROOT)
+    for handler in (to_file, to_stderr):
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+
+
+def log_in_session(format_: Format) -> None:
+    """Log to this actor's application's file of Ray's session; without Ray, nowhere."""
+    if not ray.is_initialized():
+        return
+    context = ray.get_runtime_context()
+    # By `deployments.detached.actor_name` it is conserve:APPLICATION:...
+    application = (context.get_actor_name() or "::").split(":")[1]
+    name = f"conserve_{re.sub(r'[^A-Za-z0-9_.-]', '_', application)}.log"
+    folder = os.path.join(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
+    try:
+        log_to(Path(folder, name), format_)
+    except OSError as error:
+        # It serves without.
+        logging.getLogger("conserve.table").warning("turns and events are not logged: %s", error)
+
+
+def log_event(event: Event) -> None:
+    """Write an event's line, unless it is one within a turn."""
+    if event.kind in _NOT_LOGGED or not lines.isEnabledFor(logging.INFO):
+        return
+    level = logging.WARNING if event.kind == "engine_lost" else logging.INFO
+    fields = _whose(event.history_id) | event.details
+    told = {"fields": fields, "only_file": event.kind not in _OF_ENGINES}
+    lines.log(level, event.kind, extra=told)
+
+
+def log_turn(timing: TurnTiming) -> None:
+    """Write the line of a turn that has ended, however it did."""
+    if lines.isEnabledFor(logging.INFO):
+        lines.info("turn", extra={"fields": turn_fields(timing), "only_file": True})
+
+
+def turn_fields(timing: TurnTiming) -> dict[str, Any]:
+    """Return what a turn's line tells, without what is not known of it."""
+    done = timing.summary
+    fields: dict[str, Any] = {
+        "request_id": timing.request_id,
+        **_whose("" if timing.turn is None else timing.turn.history_id),
+        "turn": None if timing.turn is None else timing.turn.turn_id,
+        "outcome": timing.outcome,
+        "error": timing.error,
+        "engine": timing.decoder_id,
+        "prefiller": timing.prefiller_id,
+        "placement": timing.placement,
+        "latency_s": timing.latency_s,
+        "ttft_s": timing.ttft_s,
+        **{f"{name}_s": took_s for name, took_s in timing.phases.items()},
+        "continued": timing.continued or None,
+    }
+    if timing.tenant is not None:
+        fields["tenant"] = timing.tenant
+    if done is not None:
+        fields |= {
+            "prompt_tokens": done.prompt_tokens,
+            "cached_tokens": done.cached_tokens,
+            "loaded_tokens": done.loaded_tokens,
+            "output_tokens": done.output_tokens,
+        }
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def _whose(history_id: str) -> dict[str, Any]:
+    if not history_id:
+        return {}
+    tenant, number = identity.tenant_of(history_id), identity.number_of(history_id)
+    return {
+        "conversation": identity.own_id(history_id),
+        **({} if tenant is None else {"tenant": tenant}),
+        **({} if number is None else {"history": number}),
+    }

@@ -1,0 +1,125 @@
+"""What the log has of turns, conversations and engines, and what it never has."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+import pytest
+
+from conserve import identity
+from conserve.history import TurnKey, TurnStats
+from conserve.wire import TurnSummary
+from deployments.messages import BeginTurn, PlaceTurn, Prefilled, TurnPlan, TurnTiming, Unplaced
+from deployments.table import lines
+from tests.unit.deployments.table.test_table import TOKENS, a_full_service
+
+WHOLE = TurnTiming(
+    "completed", 1.23456, 0.5, (0.1,), TurnKey(identity.scoped("acme", "a b\nc"), 1, 7),
+    continued=1, tenant="acme", request_id="req-1", decoder_id="d1", prefiller_id="p1",
+    placement="new", phases={"wait": 0.25, "decode": 0.125},
+    summary=TurnSummary(100, 30, 64, 5),
+)  # fmt: skip
+
+
+@pytest.fixture(params=["json", "text"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The log's file, in each format."""
+    path = tmp_path / "logs" / "conserve.log"
+    lines.log_to(path, request.param)
+    root = logging.getLogger("conserve")
+    yield path
+    for handler in list(root.handlers):
+        if type(handler) in (logging.StreamHandler, RotatingFileHandler):
+            root.removeHandler(handler)
+            handler.close()
+    root.setLevel(logging.NOTSET)
+    root.propagate = True
+
+
+def test_a_turns_line_tells_whose_it_was_and_what_it_took() -> None:
+    assert lines.turn_fields(WHOLE) == {
+        "request_id": "req-1",
+        "conversation": "a b\nc",
+        "tenant": "acme",
+        "turn": 7,
+        "outcome": "completed",
+        "engine": "d1",
+        "prefiller": "p1",
+        "placement": "new",
+        "latency_s": 1.2346,
+        "ttft_s": 0.5,
+        "wait_s": 0.25,
+        "decode_s": 0.125,
+        "continued": 1,
+        "prompt_tokens": 100,
+        "cached_tokens": 30,
+        "loaded_tokens": 64,
+        "output_tokens": 5,
+    }
+    refused = TurnTiming("refused", 0.001, None, (), tenant="acme", error="prompt_too_long")
+    assert lines.turn_fields(refused) == {
+        "outcome": "refused", "error": "prompt_too_long", "latency_s": 0.001, "tenant": "acme",
+    }  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_and_engines(
+    log: Path, request: pytest.FixtureRequest
+) -> None:
+    stderr = io.StringIO()
+    for handler in logging.getLogger("conserve").handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(stderr)
+    service = await a_full_service()
+    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    await service.release("full")
+    plan = await service.place(PlaceTurn("r", "c", TOKENS))
+    assert isinstance(plan, TurnPlan)
+    assert plan.reason == "new"
+    await service.prefilled(plan, Prefilled(TOKENS, 100))
+    await service.advance(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512), (b"c" * 16,))
+    await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, request_id="r-1"))
+    later = await service.begin(BeginTurn("r", "c", []))
+    assert isinstance(later, TurnPlan)
+    assert later.reason == "home"
+    await service.engine_lost("decoder#1", "as it happens")
+    written = log.read_text().splitlines()  # noqa: ASYNC240
+    if "json" in request.node.name:
+        told = [json.loads(line) for line in written]
+        events = [one["event"] for one in told]
+        turn = told[events.index("turn")]
+        assert (turn["request_id"], turn["conversation"], turn["level"]) == ("r-1", "c", "INFO")
+        lost = told[-1]
+        assert (lost["engine"], lost["why"]) == ("decoder#1", "as it happens")
+        assert lost["level"] == "WARNING"
+    else:
+        events = [line.split()[2] for line in written]
+        assert written[-1].endswith('role=decoder why="as it happens" unbound=1')
+    assert events == [
+        "engine_ready", "engine_ready", "place", "ended", "place", "turn", "cut", "engine_lost",
+    ]  # fmt: skip
+    # What is in Ray's log, too, and through it in the application's.
+    assert stderr.getvalue().splitlines() == [line for line in written if "engine_" in line]
+
+
+def test_a_line_stays_one_whatever_a_client_calls_its_conversation(log: Path) -> None:
+    lines.log_turn(WHOLE)
+    (line,) = log.read_text().splitlines()
+    assert r"a b\nc" in line
+
+
+def test_the_log_is_bounded(log: Path) -> None:
+    (handler,) = (
+        one
+        for one in logging.getLogger("conserve").handlers
+        if isinstance(one, RotatingFileHandler)
+    )
+    handler.maxBytes = 2000
+    for _ in range(100):
+        lines.log_turn(WHOLE)
+    files = sorted(log.parent.iterdir())
+    assert len(files) == 1 + handler.backupCount
+    assert all(file.stat().st_size <= handler.maxBytes for file in files)
