@@ -172,6 +172,7 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         cached_tokens, loaded_tokens: of the prompt, found in the decoder's own cache, and taken
             from LMCache.
         missed_tokens: just stored by a prefiller, and not found.
+        reused_tokens: what no engine computed for this turn, as its client is told.
         queued_s: in the engine before it ran, the load of its KV included; None if the engine keeps
             no times.
         prefill_s, decode_s: from then to the first token, and from that to the last.
@@ -183,6 +184,7 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded_tokens: int = 0
     output_tokens: int = 0
     missed_tokens: int = 0
+    reused_tokens: int | None = None
     queued_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None

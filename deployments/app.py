@@ -27,6 +27,7 @@ from deployments.router.access import require_keys
 from deployments.router.certificate import require_certificate
 from deployments.router.router import Router
 from deployments.tier_nodes import wait_for_nodes
+from deployments.tracing import traced_arguments, traced_environment
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
 from hetero.gpu_room import most_on_node, require_shares, require_slots
@@ -261,7 +262,10 @@ def llm_arguments(
         engine["worker_extension_cls"] = EXTENSION
     # Routers fetch, and engines nothing. For vLLM an empty list is no limit; this is no domain.
     engine["allowed_media_domains"] = [_NO_DOMAIN]
-    engine |= settings.engine | own.engine
+    own_arguments = settings.engine | own.engine
+    if role != "encoder":
+        engine |= traced_arguments(settings, own_arguments)
+    engine |= own_arguments
     engine["enable_prefix_caching"] = True
     connector, module = _CONNECTOR, _CONNECTOR_MODULE
     if settings.schedules_conversations and settings.hosts(role):
@@ -329,6 +333,7 @@ def llm_arguments(
                 **(worker_share(own.num_gpus) if gpu else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
                 **({} if tier.sm_slots is None else SLOT_ENVIRONMENT),
+                **traced_environment(settings, role),
                 **own.env,
             }
         },

@@ -17,6 +17,7 @@ from conserve.settings.groups import (
     RoleSettings,
     TierSettings,
     TLSSettings,
+    TracingSettings,
 )
 from conserve.settings.loading import load
 
@@ -36,5 +37,6 @@ __all__ = [
     "SettingsError",
     "TLSSettings",
     "TierSettings",
+    "TracingSettings",
     "load",
 ]

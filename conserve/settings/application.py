@@ -30,6 +30,7 @@ from conserve.settings.groups import (
     Strict,
     TierSettings,
     TLSSettings,
+    TracingSettings,
 )
 from conserve.wire import Role
 
@@ -221,6 +222,9 @@ class Settings(Strict):
     )
     log: LogSettings = Field(
         default_factory=LogSettings, description="How turns and events are logged."
+    )
+    tracing: TracingSettings = Field(
+        default_factory=TracingSettings, description="Whether and where turns are traced."
     )
     environments: EnvironmentSettings = Field(
         default_factory=EnvironmentSettings,

@@ -4,6 +4,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -263,6 +264,39 @@ class LogSettings(Strict):
         description="How `conserve.log`, with a line for each turn and event, and the routers' and "
         "engines' logs are written: for people, or a JSON object a line.",
     )
+
+
+class TracingSettings(Strict):
+    """Traces of turns, for an OpenTelemetry collector."""
+
+    endpoint: str | None = Field(
+        default=None,
+        min_length=1,
+        description="URL of an OpenTelemetry collector that takes OTLP by HTTP, such as "
+        "`http://127.0.0.1:4318`: each turn becomes a trace there. Unset: none does.",
+    )
+
+    @field_validator("endpoint", mode="after")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError("give a URL such as http://127.0.0.1:4318")
+        if parts.username or parts.password:
+            raise ValueError(
+                "settings are no secret: give what the collector asks for in "
+                "OTEL_EXPORTER_OTLP_HEADERS"
+            )
+        return value.rstrip("/")
+
+    @property
+    def url(self) -> str | None:
+        """Where spans are sent."""
+        if self.endpoint is None or self.endpoint.endswith("/v1/traces"):
+            return self.endpoint
+        return self.endpoint + "/v1/traces"
 
 
 class EnvironmentSettings(Strict):

@@ -51,6 +51,7 @@ from deployments.node.lmcache_server import REAPED_S
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
+from deployments.tracing import tell_of_lost_collector
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -100,6 +101,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         context = serve.get_replica_context()
         listen_where_ray_does()
         give_way_soon()
+        tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id
         self._workers = WorkerClient(self.collective_rpc)
         self._role: Role = role

@@ -169,6 +169,7 @@ class _Observation:
             stats.lmcache_tokens,
             stats.output_tokens,
             stats.missed_tokens,
+            None if self.told is None else self.told.read_tokens,
             queued_s,
             prefill_s,
             stats.decode_s,

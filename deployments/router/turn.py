@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from starlette.requests import ClientDisconnect
@@ -46,8 +46,17 @@ from deployments.router.request import ClientRequest, read_request
 from deployments.router.request_ids import request_id_of
 from deployments.router.stored import StoredResponses
 from deployments.router.stream_record import StreamRecord
-from deployments.router.upstream import EngineUnreachable, Upstream, engine_error, error_of_event
+from deployments.router.upstream import (
+    TRACE_HEADERS,
+    EngineUnreachable,
+    Upstream,
+    engine_error,
+    error_of_event,
+)
 from deployments.table.table_client import TableClient, TableUnavailable
+
+if TYPE_CHECKING:
+    from deployments.router.spans import Spans, TurnSpan
 
 logger = logging.getLogger("ray.serve")
 
@@ -77,9 +86,16 @@ class TurnEndpoint:
         self.stored = StoredResponses(self.settings, self.table, self.upstream)
         self.media = MediaReader(self.settings)
         self.encoding = Encoding(self.upstream, self.media.encoders)
+        self.spans: Spans | None = None
+        if self.settings.tracing.url is not None:
+            # Without it, OpenTelemetry is not even loaded.
+            from deployments.router import spans
+
+            self.spans = spans.Spans(self.settings, self.router_id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
+        span = None if self.spans is None else self.spans.begin(scope, arrived_s)
         try:
             request = await read_request(scope, receive, self.media, self.stored)
         except ClientDisconnect:
@@ -91,10 +107,12 @@ class TurnEndpoint:
                 tenant=tenant_of(scope), request_id=request_id_of(scope), error=error.code,
             )  # fmt: skip
             self.table.observe(refused)
+            if span is not None:
+                span.end(refused)
             await hold_back(error, arrived_s)
             await refuse(error, [], send, scope["path"])
             return
-        await Turn(self, request, arrived_s, send).run(receive)
+        await Turn(self, request, arrived_s, send, span).run(receive)
 
 
 @dataclass(slots=True)
@@ -124,11 +142,18 @@ class Turn:
 
     Args:
         arrived_s: when the request came, by `time.perf_counter`.
+        span: None: it is not traced.
     """
 
     def __init__(
-        self, endpoint: TurnEndpoint, request: ClientRequest, arrived_s: float, send: Send
+        self,
+        endpoint: TurnEndpoint,
+        request: ClientRequest,
+        arrived_s: float,
+        send: Send,
+        span: "TurnSpan | None" = None,
     ) -> None:
+        self._span = span
         self._settings = endpoint.settings
         self._table = endpoint.table
         self._upstream = endpoint.upstream
@@ -171,11 +196,17 @@ class Turn:
         finally:
             leaving.cancel()
             serving.cancel()
-        self._table.observe(self._timing(outcome))
+        timing = self._timing(outcome)
+        self._table.observe(timing)
+        if self._span is not None:
+            self._span.end(timing, self._phases.all, self._request.model)
         if (self._request.final or self._request.one_off) and self._history_id is not None:
             self._table.finish(self._history_id)
 
     async def _serve(self) -> None:
+        if self._span is not None:
+            # For this task alone: the connection's next request may be of another trace.
+            TRACE_HEADERS.set(self._span.headers)
         for number in range(_ATTEMPTS):
             try:
                 if not await self._decode_straight():

@@ -3,8 +3,9 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,10 @@ _HEALTH_TIMEOUT_S = 5.0
 # vLLM may print the whole request in a refusal.
 _LONGEST_ERROR_BYTES = 64 * 1024 * 1024
 _LONG_BYTES = 256 * 1024
+
+
+# What makes an engine's spans part of the current turn's trace; None: it is not traced.
+TRACE_HEADERS: ContextVar[Mapping[str, str] | None] = ContextVar("trace_headers", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,8 @@ class Upstream:
     async def _exchange(
         self, method: str, url: str, raw: bytes | None = None, headers: dict[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if (traced := TRACE_HEADERS.get()) is not None:
+            headers = {**(headers or {}), **traced}
         # A long one is sent in pieces, between which other turns' tokens are passed on.
         data = raw if raw is None or len(raw) <= _LONG_BYTES else io.BytesIO(raw)
         try:

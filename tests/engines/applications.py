@@ -52,8 +52,19 @@ _PAPER = "placement=conversation"
 _ENGINES = ("engine.dtype=float32", "lmcache.size_gb=0.5")
 _COMMON = (*_ENGINES, _PAPER)
 
-# One prefiller, two decoders.
-MAIN = Application("main", (*_COMMON, "decoders=2"), decoders=2, lone_engine=True)
+# One prefiller, two decoders. Where it sends its spans, a collector listens during some tests.
+COLLECTOR_PORT = 43180
+MAIN = Application(
+    "main",
+    (
+        *_COMMON,
+        "decoders=2",
+        "log.format=json",
+        f"tracing.endpoint=http://127.0.0.1:{COLLECTOR_PORT}",
+    ),
+    decoders=2,
+    lone_engine=True,
+)
 
 # One decoder that is full soon, short waits for room, and conversations that end by themselves. As
 # in the paper, idle ones keep their room.

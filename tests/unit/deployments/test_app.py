@@ -336,3 +336,27 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
     worker = resolve_obj_by_qualname(decoder["worker_cls"])
     assert issubclass(worker, LaneWorking)
     assert issubclass(worker, SlotWorker)
+
+
+def test_engines_add_their_spans_where_turns_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deployments.app import llm_arguments
+
+    def told(role: Any, **settings: Any) -> tuple[str | None, dict[str, str]]:
+        chosen = load({"encoders": 1, **settings})
+        given = llm_arguments(role, chosen, chosen.of_role(role), gpu=False)
+        variables = given["runtime_env"]["env_vars"]
+        endpoint = given["engine_kwargs"].get("otlp_traces_endpoint")
+        return endpoint, {name: value for name, value in variables.items() if "OTEL" in name}
+
+    assert told("decoder") == (None, {})
+    here = {"tracing.endpoint": "http://c:4318/"}
+    endpoint, variables = told("decoder", **here)
+    assert endpoint == "http://c:4318/v1/traces"
+    assert variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    assert variables["OTEL_SERVICE_NAME"] == "conserve-decoder"
+    # vLLM fails on its first request if it keeps no statistics, and it traces no encodes.
+    assert told("decoder", **here, **{"engine.disable_log_stats": True})[0] is None
+    assert told("encoder", **here)[0] is None
+    # What an operator has set stays.
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    assert "OTEL_SERVICE_NAME" not in told("prefiller", **here)[1]

@@ -14,7 +14,7 @@ import pytest
 from conserve import identity, wire
 from conserve.errors import ApiError
 from conserve.history import TurnKey
-from conserve.settings import Settings
+from conserve.settings import Settings, load
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
 from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
@@ -159,7 +159,7 @@ def exchange(
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """All that is sent in answer to one turn."""
-    endpoint = TurnEndpoint(Settings(**settings), table, engines, "router")  # type: ignore[arg-type]
+    endpoint = TurnEndpoint(load(settings), table, engines, "router")  # type: ignore[arg-type]
     received = [{"type": "http.request", "body": json.dumps(body).encode()}]
     sent: list[dict[str, Any]] = []
 

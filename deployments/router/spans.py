@@ -1,0 +1,167 @@
+"""A trace for each turn: its span, and one for each of its phases (OpenTelemetry).
+
+`TurnEndpoint` loads this file, and OpenTelemetry, only where `tracing.endpoint` is set. Spans are
+made at a turn's end from the times that the router has taken anyway; the turn's own span begins
+with it, so that engines' spans are its children. Names are those of OpenTelemetry's conventions
+for generative AI, and `conserve.*` for what these do not know.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from conserve import identity
+from conserve.apis import COMPLETIONS
+from conserve.settings import Settings
+from deployments.messages import TurnTiming
+from deployments.router.phases import Phase
+from deployments.tracing import TIMEOUT_S, tell_of_lost_collector
+
+_W3C = TraceContextTextMapPropagator()
+# OpenTelemetry's default is five seconds, and a router that ends loses as much.
+_EVERY_MS = 1000
+
+
+class Spans:
+    """Makes the spans of a router's turns, and sends them to the collector from a thread.
+
+    What the collector does not take in time is dropped, from a queue of bounded length; turns never
+    wait. The standard ``OTEL_`` variables set the rest: headers, sampling, sizes, the service's
+    name.
+    """
+
+    def __init__(self, settings: Settings, router_id: str) -> None:
+        self._model = settings.model_id
+        resource = {"service.instance.id": router_id}
+        if "OTEL_SERVICE_NAME" not in os.environ:
+            resource["service.name"] = "conserve-router"
+        timed = any(f"OTEL_EXPORTER_OTLP{of}_TIMEOUT" in os.environ for of in ("", "_TRACES"))
+        exporter = OTLPSpanExporter(settings.tracing.url, timeout=None if timed else TIMEOUT_S)
+        tell_of_lost_collector(settings)
+        delay_ms = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else _EVERY_MS
+        self._processor = BatchSpanProcessor(exporter, schedule_delay_millis=delay_ms)
+        # A process that ends does not wait for the collector.
+        provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
+        provider.add_span_processor(self._processor)
+        self._tracer = provider.get_tracer("conserve")
+
+    def begin(self, scope: Scope, arrived_s: float) -> "TurnSpan":
+        """Begin a turn's span, within its client's trace if its request names one.
+
+        Args:
+            arrived_s: by `time.perf_counter`.
+        """
+        headers = Headers(scope=scope)
+        given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        # Times of phases are readings of another clock.
+        zero_ns = time.time_ns() - time.perf_counter_ns()
+        span = self._tracer.start_span(
+            "turn",
+            context=_W3C.extract(given),
+            kind=SpanKind.SERVER,
+            start_time=zero_ns + int(arrived_s * 1e9),
+        )
+        return TurnSpan(self._tracer, span, zero_ns, scope["path"], self._model)
+
+    def flush(self) -> None:
+        """Send all spans that have ended, and wait for the collector."""
+        self._processor.force_flush()
+
+
+class TurnSpan:
+    """The span of one turn that is under way.
+
+    Attributes:
+        headers: those that make an engine's spans its children.
+    """
+
+    def __init__(
+        self, tracer: trace.Tracer, span: trace.Span, zero_ns: int, path: str, model: str
+    ) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._zero_ns = zero_ns
+        self._path = path
+        self._model = model
+        self._context = trace.set_span_in_context(span)
+        self.headers: dict[str, str] = {}
+        _W3C.inject(self.headers, self._context)
+
+    def end(self, timing: TurnTiming, phases: Sequence[Phase] = (), model: str = "") -> None:
+        """End the turn's span, with those of its phases.
+
+        Args:
+            model: as the client asked for it; empty: it was not read.
+        """
+        if not self._span.is_recording():
+            return  # The client's trace is not sampled.
+        for phase in phases:
+            self._add(phase)
+        operation = "text_completion" if self._path == COMPLETIONS else "chat"
+        model = model or self._model
+        self._span.update_name(f"{operation} {model}")
+        self._span.set_attributes(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "conserve",
+                "gen_ai.request.model": model,
+                "url.path": self._path,
+                **turn_attributes(timing),
+            }
+        )
+        if timing.outcome in ("refused", "failed"):
+            self._span.set_attribute("error.type", timing.error or timing.outcome)
+            self._span.set_status(Status(StatusCode.ERROR, timing.error))
+        self._span.end()
+
+    def _add(self, phase: Phase) -> None:
+        span = self._tracer.start_span(
+            phase.name,
+            context=self._context,
+            kind=SpanKind.INTERNAL if phase.engine_id is None else SpanKind.CLIENT,
+            attributes={} if phase.engine_id is None else {"conserve.engine": phase.engine_id},
+            start_time=self._zero_ns + int(phase.began_s * 1e9),
+        )
+        if phase.failed is not None:
+            span.set_attribute("error.type", phase.failed)
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(self._zero_ns + int(phase.ended_s * 1e9))
+
+
+def turn_attributes(timing: TurnTiming) -> Mapping[str, Any]:
+    """Return what is known of a turn, as its span has it."""
+    done, history_id = timing.summary, None if timing.turn is None else timing.turn.history_id
+    found: dict[str, Any] = {
+        "gen_ai.conversation.id": None if history_id is None else identity.own_id(history_id),
+        "conserve.history": None if history_id is None else identity.number_of(history_id),
+        "conserve.tenant": timing.tenant,
+        "conserve.request.id": timing.request_id,
+        "conserve.outcome": timing.outcome,
+        "conserve.engine": timing.decoder_id,
+        "conserve.prefiller": timing.prefiller_id,
+        "conserve.placement.reason": timing.placement,
+        "conserve.ttft_s": timing.ttft_s,
+        "conserve.continued": timing.continued or None,
+    }
+    if done is not None:
+        found |= {
+            "gen_ai.usage.input_tokens": done.prompt_tokens,
+            "gen_ai.usage.output_tokens": done.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": done.reused_tokens,
+            "conserve.cached_tokens": done.cached_tokens,
+            "conserve.loaded_tokens": done.loaded_tokens,
+            "conserve.missed_tokens": done.missed_tokens or None,
+            "conserve.waited_for": done.waited_for,
+        }
+    return {name: value for name, value in found.items() if value is not None}
