@@ -293,7 +293,7 @@ class TracingSettings(Strict):
 
     @property
     def url(self) -> str | None:
-        """Where spans are sent."""
+        """The address that spans are sent to."""
         if self.endpoint is None or self.endpoint.endswith("/v1/traces"):
             return self.endpoint
         return self.endpoint + "/v1/traces"

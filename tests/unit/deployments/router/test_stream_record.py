@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from conserve import wire
 from conserve.wire import Emitted, TurnSummary, note, read_notes, summary_line
 from deployments.router.stream_record import StreamRecord
 
@@ -54,6 +55,7 @@ def test_what_the_decoder_tells_of_a_turn_is_kept_and_not_passed_on() -> None:
         assert b"".join(record.take(part) for part in parts) == expected
         assert record.summary == told
         assert record.done
+        assert wire.SUMMARY_MARK not in record.notes
         # Whatever is noted, nothing goes on that is not to.
         assert not record.can_resume
 

@@ -92,6 +92,8 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
         events = [one["event"] for one in told]
         turn = told[events.index("turn")]
         assert (turn["request_id"], turn["conversation"], turn["level"]) == ("r-1", "c", "INFO")
+        placed = told[events.index("place")]
+        assert (placed["conversation"], placed["decoder"]) == ("full", "decoder#1")
         lost = told[-1]
         assert (lost["engine"], lost["why"]) == ("decoder#1", "as it happens")
         assert lost["level"] == "WARNING"
