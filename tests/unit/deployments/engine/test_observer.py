@@ -203,7 +203,9 @@ def test_a_router_is_told_what_the_turn_took() -> None:
     line = before.rpartition(b"\n\n")[2]
     assert line.startswith(wire.SUMMARY_MARK)
     told = wire.read_summary(line.removeprefix(wire.NOTE_MARK))
-    assert told == wire.TurnSummary(len(PROMPT), 1, 1, 2, queued_s=0.5, prefill_s=1.0, decode_s=2.5)
+    assert told == wire.TurnSummary(
+        len(PROMPT), 1, 1, 2, reused_tokens=2, queued_s=0.5, prefill_s=1.0, decode_s=2.5
+    )
     # An engine that keeps no times (`disable_log_stats`) tells the rest.
     decoder.times = None
     assert b'"queued_s"' not in decoder.turn()
