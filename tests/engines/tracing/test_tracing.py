@@ -45,14 +45,14 @@ def _whole(spans: list[Span]) -> Span | None:
 
 
 async def _traced(collector: Collector, trace_id: str, requests: int) -> tuple[Span, list[Span]]:
-    """The turn's span and the others of its trace, with vLLM's of so many requests."""
+    """The turn's span and the others of its trace, with at least so many of vLLM's."""
 
     def there() -> bool:
         spans = collector.trace(trace_id)
         own = [span for span in spans if span.name == ENGINES_OWN]
-        return _whole(spans) is not None and len(own) == requests
+        return _whole(spans) is not None and len(own) >= requests
 
-    await eventually(f"trace {trace_id} in {collector.spans}", there)
+    await eventually(f"the whole trace {trace_id}", there)
     spans = collector.trace(trace_id)
     whole = _whole(spans)
     assert whole is not None
@@ -160,13 +160,14 @@ async def test_a_stream_that_moves(
     agent.messages.append({"role": "user", "content": "a long story, please"})
     began = asyncio.Event()
     telling = asyncio.ensure_future(
-        agent.ask(tokens=300, stream=True, began=began, headers={"traceparent": traceparent})
+        agent.ask(tokens=150, stream=True, began=began, headers={"traceparent": traceparent})
     )
     await asyncio.wait_for(began.wait(), TIMEOUT_S)
     kill(processes("EngineCore", below=pid)[0].pid)
     assert (await telling).status == 200
-    # vLLM's spans are of the prefiller and the decoder that ended it; the lost one tells nothing.
-    whole, spans = await _traced(collector, trace_id, 2)
+    # The lost one tells nothing.
+    whole, spans = await _traced(collector, trace_id, 1)
+    assert [one.service for one in spans if one.name == ENGINES_OWN][-1] == "conserve-decoder"
     assert whole.attributes["conserve.continued"] == 1
     assert whole.attributes["conserve.placement.reason"] == "moved"
     decodes = [one for one in spans if one.name == "decode"]
