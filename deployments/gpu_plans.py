@@ -44,7 +44,7 @@ def plan_on(
     offered = [node.offer for node in nodes]
     short = missing(chosen, True, offered) + short_of_gpus(chosen, offered)
     if short:
-        raise SettingsError("\n  ".join(short))
+        raise SettingsError(*short)
     return planned(chosen.on_nodes(len(nodes)), nodes, model_is_here)
 
 

@@ -93,8 +93,9 @@ def _require_fit(
     if taken > memory.total_bytes:
         images = f" + {gib(encoded)} for encoded images" if encoded else ""
         raise SettingsError(
-            f"engines on CPUs do not fit: {' + '.join(lines)} + {settings.lmcache.size_gb:g} for "
-            f"LMCache{images} = {taken / GIB:.1f} GiB, and {memory.said()}; set fewer engines "
-            "(prefillers=0 decoders=1 is the least), or a smaller model"
+            f"decoders: engines on CPUs do not fit: {' + '.join(lines)} + "
+            f"{settings.lmcache.size_gb:g} for LMCache{images} = {taken / GIB:.1f} GiB, and "
+            f"{memory.said()}; set fewer engines (prefillers=0 decoders=1 is the least), or a "
+            "smaller model"
         )
     return weights

@@ -444,7 +444,7 @@ def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
         lines.append(f"{plan.replicas} x {plan.role}: {_sum(plan.needs)}")
     lines.append(f"together {gib(asked)} GiB")
     lines.append(_advice(plans, usable))
-    return "\n  ".join(lines)
+    return "; ".join(lines)
 
 
 def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
@@ -453,7 +453,7 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
     part = f"{plan.num_gpus:g} of a GPU" if plan.num_gpus < 1 else "a GPU"
     return (
         f"{name}: the model does not fit on {part}, of which an engine may take "
-        f"{gib(plan.budget_bytes)} GiB\n  {_sum(plan.needs)}\n  "
+        f"{gib(plan.budget_bytes)} GiB; {_sum(plan.needs)}; "
         + _advice([replace(plan, replicas=1)], plan.budget_bytes)
     )
 

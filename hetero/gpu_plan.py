@@ -97,8 +97,7 @@ def plan(
     except SettingsError as error:
         found = _one_engine(settings, nodes, shape)
         if found is None:
-            why = f"\n  {why_unknown}" if why_unknown else ""
-            raise SettingsError(f"{error}{why}") from None
+            raise SettingsError(*error.problems, *filter(None, (why_unknown,))) from None
         chosen, engines = found
         notes.append(
             "the GPU has room for one engine, which computes its conversations' prompts itself "

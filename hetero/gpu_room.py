@@ -92,7 +92,7 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     wanted = sum(own.replicas * workers(settings, own) * own.num_gpus for own in asked.values())
     within = {index for engine in engines for index in engine.nodes}
     there = sum(nodes[index].resources.get("GPU", 0) for index in within)
-    said = f"GPUs: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
+    said = f"gpus: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
     if wanted <= there:
         said += (
             ", which do not hold them: an engine's workers are on one node, a part is of one GPU"

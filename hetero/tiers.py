@@ -1,5 +1,6 @@
 """Decides which nodes a role may run on, and what to ask Ray for. Pure."""
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,11 @@ def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[s
     for role, own in roles:
         tier = role_tier(settings, own, gpu)
         if not any(is_offered(tier, node) for node in nodes):
-            absent.append(f"{role}.tier: no node offers {tier.name!r} ({described(tier)})")
+            near = difflib.get_close_matches(tier.name, settings.tiers, n=1)
+            right = f"start such a node, or set another {role}.tier"
+            if near and own.tier not in settings.tiers:
+                right = f"did you mean {near[0]}?"
+            absent.append(f"{role}.tier: no node offers {tier.name!r} ({described(tier)}); {right}")
     return absent
 
 

@@ -1,9 +1,10 @@
-"""Write the settings table of docs/settings.md from `conserve.settings`.
+"""Write the settings table of docs/settings.md, and docs/settings.schema.json, from the settings.
 
-python scripts/settings_table.py          # rewrite it
-python scripts/settings_table.py --check  # exit 1 if it is out of date
+python scripts/settings_table.py          # rewrite both
+python scripts/settings_table.py --check  # exit 1 if one is out of date
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from conserve.settings import (
     TierSettings,
     TLSSettings,
 )
+from conserve.settings.expected import schema
 
 SETTINGS = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+SCHEMA = SETTINGS.with_name("settings.schema.json")
 BEGIN = "<!-- settings: begin -->\n"
 END = "<!-- settings: end -->\n"
 # These have a row for each of their fields.
@@ -69,10 +72,14 @@ def main() -> int:
     text = SETTINGS.read_text()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    wanted = head + BEGIN + "\n" + table() + "\n" + END + tail
+    wanted = {
+        SETTINGS: head + BEGIN + "\n" + table() + "\n" + END + tail,
+        SCHEMA: json.dumps(schema(), indent=1) + "\n",
+    }
     if "--check" in sys.argv[1:]:
-        return int(wanted != text)
-    SETTINGS.write_text(wanted)
+        return int(any(file.read_text() != now for file, now in wanted.items()))
+    for file, now in wanted.items():
+        file.write_text(now)
     return 0
 
 

@@ -44,7 +44,18 @@ EMBEDDED_MODELS = {
 
 
 class SettingsError(ValueError):
-    """The settings are not usable; the message names each field and what is wrong with it."""
+    """The settings are not usable.
+
+    Args:
+        problems: a line each, which begins with a setting's name and says what would be right.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 class Settings(Strict):
@@ -111,6 +122,7 @@ class Settings(Strict):
     )
     host: str = Field(
         default="127.0.0.1",
+        min_length=1,
         description="Address that the router listens on. One that is not loopback wants "
         "`keys_file`, or `unauthenticated`.",
     )
@@ -164,6 +176,12 @@ class Settings(Strict):
     )
     placement: str = Field(
         default="elastic",
+        json_schema_extra={
+            "anyOf": [
+                {"enum": list(get_args(PolicyName))},
+                {"pattern": r"^(conversation:[0-9]+|per_turn:[0-9.]+)$"},
+            ]
+        },
         description="Policy that places conversations. `elastic` prefills wherever all "
         "conversations together wait least for it, and has prefillers host conversations, too. "
         "`conversation` is the paper's: prefillers compute first prompts, and nothing else. "
@@ -231,15 +249,6 @@ class Settings(Strict):
         description="Where agents' tools run, if clients may run commands at all.",
     )
 
-    @field_validator("prefillers", "decoders", "encoders", mode="before")
-    @classmethod
-    def _replicas_alone(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()):
-            return {"replicas": int(value)}
-        return value
-
     @field_validator("engine", mode="after")
     @classmethod
     def _engine_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +280,7 @@ class Settings(Strict):
                 (self.prefillers.env, self.decoders.env),
             )
             if differing:
-                raise ValueError("\n  ".join(differing))
+                raise ValueError("\n".join(differing))
         return self
 
     @model_validator(mode="after")
@@ -294,7 +303,7 @@ class Settings(Strict):
             )
         differing = encoders_disagree(self.engine, self.encoders.engine, self.decoders.engine)
         if differing:
-            raise ValueError("\n  ".join(differing))
+            raise ValueError("\n".join(differing))
         return self
 
     @model_validator(mode="after")

@@ -77,6 +77,8 @@ _AGREED = {
     "tokenizer_revision": _OTHER_MODEL,
     "mm_hasher_algorithm": "LMCache's keys have images by their hash",
 }
+# Engine arguments that are known here by name, for hints.
+KNOWN_ARGUMENTS = frozenset((*_COUNTS, *_SHARES, *_AGREED, *NOT_BESIDE_A_LANE, "max_model_len"))
 # Arguments by which an image becomes something else, or is known by another name.
 _DECIDE_ENCODING = (
     "dtype", "mm_hasher_algorithm", "mm_processor_kwargs", "media_io_kwargs",

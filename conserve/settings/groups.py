@@ -3,15 +3,27 @@
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from conserve.environments.spec import Limits
 
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
+# Names that Ray and Prometheus take, and those of environment variables.
+NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 # Of environments' files, where no other folder is set.
 _ROOT = "/var/tmp/conserve-environments"
 
@@ -20,11 +32,42 @@ class Strict(BaseModel):
     """Refuses names that are no settings."""
 
     # hide_input: a value may be a secret (an environment variable for an engine, for instance).
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic would take true for 1.
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+            raise PydanticCustomError("number_type", "give a number")
+        return value
 
 
 class RoleSettings(Strict):
     """The engines of one role, such as the decoders. A bare number sets ``replicas``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replicas_alone(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal()):
+            return {"replicas": int(value)}
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        reference = handler(core_schema)
+        own = handler.resolve_ref_schema(reference)
+        number = own["properties"]["replicas"]
+        own["type"] = [own["type"], "integer"]
+        own |= {key: number[key] for key in ("minimum", "maximum")}
+        return reference
 
     replicas: int = Field(
         default=1,
@@ -50,7 +93,7 @@ class RoleSettings(Strict):
     )
     tier: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        pattern=NAME,
         description="The tier that this role runs on: a name under `tiers`, or else the Ray custom "
         "resource that marks its nodes. Unset: any node.",
     )
@@ -58,7 +101,7 @@ class RoleSettings(Strict):
         default_factory=dict,
         description="vLLM engine arguments for this role; they override those of `engine`.",
     )
-    env: dict[str, str] = Field(
+    env: dict[Annotated[str, Field(pattern=VARIABLE)], str] = Field(
         default_factory=dict, description="Environment variables for this role's engines."
     )
 
@@ -68,12 +111,12 @@ class TierSettings(Strict):
 
     accelerator_type: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        pattern=NAME,
         description="The tier's nodes have this accelerator type, by Ray's name (`A40`, `H100`).",
     )
     resource: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        pattern=NAME,
         description="The tier's nodes offer this Ray custom resource.",
     )
     labels: dict[str, str] = Field(
@@ -81,6 +124,13 @@ class TierSettings(Strict):
     )
     power_cap: float | str | None = Field(
         default=None,
+        json_schema_extra={
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^[0-9.]+%?$"},
+                {"type": "null"},
+            ]
+        },
         description="The tier's GPUs are limited to this power while engines run on them: a number "
         "of watts, or a share of each GPU's default limit, such as `70%` (the paper: two thirds). "
         "Unset: their limits are left alone.",
@@ -94,9 +144,9 @@ class TierSettings(Strict):
         "Nothing on CPUs.",
     )
 
-    @field_validator("power_cap", mode="after")
+    @field_validator("power_cap", mode="before")
     @classmethod
-    def _watts_or_share(cls, value: float | str | None) -> float | str | None:
+    def _watts_or_share(cls, value: Any) -> float | str | None:
         if value is None:
             return None
         number = str(value).strip()
@@ -144,7 +194,7 @@ class LMCacheSettings(Strict):
     @classmethod
     def _not_privileged(cls, value: int) -> int:
         if 0 < value < 1024:
-            raise ValueError("a port from 1024 on, or 0 for one that is free")
+            raise ValueError("give a port from 1024 on, or 0 for one that is free")
         return value
 
     @property

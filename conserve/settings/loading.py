@@ -6,10 +6,14 @@ import itertools
 import json
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from conserve.settings.application import Settings, SettingsError
+from conserve.settings.expected import expected_of, line_of
+from conserve.settings.files import read_file
 from conserve.settings.removed import REMOVED
+
+_ROLES = ("prefillers", "decoders", "encoders")
 
 # The papers' systems, by the settings that differ from the defaults; `docs/papers.md` says what of
 # a paper these have. Given settings come before them.
@@ -30,14 +34,17 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
     """Validate arguments as given by ``serve run`` or a config file.
 
     A dotted name sets a field of a field, so that a command line reaches all of them:
-    ``decoders.num_cpus=2``, ``engine.max_model_len=8192``.
+    ``decoders.num_cpus=2``, ``engine.max_model_len=8192``. The argument ``config`` names a file of
+    settings, over which the other arguments go.
 
     Raises:
-        SettingsError: one line a problem, each with the field's name.
+        SettingsError: one line a problem, each with the setting's name.
     """
     if isinstance(arguments, Settings):
         return arguments
-    nested = _like(copy.deepcopy(_nested(arguments or {})))
+    given = copy.deepcopy(arguments or {})
+    path = given.pop("config", None)
+    nested = _like(_over(_nested(given), {} if path is None else _nested(read_file(path))))
     problems = _take_removed(nested)
     try:
         settings = Settings.model_validate(nested)
@@ -45,12 +52,26 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
             return settings
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
-            field = ".".join(str(part) for part in item["loc"]) or "settings"
-            if item["type"] == "extra_forbidden":
-                problems.append(f"{field}: no such setting{_suggestion(item['loc'])}")
-            else:
-                problems.append(f"{field}: {item['msg']}")
-    raise SettingsError("bad settings for ConServe\n  " + "\n  ".join(problems)) from None
+            problems += line_of(item).split("\n")
+    # A value that is none of several types has an error for each.
+    raise SettingsError(*dict.fromkeys(problems)) from None
+
+
+def _over(given: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
+    """Return what is given, and what a file has beside it."""
+    both = file | given
+    for name in file.keys() & given.keys():
+        lower, upper = file[name], given[name]
+        # A shorthand on either side is a part of the other's settings.
+        if name in _ROLES and isinstance(lower, dict) != isinstance(upper, dict):
+            lower, upper = _role(lower), _role(upper)
+        if isinstance(lower, dict) and isinstance(upper, dict):
+            both[name] = _over(upper, lower)
+    return both
+
+
+def _role(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {"replicas": value}
 
 
 def _like(nested: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +99,7 @@ def _take_removed(nested: dict[str, Any]) -> list[str]:
                 group = group.get(part) if isinstance(group, dict) else None
             if isinstance(group, dict) and last in group:
                 del group[last]
-                problems.append(f"`{'.'.join((*whole, last))}` was removed: {instead}")
+                problems.append(f"{'.'.join((*whole, last))}: was removed; {instead}")
     return problems
 
 
@@ -87,14 +108,14 @@ def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in sorted(arguments, key=lambda name: name.count(".")):
         *path, last = name.split(".")
         into, value = nested, arguments[name]
-        for part in path:
+        for depth, part in enumerate(path):
             # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
-            roles = ("prefillers", "decoders", "encoders")
-            if part in roles and not isinstance(into.get(part, {}), dict):
-                into[part] = {"replicas": into[part]}
+            if part in _ROLES and not isinstance(into.get(part, {}), dict):
+                into[part] = _role(into[part])
             fields = into.get(part) or {}
             if not isinstance(fields, dict):
-                raise SettingsError(f"bad settings for ConServe\n  {name}: {part} has no fields")
+                group = ".".join(path[: depth + 1])
+                raise SettingsError(f"{group}: {expected_of(group)}")
             into[part] = into = dict(fields)
         if isinstance(value, str) and ("engine" in path or value.startswith("[")):
             # From a command line; engine arguments have no declared type to convert to, and lists
@@ -103,16 +124,3 @@ def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
                 value = json.loads(value)
         into[last] = value
     return nested
-
-
-def _suggestion(location: tuple[int | str, ...]) -> str:
-    from difflib import get_close_matches
-
-    model: type[BaseModel] = Settings
-    for part in location[:-1]:
-        annotation = model.model_fields[str(part)].annotation if isinstance(part, str) else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ""
-        model = annotation
-    close = get_close_matches(str(location[-1]), model.model_fields, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

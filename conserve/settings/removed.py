@@ -1,7 +1,7 @@
 """Settings that earlier versions had, and the sentence with which each is refused now."""
 
 # By dotted name, with NAME for the name of a tier, and ROLE for prefillers or decoders. Each text
-# stands behind "was removed: ".
+# stands behind "was removed; ".
 REMOVED = {
     "tier_timeout_s": "the start waits ten minutes for nodes; start again where they take longer",
     "turn_timeout_s": "a turn fails after an hour in which its engine says nothing",

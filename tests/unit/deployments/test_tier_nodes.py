@@ -88,7 +88,7 @@ def test_too_few_gpus_are_refused_with_the_sum(cluster: Cluster) -> None:
     with pytest.raises(SettingsError) as caught:
         tier_nodes.wait_for_nodes(load({"decoders": 4}), True, 0.0)
     said = str(caught.value)
-    assert "GPUs: 1 prefiller x 1 + 4 decoders x 1 = 5 are asked for, and Ray has 4" in said
+    assert "gpus: 1 prefiller x 1 + 4 decoders x 1 = 5 are asked for, and Ray has 4" in said
     assert "gpus=4" in said
     tier_nodes.wait_for_nodes(load({"decoders": 4}), False, 0.0)  # On CPUs nobody wants any.
     assert cluster.asked == []

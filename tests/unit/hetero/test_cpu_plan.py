@@ -46,9 +46,9 @@ def test_engines_larger_than_the_machine_are_refused_with_the_sums() -> None:
     with pytest.raises(SettingsError) as refused:
         made({"engine.max_model_len": 4096}, gib=24, free=20)
     assert str(refused.value).startswith(
-        "engines on CPUs do not fit: 1 prefillers x (15.3 weights + 1.0 KV space) + 2 decoders x "
-        "(15.3 weights + 1.0 KV space) + 2 for LMCache = 50.8 GiB, and 20.0 of the container's "
-        "limit of 24.0 GiB are available"
+        "decoders: engines on CPUs do not fit: 1 prefillers x (15.3 weights + 1.0 KV space) + "
+        "2 decoders x (15.3 weights + 1.0 KV space) + 2 for LMCache = 50.8 GiB, and 20.0 of "
+        "the container's limit of 24.0 GiB are available"
     )
     small = {"engine.max_model_len": 4096, "placement": "collocated", "decoders": 1}
     assert made(small, gib=24, free=20).weights_bytes == 16_381_470_720

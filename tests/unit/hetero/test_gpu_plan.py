@@ -111,11 +111,11 @@ def test_an_engine_that_will_find_too_little_is_refused_with_the_sums() -> None:
     arguments = {"placement": "collocated", "decoders": 1}
     with pytest.raises(SettingsError) as refused:
         made(arguments, node(memory=24))
-    assert str(refused.value).splitlines() == [
-        "decoders: the model does not fit on a GPU, of which an engine may take 22.1 GiB",
-        "  15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens) = 24.1 GiB",
-        "  set engine.max_model_len=26112, which fits, or use more GPUs",
-    ]
+    assert str(refused.value) == (
+        "decoders: the model does not fit on a GPU, of which an engine may take 22.1 GiB; "
+        "15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens) = 24.1 GiB; "
+        "set engine.max_model_len=26112, which fits, or use more GPUs"
+    )
     # What is advised is accepted; so is what may fit, if less is taken than is estimated.
     assert made(arguments | {"engine.max_model_len": 26112}, node(memory=24)).notes == ()
     (said,) = made(arguments | {"engine.max_model_len": 32768}, node(memory=24)).notes

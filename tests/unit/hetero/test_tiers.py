@@ -68,11 +68,16 @@ def test_without_gpus_everything_is_one_tier() -> None:
 def test_a_missing_tier_is_named_with_what_there_is() -> None:
     assert missing(settings(), True, [H100, A40]) == []
     (said,) = missing(settings(), True, [H100])
-    assert said == "decoders.tier: no node offers 'frugal' (accelerator type A40)"
+    assert said == (
+        "decoders.tier: no node offers 'frugal' (accelerator type A40); start such a node, or set "
+        "another decoders.tier"
+    )
     both = missing(settings(decoders={"tier": "site"}), True, [])
     assert both == [
-        "decoders.tier: no node offers 'site' (custom resource rack7, label region=north)",
-        "prefillers.tier: no node offers 'fast' (accelerator type H100)",
+        "decoders.tier: no node offers 'site' (custom resource rack7, label region=north); start "
+        "such a node, or set another decoders.tier",
+        "prefillers.tier: no node offers 'fast' (accelerator type H100); start such a node, or set "
+        "another prefillers.tier",
     ]
     # Prefillers that are not started need no node.
     alone = {"tiers": PAPERS["tiers"], "decoders": {"tier": "site"}, "placement": "collocated"}
