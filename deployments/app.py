@@ -4,8 +4,9 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import IO, Any, cast
 
+import click
 import ray
 from ray import serve
 from ray.serve import Application
@@ -23,9 +24,8 @@ from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
 from deployments.loopback import start_on_loopback
 from deployments.prompting import parsers_of
-from deployments.router.access import require_keys
-from deployments.router.certificate import require_certificate
 from deployments.router.router import Router
+from deployments.start_checks import require_startable
 from deployments.tier_nodes import wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
 from hetero.cards import cards_here
@@ -64,17 +64,30 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
 
     Without a cluster it starts Ray, and Serve without HTTP proxies, as the router listens itself.
     """
-    settings = load(arguments)
     alone = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
-    if alone:
-        # In a cluster the files of keys and certificate are on the head; there the router checks
-        # them.
-        require_keys(settings)
-        require_certificate(settings)
-    if not ray.is_initialized():
-        start_ray(settings)
-    # No node joins a cluster that was just started here.
-    return build(settings, 0.0 if alone else _NODES_S)
+    try:
+        settings = load(arguments)
+        if alone:
+            # In a cluster these files are on other nodes, where those who read them check them.
+            require_startable(settings)
+        if not ray.is_initialized():
+            start_ray(settings)
+        # No node joins a cluster that was just started here.
+        return build(settings, 0.0 if alone else _NODES_S)
+    except SettingsError as error:
+        if click.get_current_context(silent=True) is None:
+            raise
+        # `serve run`, which would show all of the stack.
+        raise _Refused(str(error)) from None
+
+
+class _Refused(click.ClickException):
+    """Ends the command with the status of wrong usage, and these lines."""
+
+    exit_code = click.UsageError.exit_code
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file=file, err=file is None)
 
 
 def start_ray(settings: Settings) -> None:

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.settings.engine_arguments import workers_disagree
+from conserve.settings.expected import expected
 from hetero.gpu_layout import roles
 
 _TIMEOUT_S = 300.0
@@ -189,11 +190,11 @@ def refusals(given: Mapping[str, Any]) -> dict[str, str]:
     for name, value in given.items():
         if name in known:
             # None means the default, whatever the declared type.
-            problem = None if value is None else _refusal(known[name], value)
+            problem = None if value is None else _refusal(name, known[name], value)
         else:
             close = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            problem = f"vLLM has no such engine argument{meant}"
+            meant = f"did you mean {close[0]}?" if close else "leave it out"
+            problem = f"vLLM has no such engine argument; {meant}"
         if problem:
             found[name] = problem
     return found | _unknown_names(given)
@@ -247,20 +248,22 @@ def _is_plain(kind: Any) -> bool:
     )
 
 
-def _refusal(kind: Any, value: Any) -> str | None:
+def _refusal(name: str, kind: Any, value: Any) -> str | None:
     if kind is None:
         return None
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        return _said(error)
+        schema = TypeAdapter(kind).json_schema()
+        whole = "$defs" in schema or any(one["type"] == "value_error" for one in error.errors())
+        return _said(error) if whole else expected(schema, name)
     return None
 
 
 def _said(error: ValidationError) -> str:
     # The value is left out, since it may be a secret.
     found = error.errors(include_url=False, include_input=False)
-    return "; or ".join(dict.fromkeys(str(one["msg"]) for one in found))
+    return "; or ".join(dict.fromkeys(" ".join(one["msg"].split()) for one in found))
 
 
 def _unknown_names(given: Mapping[str, Any]) -> dict[str, str]:

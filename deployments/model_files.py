@@ -7,27 +7,28 @@ fetched. For a model that reads images, its processor's says how large they may 
 import contextlib
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError is httpx's or httpx2's
     EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
 from conserve.engines import model_source
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError
 from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
 from hetero.vision_tower import ENCODERS
 
-_HUB_ERRORS = (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError)
+HUB_ERRORS = (HfHubHTTPError, HFValidationError, HTTPError, OSError)
 # After these an engine cannot read the model either. `LocalEntryNotFoundError` means that the hub
 # is not asked, or cannot be reached.
 _MISSING = (
@@ -39,6 +40,8 @@ _INDEX = "model.safetensors.index.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # vLLM reads these without a `config.json`: Mistral's own format, and GGUF.
 _OTHER_FORMATS = ("params.json", "*.gguf")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+_TOKENIZERS = ("tokenizer*", "tekken.json", "vocab*", "*.tiktoken", "*.model")
 # Bits of a weight by the beginning of vLLM's `quantization`, where engines quantise as they load.
 _BITS = {"fp8": 8, "int8": 8, "experts_int8": 8, "mxfp8": 8, "bitsandbytes": 4.5, "nvfp4": 4.5}
 
@@ -74,6 +77,57 @@ def model_shape(settings: Settings) -> ModelShape:
     )
 
 
+def require_files(settings: Settings) -> None:
+    """Check that a model's folder has what engines read: weights and a tokenizer.
+
+    Only a folder is looked at: what is not in Hugging Face's cache, engines fetch.
+
+    Raises:
+        SettingsError: one is missing, or may not be read.
+    """
+    folder = Path(settings.model).expanduser()
+    arguments = settings.engine | settings.decoders.engine
+    others = [found for one in _OTHER_FORMATS for found in folder.glob(one)]
+    if others or not (folder / "config.json").is_file():
+        return
+    problems = []
+    # `config.json` is read by `model_shape`.
+    needed = [file for file in (folder / _INDEX,) if file.exists()]
+    if arguments.get("load_format", "auto") in ("auto", "safetensors", "pt"):
+        shards = {folder / name for name in _shards(folder)}
+        weights = sorted(shards) or [one for kind in _WEIGHTS for one in folder.glob(kind)]
+        absent = [file.name for file in weights if not file.exists()]
+        if not weights:
+            problems.append(f"no weights ({', '.join(_WEIGHTS)})")
+        elif absent:
+            problems.append(f"{len(absent)} of {len(weights)} files of weights ({absent[0]}, ...)")
+        needed += [file for file in weights if file.exists()]
+    if not (arguments.get("tokenizer") or arguments.get("skip_tokenizer_init")):
+        tokenizers = [one for kind in _TOKENIZERS for one in folder.glob(kind)]
+        if not tokenizers:
+            problems.append(f"no tokenizer ({', '.join(_TOKENIZERS)})")
+        needed += tokenizers
+    lines = []
+    if problems:
+        lines.append(f"model: {folder} lacks files: {'; '.join(problems)}; download it anew")
+    unread = [file for file in needed if not os.access(file, os.R_OK)]
+    if unread:
+        lines.append(f"model: this user may not read {unread[0]}; change its owner or its mode")
+    if lines:
+        raise SettingsError(*lines)
+
+
+def _shards(folder: Path) -> set[str]:
+    index = folder / _INDEX
+    if not index.is_file() or not os.access(index, os.R_OK):
+        return set()
+    try:
+        placed = _config(index).get("weight_map")
+    except ModelUnknown as error:
+        raise SettingsError(f"model: {error}; download it anew") from None
+    return {str(file) for file in placed.values()} if isinstance(placed, dict) else set()
+
+
 def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
     """Return the model's configuration, the size of its weights in bytes, and its processor's."""
     folder = Path(source).expanduser()
@@ -82,7 +136,10 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
             if any(found for name in _OTHER_FORMATS for found in folder.glob(name)):
                 raise ModelUnknown(f"{folder} has no config.json, but another format's files")
             raise ModelMissing(f"{folder / 'config.json'} cannot be read: there is none")
-        config = _config(folder / "config.json")
+        try:
+            config = _config(folder / "config.json")
+        except ModelUnknown as error:
+            raise ModelMissing(str(error)) from None
         return with_defaults(config), _weights_in(folder), _processor_in(folder)
     if folder.is_file():
         raise ModelUnknown(f"{folder} is a file, without a configuration beside it")
@@ -128,7 +185,7 @@ def _processor_in(folder: Path) -> dict[str, Any]:
 def _processor_on_hub(source: str, revision: str | None) -> dict[str, Any]:
     folder = None
     for name in _PROCESSORS:
-        with contextlib.suppress(*_HUB_ERRORS):
+        with contextlib.suppress(*HUB_ERRORS):
             folder = Path(hf_hub_download(source, name, revision=revision, etag_timeout=10)).parent
     return {} if folder is None else _processor_in(folder)
 
@@ -150,11 +207,16 @@ def _fetched(source: str, revision: str | None) -> dict[str, Any]:
     kind = ModelUnknown if "://" in source else ModelMissing
     if _is_hub_id(source):
         try:
+            # It asks once; a download would try for half a minute where there is no network.
+            HfApi().model_info(source, revision=revision, timeout=10)
             found = hf_hub_download(source, "config.json", revision=revision, etag_timeout=10)
             return _config(Path(found))
-        except _HUB_ERRORS as error:
+        except HUB_ERRORS as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            if not isinstance(error, _MISSING) or _has_another_format(source, revision):
+            # Without an answer, engines on this machine get none either.
+            answered = isinstance(error, HfHubHTTPError | HFValidationError)
+            missing = isinstance(error, _MISSING) and not _has_another_format(source, revision)
+            if answered and not missing:
                 kind = ModelUnknown
     raise kind(
         f"config.json of {source!r} cannot be read ({why}); download the model, and give its "
@@ -165,7 +227,7 @@ def _fetched(source: str, revision: str | None) -> dict[str, Any]:
 def _has_another_format(source: str, revision: str | None) -> bool:
     try:
         files = HfApi().model_info(source, revision=revision, timeout=10).siblings or []
-    except _HUB_ERRORS:
+    except HUB_ERRORS:
         return False
     return any(Path(file.rfilename).match(name) for file in files for name in _OTHER_FORMATS)
 
@@ -173,7 +235,7 @@ def _has_another_format(source: str, revision: str | None) -> bool:
 def _weights_on_hub(source: str, revision: str | None) -> int | None:
     try:
         found = HfApi().model_info(source, revision=revision, files_metadata=True, timeout=10)
-    except _HUB_ERRORS:
+    except HUB_ERRORS:
         # Then parameters are counted from the configuration.
         return None
     files = found.siblings or []

@@ -12,11 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jinja2
 import jinja2.ext
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from conserve.engines import model_source
@@ -30,6 +28,7 @@ from conserve.parsers import (
     with_parsers,
 )
 from conserve.settings import EMBEDDED_MODELS, Settings
+from deployments.model_files import HUB_ERRORS
 from hetero.model_shape import ModelUnknown
 
 logger = logging.getLogger("conserve.models")
@@ -182,7 +181,7 @@ class _Files:
                     )
                 path = Path(found)
             return path.read_text() if path.is_file() else None
-        except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError, ValueError) as error:
+        except (*HUB_ERRORS, ValueError) as error:
             logger.debug("%s of %s cannot be read: %s", name, self.source, error)
             return None
 

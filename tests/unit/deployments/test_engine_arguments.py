@@ -45,7 +45,7 @@ def test_what_vllm_knows_none_of_is_refused_and_what_is_near_is_named() -> None:
     assert refusals(given) == {
         "max_modle_len": "vLLM has no such engine argument; did you mean max_model_len?",
         "kv_cache_dtypes": "vLLM has no such engine argument; did you mean kv_cache_dtype?",
-        "zzz": "vLLM has no such engine argument",
+        "zzz": "vLLM has no such engine argument; leave it out",
         "tool_call_parser": "vLLM has none of this name; did you mean hermes?",
     }
 
@@ -53,11 +53,11 @@ def test_what_vllm_knows_none_of_is_refused_and_what_is_near_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("dtype", "bfloat17", "Input should be 'auto', 'half', 'float16', 'bfloat16'"),
-        ("kv_cache_dtype", "fp9", "Input should be 'auto', "),
-        ("max_model_len", "8k", "valid integer"),
-        ("enforce_eager", "ja", "valid boolean"),
-        ("max_num_seqs", 0, "greater than or equal to 1"),
+        ("dtype", "bfloat17", "give auto, half, float16, bfloat16"),
+        ("kv_cache_dtype", "fp9", "give auto, "),
+        ("max_model_len", "8k", "give a whole number"),
+        ("enforce_eager", "ja", "give true or false"),
+        ("max_num_seqs", 0, "give a whole number from 1 on"),
         ("quantization", "fp88", "did you mean fp8?"),
         ("compilation_config", {"moed": 3}, "Unexpected keyword argument"),
         ("reasoning_parser", "qwen4", "did you mean qwen3?"),

@@ -1,0 +1,160 @@
+"""Files, folders and ports that a start needs are checked before anything runs."""
+
+import errno
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve.settings import SettingsError, load
+from deployments import start_checks
+from deployments.start_checks import busy_ports, require_startable
+from tests.unit.hetero.shapes import QWEN3_8B
+
+
+def refused(**settings: Any) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        require_startable(load(settings))
+    return list(caught.value.problems)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder with everything in it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    weights = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = {"metadata": {"total_size": 1}, "weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in (*weights.values(), "tokenizer.json"):
+        (folder / name).touch()
+    return folder
+
+
+def test_defaults_are_fine() -> None:
+    require_startable(load({}))
+
+
+def test_every_missing_file_is_a_line(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    # A file is where the folder would be.
+    keys.touch()
+    lines = refused(
+        keys_file=str(tmp_path / "none.json"),
+        profile="none",
+        environments={"enabled": True, "root": str(keys / "environments")},
+    )
+    assert [line.split(":")[0] for line in lines] == ["keys_file", "profile", "environments.root"]
+    assert "`conserve keys add TENANT --file" in lines[0]
+    assert "those by name: " in lines[1]
+    assert "set a folder in one that is the user's" in lines[2]
+    (line,) = refused(keys_file=str(keys))
+    assert line.startswith(f"keys_file: the key file {keys} is not usable")
+
+
+def test_environments_folder_may_be_made(tmp_path: Path) -> None:
+    root = {"enabled": True, "root": str(tmp_path / "new" / "one")}
+    require_startable(load({"environments": root}))
+
+
+def test_a_whole_model_is_taken(model: Path) -> None:
+    require_startable(load({"model": str(model)}))
+
+
+@pytest.mark.parametrize(
+    ("absent", "arguments", "said"),
+    [
+        ("model-2.safetensors", {}, "1 of 2 files of weights (model-2.safetensors, ...)"),
+        ("tokenizer.json", {}, "no tokenizer (tokenizer*, "),
+        ("model*", {}, "no weights (*.safetensors, "),
+        ("model*", {"engine.load_format": "dummy"}, None),
+        ("tokenizer.json", {"engine.tokenizer": "acme/other"}, None),
+        ("tokenizer.json", {"engine.skip_tokenizer_init": "true"}, None),
+    ],
+)
+def test_a_model_that_lacks_files(
+    model: Path, absent: str, arguments: dict[str, Any], said: str | None
+) -> None:
+    for file in model.glob(absent):
+        file.unlink()
+    given = {"model": str(model), **arguments}
+    if said is None:
+        require_startable(load(given))
+        return
+    (line,) = refused(**given)
+    assert line.startswith(f"model: {model} lacks files: {said}")
+    assert line.endswith("; download it anew")
+
+
+def test_another_formats_files_are_vllms_matter(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    (model / "model.gguf").touch()
+    require_startable(load({"model": str(model)}))
+
+
+def test_a_file_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As root, everything may be read.
+    closed = model / "model-1.safetensors"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed)
+    assert refused(model=str(model)) == [
+        f"model: this user may not read {closed}; change its owner or its mode"
+    ]
+
+
+def test_an_index_that_is_broken(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text("{")
+    (line,) = refused(model=str(model))
+    assert "model.safetensors.index.json cannot be read" in line
+
+
+# --- Ports ----------------------------------------------------------------------------------------
+
+
+def _free(count: int) -> int:
+    """The first of some ports in a row on which nothing listens."""
+    found = start_checks._free_from("127.0.0.1", 20_000 + os.getpid() % 5000, count, set())
+    assert found is not None
+    return found
+
+
+def test_ports_that_are_free_are_fine() -> None:
+    port = _free(3)
+    assert list(busy_ports(load({"port": port, "lmcache.port": port + 1}))) == []
+    assert list(busy_ports(load({"port": port, "lmcache.port": 0}))) == []
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_a_port_that_is_taken_is_named_with_one_that_is_free(taken: int) -> None:
+    port = _free(6)
+    settings = load({"port": port, "lmcache.port": port + 1})
+    with socket.create_server(("127.0.0.1", port + taken)):
+        (line,) = busy_ports(settings)
+    name = "port" if taken == 0 else "lmcache.port"
+    assert line.startswith(f"{name}: {port + taken}, for ")
+    said, _, other = line.rpartition(f"{name}=")
+    assert said.endswith("is in use here; stop what listens there, or set ")
+    assert list(busy_ports(load({"port": port, "lmcache.port": port + 1, name: int(other)}))) == []
+
+
+def test_a_privileged_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may listen there.
+    monkeypatch.setattr(
+        start_checks, "_refused", lambda host, port: errno.EACCES if port < 1024 else None
+    )
+    monkeypatch.setattr(start_checks, "is_free", lambda host, port: True)
+    assert list(busy_ports(load({"port": 80}))) == [
+        "port: 80 is for privileged users (below 1024); set port=1024"
+    ]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_named(host: str) -> None:
+    port = _free(3)
+    given = {"host": host, "unauthenticated": True, "port": port, "lmcache.port": 0}
+    (line,) = busy_ports(load(given))
+    assert line == f"host: {host} is no address of this machine; give one that is, or 127.0.0.1"
