@@ -1,68 +1,128 @@
-"""Shows the layout of engines for `conserve serve` and its `--plan`."""
+"""Checks what a start would, and shows the layout of engines, for `conserve serve`."""
 
 import os
+from collections.abc import Callable
 
 from rich.markup import escape
 from rich.table import Table
 
 from conserve.settings import EMBEDDED_MODELS, Settings, SettingsError
+from conserve_cli.cluster import is_alone, require_ray
 from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import gib
 from hetero.gpu_plan import GpuNode, GpuPlan
+from hetero.tiers import missing
 from hetero.vision_tower import TowerNeeds
 
 
-def looked_at(settings: Settings) -> tuple[Settings, GpuPlan] | None:
-    """Return the settings and plan on this machine's GPUs, or the cluster's; None without GPUs.
+def examined(settings: Settings, *, planning: bool) -> tuple[Settings, GpuPlan | CpuPlan | None]:
+    """Check what a start would; return the settings, laid out, and the plan of engines.
 
-    Ends the command with status 2 if the engines do not fit.
+    The plan is None for CPUs of a cluster, which are not known. If a check fails, this ends the
+    command with status 2 and a line for each problem.
+
+    Args:
+        planning: whether nothing will start, so that vLLM is asked about the model, too,
+            which takes seconds; otherwise only about engine arguments that are given.
     """
+    # These imports take a second.
+    from deployments.start_checks import busy_ports, require_startable
+
+    _require_cluster()
+    problems: list[str] = []
+    found: tuple[Settings, GpuPlan | CpuPlan | None] = (settings, None)
+    if is_alone():
+        problems += _problems(lambda: require_startable(settings))
+        problems += busy_ports(settings)
+    nodes = _gpu_nodes(settings)
+
+    def lay_out() -> None:
+        nonlocal found
+        found = _on_cpus(settings) if nodes is None else _on_gpus(settings, nodes)
+
+    unplanned = _problems(lay_out)
+    problems += unplanned
+    of_model = is_alone() and not any(line.startswith("model:") for line in problems)
+    problems += _refused_by_vllm(settings, nodes is not None, of_model, planning)
+    if problems:
+        refuse("\n".join(dict.fromkeys(problems)))
+    return found
+
+
+def _problems(check: Callable[[], None]) -> tuple[str, ...]:
+    try:
+        check()
+    except SettingsError as error:
+        return error.problems
+    return ()
+
+
+def _gpu_nodes(settings: Settings) -> list[GpuNode] | None:
+    """Return the nodes that engines on GPUs may have; None: they run on CPUs."""
     if settings.device == "cpu":
         return None
-    # This import takes a second.
-    from deployments.gpu_plans import here, plan_on
+    from deployments.gpu_plans import here
 
-    nodes = [here()] if _is_alone() else _of_cluster()
+    nodes = [here()] if is_alone() else _of_cluster()
     if not any(node.offer.resources.get("GPU") for node in nodes) and settings.device == "auto":
         return None
-    try:
-        return plan_on(settings, nodes, model_is_here=_is_alone())
-    except SettingsError as error:
-        refuse(str(error))
+    return nodes
 
 
-def on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
-    """Return the settings and plan on this machine's CPUs; the plan of a cluster is not known.
+def _on_gpus(settings: Settings, nodes: list[GpuNode]) -> tuple[Settings, GpuPlan]:
+    from deployments.gpu_plans import plan_on
 
-    Ends the command with status 2 if engines cannot start.
-    """
+    return plan_on(settings, nodes, model_is_here=is_alone())
+
+
+def _on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
     from deployments.engine_arguments import require_one_split
-    from deployments.gpu_plans import planned_on_cpus
+    from deployments.gpu_plans import here, planned_on_cpus
 
-    try:
-        require_one_split(settings)
-        return planned_on_cpus(settings) if _is_alone() else (settings, None)
-    except SettingsError as error:
-        refuse(str(error))
+    require_one_split(settings)
+    if not is_alone():
+        return settings, None
+    absent = missing(settings, False, [here().offer])
+    if settings.gpus is not None:
+        absent.append(
+            f"gpus: {settings.gpus} are asked for, and this machine shows none; leave it out, or "
+            "see `conserve doctor`"
+        )
+    if absent:
+        raise SettingsError(*absent)
+    return planned_on_cpus(settings)
 
 
-def require_arguments(settings: Settings, gpu: bool) -> None:
-    """Have vLLM check the engine arguments and the model; end with status 2 if it refuses them."""
+def _refused_by_vllm(settings: Settings, gpu: bool, of_model: bool, planning: bool) -> list[str]:
+    """Return why vLLM refuses the engine arguments or, where a start is planned, the model."""
     roles = (settings.prefillers, settings.decoders, settings.encoders)
-    given = (settings.engine, *(own.engine for own in roles))
-    if settings.model in EMBEDDED_MODELS and not any(given):
-        return
+    given = any((settings.engine, *(own.engine for own in roles)))
+    if not given and (settings.model in EMBEDDED_MODELS or not planning):
+        return []
     from deployments.engine_arguments import VllmSilent, refused_arguments
 
     try:
         with console.status("asking vLLM"):
-            refused = refused_arguments(settings, gpu, model_is_here=_is_alone())
+            return refused_arguments(settings, gpu, of_model)
     except VllmSilent as error:
         console.print(f"[yellow]vLLM cannot be asked about this: {escape(str(error))}[/yellow]")
-        return
-    if refused:
-        refuse("\n  ".join(["vLLM would not start with these settings", *refused]))
+        return []
+
+
+def require_arguments(settings: Settings) -> None:
+    """Have vLLM check the engine arguments for a cluster; end with status 2 if it refuses some."""
+    _require_cluster()
+    problems = _refused_by_vllm(settings, settings.device != "cpu", False, False)
+    if problems:
+        refuse("\n".join(problems))
+
+
+def show_plan(settings: Settings, plan: GpuPlan | CpuPlan | None) -> None:
+    if isinstance(plan, GpuPlan):
+        show(settings, plan)
+    else:
+        show_on_cpus(settings, plan)
 
 
 def show(settings: Settings, plan: GpuPlan) -> None:
@@ -160,8 +220,14 @@ def _show_bound(settings: Settings) -> None:
         console.print(f"TPOT above which prefills are cut: {bound}.", highlight=False)
 
 
-def _is_alone() -> bool:
-    return not os.environ.get("RAY_ADDRESS")
+def _require_cluster() -> None:
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    # Ray's client finds its own server, and says quickly where there is none.
+    if "://" not in address:
+        try:
+            require_ray(address)
+        except ConnectionError as error:
+            refuse(f"RAY_ADDRESS: no Ray cluster at {address}: {error}")
 
 
 def _of_cluster() -> list[GpuNode]:

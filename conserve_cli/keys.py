@@ -46,7 +46,7 @@ def add(
             content, key = content.with_key(tenant, today, admin=admin)
             keyfile.write(path, content)
     except KeyFileError as error:
-        refuse(str(error), 1, aside)
+        refuse(str(error), 1)
     console.out(key, highlight=False)
     aside.print(
         f"That is a key of tenant {tenant!r}. Keep it: {escape(str(path))} has only its digest.",
@@ -119,7 +119,7 @@ def limits(
     content = _read(file) if nothing else _change(file, change)
     if tenant not in content.tenants:
         missing = f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one"
-        refuse(missing, 1, aside)
+        refuse(missing, 1)
     console.print(_tenants(content, tenant))
 
 
@@ -142,7 +142,7 @@ def _number(name: str, text: str) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 12):
         option = "--" + name.replace("_", "-")
-        refuse(f"{option} takes a number, or {_NONE}, not {text[:40]!r}", to=aside)
+        refuse(f"{option} takes a number, or {_NONE}, not {text[:40]!r}")
     return int(text)
 
 
@@ -150,7 +150,7 @@ def _read(file: Path) -> KeyFile:
     try:
         return keyfile.read(file)
     except KeyFileError as error:
-        refuse(str(error), 1, aside)
+        refuse(str(error), 1)
 
 
 def _change(file: Path, change: Any) -> KeyFile:
@@ -159,5 +159,5 @@ def _change(file: Path, change: Any) -> KeyFile:
             content: KeyFile = change(keyfile.read(path))
             keyfile.write(path, content)
     except KeyFileError as error:
-        refuse(str(error), 1, aside)
+        refuse(str(error), 1)
     return content

@@ -10,22 +10,40 @@ from typing import Annotated
 
 import typer
 
-from conserve.launch import Launch, LaunchError, require_free
+from conserve.launch import Launch, LaunchError
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve_cli.gpu_plan import looked_at, on_cpus, show
+from conserve_cli.cluster import is_alone
+from conserve_cli.gpu_plan import examined, require_arguments, show
 from conserve_cli.output import console, ended_by_signals, refuse
+from hetero.gpu_plan import GpuPlan
 
 LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
 SettingArguments = Annotated[
     list[str] | None,
     typer.Argument(help="Settings, as for `serve run conserve.app`: decoders=3 model=..."),
 ]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="File of settings, YAML or JSON (docs/settings.md); arguments override it.",
+    ),
+]
 
 
-def settings_from(arguments: list[str] | None) -> Settings:
+def given(arguments: list[str] | None, config: Path | None) -> list[str]:
+    """Return all arguments for ``serve run conserve.app``: those of a command, and its file."""
+    # The application may have another working directory.
+    file = [] if config is None else [f"config={config.absolute()}"]
+    return [*file, *(arguments or [])]
+
+
+def settings_from(arguments: list[str]) -> Settings:
     """Return the settings that these arguments give, or end the command with status 2."""
-    pairs = [argument.partition("=") for argument in arguments or []]
-    bad = [name for name, equals, _ in pairs if not equals]
+    pairs = [argument.partition("=") for argument in arguments]
+    bad = [one for one, (name, equals, _) in zip(arguments, pairs, strict=True)
+           if not (name and equals)]  # fmt: skip
     if bad:
         refuse(f"{bad[0]!r} is not a setting; write name=value.")
     try:
@@ -34,28 +52,41 @@ def settings_from(arguments: list[str] | None) -> Settings:
         refuse(str(error))
 
 
+def laid_out(settings: Settings) -> Settings:
+    """Return the settings with the engines that a start waits for, once all checks are passed.
+
+    If one fails, this ends the command with status 2.
+    """
+    if not is_alone():
+        # Nodes may join that cluster, so only the application can tell. If it chooses the number of
+        # decoders, one is enough to serve.
+        require_arguments(settings)
+        if "decoders" in settings.model_fields_set or settings.device == "cpu":
+            return settings
+        return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})
+    settled, plan = examined(settings, planning=False)
+    if isinstance(plan, GpuPlan):
+        show(settled, plan)
+    return settled
+
+
 @contextlib.contextmanager
 def launched(
     settings: Settings, arguments: list[str], log: Path | None
 ) -> Iterator[tuple[Launch, str]]:
     """Run the application during a ``with`` block; yield it and its URL.
 
-    Ends the command with status 1 if it does not come up, 2 if it does not fit on these GPUs, and
-    130
-    if it is interrupted.
+    Ends the command with status 1 if it does not come up, and 130 if it is interrupted.
 
     Args:
-        settings: those that the arguments give.
+        settings: those that the arguments give, from `laid_out`.
         arguments: for ``serve run conserve.app``.
         log: the application's log; None: a temporary file.
     """
-    _require_certificate(settings)
-    settings = _laid_out(settings)
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
     url = f"{settings.scheme}://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
     try:
-        require_free(url)
         with ended_by_signals(), Launch(arguments, path) as application:
             try:
                 phases = _wait_until_serving(application, settings, url)
@@ -70,32 +101,6 @@ def launched(
                 raise typer.Exit(130) from None
     except LaunchError as error:
         refuse(str(error), 1)
-
-
-def _require_certificate(settings: Settings) -> None:
-    if os.environ.get("RAY_ADDRESS"):
-        # It is on the head's disk.
-        return
-    from deployments.router.certificate import require_certificate
-
-    try:
-        require_certificate(settings)
-    except SettingsError as error:
-        refuse(str(error))
-
-
-def _laid_out(settings: Settings) -> Settings:
-    if os.environ.get("RAY_ADDRESS"):
-        # Nodes may join that cluster, so only the application can tell. If it chooses the number of
-        # decoders, one is enough to serve.
-        if "decoders" in settings.model_fields_set or settings.device == "cpu":
-            return settings
-        return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})
-    found = looked_at(settings)
-    if found is None:
-        return on_cpus(settings)[0]
-    show(*found)
-    return found[0]
 
 
 def _wait_until_serving(application: Launch, settings: Settings, url: str) -> dict[str, float]:

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from conserve.console import new_console
 
 console = new_console()
+_errors = new_console(stderr=True)
 
 
-def refuse(problem: str, status: int = 2, to: Console = console) -> NoReturn:
-    """Print a problem in red, and end the command with this status."""
-    to.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
+def refuse(problem: str, status: int = 2) -> NoReturn:
+    """Print a problem in red to the standard error, and end the command with this status."""
+    _errors.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
     raise typer.Exit(status) from None
 
 

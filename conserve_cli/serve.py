@@ -6,8 +6,16 @@ import typer
 from rich.markup import escape
 
 from conserve.settings import Settings
-from conserve_cli.gpu_plan import looked_at, on_cpus, require_arguments, show, show_on_cpus
-from conserve_cli.launching import LogFile, SettingArguments, launched, settings_from
+from conserve_cli.gpu_plan import examined, show_plan
+from conserve_cli.launching import (
+    ConfigFile,
+    LogFile,
+    SettingArguments,
+    given,
+    laid_out,
+    launched,
+    settings_from,
+)
 from conserve_cli.output import console, refuse
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -16,28 +24,27 @@ cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @cli.command()
 def serve(
     settings: SettingArguments = None,
+    config: ConfigFile = None,
     log: LogFile = None,
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="Say what would run on which GPUs, or why nothing would; start nothing."
+            "--plan",
+            help="Check all that a start needs, and say what would run where; start nothing.",
         ),
     ] = False,
 ) -> None:
     """Start the application, say when it is ready, and stay until Ctrl-C."""
-    chosen = settings_from(settings)
-    _say_parsers(chosen)
+    arguments = given(settings, config)
+    chosen = settings_from(arguments)
     if plan:
-        found = looked_at(chosen)
-        if found is None:
-            planned, on_cpu = on_cpus(chosen)
-            require_arguments(chosen, gpu=False)
-            show_on_cpus(planned, on_cpu)
-        else:
-            require_arguments(chosen, gpu=True)
-            show(*found)
+        settled, layout = examined(chosen, planning=True)
+        _say_parsers(chosen)
+        show_plan(settled, layout)
         return
-    with launched(chosen, settings or [], log) as (application, url):
+    settled = laid_out(chosen)
+    _say_parsers(chosen)
+    with launched(settled, arguments, log) as (application, url):
         console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
         curl = "curl --insecure" if chosen.tls.files else "curl"
         key = " -H 'Authorization: Bearer KEY'" if chosen.keys_file else ""

@@ -9,7 +9,7 @@ import typer
 from conserve_cli.demo.agents import converse
 from conserve_cli.demo.report import report
 from conserve_cli.demo.seen import TurnRow, write_json
-from conserve_cli.launching import LogFile, launched, settings_from
+from conserve_cli.launching import LogFile, laid_out, launched, settings_from
 from conserve_cli.output import console
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -44,7 +44,7 @@ def demo(
         if not any(argument.startswith("engine_scheduler=") for argument in arguments):
             arguments.append("engine_scheduler=conversation_lane")
     chosen = settings_from(arguments)
-    with launched(chosen, arguments, log) as (_, url):
+    with launched(laid_out(chosen), arguments, log) as (_, url):
         with console.status("running turns") as status:
             seen = 0
 

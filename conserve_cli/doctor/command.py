@@ -8,10 +8,9 @@ import typer
 from rich.text import Text
 
 from conserve.settings import Settings
+from conserve_cli.cluster import require_ray
 from conserve_cli.doctor.facts import Finding, exit_status
-from conserve_cli.doctor.observe import observe_node
-from conserve_cli.doctor.verdict import judge
-from conserve_cli.launching import SettingArguments, settings_from
+from conserve_cli.launching import ConfigFile, SettingArguments, given, settings_from
 from conserve_cli.output import console, refuse
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -20,6 +19,7 @@ cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @cli.command()
 def doctor(
     settings: SettingArguments = None,
+    config: ConfigFile = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -32,7 +32,7 @@ def doctor(
 
     One line a finding; the exit status is 1 if something is wrong.
     """
-    chosen = settings_from(settings)
+    chosen = settings_from(given(settings, config))
     with console.status("looking at this machine") as status:
         findings = _examined(chosen, address, status.update)
     for finding in findings:
@@ -44,15 +44,20 @@ def _examined(
     settings: Settings, address: str | None, on_progress: Callable[[str], None]
 ) -> list[Finding]:
     if address is None:
-        return judge(settings, [observe_node(settings)])
-    # Without this variable at its import, Ray tries twelve times, for eight minutes.
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
-    from conserve_cli.doctor.examine import examine_cluster
+        # These imports, which load Ray, take a second or two.
+        from conserve_cli.doctor.observe import observe_node
+        from conserve_cli.doctor.verdict import judge
 
+        return judge(settings, [observe_node(settings)])
     try:
+        require_ray(address)
+        # Without this variable at its import, Ray tries twelve times, for eight minutes.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+        from conserve_cli.doctor.examine import examine_cluster
+
         return examine_cluster(settings, address, on_progress)
     except ConnectionError as error:
-        refuse(f"No Ray cluster at {address}: {error}")
+        refuse(f"--address: no Ray cluster at {address}: {error}")
 
 
 # --- how a finding is shown -----------------------------------------------------------------------

@@ -23,22 +23,10 @@ _CLOCK_ROUNDS = 7
 _CONNECT_TIMEOUT_S = 3.0
 
 
-def _require_listener(address: str) -> None:
-    """Raise `ConnectionError` at once if nothing listens; Ray would take most of a minute."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        return  # Ray resolves "auto", or fails at once.
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(f"nothing listens there ({error})") from None
-
-
 def examine_cluster(
     settings: Settings, address: str, on_progress: Callable[[str], None]
 ) -> list[Finding]:
     """Examine every node of this Ray cluster; raises `ConnectionError` if there is none."""
-    _require_listener(address)
     find_on_loopback(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:

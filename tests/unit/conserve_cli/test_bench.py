@@ -335,7 +335,7 @@ def test_it_is_a_command_of_conserve_and_of_no_other(tmp_path: Path) -> None:
     assert "conserve bench run [OPTIONS]" in helped.stdout
     refused = conserve("bench", "run", URL, "--rate", "-1")
     assert refused.returncode == 2
-    assert refused.stdout.startswith("the arrival rate is -1")
+    assert refused.stderr.startswith("the arrival rate is -1")
 
 
 URL = "http://127.0.0.1:9"

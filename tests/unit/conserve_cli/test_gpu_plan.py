@@ -22,6 +22,8 @@ def model(tmp_path: Path) -> str:
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
     index = {"metadata": {"total_size": 16_381_470_720}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("model-00001-of-00001.safetensors", "tokenizer.json"):
+        (folder / name).touch()
     return f"model={folder}"
 
 
@@ -35,6 +37,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something is started")
 
     monkeypatch.setattr(launching, "Launch", launch)
+    # Another program of this machine may have some.
+    monkeypatch.setattr("deployments.start_checks.busy_ports", lambda settings: ())
 
 
 def said(*arguments: str, status: int = 0) -> str:
@@ -83,6 +87,8 @@ def test_what_images_take_is_in_the_plan(
         ("model.safetensors.index.json", index),
     ):
         (tmp_path / name).write_text(json.dumps(content))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     given = (f"model={tmp_path}", "engine.limit_mm_per_prompt.video=0")
     text = said(*given)
     assert "encoder cache" in text
@@ -160,6 +166,7 @@ def test_a_model_that_is_not_there_is_refused(
     assert "config.json cannot be read: there is none" in text
     # On a cluster it may lie on other nodes.
     monkeypatch.setattr("conserve_cli.gpu_plan._of_cluster", lambda: [here()])
+    monkeypatch.setattr("conserve_cli.gpu_plan.require_ray", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert "Host memory for handoffs" in said("model=acme/no-such-model", device)
 
@@ -172,7 +179,7 @@ def test_arguments_that_vllm_does_not_know_are_refused(machine: Machine, model: 
     meant = "did you mean max_model_len?"
     assert f"engine.max_modle_len: vLLM has no such engine argument; {meant}" in text
     assert "prefillers.engine.max_num_seq: vLLM has no such engine argument" in text
-    assert "decoders.engine.enforce_eager: Input should be a valid boolean" in text
+    assert "decoders.engine.enforce_eager: give true or false" in text
     assert "gpu_memory_utilization" not in text
     assert "engine.tensor_parallel_size: give a whole number" in said(
         model, "engine.tensor_parallel_size=two", status=2
@@ -222,11 +229,66 @@ def test_without_a_gpu_it_says_so(machine: Machine) -> None:
 
 def test_a_start_waits_for_the_engines_of_the_plan(machine: Machine, model: str) -> None:
     """The application counts the same ones by itself (deployments/app.py)."""
-    settings = launching._laid_out(load({"model": model.removeprefix("model=")}))
+    settings = launching.laid_out(load({"model": model.removeprefix("model=")}))
     assert (settings.prefiller_replicas, settings.decoders.replicas) == (1, 1)
 
 
 def test_on_a_cluster_the_application_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert launching._laid_out(load({})).decoders.replicas == 1
-    assert launching._laid_out(load({"decoders": 3})).decoders.replicas == 3
+    monkeypatch.setattr("conserve_cli.gpu_plan.require_ray", lambda address: None)
+    assert launching.laid_out(load({})).decoders.replicas == 1
+    assert launching.laid_out(load({"decoders": 3})).decoders.replicas == 3
+
+
+def test_every_check_that_fails_is_a_line(
+    machine: Machine, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is planned, let alone started."""
+    monkeypatch.setattr(
+        "deployments.start_checks.busy_ports", lambda settings: ["port: 8000 is in use"]
+    )
+    monkeypatch.setattr(
+        "deployments.engine_arguments.refused_arguments",
+        lambda settings, gpu, of_model: ["engine.seed: give a whole number"],
+    )
+    given = ("decoders.tier=fats", "tiers.fast.accelerator_type=A40", "keys_file=/no/keys.json")
+    wrong = (model, *given, "engine.seed=x")
+    for plan in (["--plan"], []):
+        done = CliRunner().invoke(cli, [*plan, *wrong])
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        lines = done.stderr.splitlines()
+        assert [line.split(":")[0] for line in lines] == [
+            *("keys_file", "port", "decoders.tier", "engine.seed"),
+        ]
+        assert lines[2].endswith("; did you mean fast?")
+    # A start asks vLLM, which takes seconds, about arguments alone.
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "deployments.engine_arguments.refused_arguments",
+        lambda settings, gpu, of_model: asked.append(of_model) or ["model: no"],
+    )
+    monkeypatch.setattr("deployments.start_checks.busy_ports", lambda settings: ())
+    launching.laid_out(load({"model": model.removeprefix("model=")}))
+    assert asked == []
+    assert "model: no" in said(model, status=2)
+    assert asked == [True]
+
+
+def test_tiers_and_gpus_that_this_machine_has_not_are_refused(machine: Machine) -> None:
+    machine.fail_to_open(9)
+    text = said("gpus=2", "prefillers=0", status=2)
+    assert text.startswith("gpus: 2 are asked for, and this machine shows none; leave it out")
+    text = said("decoders.tier=fast", status=2)
+    assert text.startswith("decoders.tier: no node offers 'fast' (custom resource fast); start")
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    for plan in (["--plan"], []):
+        done = CliRunner().invoke(cli, plan)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr == (
+            "RAY_ADDRESS: no Ray cluster at 127.0.0.1:1: nothing listens there (Connection "
+            "refused)\n"
+        )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import typer
 
-from conserve.launch import LaunchError
 from conserve.settings import load
 from conserve_cli import launching
 from conserve_cli.launching import launched
@@ -46,7 +45,6 @@ def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Application]]
         pass
 
     monkeypatch.setattr(launching, "Launch", Application)
-    monkeypatch.setattr(launching, "require_free", lambda url: None)
     before = [signal.getsignal(number) for number in _HANDLED]
     yield Application
     assert [signal.getsignal(number) for number in _HANDLED] == before
@@ -87,20 +85,3 @@ def test_a_signal_stops_the_application_and_the_status_is_130(
     assert ended.value.exit_code == 130
     assert (application.entered, application.left) == (1, 1)
     assert "Stopping." in capsys.readouterr().out
-
-
-def test_beside_another_application_nothing_is_started(
-    application: type[_Application],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def refuse(url: str) -> None:
-        raise LaunchError(f"something serves at {url} already")
-
-    monkeypatch.setattr(launching, "require_free", refuse)
-    with pytest.raises(typer.Exit) as ended, launched(load({}), [], tmp_path / "log"):
-        pass
-    assert ended.value.exit_code == 1
-    assert application.entered == 0
-    assert "something serves at http://127.0.0.1:8000 already" in capsys.readouterr().out

@@ -194,6 +194,7 @@ def test_only_the_papers_placement_promises_a_handoff(
     async def converse(*_: object, **__: object) -> Demonstration:
         return seen
 
+    monkeypatch.setattr(command, "laid_out", lambda settings: settings)
     monkeypatch.setattr(command, "launched", launched)
     monkeypatch.setattr(command, "converse", converse)
     given = [*settings, "--conversations", "2", "--turns", "3"]
@@ -231,6 +232,7 @@ def test_a_word_chooses_agents_that_see(
         told.append((given[1], "sees" if seeing else ""))
         return _kept()
 
+    monkeypatch.setattr(command, "laid_out", lambda settings: settings)
     monkeypatch.setattr(command, "launched", launched)
     monkeypatch.setattr(command, "converse", converse)
     CliRunner().invoke(command.cli, given)

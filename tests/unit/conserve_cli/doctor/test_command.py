@@ -1,14 +1,22 @@
 """``conserve doctor`` and its exit status."""
 
+import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
-from conserve_cli.doctor import command
+from conserve_cli.doctor import observe
 from conserve_cli.main import cli
 from tests.unit.conserve_cli.doctor.sound import MACHINE, NODE
 
@@ -16,7 +24,7 @@ from tests.unit.conserve_cli.doctor.sound import MACHINE, NODE
 def test_the_command_exits_with_1_when_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     seen = NODE
-    monkeypatch.setattr(command, "observe_node", lambda settings: seen)
+    monkeypatch.setattr(observe, "observe_node", lambda settings: seen)
     sound = CliRunner().invoke(cli, ["doctor"])
     assert sound.exit_code == 0, sound.output
     seen = dataclasses.replace(NODE, machine=dataclasses.replace(MACHINE, shm_total_bytes=0))
@@ -34,4 +42,59 @@ def test_where_there_is_no_cluster_it_says_so() -> None:
         timeout=300,
     )  # fmt: skip
     assert refused.returncode == 2
-    assert "No Ray cluster at 127.0.0.1:1" in refused.stdout
+    assert refused.stderr == (
+        "--address: no Ray cluster at 127.0.0.1:1: nothing listens there (Connection refused)\n"
+    )
+
+
+class _Quiet(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _listener(kind: str) -> Iterator[str]:
+    """Something that is no Ray, and its address."""
+    if kind == "a web server":
+        web = ThreadingHTTPServer(("127.0.0.1", 0), _Quiet)
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{web.server_port}"
+        web.shutdown()
+        web.server_close()
+    elif kind == "another gRPC server":
+        other = grpc.server(ThreadPoolExecutor(1))
+        port = other.add_insecure_port("127.0.0.1:0")
+        other.start()
+        yield f"127.0.0.1:{port}"
+        other.stop(None)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            yield f"127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["a web server", "another gRPC server", "a silent one"])
+def test_what_is_no_ray_is_told_in_one_line(kind: str) -> None:
+    """Ray itself would try for minutes."""
+    with _listener(kind) as address:
+        began_s = time.monotonic()
+        refused = CliRunner().invoke(cli, ["doctor", "--address", address])
+        took_s = time.monotonic() - began_s
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    (line,) = refused.stderr.splitlines()
+    assert line == (
+        f"--address: no Ray cluster at {address}: what listens there is not a Ray cluster's head"
+    )
+    assert took_s < 30
+
+
+@pytest.mark.parametrize(
+    "address", ["head", "ray://127.0.0.1:10001", "http://head:8265", "head:66000", ":6379"]
+)
+def test_what_is_no_address_is_told_at_once(address: str) -> None:
+    refused = CliRunner().invoke(cli, ["doctor", "--address", address])
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        f"--address: no Ray cluster at {address}: give HOST:PORT of its head (Ray's own port is "
+        "6379), or auto\n"
+    )
