@@ -31,7 +31,8 @@ def schema() -> Node:
         name for name in _inner(_root()) if _inner(_node(name)) or _free(_node(name)) is not None
     ]
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        # The newest that all editors know; it is enough.
+        "$schema": "http://json-schema.org/draft-07/schema#",
         **_root(),
         "title": "Settings of ConServe",
         "properties": {"$schema": said, **_root()["properties"]},

@@ -1,10 +1,13 @@
 """What the README shows of settings is what the code accepts."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import jsonschema
 import yaml
 
 from conserve.hints import NAMES
@@ -46,6 +49,16 @@ def test_the_configuration_file_is_accepted() -> None:
     settings = load(application["args"])
     assert settings.decoders.replicas == 3
     assert settings.engine == {"max_model_len": 32768}
+
+
+def test_the_file_of_settings_is_accepted(tmp_path: Path) -> None:
+    """By `--config`, and by an editor that has the schema."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/settings.md").read_text(), re.DOTALL)
+    (tmp_path / "conserve.yaml").write_text(text)
+    settings = load({"config": str(tmp_path / "conserve.yaml"), "decoders": "4"})
+    assert (settings.decoders.replicas, settings.decoders.env) == (4, {"OMP_NUM_THREADS": "2"})
+    schema = json.loads((ROOT / "docs/settings.schema.json").read_text())
+    jsonschema.Draft7Validator(schema).validate(yaml.safe_load(text))
 
 
 def test_the_python_examples_parse() -> None:

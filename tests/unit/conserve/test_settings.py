@@ -374,7 +374,7 @@ def test_a_tower_keeps_one_layer_at_least_and_all_unless_it_is_told() -> None:
     assert load(None).media.tower_layers is None
     assert load({"media.tower_layers": "1"}).media.tower_layers == 1
     said = refusal_of({"media.tower_layers": 0})
-    assert "media.tower_layers: Input should be greater than or equal to 1" in said
+    assert said == "media.tower_layers: give a whole number from 1 on"
 
 
 def test_there_are_no_encoders_unless_they_are_asked_for() -> None:
@@ -673,9 +673,7 @@ def test_the_key_file_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_certificate_has_its_key(given: str, missing: str) -> None:
     said = refusal(**{f"tls.{given}": "x.pem"})
-    assert said.splitlines()[1:] == [
-        f"  settings: Value error, tls.{missing}: set it beside tls.{given}, or leave both out"
-    ]
+    assert said == f"tls.{missing}: set it beside tls.{given}, or leave both out"
 
 
 def test_a_certificate_makes_the_address_https(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from conserve.settings import load
 from conserve_cli import launching
-from conserve_cli.launching import launched
+from conserve_cli.launching import laid_out, launched
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -51,13 +51,15 @@ def application(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Application]]
 
 
 def test_a_bad_certificate_is_said_before_anything_starts(
-    application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("deployments.start_checks.busy_ports", lambda settings: ())
     tls = {"tls.cert_file": str(tmp_path / "tls.crt"), "tls.key_file": str(tmp_path / "tls.key")}
-    with pytest.raises(typer.Exit) as ended, launched(load(tls), [], tmp_path / "log"):
-        pytest.fail("it started")
-    assert (ended.value.exit_code, application.entered) == (2, 0)
-    (line,) = capsys.readouterr().out.splitlines()
+    with pytest.raises(typer.Exit) as ended:
+        laid_out(load({"device": "cpu", **tls}))
+    assert ended.value.exit_code == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tls.cert_file: cannot read {tmp_path}/tls.crt")
 
 

@@ -69,7 +69,7 @@ def _kind(annotation: Any) -> tuple[Any, bool]:
 
 
 FIELDS = dict(_fields(Settings))
-EDITOR = jsonschema.Draft202012Validator(schema())
+EDITOR = jsonschema.Draft7Validator(schema())
 
 
 def _beyond(field: Any) -> list[Any]:
@@ -246,7 +246,7 @@ def test_a_json_file_is_the_same(tmp_path: Path) -> None:
 def test_every_default_is_right_by_the_schema() -> None:
     EDITOR.validate(json.loads(Settings().model_dump_json()))
     EDITOR.validate({"decoders": 3, "decoders.num_cpus": 2, "engine.seed": 1})
-    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.Draft7Validator.check_schema(schema())
 
 
 @pytest.mark.parametrize("command", ["serve", "demo", "doctor"])
