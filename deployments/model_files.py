@@ -21,6 +21,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from conserve.engines import model_source
 from conserve.settings import Settings, SettingsError
@@ -158,7 +159,11 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
 
 
 def _is_hub_id(source: str) -> bool:
-    return source.count("/") <= 1 and "://" not in source
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -74,7 +74,13 @@ def test_the_cache_of_the_hub_is_looked_into(
     assert model_shape(load({"model": "acme/agent"})).weights_bytes == 500
 
 
-@pytest.mark.parametrize("model", ["acme/none", "s3://bucket/model", "/no/such/folder"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("acme/none", "s3://bucket/model", "/no/such/folder", "./none", "~/none", "a b", "-"),
+        *("a//b", "acme/", "é/x", "x" * 200, "a\nb", "../..none"),
+    ],
+)
 def test_what_is_not_to_be_had_is_said(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The hub is not asked, as with HF_HUB_OFFLINE.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
