@@ -234,12 +234,14 @@ $(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
 $(CLIENTS)/%/.installed: benchmarks/peers/%.txt | $(BIN)/python
 	$(install_python_client)
 
-# Its Python files alone, for a process's path. Its native libraries may be for another torch.
+# Its Python files alone, for a process's path. Its native libraries may be for another torch, and
+# without their operators nothing can be registered for these.
 $(TORCHVISION): $(CLIENT_VERSIONS)/torchvision.txt | $(BIN)/python
 	@echo "conserve: installing torchvision's Python files for tests"
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) -r $<
 	@rm -f $(@D)/torchvision/*.so
+	@: > $(@D)/torchvision/_meta_registrations.py
 	@touch $@
 
 # What these would run after they are installed fetches or links what their packages hold already.

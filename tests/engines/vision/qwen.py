@@ -13,18 +13,9 @@ from typing import Any
 
 import torch
 
-# torchvision describes these operators as it is loaded, and its native library, which would define
-# them, is left out. Nothing here uses them.
-_operators = torch.library.Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _operators.define(f"{_name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-
-from tests.engines.vision.model import tokenizer_with  # noqa: E402
-from tests.unit.deployments.engine.lane.engine import Engine  # noqa: E402
-from tests.unit.deployments.engine.lane.seeing import (  # noqa: E402
-    noted_encodes,
-    require_same_tokens,
-)
+from tests.engines.vision.model import tokenizer_with
+from tests.unit.deployments.engine.lane.engine import Engine
+from tests.unit.deployments.engine.lane.seeing import noted_encodes, require_same_tokens
 
 _SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
