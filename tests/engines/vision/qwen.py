@@ -68,7 +68,8 @@ def make_model(folder: Path, deepstack: bool) -> int:
         "initializer_range": 0.2,
     }
     if deepstack:
-        text["head_dim"] = 64
+        # vLLM looks at what serves the text alone.
+        text |= {"head_dim": 64, "architectures": ["Qwen3ForCausalLM"]}
         tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
     else:
         tower |= {"window_size": 4 * patch_pixels, "fullatt_block_indexes": [3]}

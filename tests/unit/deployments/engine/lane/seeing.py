@@ -72,14 +72,15 @@ def require_same_tokens(
     for seed in range(seeds):
         encodes.clear()
         plain = _play(engine, seed, size, lane=False)
-        assert LANE not in encodes
+        assert LANE not in encodes, "the lane has encoded without being used"
         done = engine.policy.done
         beside = _play(engine, seed, size, lane=True)
         assert encodes.count(LANE) > 5, "the lane has hardly encoded"
         assert (engine.policy.done > done) is prefills, "whether the lane has prefilled"
         both = plain.keys() & beside.keys()
-        assert len(both) > 8
-        assert {name: beside[name] for name in both} == {name: plain[name] for name in both}
+        assert len(both) > 8, "few turns have stayed"
+        differ = [name for name in both if beside[name] != plain[name]]
+        assert not differ, f"other tokens with the lane: {differ} with seed {seed}"
         engine.require_no_leak()
 
 
