@@ -52,8 +52,9 @@ _PAPER = "placement=conversation"
 _ENGINES = ("engine.dtype=float32", "lmcache.size_gb=0.5")
 _COMMON = (*_ENGINES, _PAPER)
 
-# One prefiller, two decoders. Where it sends its spans, a collector listens during some tests.
-COLLECTOR_PORT = 43180
+# One prefiller, two decoders. Where it sends its spans, a collector listens during some tests:
+# at a port below those that systems give to connections.
+COLLECTOR_PORT = 24318
 MAIN = Application(
     "main",
     (
