@@ -314,7 +314,7 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
     for role, own in roles:
         if own.max_replicas is not None:
             # An engine that leaves may take `drain_timeout_s`: to be sure first costs little more.
-            settled_s = chosen.drain_timeout_s / 5
+            settled_s = settings.drain_timeout_s / 5
             limits[role] = Limits(
                 least=own.replicas,
                 most=own.max_replicas,

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from typing import IO, Any, cast
 
@@ -166,10 +167,11 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     options = {
         "num_replicas": settings.routers,
         "max_ongoing_requests": _MAX_ONGOING,
+        "graceful_shutdown_timeout_s": settings.drain_timeout_s + _LEAVING_S,
         **_logging(settings),
     }
     router = cast(Any, Router).options(**options)
-    return router.bind(settings, *engines)
+    return router.bind(settings, str(time.time_ns()), *engines)
 
 
 def _with_parsers(settings: Settings) -> Settings:
@@ -229,7 +231,7 @@ def _engines(
     else:
         options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
         # The replica ends once it has served its last turn; after this time Serve kills it.
-        drain_s = settings.autoscaling.drain_timeout_s + TURN_SILENCE_S
+        drain_s = settings.drain_timeout_s + TURN_SILENCE_S
         options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
     if tier.labels:
         bundles = options["placement_group_bundles"]

@@ -120,6 +120,14 @@ class Settings(Strict):
     autoscaling: AutoscalingSettings = Field(
         default_factory=AutoscalingSettings, description="How roles with `max_replicas` scale."
     )
+    drain_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="How long a router that ends serves what runs, and a decoder that is no longer "
+        "needed keeps its conversations. Those left then are prefilled again elsewhere, each once "
+        "its turn has ended. Engines are removed once there were too many for a fifth of this "
+        "time.",
+    )
     host: str = Field(
         default="127.0.0.1",
         min_length=1,

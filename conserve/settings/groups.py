@@ -209,13 +209,6 @@ class AutoscalingSettings(Strict):
     window_s: float = Field(
         default=30.0, gt=0, description="Rates of arrival are averaged over this much time."
     )
-    drain_timeout_s: float = Field(
-        default=300.0,
-        ge=0,
-        description="How long a decoder that is to be removed keeps its conversations. Those left "
-        "then are prefilled again elsewhere, each once its turn has ended. Engines are removed "
-        "once there were too many for a fifth of this time.",
-    )
 
 
 class LimitSettings(Strict):

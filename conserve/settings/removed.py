@@ -27,8 +27,9 @@ REMOVED = {
     "autoscaling.target": "a change in a role's number of engines brings utilisation to 0.7",
     "autoscaling.up_at": "engines are added when utilisation is above 0.85",
     "autoscaling.down_at": "engines are removed when utilisation stays below 0.5",
-    "autoscaling.down_delay_s": "it is a fifth of autoscaling.drain_timeout_s",
-    "autoscaling.cool_down_s": "it is a fifth of autoscaling.drain_timeout_s",
+    "autoscaling.down_delay_s": "it is a fifth of drain_timeout_s",
+    "autoscaling.drain_timeout_s": "set drain_timeout_s, which routers follow too",
+    "autoscaling.cool_down_s": "it is a fifth of drain_timeout_s",
     "environments.container_engine": "containers are run by `docker`, or else `podman`, where one "
     "answers",
     "environments.most_of_tenant": "it is a quarter of environments.most",

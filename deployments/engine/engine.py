@@ -284,7 +284,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         """Stay while the conversation table has anything for this engine, unless it is dead."""
         self._leaving = True
         self._desk.close()
-        deadline_s = time.monotonic() + self._settings.autoscaling.drain_timeout_s
+        deadline_s = time.monotonic() + self._settings.drain_timeout_s
         try:
             while await self._lives():
                 overdue = time.monotonic() >= deadline_s

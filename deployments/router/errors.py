@@ -24,6 +24,13 @@ TABLE_RESTARTING = ApiError(
     retry_after_s=2,
 )
 
+ENDING = ApiError(
+    503,
+    "the server is being stopped and takes no new turns; send the turn again once it is back",
+    "unavailable",
+    retry_after_s=30,
+)
+
 _FREE_S = 0.025
 _TIMES = 4
 _LONGEST_S = 4.0

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -25,11 +25,15 @@ class Events:
     """Tells listeners what happens, from now on or from where they were.
 
     An event's ``id`` is its number, its ``event`` the kind, and its ``data`` is JSON. A ``missed``
-    event counts those that are no longer kept. A stream has no end.
+    event counts those that are no longer kept. A stream ends only with its router.
+
+    Args:
+        ends: whether the router ends. Listeners go on at another one, from where they were.
     """
 
-    def __init__(self, table: TableClient) -> None:
+    def __init__(self, table: TableClient, ends: Callable[[], bool] = lambda: False) -> None:
         self._table = table
+        self._ends = ends
         self._listeners = 0
 
     async def serve(self, request: Request) -> Response:
@@ -51,7 +55,7 @@ class Events:
         try:
             # Headers are sent with the first words.
             yield b": events\n\n"
-            while True:
+            while not self._ends():
                 try:
                     page = await self._table.events(query)
                 except TableUnavailable:

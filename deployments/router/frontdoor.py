@@ -23,7 +23,7 @@ from deployments import answers
 from deployments.environments.client import EnvironmentClient
 from deployments.router.access import Access
 from deployments.router.conversations import Conversations
-from deployments.router.errors import TABLE_RESTARTING, answer_response, error_response
+from deployments.router.errors import ENDING, TABLE_RESTARTING, answer_response, error_response
 from deployments.router.events import Events
 from deployments.router.guard import Guard, with_headers
 from deployments.router.idempotency import Idempotency
@@ -61,6 +61,7 @@ class FrontDoor:
     Attributes:
         encoders: those that its turns have.
         probes: knows whether turns should be sent here; the router tells it what it hears.
+        refusing: whether the application ends, and takes no new turns.
 
     Raises:
         KeyFileError: the settings name a key file that is not usable.
@@ -74,6 +75,7 @@ class FrontDoor:
         environments: EnvironmentClient | None = None,
         homes: Homes | None = None,
     ) -> None:
+        self.refusing = False
         self._access = Access(settings)
         self.probes = Probes(settings)
         self._settings = settings
@@ -102,7 +104,7 @@ class FrontDoor:
                 Route("/v1/models/{model:name}", self._model, methods=get),
                 *Conversations(table, environments).routes(),
                 Route("/v1/engines", self._engines, methods=get),
-                Route("/v1/events", Events(table).serve, methods=get),
+                Route("/v1/events", Events(table, lambda: self.probes.draining).serve, methods=get),
                 Route("/health", self._health, methods=get),
                 *self.probes.routes(),
                 *MetricsPaths(table).routes(),
@@ -119,6 +121,11 @@ class FrontDoor:
         keyed = settings.keys_file is not None
         self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts, keyed)
 
+    @property
+    def draining(self) -> bool:
+        """Return whether the router ends once another one has taken over, or nothing runs."""
+        return self.probes.draining
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             send = with_headers(named(scope), send)
@@ -128,6 +135,8 @@ class FrontDoor:
         if scope["type"] == "http":
             try:
                 self._access.admit(scope)
+                if self.refusing and scope["path"] in apis.TURN_PATHS:
+                    raise ENDING
             except ApiError as error:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return

@@ -31,7 +31,7 @@ class Probes:
         self._now_s = now_s
         self._heard_s: float | None = None
         self._can_serve = False
-        self._draining = False
+        self.draining = False
 
     def heard(self, can_serve: bool | None) -> None:
         """Note that the table answers; None: it does not know yet whether turns can be served."""
@@ -41,11 +41,11 @@ class Probes:
 
     def drain(self) -> None:
         """Have load balancers send no more requests here: the router ends once it has served."""
-        self._draining = True
+        self.draining = True
 
     def not_ready(self) -> str | None:
         """Return why no turn should be sent here now; None: this router can serve turns."""
-        if self._draining:
+        if self.draining:
             return "draining: this router ends once it has served what it has"
         if self._heard_s is None:
             return "starting: the conversation table has not answered yet"

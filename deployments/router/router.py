@@ -6,11 +6,12 @@ as without it, and 1.5 times through Serve's own proxy; see docs/benchmarks.md.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import select
-import socket
 
+import ray
 import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -24,7 +25,9 @@ from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE
 from deployments.node.node import NodeClient
 from deployments.router.certificate import Certificate
+from deployments.router.draining import KEEP_ALIVE_S, Drain, at_sigterm, is_deleted
 from deployments.router.frontdoor import FrontDoor
+from deployments.router.listener import Listener
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 
@@ -46,16 +49,19 @@ _LOOK_S = 0.1
     ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
     health_check_period_s=2,
     health_check_timeout_s=30,
-    graceful_shutdown_timeout_s=5,
+    # A new router listens before the one that it replaces ends.
+    max_surge_percent=100,
 )
 class Router:
     """Listens, and beats so that the conversation table knows that the application lives.
 
-    The handles only make the engines part of this application.
+    Args:
+        deployment: tells one deployment of the application from others.
+        engines: handles, which only make the engines part of this application.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
-        self, settings: Settings, *engines: DeploymentHandle
+        self, settings: Settings, deployment: str, *engines: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
         listen_where_ray_does()
@@ -71,17 +77,26 @@ class Router:
             # that starts again serves without it.
             NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, self._table, self._id, self._environments)
+        application = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
+        listener = Listener(application, settings.host, settings.port, deployment)
         self._server = uvicorn.Server(server_config(self._door, settings))
-        listener = _listen(settings)
         # Signals are for the replica's own process to handle.
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
-        self._serving = loop.create_task(self._server.serve(sockets=[listener]))
+        self._serving = loop.create_task(self._server.serve(sockets=[listener.socket]))
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
                 raise RuntimeError("the router's HTTP server ended while it started")
             await asyncio.sleep(0.01)
+        self._drain = Drain(
+            self._door,
+            self._server,
+            listener.open(),
+            settings.drain_timeout_s,
+            functools.partial(is_deleted, context.app_name),
+        )
+        at_sigterm(functools.partial(loop.call_soon_threadsafe, self._drain.announce))
         url = f"{settings.scheme}://{settings.host}:{settings.port}"
         logger.info("router %d listens on %s", os.getpid(), url)
         self._beating = loop.create_task(self._beat())
@@ -92,6 +107,15 @@ class Router:
             raise RuntimeError("the router's HTTP server has ended")
         if self._beating.done():
             raise RuntimeError("the router's beats to the conversation table have ended")
+        if self._door.draining:
+            raise RuntimeError("the router was told to end by a signal: another one takes over")
+
+    async def __del__(self) -> None:
+        """Serve what runs first; Serve awaits this before it ends the replica."""
+        if getattr(self, "_beating", None) is None:
+            return  # It never served.
+        await self._drain.run()
+        await self._serving
 
     async def _beat(self) -> None:
         while True:
@@ -120,7 +144,7 @@ def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
         server_header=False,
     )
@@ -128,24 +152,6 @@ def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
         certificate = Certificate(settings.tls.files)
         config.ssl_context_factory = lambda *_: certificate.context
     return config
-
-
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if settings.routers > 1:
-        # They share the port of a node; the kernel spreads connections over them.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise RuntimeError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Set another "
-            "`port`; if Serve's own proxy has it, set `proxy_location: Disabled`."
-        ) from None
-    return listener
 
 
 class Connection(HttpToolsProtocol):
@@ -158,7 +164,7 @@ class Connection(HttpToolsProtocol):
     waits reads on. So bytes are sent that mean nothing to a client of HTTP/1.1.
 
     Internals of uvicorn 0.54 that are used: ``HttpToolsProtocol``'s ``cycle``, ``pipeline``,
-    ``transport`` and ``on_response_complete``.
+    ``transport``, ``config``, ``on_headers_complete`` and ``on_response_complete``.
     """
 
     _ended = False
@@ -190,6 +196,12 @@ class Connection(HttpToolsProtocol):
         if self._looking is not None:
             self._looking.cancel()
         super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """Begin with a request; the last one of its connection, if the router ends."""
+        super().on_headers_complete()
+        if getattr(self.config.app, "draining", False) and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Go on to the next request, or close after the last one."""

@@ -212,7 +212,7 @@ SCALING = Application(
         "pausing=off",
         "queue_timeout_s=900",
         "autoscaling.window_s=6",
-        f"autoscaling.drain_timeout_s={DRAIN_S}",
+        f"drain_timeout_s={DRAIN_S}",
     ),
 )
 

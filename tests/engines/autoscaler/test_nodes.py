@@ -78,7 +78,8 @@ applications:
         engine: {num_gpu_blocks_override: 24}
       lmcache: {port: 0, size_gb: 0.5}
       engine: {dtype: float32, max_model_len: 2944}
-      autoscaling: {window_s: 6, drain_timeout_s: 25}
+      autoscaling: {window_s: 6}
+      drain_timeout_s: 25
 """
 # A decoder has room for 3,072 tokens.
 FIRST = 560
