@@ -223,16 +223,16 @@ def _engines(
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,
-        "graceful_shutdown_timeout_s": _LEAVING_S,
+        # The replica ends once it has served its last turn; after this time Serve kills it.
+        "graceful_shutdown_timeout_s": settings.drain_timeout_s + _LEAVING_S,
         **_logging(settings),
     }
     if own.max_replicas is None:
         options["num_replicas"] = own.replicas
     else:
         options["autoscaling_config"] = serve_options(own.replicas, own.max_replicas)
-        # The replica ends once it has served its last turn; after this time Serve kills it.
-        drain_s = settings.drain_timeout_s + TURN_SILENCE_S
-        options["graceful_shutdown_timeout_s"] = drain_s + _LEAVING_S
+        # It keeps its conversations for the first part of this; their last turns may be long.
+        options["graceful_shutdown_timeout_s"] += TURN_SILENCE_S
     if tier.labels:
         bundles = options["placement_group_bundles"]
         options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]

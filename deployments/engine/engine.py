@@ -59,8 +59,9 @@ from hetero.vision_tower import ENCODERS
 
 logger = logging.getLogger("ray.serve")
 
-# Serve gives an engine that does not scale ten seconds to end (deployments/app.py).
 _FREEING_S = 5.0
+# How often an engine that ends looks whether it has answered everything.
+_LOOK_S = 0.1
 
 
 class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
@@ -113,7 +114,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
-        self._scales = settings.of_role(role).max_replicas is not None
         # The table's last answer to a beat.
         self._heard: Heard | None = None
         if settings.device == "gpu":
@@ -259,9 +259,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def __del__(self) -> None:
         """Serve the last turns first; Serve awaits this before it ends the replica."""
-        # Without a beat it never served. Where the role does not scale, Serve does not wait long
-        # (deployments/app.py).
-        if getattr(self, "_beating", None) is not None and self._scales:
+        # Without a beat it never served.
+        if getattr(self, "_beating", None) is not None:
             await self._drain()
         if getattr(self, "engine", None) is not None:
             # Ray ends workers at once, and LMCache's server would keep their memory mapped.
@@ -291,6 +290,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 if not await self._table.leave(self._id, overdue):
                     break
                 await asyncio.sleep(BEAT_S)
+            # The table has heard of each turn's end before the last bytes are sent.
+            while self._http.is_busy and await self._lives():  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
             if self._beating is not None:
                 self._beating.cancel()
             await self._table.left(self._id)

@@ -69,6 +69,7 @@ class EngineHttp:
         keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
         self._host = settings.engine_host
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
 
@@ -80,6 +81,11 @@ class EngineHttp:
     @property
     def has_ended(self) -> bool:
         return self._serving is not None and self._serving.done()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether any request is not answered to its end."""
+        return self._server is not None and bool(self._server.server_state.tasks)
 
     async def listen(self) -> None:
         host = ray.util.get_node_ip_address() if self._host == "node" else self._host
@@ -103,7 +109,7 @@ class EngineHttp:
                 task.result()
                 raise RuntimeError(f"the engine's HTTP server did not start on {host}")
             await asyncio.sleep(0.01)
-        self._serving = task
+        self._server, self._serving = server, task
         self.url = f"http://{host}:{listener.getsockname()[1]}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autoscale.autoscaler import Autoscaler
 from conserve.conversations import ConversationTable
-from conserve.wire import SILENCE_S
+from conserve.wire import SILENCE_S, Role
 from deployments.messages import EngineInfo, Refusal
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
@@ -126,7 +126,7 @@ class Membership:
             prefills = self.table.prefillers[engine_id].queued_tokens > 0 and not overdue
         if not engine.hosts:
             return prefills
-        if overdue or not self.table.accepting_decoders:
+        if overdue or self._replaced(engine.role) or not self.table.accepting_decoders:
             # With no other decoder the application ends, as a rule. Or the others have died: then
             # turns that run are not cut, and the rest is prefilled again once there is another.
             unbound = self.table.evict(engine_id)
@@ -137,6 +137,15 @@ class Membership:
                 )  # fmt: skip
             self.room.admit()
         return prefills or self.table.decoders[engine_id].conversations > 0
+
+    def _replaced(self, role: Role) -> bool:
+        """Return whether a role's engines that leave are too many: others will come for them.
+
+        Then conversations move at once. Engines that are not needed any more keep theirs a while.
+        """
+        wanted = self.autoscaler.wanted.get(role)
+        living, leaving = self.registry.living_and_leaving(role)
+        return wanted is not None and living - leaving < wanted.scaling.replicas
 
     def left(self, engine_id: str) -> None:
         engine = self.registry.engines.get(engine_id)

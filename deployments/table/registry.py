@@ -113,9 +113,9 @@ class Registry:
         return len(found), sum(map(self._table.is_leaving, found))
 
     def encoders(self) -> list[Encoder]:
-        """Return the engines that only encode."""
-        engines = self.engines.values()
-        return [Encoder(one.id, one.url) for one in engines if one.role == "encoder"]
+        """Return the engines that only encode, and stay."""
+        engines = (one for one in self.engines.values() if one.role == "encoder")
+        return [Encoder(one.id, one.url) for one in engines if not self._table.is_leaving(one.id)]
 
     def tokenizer(self) -> EngineInfo | None:
         """Return the engine to count a prompt: the likeliest prefiller for it, or a decoder."""

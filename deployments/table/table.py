@@ -185,6 +185,8 @@ class TableService:
             overdue: whether its time to drain is up. Then each of its histories is unbound, once
                 none of its turns runs.
         """
+        # Turns that it has begun by itself may run.
+        await self._listeners.have_heard({engine_id}, LOOK_S)
         return self._membership.leave(engine_id, overdue)
 
     async def left(self, engine_id: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from autoscale.autoscaler import Scaling, Wanted
 from conserve.history import History, TurnStats
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
@@ -159,6 +160,7 @@ def test_a_new_table_learns_what_it_holds() -> None:
 def test_one_that_leaves_stays_for_its_prompts_and_its_conversations() -> None:
     async def scenario() -> None:
         service = await a_service()
+        service._autoscaler.wanted["prefiller"] = Wanted(Scaling(0))
         await a_turn(service, "c")
         await service.register(engine("d", "decoder"))
         assert await service.leave("p", False)
@@ -183,6 +185,7 @@ def test_one_that_leaves_stays_for_its_prompts_and_its_conversations() -> None:
 def test_one_that_has_left_for_too_long_gives_up_what_is_idle() -> None:
     async def scenario() -> None:
         service = await a_service()
+        service._autoscaler.wanted["prefiller"] = Wanted(Scaling(0))
         await a_turn(service, "c")
         await service.register(engine("d", "decoder"))
         assert await service.leave("p", False)

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from autoscale.autoscaler import Scaling
+from autoscale.autoscaler import Scaling, Wanted
 from conserve.history import TurnStats
 from conserve.settings import Settings
 from conserve.wire import Role
@@ -59,6 +59,25 @@ def test_a_decoder_stays_until_its_conversations_have_ended() -> None:
         assert await says(service, 'conserve_leaving_replicas{role="decoder"} 0.0')
         assert await says(service, "conserve_moves_total 0.0")
         assert await says(service, 'conserve_engines_lost_total{role="decoder"} 0.0')
+
+    asyncio.run(scenario())
+
+
+def test_what_a_replaced_decoder_has_moves_at_its_turns_end() -> None:
+    """Serve replaces one of two that are wanted; another one will come for it."""
+
+    async def scenario() -> None:
+        service = await a_service()
+        service._autoscaler.wanted["decoder"] = Wanted(Scaling(2))
+        idle = await a_turn(service, "idle")
+        assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
+        busy = await a_turn(service, "busy", ends=False)
+        assert busy.decoder_id == idle.decoder_id
+        assert await service.leave(idle.decoder_id, False)
+        assert (await a_turn(service, "idle")).decoder_id != idle.decoder_id
+        assert await service.leave(idle.decoder_id, False)
+        await end(service, busy)
+        assert not await service.leave(idle.decoder_id, False)
 
     asyncio.run(scenario())
 
