@@ -95,6 +95,14 @@ class Launch:
         assert self._process is not None
         return self._process.wait()
 
+    def drain(self, timeout_s: float) -> bool:
+        """Have the application finish what runs and end; return whether it has in time."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return not self.running
+
     def wait_until_serving(
         self,
         url: str,

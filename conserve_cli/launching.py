@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -18,6 +20,8 @@ from conserve_cli.output import console, ended_by_signals, refuse
 from hetero.gpu_plan import GpuPlan
 
 LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
+# For engines to leave and Ray to end, after the last turn.
+_ENDS_WITHIN_S = 60.0
 SettingArguments = Annotated[
     list[str] | None,
     typer.Argument(help="Settings, as for `serve run conserve.app`: decoders=3 model=..."),
@@ -83,11 +87,13 @@ def launched(
         arguments: for ``serve run conserve.app``.
         log: the application's log; None: a temporary file.
     """
+    # As ``serve run conserve.app``, but it can finish what runs.
+    command = [sys.executable, "-m", "deployments.run", *arguments]
     path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
     url = f"{settings.scheme}://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
     try:
-        with ended_by_signals(), Launch(arguments, path) as application:
+        with ended_by_signals(), Launch(arguments, path, command=command) as application:
             try:
                 phases = _wait_until_serving(application, settings, url)
                 parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in phases.items())
@@ -101,6 +107,42 @@ def launched(
                 raise typer.Exit(130) from None
     except LaunchError as error:
         refuse(str(error), 1)
+
+
+class _Terminated(Exception):
+    """SIGTERM has come."""
+
+
+def wait_or_drain(application: Launch, drain_s: float) -> int:
+    """Return the status with which an application ends: 0 where it finishes its turns at SIGTERM.
+
+    Another signal, or Ctrl-C, raises KeyboardInterrupt, and so ends it at once.
+
+    Args:
+        drain_s: how long turns may run on.
+    """
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        # The one before raises KeyboardInterrupt.
+        signal.signal(signal.SIGTERM, before)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        return application.wait()
+    except _Terminated:
+        console.print(
+            f"Finishing the turns that run, for {drain_s:g} s at most. Another signal ends it now."
+        )
+        try:
+            if not application.drain(drain_s + _ENDS_WITHIN_S):
+                console.print("Some turns did not finish in time.")
+        except KeyboardInterrupt:
+            application.stop(grace_s=0)
+            raise
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_serving(application: Launch, settings: Settings, url: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from conserve_cli.launching import (
     laid_out,
     launched,
     settings_from,
+    wait_or_drain,
 )
 from conserve_cli.output import console, refuse
 
@@ -34,7 +35,10 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Start the application, say when it is ready, and stay until Ctrl-C."""
+    """Start the application, say when it is ready, and stay until Ctrl-C.
+
+    SIGTERM has it finish the turns that run, and take no new ones; a second signal ends it.
+    """
     arguments = given(settings, config)
     chosen = settings_from(arguments)
     if plan:
@@ -53,8 +57,8 @@ def serve(
             '    -d \'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
             highlight=False,
         )
-        console.print("Ctrl-C ends it.")
-        status = application.wait()
+        console.print("Ctrl-C ends it at once, SIGTERM once running turns have finished.")
+        status = wait_or_drain(application, chosen.drain_timeout_s)
     if status:
         refuse(f"The application ended with status {status}.", 1)
 

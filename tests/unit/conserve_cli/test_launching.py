@@ -1,7 +1,11 @@
 """What `serve` and `demo` do with an application: how it ends, and what its user is told."""
 
+import os
 import re
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,11 @@ from typing import Any
 import pytest
 import typer
 
+from conserve.launch import Launch
 from conserve.settings import load
 from conserve_cli import launching
-from conserve_cli.launching import laid_out, launched
+from conserve_cli.launching import laid_out, launched, wait_or_drain
+from conserve_cli.output import ended_by_signals
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -22,7 +28,7 @@ class _Application:
     entered: int = 0
     left: int = 0
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, command: list[str]) -> None:
         pass
 
     def __enter__(self) -> "_Application":
@@ -87,3 +93,53 @@ def test_a_signal_stops_the_application_and_the_status_is_130(
     assert ended.value.exit_code == 130
     assert (application.entered, application.left) == (1, 1)
     assert "Stopping." in capsys.readouterr().out
+
+
+# It notes that it was told to end, and does so once its "turn" has finished.
+_CHILD = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path(sys.argv[1], "told").touch()
+    time.sleep(float(sys.argv[2]))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[1], "up").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+def _child(folder: Path, turn_s: float) -> Launch:
+    command = [sys.executable, "-c", _CHILD, str(folder), str(turn_s)]
+    return Launch([], folder / "log", command=command)
+
+
+def _signals(folder: Path, *after: str) -> None:
+    """Send this process a SIGTERM once each of these files is there."""
+
+    def send() -> None:
+        for name in after:
+            while not (folder / name).exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_a_turn_is_finished_at_sigterm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ended_by_signals(), _child(tmp_path, turn_s=1.0) as application:
+        _signals(tmp_path, "up")
+        assert wait_or_drain(application, 5.0) == 0
+        assert not application.running
+    assert (tmp_path / "told").exists()
+    assert "for 5 s at most" in capsys.readouterr().out
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with ended_by_signals(), _child(tmp_path, turn_s=60.0) as application:
+        _signals(tmp_path, "up", "told")
+        with pytest.raises(KeyboardInterrupt):
+            wait_or_drain(application, 60.0)
+        assert not application.running
+    assert time.monotonic() - started_s < 30
