@@ -1,7 +1,7 @@
 """Keeps the newest events at the boundaries of turns and engines, in order."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -81,8 +81,16 @@ class EventLog:
         event = Event(self._next, self._clock(), kind, history_id, said)
         self._next += 1
         self.counts[kind] += 1
+        self._keep(event)
+
+    def take_over(self, events: Iterable[Event]) -> None:
+        """Keep a predecessor's events, before any of this log's."""
+        for event in events:
+            self._keep(event)
+
+    def _keep(self, event: Event) -> None:
         self._kept.append(event)
-        self._of.setdefault(identity.conversation_of(history_id), deque()).append(event)
+        self._of.setdefault(identity.conversation_of(event.history_id), deque()).append(event)
         if len(self._kept) > self._most:
             self._forget(self._kept.popleft())
         if self._told is not None:

@@ -159,11 +159,14 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         if alone:
             settings, _ = planned_on_cpus(settings)
     settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})
-    engines = [_engines("decoder", settings, settings.decoders, gpu, waiting)]
+    # Numbered by the clock: among actors of several deployments, the last one's counts.
+    deployment = str(time.time_ns())
+    wanted: list[tuple[Role, RoleSettings]] = [("decoder", settings.decoders)]
     if settings.prefiller_replicas:
-        engines.append(_engines("prefiller", settings, settings.prefillers, gpu, waiting))
+        wanted.append(("prefiller", settings.prefillers))
     if settings.encoders.replicas:
-        engines.append(_engines("encoder", settings, settings.encoders, gpu, waiting))
+        wanted.append(("encoder", settings.encoders))
+    engines = [_engines(role, settings, own, gpu, waiting, deployment) for role, own in wanted]
     options = {
         "num_replicas": settings.routers,
         "max_ongoing_requests": _MAX_ONGOING,
@@ -171,7 +174,7 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         **_logging(settings),
     }
     router = cast(Any, Router).options(**options)
-    return router.bind(settings, str(time.time_ns()), *engines)
+    return router.bind(settings, deployment, *engines)
 
 
 def _with_parsers(settings: Settings) -> Settings:
@@ -214,7 +217,12 @@ def _require_cuda_build() -> None:
 
 
 def _engines(
-    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int
+    role: Role,
+    settings: Settings,
+    own: RoleSettings,
+    gpu: bool,
+    waiting: int,
+    deployment: str,
 ) -> Application:
     config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)
@@ -237,7 +245,7 @@ def _engines(
         bundles = options["placement_group_bundles"]
         options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]
     return serve.deployment(**options)(cast(Any, _ENGINE_SERVER)).bind(
-        config, role=role, settings=settings, tier=tier
+        config, role=role, settings=settings, tier=tier, deployment=deployment
     )
 
 

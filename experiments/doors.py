@@ -39,7 +39,7 @@ class RunningTable(TableClient):
                 for one in ray.util.list_named_actors(all_namespaces=True)
                 if one["namespace"] == "serve" and str(one["name"]).startswith("conserve:")
             ]
-            (name,) = [one for one in found if ":table:" in one]
+            name = max(one for one in found if ":table:" in one)
             self._actor = ray.get_actor(name, namespace="serve")
         return self._actor
 
@@ -48,7 +48,7 @@ def serve(port: int, settings: Settings, make: Callable[..., FrontDoor] = FrontD
     """Serve as a router of the application that runs, until this process is ended."""
     find_on_loopback("auto")
     ray.init(address="auto", namespace="serve", log_to_driver=False)
-    front = make(settings, RunningTable("", settings), f"door-{port}")
+    front = make(settings, RunningTable("", "", settings), f"door-{port}")
     # As `deployments.router.router` has it.
     uvicorn.run(
         front,

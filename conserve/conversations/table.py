@@ -1,5 +1,6 @@
 """The table of live conversations, as others see it."""
 
+import copy
 from collections.abc import Iterable
 
 from conserve.conversations.binding import Binding
@@ -31,6 +32,26 @@ class Membership:
         self._turns = turns
         self._idleness = idleness
         self._memory = memory
+        # Of a predecessor: where its histories were bound, until they are again, and those of which
+        # turns run.
+        self._homes: dict[str, str] = {}
+        self._running: dict[str, list[History]] = {}
+
+    def take_over(self, histories: Iterable[History]) -> None:
+        """Add a predecessor's histories. Each is bound once its decoder registers."""
+        for history in histories:
+            decoder_id = history.decoder_id
+            if decoder_id is not None:
+                self._homes[history.id] = decoder_id
+                if history.running:
+                    self._running.setdefault(decoder_id, []).append(copy.copy(history))
+            history.decoder_id = history.prefiller_id = history.base = None
+            history.held_tokens = history.prefill_tokens = 0
+            history.running, history.promised = (), False
+            usage = self._ledger.usage.of(history.id)
+            usage.began(history.created_s)
+            self._ledger.add(history, usage)
+            self._idleness.watch_in_place(history, None)
 
     def add_decoder(
         self, decoder_id: str, capacity_tokens: int, holds: Iterable[History] = ()
@@ -43,9 +64,13 @@ class Membership:
         self._engines.add_decoder(decoder_id, capacity_tokens)
         foreign = []
         # The oldest first: an engine has no more than it has room for.
+        holds = self._with_running(decoder_id, holds)
         for held in sorted(holds, key=lambda one: one.last_used_s):
             known = self._by_id.get(held.id)
-            if known is None and held.incarnation >= self._turns.first_id:
+            if known is not None and self._homes.get(held.id, decoder_id) != decoder_id:
+                # It had moved, which this decoder has not heard yet.
+                foreign.append(held.id)
+            elif known is None and held.incarnation >= self._turns.first_id:
                 # This table made it, and has ended it while the decoder was away.
                 foreign.append(held.id)
             elif known is None or (
@@ -66,6 +91,16 @@ class Membership:
                 foreign.append(held.id)
         return foreign
 
+    def _with_running(self, decoder_id: str, holds: Iterable[History]) -> list[History]:
+        """Return what a decoder holds, with turns that a predecessor has sent to it meanwhile."""
+        held = {one.id: one for one in holds}
+        for sent in self._running.pop(decoder_id, ()):
+            one = held.setdefault(sent.id, sent)
+            if one.incarnation == sent.incarnation:
+                new = (turn for turn in sent.running if turn > one.finished)
+                one.running = tuple(sorted({*one.running, *new}))
+        return list(held.values())
+
     def _is_newer(self, held: History, known: History) -> bool:
         return (
             self._memory is not None
@@ -77,6 +112,7 @@ class Membership:
 
     def _adopt(self, held: History, decoder_id: str) -> None:
         known = self._ledger.take_out(held.id)
+        self._homes.pop(held.id, None)
         if known is not None:
             # A decoder does not know the conversation's life before it came there.
             held.created_s = known.created_s
@@ -256,6 +292,7 @@ class ConversationTable:
         self.has_several = ledger.live.has_several
         self.active = ledger.active
 
+        self.take_over = membership.take_over
         self.add_prefiller, self.add_decoder = engines.add_prefiller, membership.add_decoder
         self.engine_says, self.leave = engines.says, engines.leave
         self.is_leaving, self.evict = engines.is_leaving, membership.evict

@@ -193,6 +193,11 @@ class Memory:
             shared_tokens = 0 if history.base is None else history.base.tokens
             self._host.use(_key(history), tokens, history.last_used_s, shared_tokens)
 
+    def all_parked(self, histories: Iterable[History]) -> list[Parked]:
+        """Return what host memory has of these, for a table that succeeds this one."""
+        found = ((one, self.parked_of(one)) for one in histories)
+        return [Parked(one.id, one.incarnation, n, one.last_used_s) for one, n in found if n]
+
     def take_over(self, parked: Iterable[Parked]) -> None:
         if self._host is None:
             return

@@ -96,7 +96,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
-        self, llm_arguments: dict[str, Any], *, role: Role, settings: Settings, tier: RoleTier
+        self,
+        llm_arguments: dict[str, Any],
+        *,
+        role: Role,
+        settings: Settings,
+        tier: RoleTier,
+        deployment: str,
     ) -> None:
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
@@ -107,7 +113,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._workers = WorkerClient(self.collective_rpc)
         self._role: Role = role
         self._settings = settings
-        self._table = TableClient(context.app_name, settings)
+        self._table = TableClient(context.app_name, deployment, settings)
         self._holdings = Holdings()
         self._desk = Desk(self._holdings, settings.idle_timeout_s)
         self._scheduler: SchedulerClient | None = None

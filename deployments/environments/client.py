@@ -1,6 +1,7 @@
 """Calls the manager of environments from a router."""
 
 import asyncio
+import hashlib
 import uuid
 from typing import Any
 
@@ -8,7 +9,7 @@ import ray
 
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.detached import ActorClient, Patience, actor_name, call, find_or_make
+from deployments.detached import ActorClient, Patience, call, find_or_make
 from deployments.environments.service import EnvironmentService
 from deployments.messages import unrefused
 
@@ -34,10 +35,14 @@ class EnvironmentClient(ActorClient):
     Methods that wait raise `ApiError` if the request fails or the manager stays away.
     """
 
-    def __init__(self, application: str, settings: Settings) -> None:
+    def __init__(self, application: str, deployment: str, settings: Settings) -> None:
         self._application = application
+        self._deployment = deployment
         self._settings = settings
-        self._name = actor_name(application, "environments", settings)
+        # It stays through deployments that change nothing of it, with what runs in environments.
+        said = f"{settings.environments.model_dump_json()}{settings.port}"
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        self._name = f"conserve:{application}:environments:{digest}"
 
     async def declare(self, conversation_id: str, body: Any) -> Any:
         return await self._ask(_USUAL, EnvironmentService.declare, conversation_id, body)
@@ -78,6 +83,7 @@ class EnvironmentClient(ActorClient):
     def _connect(self) -> Any:
         if self._actor is None:
             self._actor = find_or_make(
-                EnvironmentService, self._name, self._settings, self._application
-            )
+                EnvironmentService, self._name,
+                self._settings, self._application, self._deployment,
+            )  # fmt: skip
         return self._actor

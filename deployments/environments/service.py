@@ -48,10 +48,10 @@ _START_S = 15.0
 class EnvironmentService:
     """Manages environments as an actor; answers a `Refusal` instead of raising an error."""
 
-    def __init__(self, settings: Settings, application: str) -> None:
+    def __init__(self, settings: Settings, application: str, deployment: str) -> None:
         self._settings = settings.environments
         self._root = settings.environments.folder(settings.port)
-        self._table = TableClient(application, settings)
+        self._table = TableClient(application, deployment, settings)
         self._last_beat_s = time.monotonic()
         self._manager: Manager | None = None
         self._ledger: Ledger | None = None

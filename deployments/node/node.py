@@ -18,7 +18,7 @@ import ray
 
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
-from deployments.detached import ActorClient, Patience, call, find_or_make
+from deployments.detached import ActorClient, Patience, call, find_or_make, listed
 from deployments.messages import NodeCache
 from deployments.node.arena import make_arena
 from deployments.node.caches import CacheDirectory, SeenCaches
@@ -213,10 +213,7 @@ class NodeNames:
         return f"{self._prefix}{node_id}{self._suffix}"
 
     def listed(self) -> list[str]:
-        """Return the names of live or restarting actors. Ray answers within milliseconds."""
-        found = ray.util.list_named_actors(all_namespaces=True)
-        names = (actor["name"] for actor in found if actor["namespace"] == "serve")
-        return [name for name in names if self.includes(name)]
+        return [name for name in listed(self._prefix) if self.includes(name)]
 
     def includes(self, name: str) -> bool:
         return name.startswith(self._prefix) and name.endswith(self._suffix)

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,12 +50,23 @@ class Listener:
         # Open for as long as this router lives, which is how the earlier one knows.
         self._earlier: socket.socket | None = None
         beginning = f"conserve-router:{group}:"
-        others = _names(beginning)
+        self._others = _names(beginning)
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind(f"\0{beginning}{uuid.uuid4().hex[:16]}")
-        self.socket = self._inherited(others) or _bound(host, port, alone=not others)
+        self._at = host, port
+        self.socket: socket.socket | None = None
 
-    def open(self) -> Self:
+    @property
+    def has_others(self) -> bool:
+        """Return whether other routers had the port when this one started."""
+        return bool(self._others)
+
+    def take(self) -> socket.socket:
+        """Return the socket: another router's, or a new one."""
+        self.socket = self._inherited() or _bound(*self._at, alone=not self._others)
+        return self.socket
+
+    def offer(self) -> Self:
         """Offer the socket to routers that start later, now that this one accepts from it."""
         self._door.setblocking(False)
         self._door.listen(8)
@@ -68,8 +79,8 @@ class Listener:
             if one is not None:
                 one.close()
 
-    def _inherited(self, others: Iterable[str]) -> socket.socket | None:
-        for name in others:
+    def _inherited(self) -> socket.socket | None:
+        for name in self._others:
             asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             asking.settimeout(_PATIENCE_S)
             handles: list[int] = []
@@ -104,6 +115,7 @@ class Listener:
             if self.taken or (deployment == self._deployment and not self.ending):
                 asking.send(_NO)
                 return
+            assert self.socket is not None
             socket.send_fds(asking, [_YES], [self.socket.fileno()])
             self.taken = True
             logger.info("router %d: another router accepts from its port, too", os.getpid())

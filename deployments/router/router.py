@@ -67,23 +67,30 @@ class Router:
         listen_where_ray_does()
         give_way_soon()
         self._handles = engines
-        self._table = TableClient(context.app_name, settings)
+        self._table = TableClient(context.app_name, deployment, settings)
         self._id = context.replica_id.unique_id
         self._environments = (
-            EnvironmentClient(context.app_name, settings) if settings.environments.enabled else None
+            EnvironmentClient(context.app_name, deployment, settings)
+            if settings.environments.enabled
+            else None
         )
         if settings.nodes == "one":
             # LMCache's server comes up while engines load. If it does not, engines say so; a router
             # that starts again serves without it.
             NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, self._table, self._id, self._environments)
+        loop = asyncio.get_running_loop()
+        self._beating = loop.create_task(self._beat())
         application = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
         listener = Listener(application, settings.host, settings.port, deployment)
+        # A certificate that is not usable is said before anything of the port is taken.
         self._server = uvicorn.Server(server_config(self._door, settings))
+        if listener.has_others:
+            await self._engines_are_there()
+        listening = listener.take()
         # Signals are for the replica's own process to handle.
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        loop = asyncio.get_running_loop()
-        self._serving = loop.create_task(self._server.serve(sockets=[listener.socket]))
+        self._serving = loop.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
@@ -92,14 +99,24 @@ class Router:
         self._drain = Drain(
             self._door,
             self._server,
-            listener.open(),
+            listener.offer(),
             settings.drain_timeout_s,
             functools.partial(is_deleted, context.app_name),
         )
         at_sigterm(functools.partial(loop.call_soon_threadsafe, self._drain.announce))
         url = f"{settings.scheme}://{settings.host}:{settings.port}"
         logger.info("router %d listens on %s", os.getpid(), url)
-        self._beating = loop.create_task(self._beat())
+
+    async def _engines_are_there(self) -> None:
+        """Wait until turns can be served, before another deployment's routers are replaced.
+
+        At once, unless the engines have another model: then the table has none yet.
+        """
+        while True:
+            with contextlib.suppress(TableUnavailable):
+                if any(engine.hosts for engine in await self._table.engines(soon=True)):
+                    return
+            await asyncio.sleep(BEAT_S)
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
@@ -112,7 +129,7 @@ class Router:
 
     async def __del__(self) -> None:
         """Serve what runs first; Serve awaits this before it ends the replica."""
-        if getattr(self, "_beating", None) is None:
+        if getattr(self, "_drain", None) is None:
             return  # It never served.
         await self._drain.run()
         await self._serving

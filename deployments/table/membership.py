@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoscale.autoscaler import Autoscaler
@@ -30,6 +31,7 @@ class Recovery:
     Attributes:
         started_s: when the table did, by the monotonic clock.
         complete: set once all engines are known.
+        handed_over: whether the next deployment's table has all of this one, which is about to end.
     """
 
     table: ConversationTable
@@ -37,6 +39,8 @@ class Recovery:
     autoscaler: Autoscaler
     started_s: float
     complete: asyncio.Event = field(default_factory=asyncio.Event)
+    handed_over: bool = False
+    _expected: frozenset[str] = frozenset()
 
     @property
     def age_s(self) -> float:
@@ -48,11 +52,19 @@ class Recovery:
         """Whether engines are waited for no longer."""
         return self.complete.is_set() or self.age_s >= RECOVERY_S
 
+    def expects(self, engine_ids: Iterable[str]) -> None:
+        """Wait for these and no others: the engines of the deployment before."""
+        self._expected |= frozenset(engine_ids)
+
     def look(self) -> None:
         """End it if as many engines are known as a predecessor wanted, or as will start.
 
         Turns do not need encoders.
         """
+        if self._expected:
+            if self._expected <= self.registry.engines.keys():
+                self.complete.set()
+            return
         wanted = self.autoscaler.wanted
         if all(
             self.registry.living_and_leaving(role)[0] >= wanted[role].scaling.replicas
@@ -63,6 +75,7 @@ class Recovery:
 
     async def not_ready(self) -> Refusal | None:
         """Wait until it is over; return the refusal of turns if there is no decoder then."""
+        await self.not_over()
         if not self.complete.is_set():
             left_s = self.started_s + RECOVERY_S - time.monotonic()
             if left_s > 0:
@@ -70,6 +83,11 @@ class Recovery:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.complete.wait(), left_s)
         return None if self.table.decoders else refusals.UNAVAILABLE
+
+    async def not_over(self) -> None:
+        """Return unless the next table has all of this one; its callers go there once it ends."""
+        if self.handed_over:
+            await asyncio.Event().wait()
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ from conserve.conversations import ConversationTable
 from conserve.encoders import Encoder
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.history import History
+from conserve.holdings import Parked
 from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role, StartPhase
 from deployments.messages import EngineInfo, EngineStarting
@@ -25,6 +26,7 @@ class Registry:
         loads: what engines have told last of their work, by id.
         schedulers: the same of their schedulers, where these know conversations.
         last_beat_s: when any engine or router was heard of.
+        parked_before: what a predecessor knew of host memory, until there is an engine with some.
     """
 
     def __init__(self, table: ConversationTable, now_s: float) -> None:
@@ -33,6 +35,7 @@ class Registry:
         self.loads: dict[str, EngineLoad] = {}
         self.schedulers: dict[str, SchedulerLoad] = {}
         self.last_beat_s = now_s
+        self.parked_before: list[Parked] = []
         self._starting: dict[str, tuple[EngineStarting, float]] = {}
         self._engine_beats_s: dict[str, float] = {}
         self._router_beats_s: dict[str, float] = {}
@@ -74,7 +77,9 @@ class Registry:
         self._count_host_memory()
         if self._table.memory is not None:
             # Now that there is room for it.
-            self._table.memory.take_over(engine.parked)
+            self._table.memory.take_over([*self.parked_before, *engine.parked])
+            if engine.host_tokens:
+                self.parked_before = []
         return forget
 
     def engine_beat(self, engine_id: str, now_s: float) -> EngineInfo | None:

@@ -227,6 +227,7 @@ class TableService:
 
     async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan | messages.Refusal:
         """Bind a history for which `begin` answered `Unplaced`; waits for room."""
+        await self._recovery.not_over()
         return await self._placing.place(asked)
 
     async def forgo(self, history_id: str, claim: int) -> None:

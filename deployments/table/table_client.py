@@ -1,8 +1,11 @@
 """How routers, engines and the manager of environments call the conversation table."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+import ray
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.direct import Notice, Report
@@ -14,7 +17,8 @@ from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
 from deployments import answers, messages
-from deployments.detached import ActorClient, Patience, actor_name, find_or_make
+from deployments.detached import ActorClient, Patience, find_or_make
+from deployments.table.succession import TableActor, TableName
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
 
@@ -41,8 +45,8 @@ class TableClient(ActorClient):
     caller of `begin` or `place` is cancelled is given back.
     """
 
-    def __init__(self, application: str, settings: Settings) -> None:
-        self._name = actor_name(application, "table", settings)
+    def __init__(self, application: str, deployment: str, settings: Settings) -> None:
+        self._name = TableName.of(application, deployment, settings)
         self._settings = settings
 
     # --- of routers --------------------------------------------------------------------------
@@ -168,8 +172,15 @@ class TableClient(ActorClient):
         return TableUnavailable(f"the conversation table {why}")
 
     def _connect(self) -> Any:
-        if self._actor is None:
-            self._actor = find_or_make(
-                TableService, self._name, self._settings, environment=MEMORY_ENVIRONMENT
-            )
+        """Find the newest deployment's table: it has taken over from those before."""
+        while self._actor is None:
+            newest = self._name.newest()
+            if newest <= self._name:
+                self._actor = find_or_make(
+                    TableActor, self._name, self._name, self._settings,
+                    environment=MEMORY_ENVIRONMENT,
+                )  # fmt: skip
+            else:
+                with contextlib.suppress(ValueError):  # It has just ended.
+                    self._actor = ray.get_actor(newest, namespace="serve")
         return self._actor

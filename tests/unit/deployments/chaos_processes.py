@@ -165,7 +165,7 @@ class Caller(TableClient):
     """`TableClient`, with the table of a `Cluster` in the place of Ray's."""
 
     def __init__(self, cluster: Cluster, process: Process) -> None:
-        super().__init__("chaos", cluster.settings)
+        super().__init__("chaos", "1", cluster.settings)
         self._cluster = cluster
         self._process = process
 

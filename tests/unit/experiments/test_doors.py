@@ -103,5 +103,5 @@ def test_the_table_is_found_among_the_actors(monkeypatch: pytest.MonkeyPatch) ->
     ]
     monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: actors)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: (name, namespace))
-    table = doors.RunningTable("", Settings())
+    table = doors.RunningTable("", "", Settings())
     assert table._connect() == ("conserve:default:table:0a1b", "serve")

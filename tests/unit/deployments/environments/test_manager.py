@@ -61,7 +61,7 @@ class World:
         self.service = self._new()
 
     def _new(self) -> EnvironmentService:
-        made = EnvironmentService(self.settings, "test")
+        made = EnvironmentService(self.settings, "test", "1")
         made._table = self.table  # type: ignore[assignment]
         return made
 

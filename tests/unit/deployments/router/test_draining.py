@@ -67,15 +67,16 @@ class Routers:
     async def start(self, name: str, deployment: str, drain_s: float = 20.0) -> Started:
         door = Door(name)
         asked = (self.application, HOST, self.port, deployment)
-        listener = await asyncio.to_thread(Listener, *asked)
+        listener = Listener(*asked)
+        taken = await asyncio.to_thread(listener.take)
         server = uvicorn.Server(
             uvicorn.Config(door, http=Connection, lifespan="off", log_level="warning")
         )
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
+        serving = asyncio.create_task(server.serve(sockets=[taken]))
         while not server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        drain = Drain(door, server, listener.open(), drain_s, self._is_deleted)  # type: ignore[arg-type]
+        drain = Drain(door, server, listener.offer(), drain_s, self._is_deleted)  # type: ignore[arg-type]
         self.started.append(Started(door, listener, drain, serving))
         return self.started[-1]
 
@@ -189,20 +190,21 @@ async def test_routers_of_one_deployment_have_a_socket_each(routers: Routers) ->
     fourth = await routers.start("fourth", "2")
     assert first.listener.taken
     assert second.listener.taken
-    inodes = [one.listener.socket.getsockname() for one in (third, fourth)]
-    assert inodes == [(HOST, routers.port)] * 2
+    for one in (third, fourth):
+        assert one.listener.socket is not None
+        assert one.listener.socket.getsockname() == (HOST, routers.port)
 
 
 async def test_another_application_may_not_have_the_port(routers: Routers) -> None:
     await routers.start("old", "1")
     with pytest.raises(RuntimeError, match="Set another"):
-        Listener("another application", HOST, routers.port, "1")
+        Listener("another application", HOST, routers.port, "1").take()
 
 
 async def test_a_successor_that_dies_leaves_the_socket_to_the_next(routers: Routers) -> None:
     old = await routers.start("old", "1")
-    taking = asyncio.to_thread(Listener, routers.application, HOST, routers.port, "2")
-    lost = await taking
+    lost = Listener(routers.application, HOST, routers.port, "2")
+    await asyncio.to_thread(lost.take)
     assert old.listener.taken
     lost.close()
     await asyncio.sleep(0.1)
