@@ -1,6 +1,7 @@
 """A running application that is changed: its clients notice nothing of it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("autoscale", "conserve", "deployments", "hetero")
 AGENTS = 16
+THINKS_S = 0.5
 SETTINGS = {
     "engine.dtype": "float32",
     "lmcache.size_gb": "0.5",
@@ -54,7 +56,8 @@ class Traffic:
             while not self.ends:
                 try:
                     text = await self._turn(kept, name, messages)
-                except Exception as error:
+                except httpx.HTTPError as error:
+                    # At last nothing listens any more.
                     if not self.refusals_are_expected:
                         self.problems.append(f"{name}: {error!r}")
                     return
@@ -64,6 +67,7 @@ class Traffic:
                     {"role": "assistant", "content": text},
                     {"role": "user", "content": "Go on."},
                 ]
+                await asyncio.sleep(THINKS_S)
                 if len(messages) > 20:
                     del messages[:]
                     name += "'"
@@ -84,7 +88,10 @@ class Traffic:
                     return None
                 self.problems.append(f"{name}: {answer.status_code} {answer.text}")
                 return None
-            data = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+            data: list[str] = []
+            with contextlib.suppress(httpx.HTTPError):
+                async for line in answer.aiter_lines():
+                    data += [line[6:]] if line.startswith("data: ") else []
         if data[-1:] != ["[DONE]"]:
             self.problems.append(f"{name}: cut after {data[-1:]}")
             return None

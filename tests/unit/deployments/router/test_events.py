@@ -110,6 +110,18 @@ def test_events_are_told_in_order_with_their_numbers() -> None:
     assert [asked.patience_s for asked in table.asked] == [0.0, *[events._QUIET_S] * 3]
 
 
+def test_a_stream_ends_with_its_router() -> None:
+    """Its listener goes on at another one."""
+
+    async def scenario() -> None:
+        door = a_door(Table(EventPage(7, 0, []), EventPage(8, 0, [(8, "end", b"{}")])))
+        listener = Listener(door)
+        door.draining = True
+        await listener.until(lambda one: one.sent[-1].get("more_body") is False)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("query", "headers", "asked"),
     [

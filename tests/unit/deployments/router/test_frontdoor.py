@@ -151,3 +151,14 @@ def test_another_method_is_told_which_there_are(method: str, path: str, has: str
     assert (status, headers["allow"]) == (405, has)
     message = json.loads(body)["error"]["message"]
     assert message == f"{method} is not possible on {path}; it has {has}"
+
+
+def test_a_server_that_is_stopped_takes_no_new_turns_and_says_when_to_come_back() -> None:
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    door.refusing = True
+    scope = {"method": "POST", "path": "/v1/chat/completions", "client": ("127.0.0.1", 1)}
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    start, body = sent_by(door, [NOTHING], **scope, headers=headers)
+    assert start["status"] == 503
+    assert int(dict(start["headers"])[b"retry-after"]) > 0
+    assert "being stopped" in json.loads(body["body"])["error"]["message"]
