@@ -116,7 +116,7 @@ def test_a_stream_ends_with_its_router() -> None:
     async def scenario() -> None:
         door = a_door(Table(EventPage(7, 0, []), EventPage(8, 0, [(8, "end", b"{}")])))
         listener = Listener(door)
-        door.draining = True
+        door.probes.drain()
         await listener.until(lambda one: one.sent[-1].get("more_body") is False)
 
     asyncio.run(scenario())
