@@ -23,7 +23,7 @@ from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
-from deployments.loopback import start_on_loopback
+from deployments.loopback import find_on_loopback, start_on_loopback
 from deployments.prompting import parsers_of
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
@@ -100,7 +100,9 @@ def start_ray(settings: Settings) -> None:
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "1000")
     options: dict[str, Any] = {}
-    if not os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        find_on_loopback(address)
+    else:
         if settings.device != "cpu":
             settings = with_counts(settings, len(cards_here()))
         # Ray only counts reservations of CPUs; a small machine must not refuse to start.

@@ -22,17 +22,19 @@ def start_on_loopback() -> None:
 
 
 def find_on_loopback(address: str) -> None:
-    """Have this process find, by ``auto``, a Ray on this machine that listens only on loopback.
+    """Have this process join a Ray on this machine that listens only on loopback.
 
-    Ray would look for it at the machine's other address.
+    Ray would look for its node at the machine's other address.
+
+    Args:
+        address: as for ``ray.init``, such as ``auto``.
     """
-    if address != "auto":
-        return
     try:
         found = services.get_ray_address_from_environment(address, None)
     except ConnectionError:
         return  # There is none; joining it will say so.
-    if found.startswith(f"{LOOPBACK}:"):
+    # A cluster's head knows itself by its other address, however it is asked for.
+    if found.startswith(f"{LOOPBACK}:") and found in services.find_gcs_addresses():
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 

@@ -109,9 +109,23 @@ def listening() -> set[int]:
     }
 
 
+def address_of_ray() -> str:
+    """The address of the Ray below this process: there may be others on the machine."""
+    for one in psutil.Process().children(recursive=True):
+        for argument in one.cmdline():
+            if argument.startswith("--gcs-address="):
+                return argument.partition("=")[2]
+    raise AssertionError("no Ray runs")
+
+
 async def deploy(settings: dict[str, str], folder: Path) -> None:
     """Deploy with these settings and the code in this folder, and wait until all of it runs."""
-    environment = {**os.environ, "RAY_ADDRESS": "auto", "PYTHONPATH": str(folder)}
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": address_of_ray(),
+        "PYTHONPATH": str(folder),
+        "RAY_AUTH_MODE": "token",
+    }
     log = folder / "deploy.log" if folder != ROOT else None
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", DEPLOY, json.dumps(settings),
