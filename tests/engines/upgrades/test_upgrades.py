@@ -16,6 +16,7 @@ import pytest
 
 from conserve.launch import Launch
 from tests.engines.applications import START_S, URL
+from tests.engines.processes import processes
 
 pytestmark = pytest.mark.anyio
 
@@ -111,10 +112,12 @@ def listening() -> set[int]:
 
 def address_of_ray() -> str:
     """The address of the Ray below this process: there may be others on the machine."""
-    for one in psutil.Process().children(recursive=True):
-        for argument in one.cmdline():
-            if argument.startswith("--gcs-address="):
-                return argument.partition("=")[2]
+    for one in processes("--gcs-address="):
+        # One that has just ended has none any more.
+        with contextlib.suppress(psutil.Error):
+            for argument in one.cmdline():
+                if argument.startswith("--gcs-address="):
+                    return argument.partition("=")[2]
     raise AssertionError("no Ray runs")
 
 
