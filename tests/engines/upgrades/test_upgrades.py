@@ -182,7 +182,7 @@ async def test_clients_notice_nothing(machine_alone: None, tmp_path: Path) -> No
 
 
 async def changes(traffic: Traffic, folder: Path) -> None:
-    """Another setting; another version, with roles that scale; and a router told to end."""
+    """Another setting; another version, with decoders that scale; and a router told to end."""
     async with asyncio.timeout(300):
         while len(traffic.turns) < AGENTS:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
@@ -193,7 +193,7 @@ async def changes(traffic: Traffic, folder: Path) -> None:
     await same_conversations(named)
 
     version = another_version(folder / "version")
-    scaled = {"decoders.max_replicas": "2", "prefillers.max_replicas": "1"}
+    scaled = {"decoders.max_replicas": "2"}
     await deploy(SETTINGS | scaled, version)
     third = await until_one_listens(but=second)
     assert traffic.problems == []
