@@ -18,7 +18,7 @@ _WHOLE_S = 240.0
 _DECODERS = ("decoder", "engine core", "both decoders")
 _PATTERNS: dict[Victim, str] = {
     "lmcache": r"deployments\.node\.lmcache_main server",
-    "table": "ray::TableService",
+    "table": "ray::TableActor",
     "router": "ray::ServeReplica:default:Router",
     "node": "ray::NodeService",
 }

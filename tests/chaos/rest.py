@@ -50,7 +50,7 @@ async def check(url: str, tally: Tally) -> None:
         if name in before and before[name][0] and before[name][1] != tokens:
             tally.fail(f"{name} holds {before[name][1]} tokens, and its client counted {tokens}")
     await asyncio.sleep(3)  # The decoders have heard of what has ended.
-    (table,) = await asyncio.to_thread(processes, "ray::TableService")
+    (table,) = await asyncio.to_thread(processes, "ray::TableActor")
     os.kill(table.pid, signal.SIGKILL)
 
     async def rebuilt_alike() -> None:

@@ -105,7 +105,7 @@ async def test_a_table_that_dies_is_told_of_them(
     agent = Agent(client, f"survives-{during}")
     for _ in range(2):
         await agent.say(prose(rng, 150), tokens=8)
-    (table,) = processes("ray::TableService")
+    (table,) = processes("ray::TableActor")
     if during:
         began = asyncio.Event()
         agent.messages.append({"role": "user", "content": "a long story"})

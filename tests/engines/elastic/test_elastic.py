@@ -255,7 +255,7 @@ async def test_a_new_table_learns_what_the_prefiller_holds(
 ) -> None:
     hosted, others = await on_both(client, rng, "kept")
     moves = metric("conserve_moves_total")
-    (table,) = processes("ray::TableService")
+    (table,) = processes("ray::TableActor")
     kill(table.pid)
     agents = [*hosted, *others]
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))

@@ -114,7 +114,7 @@ def _kill(
 ) -> None:
     victims: dict[str, Callable[[], int]] = {
         "manager": lambda: processes("ray::EnvironmentService")[0].pid,
-        "table": lambda: processes("ray::TableService")[0].pid,
+        "table": lambda: processes("ray::TableActor")[0].pid,
         "router": lambda: processes("ray::ServeReplica:default:Router")[0].pid,
         "decoder": lambda: engines("decoder")[0]["pid"],
     }

@@ -136,7 +136,7 @@ async def test_a_table_that_is_restarted_ends_nobody(
     url = of(application, "outlives")
     await asked(client, url)
     await asked(client, f"{url}/main/run", command="echo kept > file")
-    (table,) = processes("ray::TableService")
+    (table,) = processes("ray::TableActor")
     kill(table.pid)
     began_s = time.monotonic()
     while time.monotonic() - began_s < 20:

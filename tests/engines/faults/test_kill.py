@@ -284,7 +284,7 @@ async def test_the_conversation_table(
     # This one ends while nobody keeps the table.
     brief = asyncio.ensure_future(agents[2].say("in short", tokens=150))
     await asyncio.sleep(0.5)
-    (table,) = processes("ray::TableService")
+    (table,) = processes("ray::TableActor")
     kill(table.pid)
 
     await brief

@@ -135,7 +135,7 @@ async def test_alerts_fire_at_real_faults(
         )
 
         # The table hangs, for less than engines take for silence.
-        (table,) = processes("ray::TableService")
+        (table,) = processes("ray::TableActor")
         os.kill(table.pid, signal.SIGSTOP)
         try:
             await eventually(

@@ -208,7 +208,7 @@ async def test_a_new_table_knows_what_is_parked(
         await agent.say(prose(rng, 850), tokens=4)
     phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in agents]
     assert "paused" in phases
-    (table,) = processes("ray::TableService")
+    (table,) = processes("ray::TableActor")
     kill(table.pid)
 
     def knows() -> bool:

@@ -32,10 +32,13 @@ SETTINGS = {
     "prefillers.num_cpus": "0.1",
     "drain_timeout_s": "120",
 }
+# Replicas import the code from where their runtime environment says, as after `serve deploy`.
 DEPLOY = """
-import json, sys
+import json, os, sys
+import ray
 from ray import serve
 from deployments.app import app
+ray.init(runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
 serve.run(app(json.loads(sys.argv[1])), name="default", route_prefix="/")
 """
 
@@ -163,9 +166,13 @@ def another_version(folder: Path) -> Path:
 
 async def test_clients_notice_nothing(machine_alone: None, tmp_path: Path) -> None:
     arguments = [f"{name}={value}" for name, value in SETTINGS.items()]
-    command = [sys.executable, "-m", "deployments.run", *arguments]
+    # Ray's workers look for modules first in the folder where an application was started.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = ["env", f"--chdir={elsewhere}", sys.executable, "-m", "deployments.run", *arguments]
+    environment = {"PYTHONPATH": str(ROOT)}
     traffic = Traffic()
-    with Launch(arguments, tmp_path / "serve.log", command=command) as application:
+    with Launch(arguments, tmp_path / "serve.log", environment, command) as application:
         application.wait_until_serving(URL, 1, 2, timeout_s=START_S)
         async with asyncio.TaskGroup() as agents:
             for number in range(AGENTS):
