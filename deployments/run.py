@@ -49,6 +49,8 @@ def _delete() -> None:
 
 
 def _terminate(number: int, frame: Any) -> NoReturn:
+    # Ray's handler of fatal signals comes first, and has set an alarm that aborts the process.
+    signal.alarm(0)
     raise _Terminated
 
 
