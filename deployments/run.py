@@ -23,10 +23,12 @@ class _Terminated(Exception):
 
 def main(arguments: Sequence[str]) -> None:
     """Serve with these settings, each as ``name=value``."""
-    signal.signal(signal.SIGTERM, _terminate)
     given = {name: value for name, _, value in (one.partition("=") for one in arguments)}
+    application = app(given)
+    # Over the handlers of Ray, which has started: they exit, and abort after three seconds.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
-        serve.run(app(given), name=NAME, route_prefix="/")
+        serve.run(application, name=NAME, route_prefix="/")
         while True:
             time.sleep(_LOOK_S)
     except _Terminated:
@@ -49,8 +51,6 @@ def _delete() -> None:
 
 
 def _terminate(number: int, frame: Any) -> NoReturn:
-    # Ray's handler of fatal signals comes first, and has set an alarm that aborts the process.
-    signal.alarm(0)
     raise _Terminated
 
 

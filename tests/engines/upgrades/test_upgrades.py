@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from conserve.launch import Launch
-from tests.engines.applications import START_S, URL
+from tests.engines.applications import MAIN, START_S, URL
 from tests.engines.processes import processes
 
 pytestmark = pytest.mark.anyio
@@ -144,6 +144,12 @@ async def deploy(settings: dict[str, str], folder: Path) -> None:
     assert process.returncode == 0, said.decode()[-3000:]
 
 
+async def all_have_a_turn(traffic: Traffic, agents: int) -> None:
+    async with asyncio.timeout(300):
+        while len(traffic.turns) < agents:  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+
+
 async def until_one_listens(but: set[int]) -> set[int]:
     """Return the one process that listens, once none of these does."""
     async with asyncio.timeout(300):
@@ -164,6 +170,25 @@ def another_version(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.application(MAIN, last=True)
+async def test_a_router_that_is_told_to_end_is_replaced(application: str) -> None:
+    traffic, first = Traffic(), listening()
+    async with asyncio.TaskGroup() as agents:
+        for number in range(4):
+            agents.create_task(traffic.agent(f"agent-{number}"))
+        try:
+            await all_have_a_turn(traffic, agents=4)
+            named = dict(traffic.turns)
+            for pid in first:
+                os.kill(pid, signal.SIGTERM)
+            await until_one_listens(but=first)
+            await same_conversations(named)
+        finally:
+            traffic.ends = True
+    assert traffic.problems == []
+
+
+@pytest.mark.long
 async def test_clients_notice_nothing(machine_alone: None, tmp_path: Path) -> None:
     arguments = [f"{name}={value}" for name, value in SETTINGS.items()]
     # Ray's workers look for modules first in the folder where an application was started.
@@ -190,9 +215,7 @@ async def test_clients_notice_nothing(machine_alone: None, tmp_path: Path) -> No
 
 async def changes(traffic: Traffic, folder: Path) -> None:
     """Another setting; another version, with decoders that scale; and a router told to end."""
-    async with asyncio.timeout(300):
-        while len(traffic.turns) < AGENTS:  # noqa: ASYNC110
-            await asyncio.sleep(0.5)
+    await all_have_a_turn(traffic, AGENTS)
     first, named = listening(), dict(traffic.turns)
     await deploy(SETTINGS | {"queue_timeout_s": "50"}, ROOT)
     second = await until_one_listens(but=first)
