@@ -123,6 +123,14 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class Timeouts:
+    """The settings of these names, which change while an application runs."""
+
+    queue_timeout_s: float
+    idle_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RouterHeard:
     """The table's answer to a router's beat.
 

@@ -81,7 +81,6 @@ class Admission:
         self._table = table
         self.line = WaitingLine(limit, timeout_s, order)
         self.window = window
-        self._patience_s = timeout_s * 5 / 6
         self._counted = (0, 0)
 
     def observe(self, now_s: float, cpu_pressure: float = 0.0) -> bool:
@@ -195,7 +194,7 @@ class Admission:
         return admitted
 
     def _has_slot(self, now_s: float, joined_s: float) -> bool:
-        if self.window is None or now_s - joined_s >= self._patience_s:
+        if self.window is None or now_s - joined_s >= self.line.timeout_s * 5 / 6:
             return True
         return self._table.active(now_s) < self.window.limit
 

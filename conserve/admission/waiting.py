@@ -179,11 +179,15 @@ class QueueFull(Exception):
 
 
 class WaitingLine:
-    """A bounded queue with a longest wait; by default in order of arrival."""
+    """A bounded queue with a longest wait; by default in order of arrival.
+
+    Attributes:
+        timeout_s: the longest wait of those that join from now on.
+    """
 
     def __init__(self, limit: int, timeout_s: float, order: LineOrder | None = None) -> None:
         self._limit = limit
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._order = FirstCome() if order is None else order
         # The oldest first.
         self._line: dict[str, Ticket] = {}
@@ -222,7 +226,7 @@ class WaitingLine:
         if len(self._line) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
         arrived_s = now_s if arrived_s is None else arrived_s
-        deadline_s = now_s + self._timeout_s
+        deadline_s = now_s + self.timeout_s
         ticket = Ticket(
             history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens
         )
@@ -246,5 +250,5 @@ class WaitingLine:
     def retry_after_s(self, now_s: float) -> int:
         """Return the time until a place is free at the latest, in whole seconds from 1 to 60."""
         oldest = next(iter(self._line.values()), None)
-        wait_s = oldest.deadline_s - now_s if oldest is not None else self._timeout_s
+        wait_s = oldest.deadline_s - now_s if oldest is not None else self.timeout_s
         return max(1, min(int(wait_s) + 1, 60))

@@ -26,6 +26,12 @@ class Idleness:
         self._looks: defaultdict[int, list[str]] = defaultdict(list)
         self._listed = 0
 
+    def change(self, idle_timeout_s: float) -> None:
+        """End histories after another idle time; those that live are watched anew."""
+        self._idle_timeout_s = idle_timeout_s
+        for history in self._live.values():
+            self.watch(history)
+
     def watch(self, history: History) -> None:
         """Look at a history once it may have been idle for too long."""
         self._look_at(history, history.last_used_s + self._idle_timeout_s)

@@ -292,7 +292,7 @@ class ConversationTable:
         self.has_several = ledger.live.has_several
         self.active = ledger.active
 
-        self.take_over = membership.take_over
+        self.take_over, self.end_when_idle_for = membership.take_over, idleness.change
         self.add_prefiller, self.add_decoder = engines.add_prefiller, membership.add_decoder
         self.engine_says, self.leave = engines.says, engines.leave
         self.is_leaving, self.evict = engines.is_leaving, membership.evict

@@ -6,10 +6,12 @@ as without it, and 1.5 times through Serve's own proxy; see docs/benchmarks.md.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
 import select
+from typing import Any
 
 import ray
 import uvicorn
@@ -18,11 +20,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError, load
 from conserve.wire import BEAT_S
 from deployments.environments.client import EnvironmentClient
 from deployments.loopback import listen_where_ray_does
-from deployments.messages import HEAD_NODE
+from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
 from deployments.router.certificate import Certificate
 from deployments.router.draining import KEEP_ALIVE_S, Drain, at_sigterm, is_deleted
@@ -67,6 +69,8 @@ class Router:
         listen_where_ray_does()
         give_way_soon()
         self._handles = engines
+        self._timeouts: Timeouts | None = None
+        self._settings = settings
         self._table = TableClient(context.app_name, deployment, settings)
         self._id = context.replica_id.unique_id
         self._environments = (
@@ -127,6 +131,23 @@ class Router:
         if self._door.draining:
             raise RuntimeError("the router was told to end by a signal: another one takes over")
 
+    async def reconfigure(self, given: Any) -> None:
+        """Take other timeouts, from ``user_config``, without a restart.
+
+        Wrong ones change nothing, and are logged: for an error Serve would end the router.
+        """
+        try:
+            names = [field.name for field in dataclasses.fields(Timeouts)]
+            if not isinstance(given, dict) or not given.keys() <= set(names):
+                raise SettingsError(f"user_config: {' and '.join(names)} change in place")
+            changed = load(given)
+            kept = self._timeouts or self._settings
+            self._timeouts = Timeouts(
+                **{name: getattr(changed if name in given else kept, name) for name in names}
+            )
+        except SettingsError as error:
+            logger.error("router: %s", error)
+
     async def __del__(self) -> None:
         """Serve what runs first; Serve awaits this before it ends the replica."""
         if getattr(self, "_drain", None) is None:
@@ -139,7 +160,9 @@ class Router:
             try:
                 if self._environments is not None:
                     self._environments.beat()
-                heard = await self._table.router_beat(self._id)
+                # A router that ends may be of an earlier deployment.
+                timeouts = None if self._door.draining else self._timeouts
+                heard = await self._table.router_beat(self._id, timeouts)
                 self._door.encoders.update(heard.encoders)
                 self._door.probes.heard(heard.can_serve)
             except TableUnavailable as error:

@@ -35,13 +35,8 @@ PLACING_S = 30.0
 
 @dataclass(eq=False)
 class Placing:
-    """Begins turns whose histories are bound, and has the others wait for room.
+    """Begins turns whose histories are bound, and has the others wait for room."""
 
-    Attributes:
-        queue_timeout_s: the longest wait for room.
-    """
-
-    queue_timeout_s: float
     table: ConversationTable
     admission: Admission
     registry: Registry
@@ -109,7 +104,7 @@ class Placing:
     async def _others_are_bound(self, history_id: str) -> None:
         """Return when no turn of the conversation is pending, or one has been for too long."""
         while (pending := self.room.pending.get(history_id)) is not None:
-            patience_s = self.queue_timeout_s + PLACING_S
+            patience_s = self.admission.line.timeout_s + PLACING_S
             await asyncio.wait([pending.settled], timeout=patience_s)
             if not pending.settled.done():
                 if not pending.waits:
@@ -169,7 +164,7 @@ class Placing:
         except TimeoutError:
             self.accounts.turned_away(history_id, "timeout")
             retry_after_s = self.admission.line.retry_after_s(unix_s())
-            return refusals.timed_out(prompt_tokens, self.queue_timeout_s, retry_after_s)
+            return refusals.timed_out(prompt_tokens, self.admission.line.timeout_s, retry_after_s)
         finally:
             self.room.settle(pending)
         if pending.given_up or history is None:
@@ -210,7 +205,7 @@ class Placing:
         try:
             # Not wait_for, which on Python 3.12 can lose what comes at the moment in which its time
             # is up.
-            await asyncio.wait([granted], timeout=self.queue_timeout_s)
+            await asyncio.wait([granted], timeout=self.admission.line.timeout_s)
             if not granted.done():
                 raise TimeoutError
             return granted.result()

@@ -80,6 +80,7 @@ class TableService:
             settings.pausing_policy(),
             self._events,
         )
+        self._timeouts = messages.Timeouts(settings.queue_timeout_s, settings.idle_timeout_s)
         self._admission = Admission(
             self._table,
             queue_limit,
@@ -107,7 +108,6 @@ class TableService:
         )
         self._listeners = Listeners(self._table, self._registry, self._running)
         self._placing = Placing(
-            settings.queue_timeout_s,
             self._table,
             self._admission,
             self._registry,
@@ -289,9 +289,20 @@ class TableService:
 
     # --- what can be asked -------------------------------------------------------------------
 
-    async def router_beat(self, router_id: str) -> messages.RouterHeard:
-        """Note that a router lives; returns what it has to know between turns."""
+    async def router_beat(
+        self, router_id: str, timeouts: messages.Timeouts | None = None
+    ) -> messages.RouterHeard:
+        """Note that a router lives; returns what it has to know between turns.
+
+        Args:
+            timeouts: those to go by from now on; None: as before.
+        """
         self._ensure_housekeeping()
+        if timeouts is not None and timeouts != self._timeouts:
+            self._timeouts = timeouts
+            self._admission.line.timeout_s = timeouts.queue_timeout_s
+            self._table.end_when_idle_for(timeouts.idle_timeout_s)
+            logger.info("changed in place: %s", timeouts)
         self._registry.router_beat(router_id, time.monotonic())
         can_serve = True if self._table.decoders else False if self._recovery.is_over else None
         return messages.RouterHeard(self._registry.encoders(), can_serve)

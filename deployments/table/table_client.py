@@ -80,8 +80,10 @@ class TableClient(ActorClient):
     async def report_tool(self, conversation_id: str, report: ToolReport) -> int | None:
         return await self._ask(_USUAL, TableService.report_tool, conversation_id, report)
 
-    async def router_beat(self, router_id: str) -> messages.RouterHeard:
-        return await self._ask(_USUAL, TableService.router_beat, router_id)
+    async def router_beat(
+        self, router_id: str, timeouts: messages.Timeouts | None = None
+    ) -> messages.RouterHeard:
+        return await self._ask(_USUAL, TableService.router_beat, router_id, timeouts)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
         await self._ask(_USUAL, TableService.engine_lost, engine_id, why)

@@ -188,7 +188,7 @@ async def test_a_router_that_is_told_to_end_is_replaced(application: str) -> Non
     assert traffic.problems == []
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_clients_notice_nothing(machine_alone: None, tmp_path: Path) -> None:
     arguments = [f"{name}={value}" for name, value in SETTINGS.items()]
     # Ray's workers look for modules first in the folder where an application was started.
