@@ -137,16 +137,9 @@ class Router:
         Wrong ones change nothing, and are logged: for an error Serve would end the router.
         """
         try:
-            names = [field.name for field in dataclasses.fields(Timeouts)]
-            if not isinstance(given, dict) or not given.keys() <= set(names):
-                raise SettingsError(f"user_config: {' and '.join(names)} change in place")
-            changed = load(given)
-            kept = self._timeouts or self._settings
-            self._timeouts = Timeouts(
-                **{name: getattr(changed if name in given else kept, name) for name in names}
-            )
+            self._timeouts = changed_timeouts(given, self._settings)
         except SettingsError as error:
-            logger.error("router: %s", error)
+            logger.error("router: user_config changes nothing: %s", error)
 
     async def __del__(self) -> None:
         """Serve what runs first; Serve awaits this before it ends the replica."""
@@ -170,6 +163,19 @@ class Router:
             except Exception:
                 logger.exception("router: a beat failed")
             await asyncio.sleep(BEAT_S)
+
+
+def changed_timeouts(given: Any, settings: Settings) -> Timeouts:
+    """Return an application's timeouts with those that its ``user_config`` changes.
+
+    Raises:
+        SettingsError: one line a problem.
+    """
+    names = [field.name for field in dataclasses.fields(Timeouts)]
+    if not isinstance(given, dict) or not given.keys() <= set(names):
+        raise SettingsError(f"only {' and '.join(names)} change in place; give these by name")
+    changed = load(given)
+    return Timeouts(*(getattr(changed if name in given else settings, name) for name in names))
 
 
 def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:

@@ -31,6 +31,19 @@ def test_idle_ones_end_the_longest_unused_first() -> None:
     assert held(table) == {"d1": (0, 0), "d2": (0, 0)}
 
 
+def test_another_idle_time_goes_for_those_that_live() -> None:
+    table = a_table()
+    turn(table, "before", now_s=0)
+    table.end_when_idle_for(IDLE_S / 2)
+    turn(table, "after", now_s=1)
+    assert table.expire(IDLE_S / 2 - 0.01) == []
+    assert [c.id for c in table.expire(1 + IDLE_S / 2)] == ["before", "after"]
+    turn(table, "longer", now_s=2)
+    table.end_when_idle_for(2 * IDLE_S)
+    assert table.expire(2 + 2 * IDLE_S - 0.01) == []
+    assert [c.id for c in table.expire(2 + 2 * IDLE_S)] == ["longer"]
+
+
 def test_a_turn_longer_than_the_idle_time_is_not_ended() -> None:
     table = a_table()
     long = start(table, "long", now_s=0)

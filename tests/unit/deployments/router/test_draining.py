@@ -11,11 +11,12 @@ import httpx
 import pytest
 import uvicorn
 
-from conserve.settings import Settings
+from conserve.settings import Settings, SettingsError
+from deployments.messages import Timeouts
 from deployments.router.draining import Drain
 from deployments.router.listener import Listener
 from deployments.router.probes import Probes
-from deployments.router.router import Connection
+from deployments.router.router import Connection, changed_timeouts
 
 HOST = "127.0.0.1"
 
@@ -209,3 +210,16 @@ async def test_a_successor_that_dies_leaves_the_socket_to_the_next(routers: Rout
     lost.close()
     await asyncio.sleep(0.1)
     assert not old.listener.taken
+
+
+async def test_timeouts_that_change_in_place() -> None:
+    settings = Settings(queue_timeout_s=7, idle_timeout_s=70)
+    assert changed_timeouts({"queue_timeout_s": 5}, settings) == Timeouts(5.0, 70.0)
+    assert changed_timeouts({"idle_timeout_s": "9"}, settings) == Timeouts(7.0, 9.0)
+    for given, said in (
+        ({"queue_timeout_s": 0}, "queue_timeout_s: "),
+        ({"decoders": 2}, "only queue_timeout_s and idle_timeout_s change in place"),
+        (["queue_timeout_s"], "give these by name"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            changed_timeouts(given, settings)

@@ -23,6 +23,7 @@ from deployments.messages import (
     PlaceTurn,
     Prefilled,
     Refusal,
+    Timeouts,
     TurnPlan,
     TurnTiming,
     Unplaced,
@@ -296,6 +297,16 @@ def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
         assert isinstance(await asyncio.wait_for(waits, 5), TurnPlan)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.anyio
+async def test_the_longest_wait_changes_in_place() -> None:
+    service = await a_full_service()
+    await service.router_beat("r", Timeouts(queue_timeout_s=0.05, idle_timeout_s=1800.0))
+    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    refused = await asyncio.wait_for(service.place(PlaceTurn("r", "c", TOKENS)), 30)
+    assert isinstance(refused, Refusal)
+    assert refused.code == "queue_timeout"
 
 
 def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
