@@ -144,3 +144,21 @@ async def test_alerts_fire_at_real_faults(
         finally:
             os.kill(table.pid, signal.SIGCONT)
         await eventually("it is back", lambda: ("ConServeTableSilent",) not in server.firing(), 60)
+
+        # LMCache's server dies between a prefill and its decode.
+        for name in ("waits", *(f"full-{number}" for number in range(3))):
+            await client.delete(f"{application}/v1/conversations/{name}")
+        (core,) = processes("EngineCore", below=engines("decoder")[0]["pid"])
+        (lmcache,) = processes(r"deployments\.node\.lmcache_main server")
+        prefilled = metric("conserve_cold_prefills_total")
+        os.kill(core.pid, signal.SIGSTOP)
+        try:
+            missed = asyncio.ensure_future(chat(client, tall, "missed", tokens=4))
+            await eventually(
+                "it is prefilled", lambda: metric("conserve_cold_prefills_total") > prefilled, 30
+            )
+            kill(lmcache.pid)
+        finally:
+            os.kill(core.pid, signal.SIGCONT)
+        assert (await missed).status == 200
+        await fires("ConServeMissedHandoffs")
