@@ -196,11 +196,15 @@ class LateKV:
         wait.freeing.clear()
         return False
 
-    def looks_again(self, request_id: str, missed_tokens: int) -> bool:
-        """Return whether to look a prompt up once more, given how much of it was not found."""
+    def looks_again(self, request_id: str, missed_tokens: int, answers: bool = True) -> bool:
+        """Return whether to look a prompt up once more, given how much of it was not found.
+
+        Args:
+            answers: whether LMCache's server does.
+        """
         wait = self._waits.setdefault(request_id, _Wait())
         wait.missed_tokens = missed_tokens
-        if not missed_tokens or wait.tries >= len(_PAUSES_S):
+        if not missed_tokens or not answers or wait.tries >= len(_PAUSES_S):
             return False
         wait.again_s = self.clock() + _PAUSES_S[wait.tries]
         wait.tries += 1

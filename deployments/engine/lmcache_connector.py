@@ -297,7 +297,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         stored_tokens = (len(ids) - self._reserve_last_token_for_lookup) // chunk * chunk
         found_tokens = tracker.num_lmcache_hit_tokens
         missed_tokens = max(0, stored_tokens - max(found_tokens, num_computed_tokens))
-        if not adapter.is_healthy or not self._late.looks_again(request.request_id, missed_tokens):
+        if not self._late.looks_again(request.request_id, missed_tokens, adapter.is_healthy):
             return None
         if found_tokens:
             key = adapter._create_key(

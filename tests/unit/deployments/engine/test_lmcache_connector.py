@@ -309,6 +309,17 @@ def test_what_stays_away_is_computed_and_counted() -> None:
     assert (told.lmcache_tokens, told.missed_tokens, told.late) == (128, 256, True)
 
 
+def test_what_a_server_that_died_does_not_have_is_counted() -> None:
+    server = LateServer(0)
+    server.is_healthy = False
+    connector, _ = _decoder(server)
+    request = _request(400, prefilled=True)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert server.asked == ["look-up"]
+    told = _told(connector, request)
+    assert (told.lmcache_tokens, told.missed_tokens, told.late) == (0, 384, False)
+
+
 @pytest.mark.parametrize(
     ("params", "own_tokens", "server"),
     [
