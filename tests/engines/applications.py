@@ -307,11 +307,13 @@ STAGES = Application(
         "served_model_name=conserve-embedded",
         "engine.max_model_len=4096",
         "engine.worker_extension_cls=tests.engines.vision.slow.SlowWorker",
+        # They divide its six layers. An encode that is cut leaves others in their slots.
+        "media.tower_layers=2",
     ),
     prefillers=0,
     decoders=2,
     lone_engine=True,
-    make_model=make_vision_model,
+    make_model=partial(make_vision_model, tower=DEEP),
 )
 
 # LMCache's chunk, of engines on GPUs.

@@ -16,6 +16,7 @@ import torch
 from deployments.engine.lane.images import Encode
 from deployments.engine.lane.scheduler_lane import Job
 from deployments.engine.lane.worker import LaneForward
+from tests.engines.vision.unpacked import UnpackedWorker
 
 BLUE = (0, 0, 255)
 PART_S = 0.25
@@ -63,5 +64,5 @@ LaneForward.encode = _slow_encode  # type: ignore[method-assign]
 LaneForward.compute = _slow_compute  # type: ignore[method-assign]
 
 
-class SlowWorker:
+class SlowWorker(UnpackedWorker):
     """vLLM loads this module for it, where the model runs."""

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import itertools
 import json
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES
 from deployments.node.arena import Arena
+from tests.engines.processes import processes
 
 OUTPUT_TOKENS = 16
 
@@ -108,7 +110,8 @@ def _delta(path: str, event: Any) -> str:
 
 def encoded() -> tuple[int, int]:
     """How many images the application's engines have encoded, and how many they have found."""
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
+    files = (Path("/proc").glob(f"{process.pid}/fd/*") for process in processes("ray::"))
+    for file in itertools.chain.from_iterable(files):
         with contextlib.suppress(OSError):
             if "memfd:conserve-encoded" in str(file.readlink()):
                 return Arena(str(file)).counts()
