@@ -166,6 +166,7 @@ class Turn(Answer):
         node_images: that engines took from their node's memory instead.
         encode_wait_s, encode_s, prefill_s: beside decodes of others; 0: not there.
         decode_s: from the first token to the last; 0: unknown, or a single token.
+        why: the reasons for its wait, if it was slow and any are known.
     """
 
     prompt_tokens: Count
@@ -178,6 +179,7 @@ class Turn(Answer):
     encode_s: Positive
     prefill_s: Positive
     decode_s: Positive
+    why: str | UnsetType = UNSET
 
 
 class RunningTool(Answer):

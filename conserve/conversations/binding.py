@@ -84,6 +84,9 @@ class Binding:
             return None
         usage = self._ledger.usage.of(history_id)
         was_known = known is not None
+        unbound = self._ledger.without_engine(history_id)
+        if unbound is None and self._memory is not None and self._memory.paused_on(history_id):
+            unbound = "paused"
         if known is None:
             known = History(history_id, self._turns.next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
@@ -109,13 +112,14 @@ class Binding:
                     prompt_tokens, last.prompt_tokens + last.output_tokens
                 )
             known.moves += self._memory is None or self._memory.bound(known, kept)
+        broken = None if was_known else self._kinship.broken(known.id, opening, self._live.siblings)
         self._kinship.opened(known, opening)
         known.promised = True
         if placement.prefiller_id is not None:
             self._engines.join_queue(known, placement.prefiller_id, prompt_tokens)
         if self._loads is not None:
             self._loads.placed(known.id, prompt_tokens, placement, shared, now_s)
-        self._turns.start(known, usage, now_s, arrived_s)
+        self._turns.start(known, usage, now_s, arrived_s, unbound=unbound, broken=broken)
         return placement
 
     def held(self, opening: Opening) -> int:

@@ -1,7 +1,7 @@
 """Counts what decoders hold and tenants have of live histories, and how many are active."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from conserve import identity
@@ -13,6 +13,7 @@ from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.recognition import Chain
 from conserve.tenants.limits import TenantUsage, UsageBook
+from conserve.why import TurnFacts, Unbound
 
 # At most this many histories with the same newest tail are looked at.
 _LOOKED_AT = 256
@@ -140,6 +141,9 @@ class Ledger:
     """Counts what histories hold, where they are bound, and which of their turns run.
 
     All changes of these happen here, so that they always agree.
+
+    Attributes:
+        facts: of the turns that run, by their number.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -152,6 +156,9 @@ class Ledger:
         self.usage = UsageBook()
         self.tools = RunningTools()
         self.notices = Notices()
+        self.facts: dict[int, TurnFacts] = {}
+        # Histories that are bound nowhere because their engine is gone, or goes.
+        self._without_engine: dict[str, Unbound] = {}
 
     def add(self, history: History, usage: TenantUsage) -> None:
         """Add a history with its running turns; what it holds is not counted yet."""
@@ -179,11 +186,14 @@ class Ledger:
         if history.running:
             self.reasoning -= 1
         self._activity.not_idle(history.id)
+        self._without_engine.pop(history_id, None)
+        self._forget_facts(history.running)
         return history
 
     def bind(self, history: History, decoder_id: str, tokens: int) -> None:
         """Bind a history, which was bound nowhere, and count what it holds."""
         history.decoder_id = decoder_id
+        self._without_engine.pop(history.id, None)
         self._decoders[decoder_id].conversations += 1
         self._sharing.hold(history, tokens)
 
@@ -198,9 +208,15 @@ class Ledger:
             self._sharing.hold(history, 0)
             self._decoders[history.decoder_id].conversations -= 1
             self.give_up(history)
+            if self._engines.is_leaving(history.decoder_id):
+                self._without_engine[history.id] = "left"
         history.decoder_id = None
         history.promised = False
         self._activity.not_idle(history.id)
+
+    def without_engine(self, history_id: str) -> Unbound | None:
+        """Return why a history has no engine; None: it has, or was paused."""
+        return self._without_engine.get(history_id)
 
     def give_up(self, history: History, *, ended: bool = False) -> None:
         """Tell a history's decoder that it no longer has it."""
@@ -211,6 +227,10 @@ class Ledger:
         """Unbind a history whose decoder is lost, and end its turns."""
         self._sharing.hold(history, 0)
         self.usage.of(history.id).turns -= len(history.running)
+        self._forget_facts(history.running)
+        if history.decoder_id is not None:
+            leaves = self._engines.is_leaving(history.decoder_id)
+            self._without_engine[history.id] = "left" if leaves else "lost"
         history.decoder_id = None
         self._activity.not_idle(history.id)
         if history.running:
@@ -218,8 +238,11 @@ class Ledger:
             history.running = ()
             self.reasoning -= 1
 
-    def turn_starts(self, history: History, usage: TenantUsage, turn_id: int) -> None:
+    def turn_starts(
+        self, history: History, usage: TenantUsage, turn_id: int, facts: TurnFacts
+    ) -> None:
         usage.turns += 1
+        self.facts[turn_id] = facts
         self.tools.forget(history.id)
         if not history.running:
             self.reasoning += 1
@@ -227,6 +250,7 @@ class Ledger:
         history.running += (turn_id,)
 
     def turn_ends(self, history: History, turn_id: int, now_s: float) -> None:
+        self.facts.pop(turn_id, None)
         running = history.running
         if turn_id in running:
             at = running.index(turn_id)
@@ -238,6 +262,10 @@ class Ledger:
                 self.reasoning -= 1
                 self._activity.idle(history.id, now_s)
         history.finished = max(history.finished, turn_id)
+
+    def _forget_facts(self, turn_ids: Iterable[int]) -> None:
+        for turn_id in turn_ids:
+            self.facts.pop(turn_id, None)
 
     def active(self, now_s: float) -> int:
         """Return how many histories are active: a turn runs, or did within `RECENT_S`."""

@@ -290,7 +290,7 @@ class ConversationTable:
         self.recognise, self.to_be_heard = ledger.live.recognise, ledger.live.to_be_heard
         self.histories, self.lives = ledger.live.histories, ledger.live.lives
         self.has_several = ledger.live.has_several
-        self.active = ledger.active
+        self.active, self.facts = ledger.active, ledger.facts
 
         self.take_over, self.end_when_idle_for = membership.take_over, idleness.change
         self.add_prefiller, self.add_decoder = engines.add_prefiller, membership.add_decoder

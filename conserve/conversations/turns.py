@@ -12,6 +12,7 @@ from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import Memory
 from conserve.recognition import Digest
 from conserve.tenants.limits import TenantUsage
+from conserve.why import Broken, TurnFacts, Unbound
 
 
 class Turns:
@@ -83,17 +84,27 @@ class Turns:
         usage: TenantUsage,
         now_s: float,
         arrived_s: float | None = None,
+        *,
         turn_id: int | None = None,
+        unbound: Unbound | None = None,
+        broken: Broken | None = None,
     ) -> None:
-        """Start a turn of a bound history, with this number or the next one."""
+        """Start a turn of a bound history, with this number or the next one.
+
+        Args:
+            unbound: why the history was bound nowhere until now.
+            broken: where its prefix is not that of another history.
+        """
         if turn_id is None:
             turn_id = self.next_id
             self.next_id += STRIDE
+        idle = history.has_last_turn and not history.running
+        came_s = now_s if arrived_s is None else arrived_s
         if self._memory is not None:
-            idle = history.has_last_turn and not history.running
-            came_s = now_s if arrived_s is None else arrived_s
             self._memory.turn_begins(history, came_s if idle else None)
-        self._ledger.turn_starts(history, usage, turn_id)
+        idle_s = max(0.0, came_s - history.last_used_s) if idle else None
+        facts = TurnFacts(now_s, idle_s, history.last_tokens, unbound, broken)
+        self._ledger.turn_starts(history, usage, turn_id, facts)
         history.last_used_s = now_s
 
     def number_above(self, turn_id: int) -> None:

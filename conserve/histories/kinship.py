@@ -7,11 +7,12 @@ from itertools import islice
 from conserve import identity
 from conserve.hints import Hints
 from conserve.histories.families import Families
-from conserve.histories.points import Points, mark, one_point
+from conserve.histories.points import MOST_POINTS, Points, mark, one_point
 from conserve.histories.sharing import Sharing
 from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest
+from conserve.why import Broken
 
 # Only this many histories with one root are looked at, the newest.
 _LOOKED_AT = 32
@@ -99,6 +100,33 @@ class Kinship:
                 )
                 warm_on = next(at_home, None)
         return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
+
+    def broken(
+        self, history_id: str, opening: Opening, siblings: Callable[[str], Sequence[History]]
+    ) -> Broken | None:
+        """Return where a new history leaves its conversation's others; None if it does not.
+
+        A history that begins without an answer leaves none: it is a sub-agent, say. One that has
+        all answers of another goes on beside it.
+        """
+        chain = opening.chain
+        if chain is None or not chain.ends:
+            return None
+        others = siblings(history_id)[-_LOOKED_AT:]
+        if not others:
+            return None
+        alike = [one for one in others if one.root == chain.root]
+        if alike:
+            found = [(_answers_in_common(Points(one.points), chain), one) for one in alike]
+            answers, nearest = max(found, key=lambda one: one[0])
+            if answers == len(chain.ends):
+                return None
+            exact = len(Points(nearest.points)) < MOST_POINTS
+            return Broken("answers", answers, len(chain.ends), exact)
+        # Only a long system part, of a history that is bound, is known.
+        systems = [_system_of(one) for one in others]
+        differs = None not in systems and chain.system not in systems
+        return Broken("system" if differs else "first_prompt")
 
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
         return max(self.shared(opening, decoders).tokens.values(), default=0)
@@ -203,8 +231,21 @@ def _common(kin: History, chain: Chain) -> int:
     return min(Points(kin.points).longest((*chain.ends, chain.root)), kin.held_tokens)
 
 
+def _answers_in_common(points: Points, chain: Chain) -> int:
+    """Return how many of a chain's answers a history has, which may have forgotten some."""
+    longest_first = enumerate(chain.ends)
+    return next((len(chain.ends) - at for at, end in longest_first if end in points), 0)
+
+
 def _begins_with(history: History, system: Digest) -> bool:
+    return _system_of(history) == system
+
+
+def _system_of(history: History) -> Digest | None:
+    """Return the digest of a history's system part; None: it is short, or not bound."""
     prefix = history.base
     while prefix is not None and prefix.base is not None:
         prefix = prefix.base
-    return prefix is not None and prefix.key == (history.decoder_id, system)
+    if prefix is None or prefix.key is None or prefix.key[0] != history.decoder_id:
+        return None
+    return prefix.key[1]

@@ -87,6 +87,9 @@ class Points:
             end = len(self.packed) - _POINT.size
             self.packed = self.packed[:end] + _POINT.pack(newest, max(tokens, shortest))
 
+    def __contains__(self, digest: Digest) -> bool:
+        return self._find(digest) is not None
+
     def longest(self, digests: Iterable[Digest]) -> int:
         """Return the tokens of the first of these, given longest first, that is a point, or 0."""
         for digest in digests:

@@ -7,6 +7,7 @@ from typing import Any
 from autoscale.autoscaler import Autoscaler
 from conserve import identity
 from conserve.admission import Admission, Admitted
+from conserve.admission.admission import Why
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
@@ -15,6 +16,7 @@ from conserve.events import EventLog
 from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
+from conserve.why import TurnFacts, why_slow
 from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
 from deployments.table import lines
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
@@ -29,6 +31,7 @@ class Accounts:
 
     Attributes:
         metrics: what `/metrics` renders.
+        why: of each live history whose last turn was slow for a known reason, that reason.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Accounts:
         self._energy = EnergyBook()
         self._costs = SpaceTimeCosts()
         self._tenants = TenantCounts(table.usage)
+        self.why: dict[str, str] = {}
         # What prefillers computed for turns that run.
         self._prefilled_tokens: dict[TurnKey, int] = {}
         observed = Observed(table, admission, registry, autoscaler, events, self._costs)
@@ -84,7 +88,8 @@ class Accounts:
         if placement.prefiller_id is not None:
             self._autoscaler.prompt_sent(admitted.prompt_tokens, time.monotonic())
 
-    def waits(self, history_id: str, tokens: int) -> None:
+    def waits(self, history_id: str, tokens: int) -> Why:
+        """Note that a turn waits for room; returns why it does."""
         decoders = self._table.accepting_decoders
         missing = min(
             (one.held_tokens + tokens - one.capacity_tokens for one in decoders), default=0
@@ -94,6 +99,13 @@ class Accounts:
             "wait", history_id, why=why, tokens=tokens, ahead=ahead,
             missing_tokens=max(0, missing), decoders=len(decoders),
         )  # fmt: skip
+        return why
+
+    def has_waited(self, turn: TurnKey, wait_s: float, why: Why) -> None:
+        """Note that a turn that has just begun had waited for room."""
+        facts = self._table.facts.get(turn.turn_id)
+        if facts is not None:
+            facts.room_s, facts.room_why = wait_s, why
 
     def window_moved(self) -> None:
         window = self._admission.window
@@ -157,11 +169,16 @@ class Accounts:
             tokens=None if done is None else done.prompt_tokens,
             loaded_tokens=None if done is None else done.lmcache_tokens,
         )  # fmt: skip
+        facts = self._table.facts.get(plan.turn.turn_id)
+        if facts is not None:
+            facts.prefill_s = max(0.0, unix_s() - facts.began_s)
         if done is None:
             self.metrics.cold_prefill_failures.inc()
             return
         found = done.lmcache_tokens if done.cached_tokens is None else done.cached_tokens
         computed_tokens = max(0, done.prompt_tokens - found)
+        if facts is not None:
+            facts.prefill_tokens = computed_tokens
         self._costs.prefilled(plan.turn, computed_tokens)
         self._tenants.prefilled(identity.tenant_of(plan.turn.history_id), computed_tokens)
         if goes_on:
@@ -175,7 +192,19 @@ class Accounts:
             self.metrics.cold_prefills.inc()
             self.metrics.cold_prefill_tokens.inc(done.prompt_tokens)
 
-    def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
+    def advanced(
+        self, turn: TurnKey, stats: TurnStats, decoder_id: str, facts: TurnFacts | None
+    ) -> None:
+        """Note that a turn is complete.
+
+        Args:
+            facts: None if it began under another table.
+        """
+        why = None if facts is None else why_slow(facts, stats)
+        if why is None:
+            self.why.pop(turn.history_id, None)
+        else:
+            self.why[turn.history_id] = why
         said: dict[str, Any] = {
             name: round(value, 3) if isinstance(value, float) else value
             for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")
@@ -185,7 +214,7 @@ class Accounts:
         self._events.add(
             "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
-            loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **said,
+            loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **said, why=why,
         )  # fmt: skip
         found = stats.found_tokens
         self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)
@@ -200,6 +229,7 @@ class Accounts:
 
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """A turn did not complete; without ``stats``, nothing was done for it."""
+        self.why.pop(turn.history_id, None)
         self._events.add(
             "cut", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             output_tokens=None if stats is None else stats.output_tokens,
@@ -251,6 +281,7 @@ class Accounts:
 
     def ended(self, history: History, reason: str) -> None:
         self._events.add("ended", history.id, reason=reason)
+        self.why.pop(history.id, None)
         self.metrics.ended.labels(reason).inc()
         last = history.last_turn
         if last is not None:

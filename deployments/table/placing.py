@@ -199,7 +199,7 @@ class Placing:
         if isinstance(answer, Admitted):
             self.accounts.bound(answer)
             return answer
-        self.accounts.waits(pending.history_id, prompt_tokens)
+        why, since_s = self.accounts.waits(pending.history_id, prompt_tokens), unix_s()
         granted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         pending.granted = granted
         try:
@@ -208,7 +208,9 @@ class Placing:
             await asyncio.wait([granted], timeout=self.admission.line.timeout_s)
             if not granted.done():
                 raise TimeoutError
-            return granted.result()
+            admitted = granted.result()
+            self.accounts.has_waited(admitted.turn, unix_s() - since_s, why)
+            return admitted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
                 # This call is being ended, and only it knows of the turn.

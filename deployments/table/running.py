@@ -79,12 +79,13 @@ class RunningTurns:
     def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
+        facts = self.table.facts.get(turn.turn_id)
         self.ends(turn, stats)
         if decoder_id not in self.registry.engines:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
         if self.table.advance(turn, decoder_id, stats, tails, unix_s()):
-            self.accounts.advanced(turn, stats, decoder_id)
+            self.accounts.advanced(turn, stats, decoder_id, facts)
         still_has = self.table.holds(turn, decoder_id)
         self.room.relieve(decoder_id)
         self.room.admit()

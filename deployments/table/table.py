@@ -341,7 +341,7 @@ class TableService:
         if not found:
             return None
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
-        return conversation_view(found, unix_s(), self._table.tools, newest)
+        return conversation_view(found, unix_s(), self._table.tools, self._accounts.why, newest)
 
     async def events(self, query: messages.EventQuery) -> messages.EventPage:
         """Return what has happened, for `GET /v1/events`; may wait for it."""
@@ -360,7 +360,7 @@ class TableService:
         if tenant is not None:
             usage = table.usage.tenants().get(tenant)
             total = 0 if usage is None else usage.conversations
-        listed = await list_recent(table, limit, unix_s(), tenant)
+        listed = await list_recent(table, limit, unix_s(), self._accounts.why, tenant)
         # A long list is encoded in slices, so that it stops nothing else.
         data = cast(list[answers.Conversation], msgspec.Raw(listed))
         return msgspec.json.encode(answers.Conversations(data, total))

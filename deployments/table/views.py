@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -90,6 +90,7 @@ def conversation_view(
     histories: Sequence[History],
     now_s: float,
     tools: RunningTools,
+    why: Mapping[str, str],
     events: Sequence[Event] | None = None,
 ) -> answers.Conversation:
     """Return one live conversation, with its tenant where there are keys.
@@ -97,6 +98,7 @@ def conversation_view(
     Args:
         histories: at least one. The decoder and the last turn are the most recently used one's.
         now_s: Unix time.
+        why: for each slow last turn the reason, by its history.
         events: None: leave them out.
     """
     newest = max(histories, key=lambda one: one.last_used_s)
@@ -117,10 +119,10 @@ def conversation_view(
         age_s=round(max(0.0, now_s - first.created_s), 3),
         last_used=int(newest.last_used_s),
         idle_s=round(max(0.0, now_s - newest.last_used_s), 3),
-        last_turn=_last_turn(newest),
+        last_turn=_last_turn(newest, why),
         energy_estimate_j=round(energy_j, 3) if energy_j else None,
         running_tools=sum(len(tools.running(one.id)) for one in histories),
-        histories=[_history(one, now_s, tools) for one in _recent(histories)],
+        histories=[_history(one, now_s, tools, why) for one in _recent(histories)],
         histories_total=len(histories),
         events=msgspec.UNSET if events is None else [own_event(one) for one in events],
     )
@@ -139,7 +141,9 @@ def _recent(histories: Sequence[History]) -> Sequence[History]:
     return heapq.nlargest(SHOWN_HISTORIES, histories, key=lambda one: one.last_used_s)
 
 
-def _history(history: History, now_s: float, tools: RunningTools) -> answers.History:
+def _history(
+    history: History, now_s: float, tools: RunningTools, why: Mapping[str, str]
+) -> answers.History:
     hints = {} if history.hints is None else dataclasses.asdict(history.hints)
     return answers.History(
         phase=_phase([history]),
@@ -150,7 +154,7 @@ def _history(history: History, now_s: float, tools: RunningTools) -> answers.His
         moves=history.moves,
         age_s=round(max(0.0, now_s - history.created_s), 3),
         idle_s=round(max(0.0, now_s - history.last_used_s), 3),
-        last_turn=_last_turn(history),
+        last_turn=_last_turn(history, why),
         hints={name: value for name, value in hints.items() if value is not None},
         called=history.tool,
         running_tools=[_running(one, now_s) for one in tools.running(history.id)],
@@ -163,14 +167,16 @@ def _running(one: Running, now_s: float) -> answers.RunningTool:
     return answers.RunningTool(one.tool, running_s, call_id)
 
 
-def _last_turn(history: History) -> answers.Turn | None:
+def _last_turn(history: History, why: Mapping[str, str]) -> answers.Turn | None:
     last = history.last_turn
     if last is None:
         return None
     times_s = (last.encode_wait_s, last.encode_s, last.prefill_s, last.decode_s or 0.0)
+    encode_wait_s, encode_s, prefill_s, decode_s = (round(one, 4) for one in times_s)
     return answers.Turn(
         last.prompt_tokens, last.output_tokens, last.decoder_cached_tokens, last.lmcache_tokens,
-        last.encoded_images, last.node_images, *(round(one, 4) for one in times_s),
+        last.encoded_images, last.node_images, encode_wait_s, encode_s, prefill_s, decode_s,
+        why.get(history.id, msgspec.UNSET),
     )  # fmt: skip
 
 
@@ -229,7 +235,11 @@ _SHOWN = 256
 
 
 async def list_recent(
-    table: ConversationTable, limit: int, now_s: float, tenant: str | None = None
+    table: ConversationTable,
+    limit: int,
+    now_s: float,
+    why: Mapping[str, str],
+    tenant: str | None = None,
 ) -> bytes:
     """Return the most recently used conversations, the most recent first, as a JSON list.
 
@@ -239,6 +249,7 @@ async def list_recent(
     Args:
         limit: most conversations.
         now_s: Unix time.
+        why: as in `conversation_view`.
         tenant: whose; None: all tenants'.
     """
     live = table.live()
@@ -282,7 +293,8 @@ async def list_recent(
         for name in shown:
             histories = table.histories(name)
             if histories:
-                parts.append(msgspec.json.encode(conversation_view(histories, now_s, table.tools)))
+                view = conversation_view(histories, now_s, table.tools, why)
+                parts.append(msgspec.json.encode(view))
             if len(histories) > _SHOWN:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -46,7 +46,7 @@ class Table:
 
 
 def listed(found: list[History], limit: int) -> list[str]:
-    raw = asyncio.run(list_recent(Table(found), limit, 0.0))  # type: ignore[arg-type]
+    raw = asyncio.run(list_recent(Table(found), limit, 0.0, {}))  # type: ignore[arg-type]
     return [one["id"] for one in json.loads(raw)]
 
 
@@ -61,7 +61,7 @@ def test_a_tenants_list_is_of_its_own() -> None:
     found = conversations(300)
     for number, one in enumerate(found):
         one.id = identity.scoped(["acme", "acme2", None][number % 3], one.id)
-    raw = asyncio.run(list_recent(Table(found), 200, 0.0, "acme"))  # type: ignore[arg-type]
+    raw = asyncio.run(list_recent(Table(found), 200, 0.0, {}, "acme"))  # type: ignore[arg-type]
     mine = sorted(found[::3], key=lambda one: one.last_used_s, reverse=True)
     assert [one["id"] for one in json.loads(raw)] == [identity.own_id(one.id) for one in mine]
 
@@ -71,7 +71,7 @@ def test_others_are_served_in_between() -> None:
     found = conversations(100_000)
 
     async def turns(limit: int) -> int:
-        listing = asyncio.create_task(list_recent(Table(found), limit, 0.0))  # type: ignore[arg-type]
+        listing = asyncio.create_task(list_recent(Table(found), limit, 0.0, {}))  # type: ignore[arg-type]
         turned = 0
         while not listing.done():
             await asyncio.sleep(0)
@@ -88,7 +88,7 @@ def test_what_ends_meanwhile_is_left_out() -> None:
     newest = max(found, key=lambda one: one.last_used_s)
 
     async def scenario() -> list[str]:
-        listing = asyncio.create_task(list_recent(table, 20_000, 0.0))  # type: ignore[arg-type]
+        listing = asyncio.create_task(list_recent(table, 20_000, 0.0, {}))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         del table.found[newest.id]
@@ -109,7 +109,7 @@ def a_shared_name(count: int) -> list[History]:
 
 def test_of_a_name_that_many_share_the_newest_histories_are_shown() -> None:
     found = a_shared_name(1000)
-    raw = asyncio.run(list_recent(Table(found), 10, 1000.0))  # type: ignore[arg-type]
+    raw = asyncio.run(list_recent(Table(found), 10, 1000.0, {}))  # type: ignore[arg-type]
     (shown,) = json.loads(raw)
     assert shown["histories_total"] == 1000
     assert [one["idle_s"] for one in shown["histories"]] == [float(at) for at in range(64)]
@@ -122,7 +122,7 @@ def test_one_whose_other_histories_end_meanwhile_is_listed_once() -> None:
     table = Table(found)
 
     async def scenario() -> list[str]:
-        listing = asyncio.create_task(list_recent(table, 20_000, 0.0))  # type: ignore[arg-type]
+        listing = asyncio.create_task(list_recent(table, 20_000, 0.0, {}))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         table.groups["shared"] = ["shared"]
         return [one["id"] for one in json.loads(await listing)]

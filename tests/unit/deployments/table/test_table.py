@@ -88,6 +88,37 @@ def test_a_conversation_waits_once_for_room() -> None:
     asyncio.run(scenario())
 
 
+def test_a_slow_turn_says_why_until_a_quick_one_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service = await a_full_service()
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        now_s = time.time()
+        monkeypatch.setattr("deployments.table.placing.unix_s", lambda: now_s)
+        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
+        await asyncio.sleep(0)
+        now_s += 3.0
+        await service.release("full")
+        plan = await waiting
+        assert isinstance(plan, TurnPlan)
+        for prompt_tokens, found_tokens, why in (
+            (TOKENS, 0, "waited 3.0 s for room"),
+            (TOKENS + 20, TOKENS + 10, msgspec.UNSET),
+        ):
+            stats = TurnStats(prompt_tokens, 10, found_tokens, 0)
+            assert await service.advance(plan.turn, plan.decoder_id, stats, ())
+            shown = await service.conversation("c")
+            assert shown is not None
+            assert shown.last_turn.why == shown.histories[0].last_turn.why == why
+            ended = [one for one in shown.events if dict(one)["kind"] == "end"]
+            assert ended[-1].get("why", msgspec.UNSET) == why
+            plan = await service.begin(BeginTurn("r", "c", []))
+            assert isinstance(plan, TurnPlan)
+        await service.release("c")
+        assert not service._accounts.why
+
+    asyncio.run(scenario())
+
+
 def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
     async def scenario() -> None:
         service = await a_full_service()

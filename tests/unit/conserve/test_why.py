@@ -1,0 +1,235 @@
+"""The reason for a slow turn: the sentence, and the facts that a table records for it."""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
+from conserve.history import TurnStats
+from conserve.pausing import Pausing
+from conserve.recognition import chain_of
+from conserve.why import Broken, TurnFacts, why_slow
+from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
+from tests.unit.conserve.recognition.messages import Message, said
+
+# A later turn that finds what it had, and one that finds nothing of it.
+WARM = (TurnFacts(0.0, 3.0, 2000), TurnStats(2100, 10, 2090, 0))
+COLD = (TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("turn", "facts", "stats", "sentence"),
+    [
+        (WARM, {}, {}, None),
+        (WARM, {"room_s": 0.4}, {"engine_wait_s": 0.4, "encode_s": 0.4, "prefill_s": 0.4}, None),
+        (COLD, {}, {}, "evicted while idle for 40 s (2,100 tokens computed)"),
+        (
+            COLD,
+            {"unbound": "paused"},
+            {},
+            "paused to make room, and evicted while idle for 40 s (2,100 tokens computed)",
+        ),
+        (WARM, {"unbound": "paused"}, {}, None),
+        (
+            COLD,
+            {"unbound": "lost"},
+            {},
+            "its engine was lost: prefilled again (2,100 tokens computed)",
+        ),
+        (
+            COLD,
+            {"unbound": "left"},
+            {},
+            "its engine has left: prefilled again (2,100 tokens computed)",
+        ),
+        # Host memory had it.
+        (COLD, {"unbound": "lost"}, {"lmcache_tokens": 2048}, None),
+        # A prefiller computed it, and the decoder took it from there.
+        (
+            COLD,
+            {"prefill_s": 2.13, "prefill_tokens": 2099},
+            {"lmcache_tokens": 2099},
+            "evicted while idle for 40 s (2,100 tokens computed); waited 2.1 s for a prefill",
+        ),
+        # A first turn had nothing to lose.
+        (COLD, {"had_tokens": 0, "idle_s": None}, {}, None),
+        # A template dropped the reasoning of earlier answers.
+        (COLD, {}, {"decoder_cached_tokens": 1200}, None),
+        (WARM, {"room_s": 3.0}, {}, "waited 3.0 s for room"),
+        (
+            WARM,
+            {"room_s": 12.2, "room_why": "window"},
+            {},
+            "waited 12 s because as many conversations were active as the window admits",
+        ),
+        (
+            WARM,
+            {"prefill_s": 1.0},
+            {},
+            "waited 1.0 s for a prefill that failed, so its decoder computed the prompt",
+        ),
+        (
+            WARM,
+            {},
+            {"encode_wait_s": 0.6, "encode_s": 1.2, "encoded_images": 3},
+            "waited 0.6 s for its images; encoded 3 new images (1.2 s)",
+        ),
+        (WARM, {}, {"encode_s": 1.2, "encoded_images": 1}, "encoded a new image (1.2 s)"),
+        (
+            WARM,
+            {},
+            {"missed_tokens": 1024},
+            "its decoder did not find 1,024 prefilled tokens, and computed them",
+        ),
+        (
+            WARM,
+            {},
+            {"engine_wait_s": 0.8, "engine_wait_for": "step"},
+            "waited 0.8 s for other calls of its engine",
+        ),
+        (WARM, {}, {"prefill_s": 4.0}, "its prompt took 4.0 s in the prefill lane"),
+        (
+            COLD,
+            {"broken": Broken("answers", 3, 6), "had_tokens": 0},
+            {"decoder_cached_tokens": 1600},
+            "prefix broken after answer 3 of 6: the client changed what follows "
+            "(500 tokens computed)",
+        ),
+        (
+            COLD,
+            {"broken": Broken("answers", 0, 6, exact=False)},
+            {},
+            "prefix broken after its first prompt or later: the client changed what follows "
+            "(2,100 tokens computed)",
+        ),
+        # All of it was found all the same.
+        (WARM, {"broken": Broken("answers", 3, 6)}, {}, None),
+    ],
+)
+def test_a_reason_is_given_only_if_it_was_recorded(
+    turn: tuple[TurnFacts, TurnStats],
+    facts: dict[str, Any],
+    stats: dict[str, Any],
+    sentence: str | None,
+) -> None:
+    known = dataclasses.replace(turn[0], **facts)
+    assert why_slow(known, msgspec.structs.replace(turn[1], **stats)) == sentence
+
+
+# --- what a table records -------------------------------------------------------------------------
+
+
+def talk(*texts: str) -> list[Message]:
+    """Messages by turns of the user and the assistant, after a system prompt."""
+    system, *rest = texts
+    messages: list[Message] = [{"role": "system", "content": system}]
+    for number, text in enumerate(rest):
+        messages.append(said(text) if number % 2 else {"role": "user", "content": text})
+    return messages
+
+
+OLD = ("Help.", "one", "1", "two", "2", "three", "3", "four")
+SYSTEM_TOKENS = 80
+
+
+def played(table: ConversationTable, history_id: str, texts: tuple[str, ...]) -> None:
+    """Play a conversation's turns, each with 100 tokens more."""
+    for number, length in enumerate(range(2, len(texts) - 1, 2), 1):
+        chain = chain_of(talk(*texts[:length]))
+        if table.begin(history_id, 0.0) is None:
+            opening = Opening(chain, SYSTEM_TOKENS)
+            assert table.bind(history_id, 100, 0.0, opening=opening) is not None
+        turn = Turn.last(table, history_id)
+        tail = chain_of(talk(*texts[: length + 2])).ends[0]
+        assert table.advance(turn.key, "d1", TurnStats(100 * number, 10, 0, 0), (tail,), 0.0)
+
+
+def broken_at(*texts: str, system_tokens: int = SYSTEM_TOKENS) -> Broken | None:
+    table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
+    played(table, "agent", OLD)
+    opening = Opening(chain_of(talk(*texts)), system_tokens)
+    assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
+    return table.facts[Turn.last(table, "agent\t\t1").id].broken
+
+
+@pytest.mark.parametrize(
+    ("texts", "broken"),
+    [
+        (("Help.", "one", "1", "two", "2", "THREE", "3", "four"), Broken("answers", 2, 3)),
+        (("Help.", "one", "1", "two", "2", "three", "THREE", "four"), Broken("answers", 2, 3)),
+        (("Help.", "one", "changed", "two", "2", "three"), Broken("answers", 0, 2)),
+        (("Help!", "one", "1", "two", "2", "three"), Broken("system")),
+        (("Help.", "ONE", "1", "two", "2", "three"), Broken("first_prompt")),
+        # It goes back to an answer, and on from there.
+        (("Help.", "one", "1", "two", "2", "THREE"), None),
+        # A sub-agent begins.
+        (("Other.", "one"), None),
+    ],
+)
+def test_a_broken_prefix_is_found_where_it_breaks(
+    texts: tuple[str, ...], broken: Broken | None
+) -> None:
+    assert broken_at(*texts) == broken
+
+
+def test_a_history_that_forgot_answers_says_so() -> None:
+    table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
+    long = ("Help.", *(f"{number}" for number in range(41)))
+    played(table, "agent", long)
+    turned = list(long)
+    turned[-4:] = ["changed", "changed", "changed", "changed"]
+    opening = Opening(chain_of(talk(*turned)))
+    assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
+    broken = table.facts[Turn.last(table, "agent\t\t1").id].broken
+    assert broken is not None
+    assert not broken.exact
+
+
+def test_a_table_knows_why_a_history_has_no_engine_and_how_long_it_was_idle() -> None:
+    table = a_table(decoders=1, prefillers=0, pausing=Pausing())
+    first = start(table, "c", 600)
+    assert table.facts[first.id].idle_s is None
+    assert first.advance(table, 600, now_s=5.0)
+    assert not table.facts
+
+    # Another history does not fit beside it.
+    assert start(table, "other", 600, 905.0).advance(table, 600, now_s=905.0)
+    assert the(table, "c").decoder_id is None
+    again = start(table, "c", 700, 1905.0)
+    facts = table.facts[again.id]
+    assert (facts.unbound, facts.had_tokens, facts.idle_s) == ("paused", 610, 1900.0)
+    assert again.advance(table, 700, now_s=1906.0)
+
+    table.remove_decoder("d1")
+    table.add_decoder("d2", 1000)
+    assert table.facts[start(table, "c", 800, 1907.0).id].unbound == "lost"
+
+
+def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
+    table = a_table(decoders=1, prefillers=0)
+    assert start(table, "c", 600).advance(table, 600)
+    running = start(table, "running", 100)
+    table.leave("d1")
+    table.evict("d1")
+    table.remove_decoder("d1")
+    assert not table.facts, running
+    table.add_decoder("d2", 1000)
+    assert table.facts[start(table, "c", 600).id].unbound == "left"
+    assert table.facts[start(table, "running", 100).id].unbound == "left"
+
+
+def test_facts_go_with_the_history_that_ends() -> None:
+    table = a_table()
+    start(table, "c")
+    table.release("c")
+    assert not table.facts
+
+
+def test_a_prompt_without_a_chain_breaks_nothing() -> None:
+    table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
+    played(table, "agent", OLD)
+    assert table.bind("agent\t\t1", 400, 1.0) is not None
+    assert table.facts[Turn.last(table, "agent\t\t1").id].broken is None
