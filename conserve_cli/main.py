@@ -19,6 +19,16 @@ COMMANDS = {
         "conserve_cli.demo.command",
         "Have a few agents work, and show where every prompt's KV came from.",
     ),
+    "top": (
+        "conserve_cli.running",
+        "Watch a running application's engines, what waits, and its times.",
+    ),
+    "ps": ("conserve_cli.running", "List a running application's conversations."),
+    "end": ("conserve_cli.running", "End a conversation of a running application."),
+    "drain": (
+        "conserve_cli.running",
+        "Have an engine's conversations move to others, and give it nothing new.",
+    ),
     "bench": (
         "conserve_cli.bench",
         "Measure endpoints, and compare reports; see its own --help.",
@@ -62,7 +72,9 @@ class LazyGroup(TyperGroup):
         if name is None:
             return name, stand_in, rest
         module, _ = COMMANDS[name]
-        return name, get_command(import_module(module).cli), rest
+        command = get_command(import_module(module).cli)
+        # A module may have several of these commands.
+        return name, getattr(command, "commands", {}).get(name, command), rest
 
 
 cli = typer.Typer(

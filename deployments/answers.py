@@ -118,6 +118,13 @@ class Engines(Answer, tag_field="object", tag="list"):
     data: list[Engine]
 
 
+class EngineDraining(Answer, tag_field="object", tag="engine.draining"):
+    """An engine that takes nothing new, and whose conversations move between their turns."""
+
+    id: str
+    conversations: Annotated[Count, Meta(description="Those that it still has.")]
+
+
 class Targets(Answer):
     """Addresses that Prometheus can scrape, and the labels of what it finds there."""
 

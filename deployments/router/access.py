@@ -17,6 +17,8 @@ from deployments.router.probes import HEALTHZ, LIVE, READY
 _OPEN = ("/health", LIVE, READY, HEALTHZ)
 # They tell of all tenants, and of the machine.
 _OPERATORS = ("/metrics", "/metrics/targets", "/v1/engines", "/v1/events")
+# Below it are actions on engines, which take a key of an admin wherever there are keys.
+_ACTIONS = "/v1/engines/"
 _CALLER = "conserve.caller"
 
 
@@ -40,7 +42,8 @@ class Access:
         """
         if scope["path"] in _OPEN:
             return
-        operators = scope["path"] in _OPERATORS
+        acts = scope["path"].startswith(_ACTIONS)
+        operators = acts or scope["path"] in _OPERATORS
         if self._keys is None:
             if operators and not self._open_to_all and not is_here(scope):
                 raise ApiError(
@@ -49,7 +52,7 @@ class Access:
             return
         key = _key(Headers(scope=scope))
         if key is None:
-            if operators and is_here(scope):
+            if operators and not acts and is_here(scope):
                 return
             raise ApiError(
                 401,
@@ -59,7 +62,7 @@ class Access:
         caller = self._keys.find(key, time.monotonic())
         if caller is None:
             raise ApiError(401, "the API key is unknown or revoked", "invalid_api_key")
-        if operators and not caller.admin and not is_here(scope):
+        if operators and not caller.admin and (acts or not is_here(scope)):
             raise ApiError(
                 403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
             )

@@ -104,6 +104,7 @@ class FrontDoor:
                 Route("/v1/models/{model:name}", self._model, methods=get),
                 *Conversations(table, environments).routes(),
                 Route("/v1/engines", self._engines, methods=get),
+                Route("/v1/engines/{id:name}/drain", self._drain, methods=post),
                 Route("/v1/events", Events(table, lambda: self.probes.draining).serve, methods=get),
                 Route("/health", self._health, methods=get),
                 *self.probes.routes(),
@@ -179,6 +180,15 @@ class FrontDoor:
 
     async def _engines(self, request: Request) -> Response:
         return answer_response(answers.Engines(await self._table.engines(exact=True)))
+
+    async def _drain(self, request: Request) -> Response:
+        engine_id = request.path_params["id"]
+        left = await self._table.drain(engine_id)
+        if left is None:
+            raise ApiError(
+                404, "no engine has this id; GET /v1/engines has them", "engine_not_found"
+            )
+        return answer_response(answers.EngineDraining(engine_id, left))
 
     async def _health(self, request: Request) -> Response:
         alive = await self._table.health()

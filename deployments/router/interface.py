@@ -58,7 +58,7 @@ _STATUSES = {
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
     "409": "The name is another environment's, or the environment could not be prepared; or the "
-    "answer is too long to be given again.",
+    "answer is too long to be given again; or no other engine can take the conversations.",
     "413": "The body is too long.",
     "415": "The body is not `application/json`.",
     "421": "The `Host` is not one of this server's.",
@@ -324,6 +324,15 @@ PATHS: Json = {
         )
     },
     "/v1/engines": {"get": _operation("listEngines", "Prefillers and decoders", answers.Engines)},
+    "/v1/engines/{id}/drain": {
+        "post": _operation(
+            "drainEngine",
+            "Give an engine nothing new, and have its conversations move between their turns",
+            answers.EngineDraining,
+            "404",
+            "409",
+        )
+    },
     "/v1/events": {
         "get": _operation(
             "listenToEvents",
@@ -371,6 +380,7 @@ PATHS: Json = {
 }
 for _path, _operations in PATHS.items():
     _id = "response" if _path.startswith(apis.RESPONSES) else "conversation"
+    _id = "engine" if _path.startswith("/v1/engines/") else _id
     _names = [_id if name == "id" else name for name in re.findall(r"\{(\w+)\}", _path)]
     for _one in _operations.values():
         _one["parameters"] += [_ref("parameters", name) for name in _names]

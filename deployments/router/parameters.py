@@ -154,6 +154,7 @@ PARAMETERS: Json = {
         **_in_path("id", {**TEXT, "minLength": 1}),
         "description": "Percent-encoded.",
     },
+    "engine": _in_path("id", {**TEXT, "minLength": 1}),
     "env": _in_path("env", _ENVIRONMENT_NAME),
     "response": _in_path("id", {**TEXT, "pattern": r"^[\w.-]{1,100}$"}),
     "limit": _in_query(

@@ -102,6 +102,8 @@ class Membership:
     listeners: Listeners
     room: Room
     running: RunningTurns
+    # Engines that an operator drains: their replicas do not ask whether to stay.
+    _drained: set[str] = field(default_factory=set)
 
     def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
         now_s = time.monotonic()
@@ -165,6 +167,36 @@ class Membership:
         living, leaving = self.registry.living_and_leaving(role)
         return wanted is not None and living - leaving < wanted.scaling.replicas
 
+    def drain(self, engine_id: str) -> int | Refusal | None:
+        """Give an engine nothing new, and have its conversations move once they are idle.
+
+        Returns:
+            How many it has left; None: there is no such engine.
+        """
+        engine = self.registry.engines.get(engine_id)
+        if engine is None:
+            return None
+        others = [one for one in self.table.accepting_decoders if one.id != engine_id]
+        if engine.hosts and not others:
+            return refusals.LAST_ENGINE
+        if engine_id not in self._drained:
+            self._drained.add(engine_id)
+            self.table.leave(engine_id)
+            logger.info("%s %s is drained", engine.role, engine_id)
+            self.move_drained()
+        return self.table.decoders[engine_id].conversations if engine.hosts else 0
+
+    def move_drained(self) -> None:
+        """Unbind the idle conversations of drained engines; those that run, once they are idle."""
+        if not self.table.accepting_decoders:
+            return  # The other engines have gone, and these serve what they have.
+        unbound = 0
+        for engine_id in self._drained:
+            if engine_id in self.table.decoders:
+                unbound += len(self.table.evict(engine_id))
+        if unbound:
+            self.room.admit()
+
     def left(self, engine_id: str) -> None:
         engine = self.registry.engines.get(engine_id)
         if engine is not None:
@@ -173,6 +205,7 @@ class Membership:
             self.accounts.engine_gone(engine, len(unbound))
 
     def _remove(self, engine: EngineInfo) -> list[str]:
+        self._drained.discard(engine.id)
         unbound = self.registry.remove(engine)
         self.listeners.lost(engine.id)
         return unbound

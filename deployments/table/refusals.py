@@ -12,6 +12,12 @@ UNAVAILABLE = Refusal(
     503, "no engine is ready to serve; try again shortly", "unavailable", retry_after_s=5
 )
 
+LAST_ENGINE = Refusal(
+    409,
+    "no other engine can take this one's conversations; add one before you drain it",
+    "last_engine",
+)
+
 TOO_MANY_TOOLS = Refusal(
     400,
     f"{MOST_RUNNING} tools of this history run already; report those that have ended",

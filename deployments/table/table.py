@@ -193,6 +193,11 @@ class TableService:
         """Remove an engine that was leaving, and ends now."""
         self._membership.left(engine_id)
 
+    async def drain(self, engine_id: str) -> int | messages.Refusal | None:
+        """Have an engine's conversations move; returns how many it has left, None: no such one."""
+        await self._recovery.not_ready()
+        return self._membership.drain(engine_id)
+
     # --- decoders that begin turns by themselves ---------------------------------------------
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
@@ -415,6 +420,7 @@ class TableService:
             self._room.relieve(decoder_id)
         if self._admission.observe(unix_s(), self._cpu_pressure(now_s)):
             self._accounts.window_moved()
+        self._membership.move_drained()
         self._room.admit()
         self._scale(now_s)
         if now_s - self._registry.last_beat_s > ABANDONED_S:

@@ -99,6 +99,9 @@ class TableClient(ActorClient):
         """
         return await self._ask(_SOME if soon else _USUAL, TableService.engines, exact)
 
+    async def drain(self, engine_id: str) -> int | None:
+        return await self._ask(_USUAL, TableService.drain, engine_id)
+
     async def conversation(self, conversation_id: str) -> answers.Conversation | None:
         return await self._ask(_USUAL, TableService.conversation, conversation_id)
 

@@ -28,6 +28,7 @@ PATHS = [
     ("DELETE", "/v1/conversations/x"),
     ("POST", "/v1/conversations/x/tools"),
     ("GET", "/v1/engines"),
+    ("POST", "/v1/engines/d#1/drain"),
     ("GET", "/metrics"),
     ("GET", "/metrics/targets"),
     ("POST", "/programs/release"),
@@ -52,6 +53,7 @@ class Table(StubTable):
             "release": True,
             "report_tool": 1,
             "engines": [],
+            "drain": 0,
             "metrics": b"",
             "health": Alive(1, 1),
         }[method]
@@ -160,6 +162,31 @@ def test_a_key_is_taken_from_either_header(keys: Keys, form: str) -> None:
     else:
         headers = {"Authorization": form.format(keys.acme)}
     assert ask(keys.settings, "GET", "/v1/models", headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("who", "peer", "status"),
+    [
+        ("acme", "10.0.0.9", 403),
+        ("acme", "127.0.0.1", 403),
+        (None, "127.0.0.1", 401),
+        ("ops", "10.0.0.9", 200),
+    ],
+)
+def test_an_engine_is_drained_with_an_admin_key_alone(
+    keys: Keys, who: str | None, peer: str, status: int
+) -> None:
+    table = Table()
+    headers = {} if who is None else bearer(getattr(keys, who))
+    path = "/v1/engines/d#1/drain"
+    assert ask(keys.settings, "POST", path, headers, peer=peer, table=table)[0] == status
+    assert table.asked == ([("drain", "d#1")] if status == 200 else [])
+
+
+def test_without_keys_an_engine_is_drained_from_this_machine_alone() -> None:
+    path = "/v1/engines/d#1/drain"
+    assert ask(Settings(), "POST", path, peer="10.0.0.9")[0] == 403
+    assert ask(Settings(), "POST", path, peer="127.0.0.1")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines"])

@@ -1,0 +1,333 @@
+"""``conserve top``, ``ps``, ``end`` and ``drain``: look at a running application, and act on it."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import quote
+
+import httpx
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from conserve_cli.output import console, ended_by_signals, refuse
+
+cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+Url = Annotated[str, typer.Argument(help="URL of a running application.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", envvar="CONSERVE_API_KEY", help="An API key, where there are keys."),
+]
+Tenant = Annotated[
+    str | None, typer.Option(help="The tenant whose it is; another one's needs an admin key.")
+]
+_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 15.0
+_EVERY_S = 2.0
+# Times and cache hits are of the turns in so long.
+_RECENT_S = 60.0
+_MOST_CONVERSATIONS = 1000
+_MOST_SLOW = 5
+_MOST_NAMES = 3
+_BAR_CHARS = 24
+
+Json = dict[str, Any]
+Samples = dict[tuple[str, str], float]
+"""The values of metrics by name and the label that tells them apart, which may be empty."""
+
+
+class Seen(NamedTuple):
+    """Answers of an application at one time."""
+
+    at_s: float
+    engines: list[Json]
+    conversations: list[Json]
+    total: int
+    samples: Samples
+
+
+@cli.command()
+def top(url: Url = _URL, key: Key = None) -> None:
+    """Watch a running application's engines, what waits, and its times, until Ctrl-C.
+
+    In a pipe or a file it prints once.
+    """
+    recent: deque[Seen] = deque()
+    with ended_by_signals(), _application(url, key) as client:
+        recent.append(_look(client))
+        if not console.is_terminal:
+            console.print(screen(recent))
+            return
+        try:
+            with Live(screen(recent), console=console, auto_refresh=False, screen=True) as live:
+                while True:
+                    time.sleep(_EVERY_S)
+                    recent.append(_look(client))
+                    while recent[-1].at_s - recent[0].at_s > _RECENT_S:
+                        recent.popleft()
+                    live.update(screen(recent), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+@cli.command()
+def ps(url: Url = _URL, key: Key = None) -> None:
+    """List a running application's conversations, those used last first."""
+    with _application(url, key) as client:
+        answer = _asked(client, "GET", f"/v1/conversations?limit={_MOST_CONVERSATIONS}")
+    console.print(conversations_table(answer["data"]))
+    if answer["total"] > len(answer["data"]):
+        console.print(f"{answer['total']:,} in all.", highlight=False)
+
+
+@cli.command()
+def end(
+    conversation: Annotated[str, typer.Argument(help="The conversation's id.", metavar="ID")],
+    url: Url = _URL,
+    tenant: Tenant = None,
+    key: Key = None,
+) -> None:
+    """End a conversation; what it holds comes free at once."""
+    of = "" if tenant is None else f"?tenant={quote(tenant, safe='')}"
+    with _application(url, key) as client:
+        _asked(client, "DELETE", f"/v1/conversations/{quote(conversation, safe='')}{of}")
+    console.print(f"Ended {escape(conversation)}.", highlight=False)
+
+
+@cli.command()
+def drain(
+    engine: Annotated[str, typer.Argument(help="The engine's id, as `conserve top` shows it.")],
+    url: Url = _URL,
+    key: Key = None,
+) -> None:
+    """Have an engine's conversations move to others between turns, and give it nothing new.
+
+    Its process stays, and so does this state until the engine or the conversation table ends.
+    """
+    with _application(url, key) as client:
+        answer = _asked(client, "POST", f"/v1/engines/{quote(engine, safe='')}/drain")
+    left = answer["conversations"]
+    console.print(
+        f"{escape(engine)} takes nothing new. "
+        + (
+            f"{left:,} of its conversations run a turn, and move after it."
+            if left
+            else "It is empty."
+        ),
+        highlight=False,
+    )
+
+
+# --- the application ------------------------------------------------------------------------------
+
+
+def _application(url: str, key: str | None) -> httpx.Client:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S)
+    except (httpx.InvalidURL, ValueError) as error:
+        refuse(f"{url!r} is no URL, or the key is no key: {error}")
+
+
+def _request(client: httpx.Client, method: str, path: str) -> httpx.Response:
+    """Return the answer to a request, or end the command with what is wrong."""
+    try:
+        answer = client.request(method, path)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        refuse(f"No ConServe application answers at {client.base_url} ({error}); give its URL.", 1)
+    if not answer.is_success:
+        try:
+            message = answer.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"{client.base_url} answered {answer.status_code}: is it ConServe's"
+        hint = " Give it in CONSERVE_API_KEY." if answer.status_code == 401 else ""
+        refuse(f"{message}.{hint}", 1)
+    return answer
+
+
+def _asked(client: httpx.Client, method: str, path: str) -> Json:
+    answer = _request(client, method, path)
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        refuse(f"{client.base_url} answered no JSON object: is it ConServe's?", 1)
+    return found
+
+
+def _look(client: httpx.Client) -> Seen:
+    engines = _asked(client, "GET", "/v1/engines")
+    listed = _asked(client, "GET", f"/v1/conversations?limit={_MOST_CONVERSATIONS}")
+    text = _request(client, "GET", "/metrics").text
+    return Seen(
+        time.monotonic(), engines["data"], listed["data"], listed["total"], read_samples(text)
+    )
+
+
+def read_samples(text: str) -> Samples:
+    """Return the metrics that are shown, of Prometheus' text."""
+    return {
+        (one.name, one.labels.get("le") or one.labels.get("why") or ""): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name.startswith(("conserve_ttf", "conserve_waiting", *_TOKENS))
+    }
+
+
+# --- how it is shown ------------------------------------------------------------------------------
+
+_TOKENS = ("conserve_prompt_tokens_total", "conserve_decoder_cached_tokens_total")
+_WHY = {"room": "for room", "window": "for the admission window", "order": "behind others"}
+
+
+def screen(recent: Sequence[Seen]) -> RenderableType:
+    """Return the whole view, of what was seen lately; the newest comes last."""
+    newest = recent[-1]
+    table = Table(title=_title(newest), title_justify="left", expand=False)
+    table.add_column("engine", no_wrap=True)
+    table.add_column("occupancy, by conversation", overflow="fold")
+    for column in ("prefills", "decodes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    held = _held(newest.conversations)
+    for engine in newest.engines:
+        table.add_row(*_engine_row(engine, held[engine["id"]]))
+    parts: list[RenderableType] = [table, _waiting(newest.samples), _times(recent)]
+    slow = [one for one in newest.conversations if (one["last_turn"] or {}).get("why")]
+    if slow:
+        parts.append(Text("Slow last turns:", "bold"))
+        shown = slow[:_MOST_SLOW]
+        parts += [Text(f"  {one['id']}: {one['last_turn']['why']}") for one in shown]
+    return Group(*parts)
+
+
+def _title(seen: Seen) -> str:
+    phases = [one["phase"] for one in seen.conversations]
+    counts = (f"{phases.count(one)} {one}" for one in ("reasoning", "acting", "paused"))
+    return f"{seen.total:,} conversations: {', '.join(counts)}"
+
+
+def _held(conversations: Sequence[Json]) -> Mapping[str, dict[str, int]]:
+    """Return the tokens that each engine has of its conversations, shared ones once."""
+    held: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for conversation in conversations:
+        for history in conversation["histories"]:
+            if history["decoder"] is None:
+                continue
+            of_engine, id_ = held[history["decoder"]], conversation["id"]
+            own = history["held_tokens"] - (history["shared_tokens"] if id_ in of_engine else 0)
+            of_engine[id_] = of_engine.get(id_, 0) + own
+    return held
+
+
+def _engine_row(engine: Json, held: Mapping[str, int]) -> list[Text]:
+    role = engine["role"] + (" (leaving)" if engine["leaving"] else "")
+    load = engine["load"] or {"prefill_tokens": 0, "decodes": 0}
+    prefilling = max(load["prefill_tokens"], engine["queued_tokens"] or 0)
+    largest = sorted(held.items(), key=lambda one: -one[1])
+    shown = ", ".join(f"{id_} {tokens:,}" for id_, tokens in largest[:_MOST_NAMES])
+    more = max(engine["conversations"] or 0, len(largest)) - min(_MOST_NAMES, len(largest))
+    names = f"{shown}, {more} more" if shown and more > 0 else shown
+    occupancy = _bar(engine, [tokens for _, tokens in largest])
+    return [
+        Text.assemble(engine["id"], "\n", (role, "dim")),
+        occupancy.append("" if engine["held_tokens"] is None else _of_capacity(engine, names)),
+        Text(f"{prefilling:,}" if prefilling else ""),
+        Text(str(load["decodes"] or "")),
+    ]
+
+
+def _of_capacity(engine: Json, names: str) -> str:
+    held, capacity = engine["held_tokens"], engine["capacity_tokens"]
+    return f"\n{held:,} of {capacity:,}" + (f": {names}" if names else "")
+
+
+def _bar(engine: Json, tokens: Sequence[int]) -> Text:
+    """Return an engine's room, with a segment for each conversation; neighbours differ."""
+    capacity, held = engine["capacity_tokens"], engine["held_tokens"]
+    if held is None or not capacity:
+        return Text("")
+    bar, used, chars = Text(), 0, 0
+    whole = min(_BAR_CHARS, round(_BAR_CHARS * held / capacity))
+    for number, one in enumerate(tokens):
+        used += one
+        until = min(whole, round(_BAR_CHARS * used / capacity))
+        bar.append("█▒"[number % 2] * (until - chars), ("cyan", "blue")[number % 2])
+        chars = max(chars, until)
+    # Shared by conversations, or of those that are not listed.
+    bar.append("░" * (whole - chars)).append("·" * (_BAR_CHARS - max(whole, chars)), "dim")
+    return bar.append(f" {100 * held / capacity:.0f} %")
+
+
+def _waiting(samples: Samples) -> Text:
+    waiting = {why: int(samples.get(("conserve_waiting", why), 0)) for why in _WHY}
+    said = [f"{count} {_WHY[why]}" for why, count in waiting.items() if count]
+    return Text(f"Waiting: {', '.join(said) or 'none'}", "bold yellow" if said else "")
+
+
+def _times(recent: Sequence[Seen]) -> Text:
+    """Return times to first tokens and cache hits, of turns that ended since the oldest look."""
+    since, newest = recent[0].samples, recent[-1].samples
+    several = len(recent) > 1
+    if not several:
+        since = {}
+    parts = []
+    for name in ("ttft", "ttfet"):
+        half, most = (quantile(since, newest, f"conserve_{name}_seconds", at) for at in (0.5, 0.95))
+        found = "-" if half is None or most is None else f"{half:.2f} s (95 %: {most:.2f} s)"
+        parts.append(f"median {name.upper()} {found}")
+    prompts, cached = (newest.get((one, ""), 0.0) - since.get((one, ""), 0.0) for one in _TOKENS)
+    parts.append(f"cache hits {100 * cached / prompts:.0f} %" if prompts else "cache hits -")
+    period = f"Last {recent[-1].at_s - recent[0].at_s:.0f} s" if several else "Since its start"
+    return Text(f"{period}: {', '.join(parts)}")
+
+
+def quantile(since: Samples, newest: Samples, name: str, share: float) -> float | None:
+    """Estimate a quantile of a histogram's growth, as Prometheus does; None without any."""
+    grown = sorted(
+        (float(le), count - since.get((metric, le), 0.0))
+        for (metric, le), count in newest.items()
+        if metric == f"{name}_bucket"
+    )
+    if not grown or not grown[-1][1]:
+        return None
+    wanted = share * grown[-1][1]
+    below, before = 0.0, 0.0
+    for bound, count in grown:
+        if count >= wanted:
+            if bound == float("inf"):
+                return below
+            return below + (bound - below) * (wanted - before) / (count - before)
+        below, before = bound, count
+    return below
+
+
+def conversations_table(conversations: Sequence[Json]) -> Table:
+    tenants = any("tenant" in one for one in conversations)
+    table = Table()
+    table.add_column("conversation", no_wrap=True)
+    if tenants:
+        table.add_column("tenant", no_wrap=True)
+    for column in ("phase", "engine"):
+        table.add_column(column, no_wrap=True)
+    for column in ("turns", "tokens", "idle", "age"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("last turn was slow: why")
+    for one in conversations:
+        cells = [one["id"], *([one.get("tenant", "")] if tenants else []), one["phase"]]
+        cells += [one["decoder"] or "-", f"{one['turns']:,}", f"{one['held_tokens']:,}"]
+        cells += [_time(one["idle_s"]), _time(one["age_s"])]
+        table.add_row(*map(Text, cells), Text((one["last_turn"] or {}).get("why", "")))
+    return table
+
+
+def _time(time_s: float) -> str:
+    if time_s < 60:
+        return f"{time_s:.0f} s"
+    return f"{time_s / 60:.0f} min" if time_s < 3600 else f"{time_s / 3600:.1f} h"

@@ -1,0 +1,153 @@
+"""What `conserve top`, `ps`, `end` and `drain` ask an application, and show of its answers."""
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from conserve.placement import EngineLoad
+from conserve_cli.main import cli
+from conserve_cli.running import Seen, quantile, read_samples, screen
+from deployments import answers
+from deployments.messages import TurnTiming
+from tests.unit.deployments.table.test_draining import a_service, begun, ended
+
+
+async def seen_by_a_table() -> tuple[bytes, bytes, str]:
+    """What a table answers that holds a few conversations."""
+    service = await a_service()
+    for name, turns in (("agent-1", 2), ("agent-2", 1), ("agent-3", 1), ("agent-4", 1)):
+        for _ in range(turns):
+            plan = await begun(service, name)
+            await ended(service, plan)
+            await service.observe(TurnTiming("completed", 1.0, 0.3, (), plan.turn, 0.5))
+    await service.beat("d#0", load=EngineLoad(prefill_tokens=512, decodes=3))
+    await service.drain("d#1")
+    engines = msgspec.json.encode(answers.Engines(await service.engines()))
+    return engines, await service.conversations(1000), (await service.metrics()).decode()
+
+
+class _Application(BaseHTTPRequestHandler):
+    asked: ClassVar[list[tuple[str, str, str | None]]] = []
+    answers: ClassVar[dict[str, bytes]] = {}
+
+    def _answer(self) -> None:
+        self.asked.append((self.command, self.path, self.headers.get("Authorization")))
+        body = self.answers.get(self.path.partition("?")[0])
+        self.send_response(200 if body else 404)
+        self.end_headers()
+        self.wfile.write(body or b'{"error": {"message": "there is no such thing"}}')
+
+    do_GET = do_POST = do_DELETE = _answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    engines, conversations, metrics = asyncio.run(seen_by_a_table())
+    _Application.asked = []
+    _Application.answers = {
+        "/v1/engines": engines,
+        "/v1/conversations": conversations,
+        "/metrics": metrics.encode(),
+        "/v1/conversations/a%2Fb": b'{"deleted": true}',
+        "/v1/engines/d%231/drain": b'{"conversations": 2}',
+    }
+    server = HTTPServer(("127.0.0.1", 0), _Application)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def called(*arguments: str, key: str | None = None) -> tuple[int, str]:
+    done = CliRunner(env={"CONSERVE_API_KEY": key, "COLUMNS": "160"}).invoke(cli, arguments)
+    return done.exit_code, done.output
+
+
+def test_top_shows_engines_by_conversation_and_what_is_slow(url: str) -> None:
+    status, shown = called("top", url)
+    assert status == 0, shown
+    rows = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│ d")}
+    assert "0 %" in rows["d#1"]
+    assert "decoder (leaving)" in shown
+    assert "512" in rows["d#0"]
+    assert "220 of 1,000: agent-4 110, agent-1 110" in shown
+    assert "4 conversations" in shown
+    assert "Waiting: none" in shown
+    assert "median TTFT 0." in shown
+    # A later turn found nothing of what the first had left.
+    assert "agent-1: evicted while idle for 0.0 s (100 tokens computed)" in shown
+
+
+def test_ps_lists_conversations(url: str) -> None:
+    status, shown = called("ps", url, key="secret")
+    assert status == 0, shown
+    assert {"agent-1", "agent-2", "agent-3", "agent-4"} <= set(shown.split())
+    assert _Application.asked == [("GET", "/v1/conversations?limit=1000", "Bearer secret")]
+    assert "secret" not in shown
+
+
+def test_ids_are_quoted(url: str) -> None:
+    assert called("end", "a/b", url, "--tenant", "x y") == (0, "Ended a/b.\n")
+    status, shown = called("drain", "d#1", url)
+    assert (status, "2 of its conversations run a turn" in shown) == (0, True)
+    assert [one[:2] for one in _Application.asked] == [
+        ("DELETE", "/v1/conversations/a%2Fb?tenant=x%20y"),
+        ("POST", "/v1/engines/d%231/drain"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("end", "nobody"), "there is no such thing."),
+        (("ps",), "there is no such thing."),
+    ],
+)
+def test_what_is_refused_is_said_in_a_line(url: str, arguments: tuple[str, ...], said: str) -> None:
+    _Application.answers = {}
+    status, shown = called(*arguments, url)
+    assert (status, shown.splitlines()) == (1, [said])
+
+
+def test_without_an_application_the_url_is_said() -> None:
+    status, shown = called("ps", "http://127.0.0.1:1")
+    assert status == 1
+    assert "No ConServe application answers at http://127.0.0.1:1" in shown
+
+
+def test_times_are_of_the_turns_since_the_oldest_look() -> None:
+    def samples(*counts: int) -> dict[tuple[str, str], float]:
+        lines = [
+            f'conserve_ttft_seconds_bucket{{le="{le}"}} {count}'
+            for le, count in zip(("0.1", "1.0", "+Inf"), counts, strict=True)
+        ]
+        return read_samples("\n".join(["# TYPE conserve_ttft_seconds histogram", *lines, ""]))
+
+    old, new = samples(100, 100, 100), samples(100, 110, 110)
+    assert quantile(old, new, "conserve_ttft_seconds", 0.5) == pytest.approx(0.55)
+    assert quantile(new, new, "conserve_ttft_seconds", 0.5) is None
+    assert quantile({}, samples(0, 0, 4), "conserve_ttft_seconds", 0.5) == 1.0
+
+
+def test_neighbours_in_a_bar_differ_without_colour() -> None:
+    engines, conversations, metrics = asyncio.run(seen_by_a_table())
+    listed = json.loads(conversations)
+    seen = Seen(0.0, json.loads(engines)["data"], listed["data"], 3, read_samples(metrics))
+    console = Console(width=160, no_color=True, record=True, file=io.StringIO())
+    console.print(screen([seen]))
+    row = next(line for line in console.export_text().splitlines() if "d#0" in line)
+    # Two conversations of 110 tokens in a room of 1,000, over 24 characters.
+    assert "███▒▒···" in row
+    assert "22 %" in row
