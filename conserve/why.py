@@ -12,7 +12,7 @@ _LEAST_TOKENS = 64
 
 Unbound = Literal["paused", "lost", "left"]
 """A history was bound nowhere: it was paused, or its engine was lost, or has left."""
-Place = Literal["system", "first_prompt", "answers"]
+Place = Literal["system", "first_prompt", "messages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,14 @@ class Broken:
 
     Attributes:
         place: where it differs: in its tools or system messages (``system``), elsewhere before the
-            first answer (``first_prompt``), or behind that (``answers``).
-        answers: how many answers it has in common with the history that is most like it.
-        of: how many answers it has.
-        exact: whether no more than these are in common. A long history forgets some answers.
+            first answer (``first_prompt``), or behind that (``messages``).
+        messages: how many it has in common with the history that is most like it, up to an answer;
+            0: only the first prompt.
+        exact: whether no further answer is in common. A long history forgets some answers.
     """
 
     place: Place
-    answers: int = 0
-    of: int = 0
+    messages: int = 0
     exact: bool = True
 
 
@@ -124,16 +123,10 @@ def _lost(facts: TurnFacts, stats: TurnStats) -> str | None:
 
 def _where(broken: Broken) -> str:
     if broken.place == "system":
-        return (
-            "at its beginning: its tools or system prompt are not those of the conversation's "
-            "other histories"
-        )
+        return "at its beginning: the client changed its system prompt or its tools"
     if broken.place == "first_prompt":
-        return (
-            "before the first answer: what it begins with is not what the conversation's other "
-            "histories begin with"
-        )
-    after = f"answer {broken.answers} of {broken.of}" if broken.answers else "its first prompt"
+        return "before its first answer: the client changed its first prompt, or what precedes it"
+    after = f"message {broken.messages}" if broken.messages else "its first prompt"
     later = "" if broken.exact else " or later"
     return f"after {after}{later}: the client changed what follows"
 

@@ -117,12 +117,12 @@ class Kinship:
             return None
         alike = [one for one in others if one.root == chain.root]
         if alike:
-            found = [(_answers_in_common(Points(one.points), chain), one) for one in alike]
-            answers, nearest = max(found, key=lambda one: one[0])
-            if answers == len(chain.ends):
+            found = [(_messages_in_common(Points(one.points), chain), one) for one in alike]
+            messages, nearest = max(found, key=lambda one: one[0])
+            if messages == max(chain.numbers, default=0):
                 return None
             exact = len(Points(nearest.points)) < MOST_POINTS
-            return Broken("answers", answers, len(chain.ends), exact)
+            return Broken("messages", messages, exact)
         # Only a long system part, of a history that is bound, is known.
         systems = [_system_of(one) for one in others]
         differs = None not in systems and chain.system not in systems
@@ -231,10 +231,10 @@ def _common(kin: History, chain: Chain) -> int:
     return min(Points(kin.points).longest((*chain.ends, chain.root)), kin.held_tokens)
 
 
-def _answers_in_common(points: Points, chain: Chain) -> int:
-    """Return how many of a chain's answers a history has, which may have forgotten some."""
-    longest_first = enumerate(chain.ends)
-    return next((len(chain.ends) - at for at, end in longest_first if end in points), 0)
+def _messages_in_common(points: Points, chain: Chain) -> int:
+    """Return the number of a chain's last answer that a history has, which may have forgotten it."""
+    longest_first = zip(chain.ends, chain.numbers, strict=False)
+    return next((number for end, number in longest_first if end in points), 0)
 
 
 def _begins_with(history: History, system: Digest) -> bool:

@@ -23,12 +23,14 @@ class Chain(NamedTuple):
         ends: for each answer that is followed by anything, or continued, of all up to its end;
             longest first.
         ends_with_root: whether the turn is only its first prompt.
+        numbers: for each of ``ends``, how many messages that is, as a chat counts them.
     """
 
     root: Digest
     system: Digest | None
     ends: Sequence[Digest]
     ends_with_root: bool = False
+    numbers: Sequence[int] = ()
 
 
 def chain_of(
@@ -49,7 +51,8 @@ def chain_of(
     system: Digest | None = hasher.digest() if (before or {}).get("tools") else None
     leading = True
     ends: list[Digest] = []
-    for message in given if continues else given[:-1]:
+    numbers: list[int] = []
+    for number, message in enumerate(given if continues else given[:-1], 1):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role == "assistant" and root is None:
             root = hasher.digest()
@@ -59,6 +62,7 @@ def chain_of(
             system = hasher.digest()
         if role == "assistant":
             ends.append(hasher.digest())
+            numbers.append(number)
     first = root is None
     if root is None:
         for message in given[-1:]:
@@ -68,7 +72,8 @@ def chain_of(
                 hasher.update(encoded(normalised(message)))
         root = hasher.digest()
     ends.reverse()
-    return Chain(root, system, tuple(ends[:most_ends]), first)
+    numbers.reverse()
+    return Chain(root, system, tuple(ends[:most_ends]), first, tuple(numbers[:most_ends]))
 
 
 class Beginning:

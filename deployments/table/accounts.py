@@ -26,6 +26,10 @@ from deployments.table.tenant_metrics import TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy
 
 
+# A decoder reports a turn's end within milliseconds of its router; see `Accounts.observed`.
+_LATE_S = 5.0
+
+
 class Accounts:
     """Keeps account of events, by a method each; it changes nothing of where a history goes.
 
@@ -52,6 +56,8 @@ class Accounts:
         self._costs = SpaceTimeCosts()
         self._tenants = TenantCounts(table.usage)
         self.why: dict[str, str] = {}
+        # Turns whose routers saw them end before their decoders reported it, and when that was.
+        self._unlogged: dict[TurnKey, tuple[float, TurnTiming]] = {}
         # What prefillers computed for turns that run.
         self._prefilled_tokens: dict[TurnKey, int] = {}
         observed = Observed(table, admission, registry, autoscaler, events, self._costs)
@@ -205,6 +211,7 @@ class Accounts:
             self.why.pop(turn.history_id, None)
         else:
             self.why[turn.history_id] = why
+        self._log_observed(turn, why)
         said: dict[str, Any] = {
             name: round(value, 3) if isinstance(value, float) else value
             for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")
@@ -230,6 +237,7 @@ class Accounts:
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """A turn did not complete; without ``stats``, nothing was done for it."""
         self.why.pop(turn.history_id, None)
+        self._log_observed(turn)
         self._events.add(
             "cut", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
             output_tokens=None if stats is None else stats.output_tokens,
@@ -248,7 +256,7 @@ class Accounts:
 
     def observed(self, timing: TurnTiming) -> None:
         metrics = self.metrics
-        lines.log_turn(timing)
+        self._log(timing)
         if timing.turn is not None:
             self._events.add(
                 "answered", timing.turn.history_id, turn=timing.turn.turn_id,
@@ -269,6 +277,33 @@ class Accounts:
             ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
             if ttfet_s is not None:
                 metrics.ttfet_s.observe(ttfet_s)
+
+    def _log(self, timing: TurnTiming) -> None:
+        """Write a turn's line, or have that wait for its decoder's report, which tells why."""
+        turn, why = timing.turn, None
+        history = None if turn is None else self._table.get(turn.history_id)
+        if turn is not None and history is not None:
+            if timing.outcome == "completed" and history.finished < turn.turn_id:
+                self._unlogged[turn] = time.monotonic(), timing
+                return
+            if history.finished == turn.turn_id:
+                why = self.why.get(history.id)
+        lines.log_turn(timing, why)
+
+    def _log_observed(self, turn: TurnKey, why: str | None = None) -> None:
+        if turn in self._unlogged:
+            lines.log_turn(self._unlogged.pop(turn)[1], why)
+
+    def log_late(self, now_s: float) -> None:
+        """Write the lines of turns whose decoders have not reported their ends in time.
+
+        Args:
+            now_s: by `time.monotonic`.
+        """
+        for turn, (since_s, _) in list(self._unlogged.items()):
+            if now_s - since_s < _LATE_S:
+                break  # So are those after it.
+            self._log_observed(turn)
 
     def tool_reported(self, history: History, report: ToolReport, wall_s: float | None) -> None:
         self._events.add(

@@ -110,13 +110,13 @@ def log_event(event: Event) -> None:
     lines.log(level, event.kind, extra=told)
 
 
-def log_turn(timing: TurnTiming) -> None:
-    """Write the line of a turn that has ended, however it did."""
+def log_turn(timing: TurnTiming, why: str | None = None) -> None:
+    """Write the line of a turn that has ended, however it did, and why it was slow if it was."""
     if lines.isEnabledFor(logging.INFO):
-        lines.info("turn", extra={"fields": turn_fields(timing), "only_file": True})
+        lines.info("turn", extra={"fields": turn_fields(timing, why), "only_file": True})
 
 
-def turn_fields(timing: TurnTiming) -> dict[str, Any]:
+def turn_fields(timing: TurnTiming, why: str | None = None) -> dict[str, Any]:
     """Return what a turn's line tells, without what is not known of it."""
     done = timing.summary
     fields: dict[str, Any] = {
@@ -142,6 +142,7 @@ def turn_fields(timing: TurnTiming) -> dict[str, Any]:
             "loaded_tokens": done.loaded_tokens,
             "output_tokens": done.output_tokens,
         }
+    fields["why"] = why
     return {
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in fields.items()

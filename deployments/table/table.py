@@ -420,6 +420,7 @@ class TableService:
             self._room.relieve(decoder_id)
         if self._admission.observe(unix_s(), self._cpu_pressure(now_s)):
             self._accounts.window_moved()
+        self._accounts.log_late(now_s)
         self._membership.move_drained()
         self._room.admit()
         self._scale(now_s)

@@ -93,20 +93,34 @@ COLD = (TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0))
         (WARM, {}, {"prefill_s": 4.0}, "its prompt took 4.0 s in the prefill lane"),
         (
             COLD,
-            {"broken": Broken("answers", 3, 6), "had_tokens": 0},
+            {"broken": Broken("messages", 7), "had_tokens": 0},
             {"decoder_cached_tokens": 1600},
-            "prefix broken after answer 3 of 6: the client changed what follows "
+            "prefix broken after message 7: the client changed what follows "
             "(500 tokens computed)",
         ),
         (
             COLD,
-            {"broken": Broken("answers", 0, 6, exact=False)},
+            {"broken": Broken("messages", exact=False)},
             {},
             "prefix broken after its first prompt or later: the client changed what follows "
             "(2,100 tokens computed)",
         ),
+        (
+            COLD,
+            {"broken": Broken("system")},
+            {},
+            "prefix broken at its beginning: the client changed its system prompt or its tools "
+            "(2,100 tokens computed)",
+        ),
+        (
+            COLD,
+            {"broken": Broken("first_prompt")},
+            {},
+            "prefix broken before its first answer: the client changed its first prompt, or what "
+            "precedes it (2,100 tokens computed)",
+        ),
         # All of it was found all the same.
-        (WARM, {"broken": Broken("answers", 3, 6)}, {}, None),
+        (WARM, {"broken": Broken("messages", 7)}, {}, None),
     ],
 )
 def test_a_reason_is_given_only_if_it_was_recorded(
@@ -158,9 +172,9 @@ def broken_at(*texts: str, system_tokens: int = SYSTEM_TOKENS) -> Broken | None:
 @pytest.mark.parametrize(
     ("texts", "broken"),
     [
-        (("Help.", "one", "1", "two", "2", "THREE", "3", "four"), Broken("answers", 2, 3)),
-        (("Help.", "one", "1", "two", "2", "three", "THREE", "four"), Broken("answers", 2, 3)),
-        (("Help.", "one", "changed", "two", "2", "three"), Broken("answers", 0, 2)),
+        (("Help.", "one", "1", "two", "2", "THREE", "3", "four"), Broken("messages", 5)),
+        (("Help.", "one", "1", "two", "2", "three", "THREE", "four"), Broken("messages", 5)),
+        (("Help.", "one", "changed", "two", "2", "three"), Broken("messages")),
         (("Help!", "one", "1", "two", "2", "three"), Broken("system")),
         (("Help.", "ONE", "1", "two", "2", "three"), Broken("first_prompt")),
         # It goes back to an answer, and on from there.

@@ -1,11 +1,14 @@
 """What the log has of turns, conversations and engines, and what it never has."""
 
+import contextlib
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from conserve.history import TurnKey, TurnStats
 from conserve.wire import TurnSummary
 from deployments.messages import BeginTurn, PlaceTurn, Prefilled, TurnPlan, TurnTiming, Unplaced
 from deployments.table import lines
+from deployments.table.lines import Format
 from tests.unit.deployments.table.test_table import TOKENS, a_full_service
 
 WHOLE = TurnTiming(
@@ -24,11 +28,9 @@ WHOLE = TurnTiming(
 )  # fmt: skip
 
 
-@pytest.fixture(params=["json", "text"])
-def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The log's file, in each format."""
-    path = tmp_path / "logs" / "conserve.log"
-    lines.log_to(path, request.param)
+@contextlib.contextmanager
+def logged(format_: Format, path: Path) -> Iterator[Path]:
+    lines.log_to(path, format_)
     root = logging.getLogger("conserve")
     yield path
     for handler in list(root.handlers):
@@ -37,6 +39,17 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             handler.close()
     root.setLevel(logging.NOTSET)
     root.propagate = True
+
+
+@pytest.fixture(params=["json", "text"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The log's file, in each format."""
+    with logged(request.param, tmp_path / "logs" / "conserve.log") as path:
+        yield path
+
+
+def told(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def test_a_turns_line_tells_whose_it_was_and_what_it_took() -> None:
@@ -88,13 +101,13 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
     await service.engine_lost("decoder#1", "as it happens")
     written = log.read_text().splitlines()  # noqa: ASYNC240
     if "json" in request.node.name:
-        told = [json.loads(line) for line in written]
-        events = [one["event"] for one in told]
-        turn = told[events.index("turn")]
+        found = told(log)
+        events = [one["event"] for one in found]
+        turn = found[events.index("turn")]
         assert (turn["request_id"], turn["conversation"], turn["level"]) == ("r-1", "c", "INFO")
-        placed = told[events.index("place")]
+        placed = found[events.index("place")]
         assert (placed["conversation"], placed["decoder"]) == ("full", "decoder#1")
-        lost = told[-1]
+        lost = found[-1]
         assert (lost["engine"], lost["why"]) == ("decoder#1", "as it happens")
         assert lost["level"] == "WARNING"
     else:
@@ -105,6 +118,37 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
     ]  # fmt: skip
     # What is in Ray's log, too, and through it in the application's.
     assert stderr.getvalue().splitlines() == [line for line in written if "engine_" in line]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("first", ["router", "decoder"])
+async def test_a_slow_turns_line_says_why_whoever_reports_its_end_first(
+    tmp_path: Path, first: str
+) -> None:
+    with logged("json", tmp_path / "conserve.log") as log:
+        service = await a_full_service()
+        await service.release("full")
+        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+        plan = await service.place(PlaceTurn("r", "c", TOKENS))
+        assert isinstance(plan, TurnPlan)
+        seen = TurnTiming("completed", 1.5, 0.5, (), plan.turn, request_id="r-1")
+        stats = TurnStats(TOKENS, 5, 0, 0, engine_wait_s=0.8, engine_wait_for="step")
+        if first == "router":
+            await service.observe(seen)
+        await service.advance(plan.turn, plan.decoder_id, stats, ())
+        if first == "decoder":
+            await service.observe(seen)
+        turns = [one for one in told(log) if one["event"] == "turn"]
+        assert [one.get("why") for one in turns] == ["waited 0.8 s for other calls of its engine"]
+
+        # Its decoder never reports the next one's end.
+        later = await service.begin(BeginTurn("r", "c", []))
+        assert isinstance(later, TurnPlan)
+        await service.observe(TurnTiming("completed", 1.5, 0.5, (), later.turn, request_id="r-2"))
+        await service._tidy(time.monotonic())
+        assert told(log)[-1].get("request_id") != "r-2"
+        await service._tidy(time.monotonic() + 6.0)
+        assert (told(log)[-1]["request_id"], "why" in told(log)[-1]) == ("r-2", False)
 
 
 def test_a_line_stays_one_whatever_a_client_calls_its_conversation(log: Path) -> None:
