@@ -1,8 +1,9 @@
 """``conserve top``, ``ps``, ``end`` and ``drain``: look at a running application, and act on it."""
 
+import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
@@ -42,6 +43,18 @@ Samples = dict[tuple[str, str], float]
 """The values of metrics by name and the label that tells them apart, which may be empty."""
 
 
+class Unanswered(Exception):
+    """An application gave no answer that can be used.
+
+    Attributes:
+        refused: whether it will not answer later, either: a key is wrong, for example.
+    """
+
+    def __init__(self, problem: str, *, refused: bool = False) -> None:
+        super().__init__(problem)
+        self.refused = refused
+
+
 class Seen(NamedTuple):
     """Answers of an application at one time."""
 
@@ -68,12 +81,30 @@ def top(url: Url = _URL, key: Key = None) -> None:
             with Live(screen(recent), console=console, auto_refresh=False, screen=True) as live:
                 while True:
                     time.sleep(_EVERY_S)
-                    recent.append(_look(client))
-                    while recent[-1].at_s - recent[0].at_s > _RECENT_S:
-                        recent.popleft()
-                    live.update(screen(recent), refresh=True)
+                    live.update(next_screen(client, recent), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def next_screen(client: httpx.Client, recent: deque[Seen]) -> RenderableType:
+    """Look once more, and return the view; without an answer, the last one and what is wrong.
+
+    Raises:
+        Unanswered: it will not answer later, either.
+    """
+    try:
+        seen = _look(client)
+    except Unanswered as error:
+        if error.refused:
+            raise
+        return Group(Text(f"{error}; trying again. Last seen:", "bold red"), screen(recent))
+    prompts = (_TOKENS[0], "")
+    if seen.samples.get(prompts, 0.0) < recent[-1].samples.get(prompts, 0.0):
+        recent.clear()  # Counters have begun again with another process.
+    recent.append(seen)
+    while seen.at_s - recent[0].at_s > _RECENT_S:
+        recent.popleft()
+    return screen(recent)
 
 
 @cli.command()
@@ -127,27 +158,35 @@ def drain(
 # --- the application ------------------------------------------------------------------------------
 
 
-def _application(url: str, key: str | None) -> httpx.Client:
+@contextlib.contextmanager
+def _application(url: str, key: str | None) -> Iterator[httpx.Client]:
+    """Yield a client of an application; the command ends with what is wrong, if anything is."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S)
+        client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S)
     except (httpx.InvalidURL, ValueError) as error:
         refuse(f"{url!r} is no URL, or the key is no key: {error}")
+    with client:
+        try:
+            yield client
+        except Unanswered as error:
+            refuse(f"{error}.", 1)
 
 
 def _request(client: httpx.Client, method: str, path: str) -> httpx.Response:
-    """Return the answer to a request, or end the command with what is wrong."""
     try:
         answer = client.request(method, path)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        refuse(f"No ConServe application answers at {client.base_url} ({error}); give its URL.", 1)
+        raise Unanswered(
+            f"No ConServe application answers at {client.base_url} ({error})"
+        ) from None
     if not answer.is_success:
         try:
             message = answer.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            message = f"{client.base_url} answered {answer.status_code}: is it ConServe's"
-        hint = " Give it in CONSERVE_API_KEY." if answer.status_code == 401 else ""
-        refuse(f"{message}.{hint}", 1)
+            message = f"{client.base_url} answers {answer.status_code}, and not as ConServe does"
+        hint = ", in CONSERVE_API_KEY" if answer.status_code == 401 else ""
+        raise Unanswered(f"{message}{hint}", refused=answer.status_code < 500)
     return answer
 
 
@@ -158,7 +197,7 @@ def _asked(client: httpx.Client, method: str, path: str) -> Json:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        refuse(f"{client.base_url} answered no JSON object: is it ConServe's?", 1)
+        raise Unanswered(f"{client.base_url} does not answer as ConServe does", refused=True)
     return found
 
 

@@ -232,7 +232,7 @@ def _common(kin: History, chain: Chain) -> int:
 
 
 def _messages_in_common(points: Points, chain: Chain) -> int:
-    """Return the number of a chain's last answer that a history has, which may have forgotten it."""
+    """Return the number of a chain's last answer that a history has; it may have forgotten one."""
     longest_first = zip(chain.ends, chain.numbers, strict=False)
     return next((number for end, number in longest_first if end in points), 0)
 

@@ -25,7 +25,6 @@ from deployments.table.registry import Registry
 from deployments.table.tenant_metrics import TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy
 
-
 # A decoder reports a turn's end within milliseconds of its router; see `Accounts.observed`.
 _LATE_S = 5.0
 

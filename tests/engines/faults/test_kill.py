@@ -4,6 +4,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,44 @@ async def test_the_conversation_table(
     assert gone[0].replies[0].conversation not in held
     assert metric("conserve_decoder_held_tokens") == sum(held.values())
     assert all(held[name] > tokens for name, tokens in shown.items())
+
+
+async def test_a_drained_decoder(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Its turn ends there, then its conversations go on elsewhere; the next table forgets it."""
+    stage.wait_for_lone()
+    groups = _by_decoder(await _start(client, rng, [f"drained-{n}" for n in range(4)]))
+    (drained, moving), (other, _) = groups.items()
+    story = moving[0]
+    story.messages.append({"role": "user", "content": "a long story, please"})
+    began = asyncio.Event()
+    telling = asyncio.ensure_future(story.ask(tokens=STORY_TOKENS, stream=True, began=began))
+    await asyncio.wait_for(began.wait(), TIMEOUT_S)
+    answer = await client.post(f"{application}/v1/engines/{drained}/drain")
+    assert (answer.status_code, answer.json()["conversations"]) == (200, 1)
+    refused = await client.post(f"{application}/v1/engines/{other}/drain")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "last_engine")
+
+    told = await telling
+    assert told.decoder == drained
+    assert told.content == await lone_answer(client, story.messages, STORY_TOKENS)
+    story.messages.append({"role": "assistant", "content": told.content})
+    for agent in [*moving, Agent(client, "after-the-drain")]:
+        reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
+        assert reply.decoder == other
+        asked = agent.messages[:-1]
+        assert reply.content == await lone_answer(client, asked, OUTPUT_TOKENS)
+    command = [sys.executable, "-m", "conserve_cli.main", "drain", drained, application]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert done.stdout == f"{drained} takes nothing new. It is empty.\n", done.stderr
+
+    (table,) = processes("ray::TableService")
+    kill(table.pid)
+    await eventually(
+        "both decoders take new conversations",
+        lambda: [one["leaving"] for one in engines("decoder")] == [False, False],
+    )
 
 
 async def test_the_router(

@@ -130,6 +130,37 @@ async def test_a_first_and_a_later_turn(
 
 
 @pytest.mark.application(MAIN)
+async def test_a_slow_turn_says_why_wherever_it_is_told(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    agent = Agent(client, "rewritten", [{"role": "system", "content": prose(rng, 200)}])
+    for _ in range(2):
+        await agent.say(prose(rng, 20), tokens=8)
+        assert "why" not in agent.stats[-1]
+    agent.messages[0] = {"role": "system", "content": prose(rng, 200)}
+    reply = await agent.say(prose(rng, 20), tokens=8)
+    why = agent.stats[-1]["why"]
+    assert str(why).startswith(
+        "prefix broken at its beginning: the client changed its system prompt or its tools ("
+    )
+    (line,) = await _turn_lines(reply.headers["x-request-id"])
+    assert line["why"] == why
+    shown = (await client.get(f"{application}/v1/conversations/rewritten")).json()
+    ends = [one for one in shown["events"] if one["kind"] == "end"]
+    assert [one.get("why") for one in ends] == [None, None, why]
+
+
+async def _turn_lines(request_id: str) -> list[dict[str, Any]]:
+    """The lines of a turn in the log, of which there is one at least."""
+
+    def found() -> list[dict[str, Any]]:
+        return [one for one in _lines() if one.get("request_id") == request_id]
+
+    await eventually("the turn is logged", lambda: bool(found()))
+    return found()
+
+
+@pytest.mark.application(MAIN)
 async def test_short_prompts_leave_no_warnings(application: str, client: httpx.AsyncClient) -> None:
     """LMCache has nothing of a prompt shorter than a chunk, and warned of each."""
     reply = await chat(client, [{"role": "user", "content": "hello"}], "short", tokens=4)

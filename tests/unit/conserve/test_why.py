@@ -95,8 +95,7 @@ COLD = (TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0))
             COLD,
             {"broken": Broken("messages", 7), "had_tokens": 0},
             {"decoder_cached_tokens": 1600},
-            "prefix broken after message 7: the client changed what follows "
-            "(500 tokens computed)",
+            "prefix broken after message 7: the client changed what follows (500 tokens computed)",
         ),
         (
             COLD,

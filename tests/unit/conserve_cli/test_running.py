@@ -4,18 +4,21 @@ import asyncio
 import io
 import json
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, ClassVar
 
+import httpx
 import msgspec
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from conserve.placement import EngineLoad
 from conserve_cli.main import cli
-from conserve_cli.running import Seen, quantile, read_samples, screen
+from conserve_cli.running import Seen, Unanswered, next_screen, quantile, read_samples, screen
 from deployments import answers
 from deployments.messages import TurnTiming
 from tests.unit.deployments.table.test_draining import a_service, begun, ended
@@ -127,6 +130,37 @@ def test_without_an_application_the_url_is_said() -> None:
     assert "No ConServe application answers at http://127.0.0.1:1" in shown
 
 
+def text_of(shown: RenderableType) -> str:
+    console = Console(width=160, no_color=True, record=True, file=io.StringIO())
+    console.print(shown)
+    return console.export_text()
+
+
+def test_a_server_that_is_lost_while_it_is_watched_is_tried_again(url: str) -> None:
+    recent: deque[Seen] = deque()
+    with httpx.Client(base_url=url) as client, httpx.Client(base_url="http://127.0.0.1:1") as gone:
+        recent.append(Seen(time.monotonic(), [], [], 7, {}))
+        lost = text_of(next_screen(gone, recent))
+        assert "No ConServe application answers at http://127.0.0.1:1" in lost
+        assert "trying again" in lost
+        # The last that was seen of it.
+        assert "7 conversations" in lost
+        found = text_of(next_screen(client, recent))
+        assert "4 conversations" in found
+        assert "trying again" not in found
+        _Application.answers = {}
+        with pytest.raises(Unanswered, match="there is no such thing"):
+            next_screen(client, recent)
+
+
+def test_an_application_that_starts_again_counts_from_its_start(url: str) -> None:
+    before = {("conserve_prompt_tokens_total", ""): 1e9}
+    recent = deque([Seen(time.monotonic(), [], [], 7, before)])
+    with httpx.Client(base_url=url) as client:
+        assert "Since its start: median TTFT 0." in text_of(next_screen(client, recent))
+        assert "Last " in text_of(next_screen(client, recent))
+
+
 def test_times_are_of_the_turns_since_the_oldest_look() -> None:
     def samples(*counts: int) -> dict[tuple[str, str], float]:
         lines = [
@@ -145,9 +179,7 @@ def test_neighbours_in_a_bar_differ_without_colour() -> None:
     engines, conversations, metrics = asyncio.run(seen_by_a_table())
     listed = json.loads(conversations)
     seen = Seen(0.0, json.loads(engines)["data"], listed["data"], 3, read_samples(metrics))
-    console = Console(width=160, no_color=True, record=True, file=io.StringIO())
-    console.print(screen([seen]))
-    row = next(line for line in console.export_text().splitlines() if "d#0" in line)
+    row = next(line for line in text_of(screen([seen])).splitlines() if "d#0" in line)
     # Two conversations of 110 tokens in a room of 1,000, over 24 characters.
     assert "███▒▒···" in row
     assert "22 %" in row
