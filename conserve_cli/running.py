@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -175,10 +176,11 @@ def _application(url: str, key: str | None) -> Iterator[httpx.Client]:
 
 def _request(client: httpx.Client, method: str, path: str) -> httpx.Response:
     try:
-        answer = client.request(method, path)
+        # An application takes nothing by POST that does not say that it is JSON.
+        answer = client.request(method, path, json={} if method == "POST" else None)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unanswered(
-            f"No ConServe application answers at {client.base_url} ({error})"
+            f"No ConServe application answers at {client.base_url} ({str(error).rstrip('.')})"
         ) from None
     if not answer.is_success:
         try:
@@ -232,18 +234,26 @@ def screen(recent: Sequence[Seen]) -> RenderableType:
     table = Table(title=_title(newest), title_justify="left", expand=False)
     table.add_column("engine", no_wrap=True)
     table.add_column("occupancy, by conversation", overflow="fold")
-    for column in ("prefills", "decodes"):
+    for column in ("to prefill", "decodes"):
         table.add_column(column, justify="right", no_wrap=True)
     held = _held(newest.conversations)
     for engine in newest.engines:
         table.add_row(*_engine_row(engine, held[engine["id"]]))
     parts: list[RenderableType] = [table, _waiting(newest.samples), _times(recent)]
-    slow = [one for one in newest.conversations if (one["last_turn"] or {}).get("why")]
-    if slow:
-        parts.append(Text("Slow last turns:", "bold"))
-        shown = slow[:_MOST_SLOW]
-        parts += [Text(f"  {one['id']}: {one['last_turn']['why']}") for one in shown]
-    return Group(*parts)
+    looks = (slow_turns(seen.conversations) for seen in reversed(recent))
+    found = dict.fromkeys(one for look in looks for one in look)
+    return Group(*parts, *_reasons("Slow turns, the newest first:", [*found][:_MOST_SLOW]))
+
+
+def slow_turns(conversations: Sequence[Json]) -> list[tuple[str, str]]:
+    """Return ids of conversations whose last turn was slow, each with the reason."""
+    turns = ((one["id"], one["last_turn"] or {}) for one in conversations)
+    return [(id_, turn["why"]) for id_, turn in turns if turn.get("why")]
+
+
+def _reasons(title: str, found: Sequence[tuple[str, str]]) -> list[RenderableType]:
+    shown = [Padding(Text(f"{id_}: {why}"), (0, 0, 0, 2)) for id_, why in found]
+    return [Text(title, "bold"), *shown] if shown else []
 
 
 def _title(seen: Seen) -> str:
@@ -347,7 +357,7 @@ def quantile(since: Samples, newest: Samples, name: str, share: float) -> float 
     return below
 
 
-def conversations_table(conversations: Sequence[Json]) -> Table:
+def conversations_table(conversations: Sequence[Json]) -> RenderableType:
     tenants = any("tenant" in one for one in conversations)
     table = Table()
     table.add_column("conversation", no_wrap=True)
@@ -357,13 +367,12 @@ def conversations_table(conversations: Sequence[Json]) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("turns", "tokens", "idle", "age"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("last turn was slow: why")
     for one in conversations:
         cells = [one["id"], *([one.get("tenant", "")] if tenants else []), one["phase"]]
         cells += [one["decoder"] or "-", f"{one['turns']:,}", f"{one['held_tokens']:,}"]
         cells += [_time(one["idle_s"]), _time(one["age_s"])]
-        table.add_row(*map(Text, cells), Text((one["last_turn"] or {}).get("why", "")))
-    return table
+        table.add_row(*map(Text, cells))
+    return Group(table, *_reasons("Slow last turns:", slow_turns(conversations)))
 
 
 def _time(time_s: float) -> str:

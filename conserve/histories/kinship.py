@@ -123,9 +123,10 @@ class Kinship:
                 return None
             exact = len(Points(nearest.points)) < MOST_POINTS
             return Broken("messages", messages, exact)
-        # Only a long system part, of a history that is bound, is known.
-        systems = [_system_of(one) for one in others]
-        differs = None not in systems and chain.system not in systems
+        # Only a long system part, of a history that is bound, is known. Those that are paused may
+        # have this one, but it is another that the client went on with lately.
+        systems = [_system_of(one) for one in others if one.decoder_id is not None]
+        differs = bool(systems) and None not in systems and chain.system not in systems
         return Broken("system" if differs else "first_prompt")
 
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:

@@ -42,7 +42,7 @@ class Access:
         """
         if scope["path"] in _OPEN:
             return
-        acts = scope["path"].startswith(_ACTIONS)
+        acts = scope["path"].startswith(_ACTIONS) and scope["path"] != _ACTIONS
         operators = acts or scope["path"] in _OPERATORS
         if self._keys is None:
             if operators and not self._open_to_all and not is_here(scope):

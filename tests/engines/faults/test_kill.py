@@ -321,9 +321,9 @@ async def test_a_drained_decoder(
     began = asyncio.Event()
     telling = asyncio.ensure_future(story.ask(tokens=STORY_TOKENS, stream=True, began=began))
     await asyncio.wait_for(began.wait(), TIMEOUT_S)
-    answer = await client.post(f"{application}/v1/engines/{drained}/drain")
+    answer = await client.post(f"{application}/v1/engines/{drained}/drain", json={})
     assert (answer.status_code, answer.json()["conversations"]) == (200, 1)
-    refused = await client.post(f"{application}/v1/engines/{other}/drain")
+    refused = await client.post(f"{application}/v1/engines/{other}/drain", json={})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "last_engine")
 
     told = await telling

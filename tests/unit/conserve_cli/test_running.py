@@ -45,6 +45,8 @@ class _Application(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         self.asked.append((self.command, self.path, self.headers.get("Authorization")))
         body = self.answers.get(self.path.partition("?")[0])
+        if self.command == "POST" and self.headers.get("Content-Type") != "application/json":
+            body = None  # As `deployments.router.guard` refuses it.
         self.send_response(200 if body else 404)
         self.end_headers()
         self.wfile.write(body or b'{"error": {"message": "there is no such thing"}}')

@@ -121,6 +121,10 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
     gone = {"id": "main", "object": "environment.deleted", "deleted": True}
     assert await client("DELETE", ENVIRONMENTS + "/main") == gone
 
+    await client("POST", "/v1/engines/nowhere/drain", 404, json={})
+    draining = await client("POST", "/v1/engines/d/drain", json={})
+    assert (draining["id"], draining["object"]) == ("d", "engine.draining")
+
     ended = {"id": "a/b", "object": "conversation.deleted", "deleted": True}
     assert await client("DELETE", CONVERSATION) == ended
     released = await client("POST", "/programs/release", json={"program_id": "c"})
