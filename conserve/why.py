@@ -102,7 +102,8 @@ def why_slow(facts: TurnFacts, stats: TurnStats) -> str | None:
 
 def _lost(facts: TurnFacts, stats: TurnStats) -> str | None:
     """Say why KV that might have been there was computed (again)."""
-    computed_tokens = stats.prompt_tokens - stats.found_tokens + (facts.prefill_tokens or 0)
+    # The decoder computes again what is behind a prefill's last chunk.
+    computed_tokens = max(stats.prompt_tokens - stats.found_tokens, facts.prefill_tokens or 0)
     if computed_tokens < _LEAST_TOKENS:
         return None
     computed = f"{computed_tokens:,} tokens computed"

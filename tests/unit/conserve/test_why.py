@@ -52,10 +52,16 @@ COLD = (TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0))
             COLD,
             {"prefill_s": 2.13, "prefill_tokens": 2099},
             {"lmcache_tokens": 2099},
-            "evicted while idle for 40 s (2,100 tokens computed); waited 2.1 s for a prefill",
+            "evicted while idle for 40 s (2,099 tokens computed); waited 2.1 s for a prefill",
         ),
         # A first turn had nothing to lose.
         (COLD, {"had_tokens": 0, "idle_s": None}, {}, None),
+        (
+            COLD,
+            {"had_tokens": 0, "idle_s": None, "prefill_s": 0.4, "prefill_tokens": 2100},
+            {"lmcache_tokens": 2048},
+            None,
+        ),
         # A template dropped the reasoning of earlier answers.
         (COLD, {}, {"decoder_cached_tokens": 1200}, None),
         (WARM, {"room_s": 3.0}, {}, "waited 3.0 s for room"),
@@ -157,7 +163,9 @@ def played(table: ConversationTable, history_id: str, texts: tuple[str, ...]) ->
             assert table.bind(history_id, 100, 0.0, opening=opening) is not None
         turn = Turn.last(table, history_id)
         tail = chain_of(talk(*texts[: length + 2])).ends[0]
-        assert table.advance(turn.key, "d1", TurnStats(100 * number, 10, 0, 0), (tail,), 0.0)
+        home = the(table, history_id).decoder_id
+        assert home is not None
+        assert table.advance(turn.key, home, TurnStats(100 * number, 10, 0, 0), (tail,), 0.0)
 
 
 def broken_at(*texts: str, system_tokens: int = SYSTEM_TOKENS) -> Broken | None:
@@ -186,6 +194,17 @@ def test_a_broken_prefix_is_found_where_it_breaks(
     texts: tuple[str, ...], broken: Broken | None
 ) -> None:
     assert broken_at(*texts) == broken
+
+
+def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> None:
+    table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
+    played(table, "agent", OLD)
+    table.remove_decoder("d1")
+    table.add_decoder("d2", 10_000)
+    played(table, "agent\t\t1", ("Help!", *OLD[1:]))
+    opening = Opening(chain_of(talk("HELP", *OLD[1:])), SYSTEM_TOKENS)
+    assert table.bind("agent\t\t2", 400, 1.0, opening=opening) is not None
+    assert table.facts[Turn.last(table, "agent\t\t2").id].broken == Broken("system")
 
 
 def test_a_history_that_forgot_answers_says_so() -> None:
