@@ -231,7 +231,7 @@ _WHY = {"room": "for room", "window": "for the admission window", "order": "behi
 def screen(recent: Sequence[Seen]) -> RenderableType:
     """Return the whole view, of what was seen lately; the newest comes last."""
     newest = recent[-1]
-    table = Table(title=_title(newest), title_justify="left", expand=False)
+    table = Table()
     table.add_column("engine", no_wrap=True)
     table.add_column("occupancy, by conversation", overflow="fold")
     for column in ("to prefill", "decodes"):
@@ -239,10 +239,11 @@ def screen(recent: Sequence[Seen]) -> RenderableType:
     held = _held(newest.conversations)
     for engine in newest.engines:
         table.add_row(*_engine_row(engine, held[engine["id"]]))
-    parts: list[RenderableType] = [table, _waiting(newest.samples), _times(recent)]
+    # A terminal may have too few lines for all engines.
+    totals = (Text(_conversations(newest)), _waiting(newest.samples), _times(recent))
     looks = (slow_turns(seen.conversations) for seen in reversed(recent))
     found = dict.fromkeys(one for look in looks for one in look)
-    return Group(*parts, *_reasons("Slow turns, the newest first:", [*found][:_MOST_SLOW]))
+    return Group(*totals, table, *_reasons("Slow turns, the newest first:", [*found][:_MOST_SLOW]))
 
 
 def slow_turns(conversations: Sequence[Json]) -> list[tuple[str, str]]:
@@ -256,7 +257,7 @@ def _reasons(title: str, found: Sequence[tuple[str, str]]) -> list[RenderableTyp
     return [Text(title, "bold"), *shown] if shown else []
 
 
-def _title(seen: Seen) -> str:
+def _conversations(seen: Seen) -> str:
     phases = [one["phase"] for one in seen.conversations]
     counts = (f"{phases.count(one)} {one}" for one in ("reasoning", "acting", "paused"))
     return f"{seen.total:,} conversations: {', '.join(counts)}"

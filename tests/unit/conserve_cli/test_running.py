@@ -126,6 +126,12 @@ def test_what_is_refused_is_said_in_a_line(url: str, arguments: tuple[str, ...],
     assert (status, shown.splitlines()) == (1, [said])
 
 
+def test_what_is_no_application_of_conserve_is_said(url: str) -> None:
+    _Application.answers["/v1/conversations"] = b"<html>"
+    status, shown = called("ps", url)
+    assert (status, shown) == (1, f"{url} does not answer as ConServe does.\n")
+
+
 def test_without_an_application_the_url_is_said() -> None:
     status, shown = called("ps", "http://127.0.0.1:1")
     assert status == 1
