@@ -183,6 +183,13 @@ def test_times_are_of_the_turns_since_the_oldest_look() -> None:
     assert quantile({}, samples(0, 0, 4), "conserve_ttft_seconds", 0.5) == 1.0
 
 
+def test_a_slow_turn_is_shown_once_and_also_when_another_has_followed() -> None:
+    engines, conversations, metrics = asyncio.run(seen_by_a_table())
+    listed = json.loads(conversations)["data"]
+    slow = Seen(0.0, json.loads(engines)["data"], listed, 4, read_samples(metrics))
+    assert text_of(screen([slow, slow, slow._replace(conversations=[])])).count("evicted") == 1
+
+
 def test_neighbours_in_a_bar_differ_without_colour() -> None:
     engines, conversations, metrics = asyncio.run(seen_by_a_table())
     listed = json.loads(conversations)
