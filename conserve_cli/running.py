@@ -147,11 +147,7 @@ def drain(
     left = answer["conversations"]
     console.print(
         f"{escape(engine)} takes nothing new. "
-        + (
-            f"{left:,} of its conversations run a turn, and move after it."
-            if left
-            else "It is empty."
-        ),
+        + (f"Conversations that move when their turns end: {left:,}." if left else "It is empty."),
         highlight=False,
     )
 
@@ -187,7 +183,7 @@ def _request(client: httpx.Client, method: str, path: str) -> httpx.Response:
             message = answer.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{client.base_url} answers {answer.status_code}, and not as ConServe does"
-        hint = ", in CONSERVE_API_KEY" if answer.status_code == 401 else ""
+        hint = " (it is taken from CONSERVE_API_KEY)" if answer.status_code == 401 else ""
         raise Unanswered(f"{message}{hint}", refused=answer.status_code < 500)
     return answer
 

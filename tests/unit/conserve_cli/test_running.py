@@ -106,7 +106,7 @@ def test_ps_lists_conversations(url: str) -> None:
 def test_ids_are_quoted(url: str) -> None:
     assert called("end", "a/b", url, "--tenant", "x y") == (0, "Ended a/b.\n")
     status, shown = called("drain", "d#1", url)
-    assert (status, "2 of its conversations run a turn" in shown) == (0, True)
+    assert (status, "move when their turns end: 2." in shown) == (0, True)
     assert [one[:2] for one in _Application.asked] == [
         ("DELETE", "/v1/conversations/a%2Fb?tenant=x%20y"),
         ("POST", "/v1/engines/d%231/drain"),
