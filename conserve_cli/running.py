@@ -26,13 +26,11 @@ Key = Annotated[
     str | None,
     typer.Option("--key", envvar="CONSERVE_API_KEY", help="An API key, where there are keys."),
 ]
-Tenant = Annotated[
-    str | None, typer.Option(help="The tenant whose it is; another one's needs an admin key.")
-]
+Tenant = Annotated[str | None, typer.Option(help="The conversation's tenant, for an admin key.")]
 _URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 15.0
 _EVERY_S = 2.0
-# Times and cache hits are of the turns in so long.
+# Times, cache hits and slow turns are those of the last minute.
 _RECENT_S = 60.0
 _MOST_CONVERSATIONS = 1000
 _MOST_SLOW = 5
