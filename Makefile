@@ -38,7 +38,7 @@ SHELL := bash
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale bench-elastic experiment test-agents \
 	test-autoscaler test-cancelling test-chaos test-clients \
-	test-all test-compatibility test-cpus test-fuzz test-gpu test-gpu-here test-long test-metrics \
+	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics \
 	test-peers \
 	test-vision test-cluster clean
 .DELETE_ON_ERROR:
@@ -118,6 +118,11 @@ test-metrics: $(INSTALLED) ## Have Prometheus scrape a real application, and try
 	@command -v prometheus promtool >/dev/null || { \
 		echo "conserve: prometheus and promtool are needed (Debian: prometheus)." >&2; exit 1; }
 	@$(BIN)/python -m pytest tests/unit/monitoring tests/engines/monitoring $(ARGS)
+
+test-dashboard: $(INSTALLED) ## Watch real engines in the dashboard, in Chromium (Debian: chromium; minutes)
+	@command -v chromium >/dev/null || { \
+		echo "conserve: chromium is needed (Debian: chromium)." >&2; exit 1; }
+	@$(BIN)/python -m pytest tests/engines/dashboard $(ARGS)
 
 test-vision: $(INSTALLED) $(TORCHVISION) ## Show images to models of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)

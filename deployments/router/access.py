@@ -10,11 +10,12 @@ from conserve.errors import ApiError
 from conserve.loopback import is_loopback
 from conserve.settings import Settings, SettingsError
 from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
+from deployments.router import dashboard
 from deployments.router.guard import is_of_foreign_page
 from deployments.router.probes import HEALTHZ, LIVE, READY
 
-# Load balancers have no key, and these tell nothing of tenants.
-_OPEN = ("/health", LIVE, READY, HEALTHZ)
+# Load balancers have no key, nor has a browser that opens a page; these tell nothing of tenants.
+_OPEN = ("/health", LIVE, READY, HEALTHZ, *dashboard.PATHS)
 # They tell of all tenants, and of the machine.
 _OPERATORS = ("/metrics", "/metrics/targets", "/v1/engines", "/v1/events")
 # Below it are actions on engines, which take a key of an admin wherever there are keys.

@@ -23,6 +23,7 @@ from deployments import answers
 from deployments.environments.client import EnvironmentClient
 from deployments.router.access import Access
 from deployments.router.conversations import Conversations
+from deployments.router.dashboard import Dashboard
 from deployments.router.errors import ENDING, TABLE_RESTARTING, answer_response, error_response
 from deployments.router.events import Events
 from deployments.router.guard import Guard, with_headers
@@ -106,6 +107,7 @@ class FrontDoor:
                 Route("/v1/engines", self._engines, methods=get),
                 Route("/v1/engines/{id:name}/drain", self._drain, methods=post),
                 Route("/v1/events", Events(table, lambda: self.probes.draining).serve, methods=get),
+                *Dashboard().routes(),
                 Route("/health", self._health, methods=get),
                 *self.probes.routes(),
                 *MetricsPaths(table).routes(),

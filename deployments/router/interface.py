@@ -12,6 +12,7 @@ import msgspec
 from conserve import apis, identity
 from conserve.errors import AnthropicError, Error
 from deployments import answers
+from deployments.router import dashboard
 from deployments.router.parameters import BODIES, ID, PARAMETERS, TEXT, TURN_PARAMETERS
 from deployments.router.probes import HEALTHZ, LIVE, READY, VERSION
 
@@ -227,6 +228,9 @@ _HEALTHZ["responses"]["503"] = {
 _ENVIRONMENTS = "/v1/conversations/{id}/environments"
 _ASKED_OF_ENVIRONMENTS = ("404", "409", "429", "501")
 
+_PAGE = {"text/html": {"schema": TEXT}}
+_PAGE_PART = {"text/javascript": {"schema": TEXT}, "text/css": {"schema": TEXT}}
+
 PATHS: Json = {
     apis.CHAT: _turn("createChatCompletion", "A turn of a conversation", answers.ChatCompletion),
     "/v1/completions": _turn("createCompletion", "A bare completion", answers.Completion),
@@ -342,6 +346,12 @@ PATHS: Json = {
             "429",
             parameters=["after", "kind", "of", "tenant"],
         )
+    },
+    dashboard.PATH: {
+        "get": _operation("getDashboard", "A page that shows all of this as it happens", _PAGE)
+    },
+    dashboard.PATH + "/{file}": {
+        "get": _operation("getDashboardFile", "A part of that page", _PAGE_PART, "404")
     },
     "/programs/release": {
         "post": _operation(

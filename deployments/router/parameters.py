@@ -7,7 +7,7 @@ from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.events import KINDS
 from conserve.pausing.tools import MOST_NAME_CHARS
 from conserve.served import UNSERVED
-from deployments.router import events, idempotency, request_ids, tool_reports
+from deployments.router import dashboard, events, idempotency, request_ids, tool_reports
 
 Json = dict[str, Any]
 
@@ -156,6 +156,7 @@ PARAMETERS: Json = {
     },
     "engine": _in_path("id", {**TEXT, "minLength": 1}),
     "env": _in_path("env", _ENVIRONMENT_NAME),
+    "file": _in_path("file", {"type": "string", "enum": list(dashboard.FILES)}),
     "response": _in_path("id", {**TEXT, "pattern": r"^[\w.-]{1,100}$"}),
     "limit": _in_query(
         "limit",

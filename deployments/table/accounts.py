@@ -256,11 +256,15 @@ class Accounts:
     def observed(self, timing: TurnTiming) -> None:
         metrics = self.metrics
         self._log(timing)
+        ttfet_s: float | None = None
         if timing.turn is not None:
+            if timing.effective_ago_s is not None:
+                ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
             self._events.add(
                 "answered", timing.turn.history_id, turn=timing.turn.turn_id,
                 outcome=timing.outcome, latency_s=round(timing.latency_s, 4),
                 ttft_s=None if timing.ttft_s is None else round(timing.ttft_s, 4),
+                ttfet_s=None if ttfet_s is None else round(ttfet_s, 4),
             )  # fmt: skip
         metrics.turns.labels(timing.outcome).inc()
         metrics.continued.inc(timing.continued)
@@ -272,10 +276,8 @@ class Accounts:
             metrics.ttft_s.observe(timing.ttft_s)
         for gap_s in timing.tbt_s:
             metrics.tbt_s.observe(gap_s)
-        if timing.effective_ago_s is not None and timing.turn is not None:
-            ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
-            if ttfet_s is not None:
-                metrics.ttfet_s.observe(ttfet_s)
+        if ttfet_s is not None:
+            metrics.ttfet_s.observe(ttfet_s)
 
     def _log(self, timing: TurnTiming) -> None:
         """Write a turn's line, or have that wait for its decoder's report, which tells why."""

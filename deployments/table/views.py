@@ -25,8 +25,8 @@ from deployments.messages import EngineInfo, EventPage, EventQuery
 
 # The newest events of a conversation that are shown with it.
 SHOWN_EVENTS = 32
-# How often listeners are told of events, and how many at a time.
-_EVERY_S = 0.2
+# How often a listener is told of events, and how many at a time.
+_EVERY_S = 0.5
 _MOST_AT_ONCE = 512
 # Details that tell of other conversations or tenants, or of how full decoders are.
 _OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
@@ -37,6 +37,9 @@ async def listen(events: EventLog, query: EventQuery) -> EventPage:
     mine = _of(query.tenant, query.conversation_id)
     # A number above the newest is of an earlier table's log, whose clock was ahead.
     after = events.newest if query.after is None else min(query.after, events.newest)
+    if query.patience_s and events.newest - after < _MOST_AT_ONCE:
+        # Each call costs more than the events that it brings.
+        await asyncio.sleep(_EVERY_S)
     deadline_s = time.monotonic() + query.patience_s
     while True:
         missed, newest = events.missed(after), events.newest
@@ -77,9 +80,13 @@ def own_event(event: Event) -> answers.Event:
 
 
 def _event(event: Event) -> dict[str, Any]:
-    shown = msgspec.to_builtins(answers.Event(event.kind, round(event.at_s, 3)))
+    # As `answers.Event` has them.
+    shown: dict[str, Any] = {"kind": event.kind, "at": round(event.at_s, 3)}
     number = identity.number_of(event.history_id)
-    return {**shown, **({} if number is None else {"history": number}), **event.details}
+    if number is not None:
+        shown["history"] = number
+    shown.update(event.details)
+    return shown
 
 
 # The histories of a conversation that are shown: an id that many clients share has thousands.
