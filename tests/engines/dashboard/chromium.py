@@ -110,6 +110,7 @@ async def open_page(folder: Path, url: str) -> AsyncIterator[Page]:
                 await page.call(f"{domain}.enable")
             await page.size(*_DESK)
             await page.call("Page.navigate", url=url)
+            await page.until(f"location.href === '{url}' && document.readyState === 'complete'")
             yield page
             listening.cancel()
 
