@@ -106,7 +106,8 @@ class Decoders:
         due = 0.0
         told_heard = 0
         last_s = time.monotonic()
-        for number in itertools.count(1):
+        number = 0
+        while True:
             began_s = time.monotonic()
             due += (began_s - last_s) * len(histories) / self._gap_s
             last_s = began_s
@@ -128,6 +129,7 @@ class Decoders:
                 running.append((began_s + _TURN_S, turn))
             heard = self._heard[id_]
             if events or heard > told_heard:
+                number += 1
                 await self._table.report(id_, 1, Report(number, tuple(events), heard))
                 told_heard = heard
             for turn in ended:

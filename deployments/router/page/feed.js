@@ -55,14 +55,13 @@ export async function get(path) {
 /** Listens for as long as the page is there. */
 export class Feed {
   /**
-   * `on` has: `events(list, live)`, `missed(count)`, `status(state, text)`, `connected(first)`,
+   * `on` has: `events(list)`, `missed(count)`, `status(state, text)`, `connected()`,
    * and `denied(error)`, which resolves once there may be another key.
    */
   constructor(kinds, on) {
     this.on = on;
     // From the first that is kept.
     this.last = "0";
-    this.first = true;
     this.query = kinds.map((kind) => `kind=${kind}`).join("&");
     this.hiddenSince = null;
     document.addEventListener("visibilitychange", () => this.seen());
@@ -120,11 +119,8 @@ export class Feed {
         const parts = text.split("\n\n");
         text = parts.pop();
         this.take(parts);
-        if (!told) {
-          told = true;
-          this.on.connected(this.first);
-          this.first = false;
-        }
+        if (!told) this.on.connected();
+        told = true;
       }
     } finally {
       clearTimeout(silent);
@@ -139,8 +135,10 @@ export class Feed {
       for (const line of part.split("\n")) {
         if (line.startsWith(":")) {
           const restarting = line.includes(RESTARTING);
-          if (restarting) this.on.status("lost", "The conversation table is being restarted");
-          else this.on.status("live", "Live");
+          if (restarting) {
+            this.restarting = true;
+            this.on.status("lost", "The conversation table is being restarted");
+          } else this.works();
           continue;
         }
         const colon = line.indexOf(": ");
@@ -157,9 +155,16 @@ export class Feed {
       events.push(data);
     }
     if (events.length) {
-      this.on.status("live", "Live");
+      this.works();
       this.on.events(events);
     }
+  }
+
+  works() {
+    this.on.status("live", "Live");
+    // What the table before it had not told any more is not known.
+    if (this.restarting) this.on.connected();
+    this.restarting = false;
   }
 }
 

@@ -291,7 +291,7 @@ function showTiles() {
   setText($("v-cache"), prompt ? share(own + host) : "–");
   setText(
     $("s-cache"),
-    prompt ? `own ${share(own)} · host memory ${share(host)} · computed ${share(prompt - own - host)}`
+    prompt ? `own cache ${share(own)} · host memory ${share(host)}`
       : "none in the last minute",
   );
 }

@@ -16,6 +16,8 @@ export const STATES = {
 };
 const PHASES = ["decode", "prefill", "tool", "waiting", "paused", "lost", "idle"];
 const HATCH = 7;
+// Of engines; none is that of an alarm.
+const HUES = [205, 150, 275, 40, 310, 180, 95, 240];
 
 /** Colours and patterns of the current theme. */
 export class Paint {
@@ -85,7 +87,7 @@ export class Paint {
 
   /** The colour of an engine; beside it its letter is always shown. */
   engine(number) {
-    const hue = (205 + number * 137.508) % 360;
+    const hue = HUES[number % HUES.length];
     return this.dark ? `hsl(${hue} 60% 66%)` : `hsl(${hue} 62% 38%)`;
   }
 

@@ -15,6 +15,7 @@ const MOST_TURNS = 100;
 const MOST_SLOW = 200;
 const MOST_SAMPLES = 20000;
 const MOST_SEGMENTS = 150000;
+const MOST_CONVERSATIONS = 20000;
 // Shorter ones are not drawn apart from what follows.
 const LEAST_S = 0.005;
 
@@ -37,8 +38,6 @@ export function newState() {
     window: null,
     keep: LONGEST_S,
     segments: 0,
-    // Grows when rows appear or go.
-    version: 0,
     letters: 0,
   };
 }
@@ -92,19 +91,15 @@ export function setEngines(state, listed, at) {
 function conversationOf(state, id, tenant, at) {
   const key = keyOf(id, tenant);
   let found = state.conversations.get(key);
-  if (!found || (found.ended !== null && at > found.ended)) {
-    // An id may be used again. Its new life keeps the lane.
-    if (found) {
-      found.ended = null;
-    } else {
-      found = {
-        key, id, tenant: tenant ?? null, histories: new Map(), first: at, last: at, ended: null,
-        ttfet: null, moves: 0, count: 0, hue: hueOf(key),
-      };
-      state.conversations.set(key, found);
-    }
-    state.version++;
+  if (!found) {
+    found = {
+      key, id, tenant: tenant ?? null, histories: new Map(), first: at, last: at, ended: null,
+      ttfet: null, moves: 0, count: 0, hue: hueOf(key),
+    };
+    state.conversations.set(key, found);
   }
+  // An id may be used again. Its new life keeps the lane.
+  if (at > found.ended) found.ended = null;
   return found;
 }
 
@@ -119,12 +114,11 @@ function historyOf(state, conversation, number) {
   if (!found) {
     found = {
       // `number` is unique and long; `place` is its place among those of its conversation.
-      conversation, number, place: conversation.histories.size + 1, segments: [], homes: [], marks: [], turns: [], running: new Map(),
-      tools: new Map(), engine: null, before: null, held: 0, parked: 0, since: 0, placed: null,
+      conversation, number, place: conversation.histories.size + 1, segments: [], homes: [],
+      marks: [], turns: [], running: new Map(), tools: new Map(), engine: null, before: null, held: 0, parked: 0, since: 0, placed: null,
       restored: null, open: null, waited: 0, lost: null, ended: null,
     };
     conversation.histories.set(number, found);
-    state.version++;
   }
   return found;
 }
@@ -247,8 +241,8 @@ const HANDLERS = {
     else conversation.count++;
     bind(history, event.decoder, event.at);
     const remote = event.prefiller ?? null;
-    // A later turn computes little before it decodes.
-    const prefilling = remote !== null || !event.later;
+    // When its own engine's prefill is over is known once the turn has ended.
+    const prefilling = remote !== null;
     const turn = again ?? {
       id: event.turn, number: conversation.count, at: event.at, history: history.number,
       prefilledAt: null, end: null, outcome: null, prompt: null, cached: null, loaded: null,
@@ -373,7 +367,6 @@ const HANDLERS = {
     mark(history, "ended", event.at, `ended: ${event.reason}`);
     if ([...conversation.histories.values()].every((one) => one.ended !== null)) {
       conversation.ended = event.at;
-      state.version++;
     }
   },
 
@@ -488,7 +481,19 @@ function refine(state, history, turn) {
 
 // --- snapshots, gaps, bounds ---------------------------------------------------------------------
 
-const PHASES = { reasoning: "decode", paused: "paused" };
+// Events come within so long.
+const UNTOLD_S = 2;
+
+function stopRunning(conversation, before, at) {
+  for (const history of conversation.histories.values()) {
+    for (const turn of history.running.values()) {
+      if (turn.begun > before) continue;
+      endSegments(turn, at);
+      Object.assign(turn, { end: at, outcome: "end unknown", prefilling: false });
+      history.running.delete(turn.id);
+    }
+  }
+}
 
 /** Take the answer of `/v1/conversations`, for what events have not told. */
 export function setConversations(state, answer, at) {
@@ -502,6 +507,8 @@ export function setConversations(state, answer, at) {
     conversation.ttfet ??= one.ttfet_s;
     conversation.moves = Math.max(conversation.moves, one.moves);
     conversation.count = Math.max(conversation.count, one.turns);
+    // Of a table that died, ends may never be told.
+    if (existed && one.phase !== "reasoning") stopRunning(conversation, at - UNTOLD_S, at);
     if (conversation.histories.size > 1) continue;
     const [history] = conversation.histories.values();
     const only = history ?? historyOf(state, conversation, null);
@@ -556,7 +563,6 @@ export function trim(state, now) {
   for (const conversation of state.conversations.values()) {
     if (conversation.ended !== null && conversation.ended < horizon) {
       state.conversations.delete(conversation.key);
-      state.version++;
       continue;
     }
     for (const history of conversation.histories.values()) {
@@ -567,6 +573,10 @@ export function trim(state, now) {
     }
   }
   state.segments = segments;
+  if (state.conversations.size > MOST_CONVERSATIONS) {
+    const all = [...state.conversations.values()].sort((one, other) => one.last - other.last);
+    for (const one of all.slice(0, all.length - MOST_CONVERSATIONS)) state.conversations.delete(one.key);
+  }
   for (const engine of state.engines.values()) {
     if (engine.gone && engine.at < now - LONGEST_S) state.engines.delete(engine.id);
   }

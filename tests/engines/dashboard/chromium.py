@@ -106,13 +106,15 @@ async def open_page(folder: Path, url: str) -> AsyncIterator[Page]:
         ) as socket:
             page = Page(socket)
             listening = asyncio.create_task(page.listen())
-            for domain in ("Page", "Runtime", "Log"):
-                await page.call(f"{domain}.enable")
-            await page.size(*_DESK)
-            await page.call("Page.navigate", url=url)
-            await page.until(f"location.href === '{url}' && document.readyState === 'complete'")
-            yield page
-            listening.cancel()
+            try:
+                for domain in ("Page", "Runtime", "Log"):
+                    await page.call(f"{domain}.enable")
+                await page.size(*_DESK)
+                await page.call("Page.navigate", url=url)
+                await page.until(f"location.href === '{url}' && document.readyState === 'complete'")
+                yield page
+            finally:
+                listening.cancel()
 
 
 @contextlib.contextmanager

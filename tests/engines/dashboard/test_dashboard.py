@@ -66,9 +66,8 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
         (other,) = (one["id"] for one in engines("decoder") if one["id"] != lost)
         doomed = [agent for agent in agents if agent.replies[0].decoder == lost]
         began = asyncio.Event()
-        story = asyncio.ensure_future(
-            agents[0].ask(tokens=2000, stream=True, began=began, ignore_eos=True)
-        )
+        agents[0].messages.append({"role": "user", "content": "a long story, please"})
+        story = asyncio.ensure_future(agents[0].ask(tokens=2000, stream=True, began=began))
         await asyncio.wait_for(began.wait(), 60)
         await seen(page, "one", engine=lost, phase="decode")
         kill(next(one["pid"] for one in engines("decoder") if one["id"] == lost))
@@ -78,9 +77,8 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
         letter = await page.until(f'document.querySelector("{card}").dataset.letter')
         said = await seen(page, "one", engine=other, moves="1", phase="decode")
         assert said.split()[0] == letter
-        await page.until(
-            f"document.querySelector('.engine[data-engine=\"{lost}\"][data-gone=lost]')"
-        )
+        gone = f".engine[data-engine='{lost}'][data-gone=lost]"
+        await page.until(f'document.querySelector("{gone}") !== null')
         # Those between turns are bound nowhere until they come back.
         for agent in doomed[1:]:
             assert agent.id is not None

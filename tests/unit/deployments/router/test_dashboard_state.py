@@ -191,6 +191,22 @@ def test_what_was_missed_ends_what_was_open_and_a_list_says_what_lives(tmp_path:
     assert found["held"] == {"b": 200}
 
 
+def test_a_turn_whose_end_no_table_tells_does_not_run_for_ever(tmp_path: Path) -> None:
+    listed = {
+        "id": "c", "phase": "acting", "turns": 2, "held_tokens": 460, "decoder": "a", "moves": 0,
+        "ttfet_s": None, "created": 10, "last_used": 25,
+    }  # fmt: skip
+    found = told(
+        tmp_path,
+        *first_turn(),
+        event("start", 20, turn=2, decoder="a", later=True),
+        ("setConversations", {"data": [listed], "total": 9}, 30),
+    )
+    (history,) = found["conversations"]["c"]["histories"]
+    assert (history["phase"], history["engine"]) == ("idle", "a")
+    assert [turn["outcome"] for turn in history["turns"]] == ["completed", "end unknown"]
+
+
 def test_what_is_old_is_forgotten(tmp_path: Path) -> None:
     ended = [*first_turn(), event("ended", 20, reason="idle")]
     assert told(tmp_path, *ended, ("trim", 300))["conversations"].keys() == {"c"}
