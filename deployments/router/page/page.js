@@ -91,6 +91,10 @@ async function askConversations() {
   setConversations(state, body, now());
 }
 
+async function askModel() {
+  setText($("model"), (await get("version")).body.model);
+}
+
 function clock(at) {
   // Of the answer's header, which has whole seconds.
   if (at !== null && view.ahead === null) view.ahead = Date.now() / 1000 - at - 0.5;
@@ -118,6 +122,7 @@ const feed = new Feed(KINDS, {
   status,
   connected() {
     view.connected = true;
+    quietly(askModel);
     quietly(askEngines);
     quietly(askConversations);
   },
@@ -808,7 +813,6 @@ setInterval(() => {
   if (!document.hidden && view.connected && view.heldAt === null) quietly(askEngines);
 }, ENGINES_MS);
 
-quietly(async () => setText($("model"), (await get("version")).body.model));
 dress();
 requestAnimationFrame(tick);
 // First, so that engines have the same letters in each page.

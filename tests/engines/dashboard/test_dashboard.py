@@ -53,7 +53,7 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
         await page.until("document.querySelectorAll('.engine:not([data-gone])').length === 3")
         assert await page.until("!document.querySelector('#empty').hidden")
 
-        agents = [Agent(client, name) for name in ("one", "two", "three", MARKUP)]
+        agents = [Agent(client, name) for name in ("alpha", "beta", "gamma", MARKUP)]
         for agent in agents:
             await agent.say(prose(rng, 400), tokens=8)
         for agent in agents:
@@ -69,13 +69,13 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
         agents[0].messages.append({"role": "user", "content": "a long story, please"})
         story = asyncio.ensure_future(agents[0].ask(tokens=2000, stream=True, began=began))
         await asyncio.wait_for(began.wait(), 60)
-        await seen(page, "one", engine=lost, phase="decode")
+        await seen(page, "alpha", engine=lost, phase="decode")
         kill(next(one["pid"] for one in engines("decoder") if one["id"] == lost))
 
         # The one in mid-answer goes on at the other decoder, and its letter follows.
         card = f".engine[data-engine='{other}']"
         letter = await page.until(f'document.querySelector("{card}").dataset.letter')
-        said = await seen(page, "one", engine=other, moves="1", phase="decode")
+        said = await seen(page, "alpha", engine=other, moves="1", phase="decode")
         assert said.split()[0] == letter
         gone = f".engine[data-engine='{lost}'][data-gone=lost]"
         await page.until(f'document.querySelector("{gone}") !== null')
@@ -89,14 +89,14 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
 
         # By the keyboard: its turns, where they ran, and why.
         await page.press("/")
-        for character in "one":
+        for character in "alpha":
             await page.press(character)
         await page.until("document.querySelectorAll('.lane:not([hidden])').length === 1")
         await page.press("Escape")
         await page.until("document.activeElement.id === 'names'")
         for _ in range(len(agents)):
             await page.press("j")
-            if await page.value(f"{lane('one')}.getAttribute('aria-selected') === 'true'"):
+            if await page.value(f"{lane('alpha')}.getAttribute('aria-selected') === 'true'"):
                 break
         await page.press("Enter")
         told = await page.until(
