@@ -201,7 +201,7 @@ def _cpu_s(process: psutil.Process) -> float:
 async def measure(experiment: Experiment) -> None:
     options = experiment.options
     settings = Settings(decoders={"replicas": _DECODERS})  # type: ignore[arg-type]
-    table = TableClient("dashboard", settings)
+    table = TableClient("dashboard", "1", settings)
     decoders = Decoders(table, options.conversations, options.gap)
     await decoders.register()
     running = asyncio.create_task(decoders.run())
