@@ -188,7 +188,7 @@ def table_process() -> psutil.Process:
     """Return the table's process."""
     (found,) = (
         one for one in psutil.Process().children(recursive=True)
-        if "TableService" in " ".join(one.cmdline())
+        if "TableActor" in " ".join(one.cmdline())
     )  # fmt: skip
     return found
 

@@ -125,7 +125,7 @@ async def test_the_page_goes_on_with_the_next_table(
     await agent.say(prose(rng, 200), tokens=8)
     async with open_page(tmp_path / "browser", application + "/dashboard") as page:
         await seen(page, "before", engine=agent.replies[0].decoder)
-        (table,) = processes("ray::TableService")
+        (table,) = processes("ray::TableActor")
         await page.value(
             "new MutationObserver(() => { window.told = (window.told ?? '') + "
             "document.querySelector('#status-text').textContent }).observe("
