@@ -339,7 +339,7 @@ async def test_a_drained_decoder(
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert done.stdout == f"{drained} takes nothing new. It is empty.\n", done.stderr
 
-    (table,) = processes("ray::TableService")
+    (table,) = processes("ray::TableActor")
     kill(table.pid)
     await eventually(
         "both decoders take new conversations",
