@@ -335,6 +335,7 @@ PATHS: Json = {
             answers.EngineDraining,
             "404",
             "409",
+            "415",
         )
     },
     "/v1/events": {
