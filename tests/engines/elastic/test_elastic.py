@@ -269,6 +269,7 @@ async def test_a_new_table_learns_what_the_prefiller_holds(
     assert {one["id"] for one in listed} == {one.id for one in agents}
 
 
+@pytest.mark.full
 async def test_what_a_lost_prefiller_hosted_goes_on_elsewhere(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

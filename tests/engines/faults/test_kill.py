@@ -152,6 +152,7 @@ async def test_a_decoder_in_mid_turn(
     await asyncio.to_thread(stage.wait_until_whole)
 
 
+@pytest.mark.full
 async def test_a_decoder_before_its_answer_began(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

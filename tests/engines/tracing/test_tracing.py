@@ -174,6 +174,7 @@ def _with(text: str) -> list[Path]:
     return [log for log in LOGS.glob("*.err") if text in log.read_text(errors="replace")]
 
 
+@pytest.mark.full
 @pytest.mark.application(MAIN, last=True)
 async def test_a_stream_that_moves(
     application: str,
