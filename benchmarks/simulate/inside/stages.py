@@ -5,6 +5,7 @@ two are Nova's baselines, which run one pass at a time. Every pass keeps the SMs
 (section III-D: borders move between passes only), so its time is known as it begins.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ class Request(Call):
         return self.encode[1] - self.encode[0] + self.prefill[1] - self.prefill[0]
 
 
-class Server:
+class Server(ABC):
     """Serves requests on one GPU. A prefill gives a request's first token, each step one more.
 
     Attributes:
@@ -61,8 +62,9 @@ class Server:
             self.loop.at(request.came_s, self.submit, request)
         self.loop.run()
 
+    @abstractmethod
     def submit(self, request: Request) -> None:
-        raise NotImplementedError
+        """Take a request that has come."""
 
     def _prefilled(self, request: Request, since_s: float) -> None:
         now_s = self.loop.now_s
@@ -196,9 +198,9 @@ class _Serial(Server):
         done()
         self._go_on()
 
+    @abstractmethod
     def _next(self) -> tuple[float, Callable[[], None]] | None:
         """Return the time of the next pass, and what happens at its end; None: nothing to do."""
-        raise NotImplementedError
 
 
 class PrefillFirst(_Serial):

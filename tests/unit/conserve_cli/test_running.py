@@ -1,4 +1,4 @@
-"""What `conserve top`, `ps`, `end` and `drain` ask an application, and show of its answers."""
+"""`conserve top`, `ps`, `end` and `drain` ask an application, and show its answers."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ from tests.unit.deployments.table.test_draining import a_service, begun, ended
 
 
 async def seen_by_a_table() -> tuple[bytes, bytes, str]:
-    """What a table answers that holds a few conversations."""
+    """Answers of a table that holds a few conversations."""
     service = await a_service()
     for name, turns in (("agent-1", 2), ("agent-2", 1), ("agent-3", 1), ("agent-4", 1)):
         for _ in range(turns):

@@ -59,7 +59,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _kind(annotation: Any) -> tuple[Any, bool]:
-    """What a setting is declared as, and whether it may be null."""
+    """Return a setting's declared type, and whether it may be null."""
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
         kinds = [one for one in get_args(annotation) if one is not NoneType]

@@ -1,4 +1,4 @@
-"""What the dashboard makes of events: its reducer, run in Node where that is installed."""
+"""The dashboard's reducer of events, run in Node where that is installed."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ console.log(JSON.stringify({
 
 
 def told(tmp_path: Path, *happened: tuple[Any, ...]) -> dict[str, Any]:
-    """What the page knows after this: events, or calls by their names."""
+    """Return the page's state after these events, or calls by their names."""
     module = tmp_path / "state.mjs"
     shutil.copy(ROOT / "deployments" / "router" / "page" / "state.js", module)
     assert NODE is not None
