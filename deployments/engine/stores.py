@@ -181,8 +181,8 @@ def copy_beside_steps() -> None:
 
     LMCache 0.5.6 does so only for accelerators that its server cannot copy from. On a CPU it is
     safe, since a step's KV is complete when the step has ended. This replaces
-    ``_build_engine_driven_context`` of ``transfer_context.worker_transfer``: check it when the
-    version changes.
+    ``_build_engine_driven_context`` of ``transfer_context.worker_transfer``, and uses
+    ``_is_closing`` and ``_inflight_lock`` of what it builds: check them when the version changes.
     """
     from lmcache.v1.multiprocess.transfer_context import worker_transfer
     from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
@@ -192,10 +192,23 @@ def copy_beside_steps() -> None:
     if not hasattr(worker_transfer, "_build_engine_driven_context"):
         raise RuntimeError("this is not LMCache 0.5.6: install the version in pyproject.toml")
 
+    class Copies(AsyncEngineDrivenTransferContext):  # type: ignore[misc]  # LMCache ships no types.
+        """Copies in its own thread, and ends the copies before the worker unregisters.
+
+        The server gives the memory of copies that an unregistered worker has not committed to
+        other stores.
+        """
+
+        def unregister(self) -> Any:
+            with self._inflight_lock:
+                self._is_closing = True
+            self.flush_inflight_stores()
+            return super().unregister()
+
     def build(instance_id: int, client: Any) -> Any:
         # The server leaves out chunks that are being stored already. With one thread, a prompt that
         # shares them is not reported as stored before they are.
-        return AsyncEngineDrivenTransferContext(instance_id, client, commit_workers=1)
+        return Copies(instance_id, client, commit_workers=1)
 
     worker_transfer._build_engine_driven_context = build
 

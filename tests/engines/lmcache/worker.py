@@ -4,13 +4,16 @@ Lines on its standard input tell it what to do; each is answered by a line.
 """
 
 import sys
+import threading
 import time
+from typing import Any
 
 import torch
 import zmq
 
 from deployments.engine.lmcache_client import be_patient, fail_fast, register_after_silence
 from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.stores import copy_beside_steps
 from deployments.node import kv_pool
 from deployments.node.lmcache_server import REAP_TIMEOUT_S
 
@@ -18,6 +21,8 @@ CHUNK_TOKENS = 128
 MODEL = "worker"
 # Before each answer.
 SAYS = "says: "
+# How long the copy of a store that only begins lasts.
+COPY_S = 1.0
 
 
 def options(mode: str) -> dict[str, object]:
@@ -31,6 +36,7 @@ def options(mode: str) -> dict[str, object]:
 
 def main(port: str, mode: str) -> None:
     kv_pool.accept()
+    copy_beside_steps()
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
         LMCacheMPWorkerAdapter,
         LoadStoreOp,
@@ -46,6 +52,7 @@ def main(port: str, mode: str) -> None:
         extra_config=options(mode),
     )
     late_s = 0.0
+    copy = SlowCopy()
     fail_fast(adapter.req_client, adapter._health_event)
     be_patient(adapter.req_client)
     register_after_silence(
@@ -61,13 +68,18 @@ def main(port: str, mode: str) -> None:
     for line in sys.stdin:
         does, *given = line.split()
         said: object = "done"
-        if does == "store":
+        if does in ("store", "begin"):
             name, tokens = given[0], int(given[1])
             chunks = tokens // CHUNK_TOKENS
             ids = [len(name)] * tokens
             op = LoadStoreOp(ids, [list(range(1, 1 + chunks))], 0, chunks * CHUNK_TOKENS)
+            if does == "begin":
+                copy.replace()
             adapter.submit_store_request(name, op, adapter.create_recorded_event())
-            said = adapter.store_futures[name].result(30)
+            if does == "begin":
+                copy.began.wait(30)
+            else:
+                said = adapter.store_futures[name].result(30)
         elif does == "sleep":
             # As if it had been stopped for longer than the server waits for it.
             late_s += REAP_TIMEOUT_S
@@ -75,7 +87,31 @@ def main(port: str, mode: str) -> None:
             connector = object.__new__(ResilientMPConnector)
             connector.worker_adapter = adapter
             connector.unmap()
+            if copy.began.is_set():
+                said = "copied" if copy.ended.is_set() else "copying"
         say(said)
+
+
+class SlowCopy:
+    """Replaces LMCache's copy to the server's memory by one that takes `COPY_S`."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.ended = threading.Event()
+
+    def replace(self) -> None:
+        from lmcache.v1.multiprocess.transfer_context import async_engine_driven
+
+        copies = async_engine_driven.gather_paged_kv_to_cpu
+
+        def slowly(*given: Any, **named: Any) -> Any:
+            self.began.set()
+            time.sleep(COPY_S)
+            copied = copies(*given, **named)
+            self.ended.set()
+            return copied
+
+        async_engine_driven.gather_paged_kv_to_cpu = slowly
 
 
 def say(what: object) -> None:
