@@ -7,7 +7,8 @@ media are replaced by a value of the item's hash (``LMCacheMPRequestTracker.get_
 
 Internals of lmcache 0.5.6 that are used: ``_health_event``, ``_ensure_heartbeat_started``,
 ``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``_can_store``, ``_report_block_allocation_deltas``, and the request trackers (`lmcache_client` and
+``error_block_ids``, ``_can_store``, ``_group_tokens_per_block``,
+``_report_block_allocation_deltas``, and the request trackers (`lmcache_client` and
 `stores` use more). Check them when the version changes.
 """
 
@@ -137,6 +138,24 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         register_after_silence(adapter.req_client, adapter._reregister_kv_caches_callback)
         super().register_kv_caches(kv_caches)
         adapter._ensure_heartbeat_started()
+
+    def start_load_kv(self, forward_context: Any, **more: Any) -> None:
+        """Begin to load, and have a load that fails leave vLLM's own blocks alone.
+
+        LMCache reports all blocks of the load's first chunk. vLLM had computed some of them already,
+        and running requests with the same prefix use them: vLLM 0.29 would have these recompute it,
+        and with asynchronous scheduling drop a token of their answers.
+        """
+        super().start_load_kv(forward_context, **more)
+        adapter = self.worker_adapter
+        for one in self._get_connector_metadata().requests:
+            if one.direction != "RETRIEVE" or not one.op.skip_first_n_tokens:
+                continue
+            skipped = one.op.skip_first_n_tokens // self._group_tokens_per_block[0]
+            if one.request_id in adapter.retrieve_futures:
+                future, block_ids = adapter.retrieve_futures[one.request_id]
+                adapter.retrieve_futures[one.request_id] = future, block_ids[skipped:]
+            adapter.error_block_ids.difference_update(one.op.flat_block_ids[:skipped])
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait for the stores of preempted requests alone, and not for the GPU."""
@@ -312,6 +331,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return None, True
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self._correct_counts(scheduler_output)
         metadata = super().build_connector_meta(scheduler_output)
         # Workers wait for their stores before this step, in which others may get their blocks.
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
@@ -337,6 +357,25 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         self._gone = {}
         self._meter.began(scheduler_output, time.monotonic())
         return metadata
+
+    def _correct_counts(self, scheduler_output: Any) -> None:
+        """Have requests that begin count as computed what vLLM has, and no more.
+
+        After a load that failed, vLLM goes on from what its own cache had, without asking again.
+        LMCacheMPConnector still counts the tokens that were to be loaded, and would store that many
+        before they are computed.
+        """
+        cached = scheduler_output.scheduled_cached_reqs
+        begin = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
+        for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                begin[request_id] = tokens
+        for request_id, tokens in begin.items():
+            tracker = self.request_trackers[request_id]
+            hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+            counted = tracker.num_scheduled_tokens + hit_tokens
+            if counted > tokens:
+                tracker.increase_num_scheduled_tokens(tokens - counted)
 
     def _whole(self, scheduler_output: Any) -> Iterator[str]:
         """Yield requests of whose prompts nothing more is stored after this step.

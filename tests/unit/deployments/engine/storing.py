@@ -1,7 +1,8 @@
 """An engine whose prompts are stored beside its steps, without a model and without a server.
 
 vLLM's real scheduler and both halves of the connector play; what stands in is the memory that KV is
-in, which steps write to, and LMCache's server, which reads it some steps after it was asked to.
+in, which steps write to, and LMCache's server, which reads it some steps after it was asked to, and
+fills it, or fails to, with KV that it is said to have.
 """
 
 import threading
@@ -43,6 +44,8 @@ class Storing(StandIn):
         takes_steps: a store reads so many steps after it has begun.
         window: whether there is a layer with a sliding window.
         two_in_flight: whether a step is scheduled while another one runs.
+        found_tokens: what the server has of a prompt, by request.
+        fail: requests whose loads fail.
 
     Attributes:
         spoiled: what was read from memory and was not what the request had computed.
@@ -53,6 +56,8 @@ class Storing(StandIn):
     takes_steps: int = 3
     window: bool = False
     two_in_flight: bool = False
+    found_tokens: dict[str, int] = field(default_factory=dict)
+    fail: set[str] = field(default_factory=set)
     copies: list[Copy] = field(default_factory=list)
     spoiled: list[Any] = field(default_factory=list)
     told: list[tuple[str, bool]] = field(default_factory=list)
@@ -63,6 +68,8 @@ class Storing(StandIn):
         self.memory: dict[tuple[int, int], Any] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._tokens: dict[str, Any] = {}
+        # Loads that have begun: what of, and when each is over.
+        self.loads: dict[str, tuple[Any, int]] = {}
         self.front, self.back = self._connector()
         self.scheduler.connector = self.front
         self.front.bind_gpu_block_pool(self.pool)
@@ -97,7 +104,8 @@ class Storing(StandIn):
         front, back = (object.__new__(ResilientMPConnector) for _ in range(2))
         for one in (front, back):
             one.lazy_offload, one._can_store, one.dispatcher = False, True, None
-            one._connector_metadata = None
+            one._connector_metadata, one._report_request_errors = None, False
+            one._group_tokens_per_block = [BLOCK_TOKENS] * len(groups)
             one._connector_stats = SimpleNamespace(
                 record_lookup=lambda took_s: None,
                 clone_and_reset=lambda: SimpleNamespace(is_empty=lambda: True, data={}),
@@ -105,10 +113,9 @@ class Storing(StandIn):
         front._role, back._role = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
         front.request_trackers, front._kv_cache_events = {}, []
         front._save_decode_cache = front._reserve_last_token_for_lookup = False
-        front._group_tokens_per_block = [BLOCK_TOKENS] * len(groups)
         front._hit_alignment_tokens = BLOCK_TOKENS
         front._mamba_relocation_window, front._eager_prefetch = 0, False
-        front.scheduler_adapter = _NothingThere()
+        front.scheduler_adapter = _Found(self.found_tokens)
         front._prepare_scheduler(1, give_up)
         back.worker_adapter = self
         back._prepare_worker(Connection(threading.Event()), reports=bool(give_up))
@@ -133,10 +140,6 @@ class Storing(StandIn):
     is_healthy = True
     transfer_ctx = None
 
-    @property
-    def retrieve_futures(self) -> dict[str, Any]:
-        return {}
-
     def create_recorded_event(self) -> None:
         return None
 
@@ -152,11 +155,34 @@ class Storing(StandIn):
     store_futures: dict[str, Any] = field(default_factory=dict)
     store_events: dict[str, Any] = field(default_factory=dict)
 
+    def batched_submit_retrieve_requests(
+        self, request_ids: list[str], ops: list[Any], event: None, **more: Any
+    ) -> None:
+        for request_id, op in zip(request_ids, ops, strict=True):
+            self.loads[request_id] = op, self.steps + self.takes_steps
+            self.retrieve_futures[request_id] = SimpleNamespace(query=bool), op.flat_block_ids
+
+    retrieve_futures: dict[str, Any] = field(default_factory=dict)
+    error_block_ids: set[int] = field(default_factory=set)
+
     def get_finished(self, ids: set[str]) -> tuple[set[str], set[str]]:
-        return set(), set()
+        over = {one for one, (_, due) in self.loads.items() if due <= self.steps}
+        for request_id in over:
+            op, _ = self.loads.pop(request_id)
+            _, block_ids = self.retrieve_futures.pop(request_id)
+            if request_id in self.fail:
+                self.error_block_ids.update(block_ids)
+                continue
+            for group, block_ids in enumerate(op.block_ids):
+                for position in range(op.start + op.skip_first_n_tokens, op.end):
+                    block = block_ids[(position - op.start) // BLOCK_TOKENS]
+                    loaded = (group, position, op.token_ids[position])
+                    self.memory[block, position % BLOCK_TOKENS] = loaded
+        return set(), over
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()
+        failed, self.error_block_ids = self.error_block_ids, set()
+        return failed
 
     def _reads(self, op: Any) -> Iterator[tuple[int, int, Any]]:
         for group, block_ids in enumerate(op.block_ids):
@@ -181,6 +207,7 @@ class Storing(StandIn):
         self._copy(lambda copy: copy.due <= self.steps)
         back.handle_preemptions(metadata)
         back.bind_connector_metadata(metadata)
+        back.start_load_kv(None)
         self._compute(output)
         if output.num_scheduled_tokens:
             back.wait_for_save()
@@ -188,6 +215,7 @@ class Storing(StandIn):
         said = KVConnectorOutput(
             finished_sending=sent,
             finished_recving=received,
+            invalid_block_ids=back.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=back.build_connector_worker_meta(),
         )
         back.clear_connector_metadata()
@@ -231,8 +259,11 @@ class Storing(StandIn):
             copy.done = True
 
 
-class _NothingThere:
-    """LMCache's adapter of the scheduler: nothing is found, and all of a prompt is stored."""
+@dataclass
+class _Found:
+    """LMCache's adapter of the scheduler, whose look-ups are answered at once."""
+
+    found_tokens: dict[str, int]
 
     lmcache_tokens_per_chunk = CHUNK_TOKENS
 
@@ -240,9 +271,12 @@ class _NothingThere:
         pass
 
     def check_lookup_result(self, request_id: str) -> int:
-        return 0
+        return self.found_tokens.get(request_id, 0)
 
     def cleanup_lookup_result(self, request_id: str) -> None:
+        pass
+
+    def free_lookup_locks(self, **of: Any) -> None:
         pass
 
     def end_session(self, request_id: str) -> None:

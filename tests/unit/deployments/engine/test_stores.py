@@ -60,6 +60,37 @@ def test_random_turns_are_stored_as_they_were_computed(
     engine.require_no_leak()
 
 
+@pytest.mark.parametrize("two_in_flight", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_prompts_whose_loads_fail_are_stored_as_they_were_computed(
+    seed: int, two_in_flight: bool
+) -> None:
+    """Behind a beginning that the engine has, and where a step ends within a block."""
+    chance = random.Random(seed)
+    engine = Storing(blocks=160, takes_steps=1, two_in_flight=two_in_flight)
+    shared = words(chance, 320)
+    loaded = 0
+    for number in range(80):
+        name = f"r{number}"
+        own = words(chance, chance.randrange(20, 900))
+        prompt = shared[: chance.choice((0, 100, 320))] + own
+        chunks = min(len(prompt), 640) // CHUNK_TOKENS
+        engine.found_tokens[name] = chance.randrange(chunks + 1) * CHUNK_TOKENS
+        if chance.random() < 0.6:
+            engine.fail.add(name)
+        engine.store(name, prompt, max_tokens=chance.choice((1, 40)))
+        for _ in range(chance.randrange(5)):
+            engine.step()
+        loaded += len(engine.loads)
+    engine.drain()
+    for _ in range(20):
+        engine.step()
+    assert loaded
+    assert not engine.wrong
+    assert not engine.spoiled
+    engine.require_no_leak()
+
+
 def _eventually(holds: Any) -> None:
     deadline_s = time.monotonic() + 30
     while not holds():
@@ -81,10 +112,12 @@ class SlowServer:
 
     Attributes:
         stored: what it got, by request.
+        unregistered_with: requests of which it had got something when the worker unregistered.
     """
 
     takes_s: dict[str, float]
     stored: dict[str, Any] = field(default_factory=dict)
+    unregistered_with: list[str] = field(default_factory=list)
 
     def register_kv_cache_engine_driven_context(self, context: Any) -> Any:
         from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResponse
@@ -104,6 +137,10 @@ class SlowServer:
     def commit_store(self, key: Any, instance_id: int, chunks: bytes) -> Any:
         self.stored[key.request_id] = pickle.loads(chunks)
         return _answered(True)
+
+    def unregister_kv_cache_engine_driven_context(self, instance_id: int) -> Any:
+        self.unregistered_with = list(self.stored)
+        return _answered(None)
 
 
 def _unanswered() -> Any:
@@ -125,7 +162,6 @@ def _worker(server: SlowServer) -> tuple[Any, Any]:
         LMCacheMPWorkerAdapter,
         ParallelStrategy,
     )
-    from lmcache.utils import EngineType
     from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
 
     from deployments.engine.lmcache_client import Connection
@@ -150,15 +186,21 @@ def _worker(server: SlowServer) -> tuple[Any, Any]:
     adapter.transfer_ctx = create_transfer_context(
         adapter.kv_caches, instance_id=1, req_client=server, mode="engine_driven"
     )
-    adapter.transfer_ctx.register(
-        adapter.kv_caches, "model", 1, 2, 10.0, layout_hints={"kv_layout": "HND"},
-        engine_type=EngineType.VLLM,
-    )  # fmt: skip
+    _register(adapter)
     connector = object.__new__(ResilientMPConnector)
     connector.worker_adapter, connector.lazy_offload, connector.dispatcher = adapter, False, None
     connector._can_store, connector._connector_metadata = True, None
     connector._prepare_worker(Connection(threading.Event()))
     return connector, blocks
+
+
+def _register(adapter: Any) -> None:
+    from lmcache.utils import EngineType
+
+    adapter.transfer_ctx.register(
+        adapter.kv_caches, "model", 1, 2, 10.0, layout_hints={"kv_layout": "HND"},
+        engine_type=EngineType.VLLM,
+    )  # fmt: skip
 
 
 def _step(connector: Any, number: int, *stores: Any, **notes: Any) -> set[str]:
@@ -188,9 +230,9 @@ def _store(name: str, *blocks: int) -> Any:
     )
 
 
-def test_a_store_of_200_ms_delays_nobodys_step_and_is_not_written_over() -> None:
+def test_a_store_of_a_second_delays_nobodys_step_and_is_not_written_over() -> None:
     """Others' steps go on; the request's blocks are free, and it is told of, once it is stored."""
-    server = SlowServer({"a": 0.2})
+    server = SlowServer({"a": 1.0})
     connector, blocks = _worker(server)
     right = blocks[:, [3, 5, 1, 4]].clone()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hears:
@@ -289,3 +331,36 @@ def test_an_engine_without_other_work_goes_on_until_its_blocks_are_free() -> Non
         assert steps < 100
     assert all(copy.done for copy in engine.copies)
     engine.require_no_leak()
+
+
+def test_a_worker_unregisters_when_its_copies_are_over() -> None:
+    server = SlowServer({"a": 0.2, "b": 0.1})
+    connector, _ = _worker(server)
+    _step(connector, 0, _store("a", 1, 2), _store("b", 3, 4))
+    connector.unmap()
+    assert server.unregistered_with == ["a", "b"]
+    # None begins after that, and the process can end.
+    _step(connector, 1, _store("c", 5, 6))
+    connector.worker_adapter.transfer_ctx.close()
+    assert list(server.stored) == ["a", "b"]
+
+
+def test_stores_that_wait_while_the_server_restarts_fail() -> None:
+    """They would copy to the memory of the run that is gone, and be committed to the next one."""
+    from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
+
+    server = SlowServer({"a": 0.2, "b": 0.0, "c": 0.0})
+    connector, _ = _worker(server)
+    adapter = connector.worker_adapter
+    before = adapter.transfer_ctx
+    _step(connector, 0, _store("a", 1, 2), _store("b", 3, 4))
+    adapter.transfer_ctx = create_transfer_context(
+        adapter.kv_caches, instance_id=1, req_client=server, mode="engine_driven"
+    )
+    _register(adapter)
+    _step(connector, 1, _store("c", 5, 6))
+    _eventually(lambda: not connector._stores.under_way("a"))
+    _eventually(lambda: not connector._stores.under_way("c"))
+    before.close()
+    assert not connector._stores.under_way("b")
+    assert sorted(server.stored) == ["a", "c"]
