@@ -22,6 +22,7 @@ SLO_MULTIPLE = 5.0
 _STREAM_TOKENS = 1000
 _PROMPT_TOKENS = 16
 _TIMEOUT_S = 120.0
+_LOOK_S = 0.01
 
 
 async def iterations(
@@ -68,6 +69,8 @@ async def iterations(
         stream = asyncio.create_task(decode())
         try:
             await asyncio.sleep(unloaded_s)
+            while len(arrivals) < 3 and not stream.done():
+                await asyncio.sleep(_LOOK_S)
             if stream.done():
                 stream.result()
             step_s = statistics.median(later - earlier for earlier, later in pairwise(arrivals))
@@ -79,6 +82,8 @@ async def iterations(
                     body = {"model": model, "prompt": prompt(size), "max_tokens": 1}
                     (await client.post("/v1/completions", json=body)).raise_for_status()
                     await asyncio.sleep(5 * step_s)
+                    while len(arrivals) < since + 2 and not stream.done():
+                        await asyncio.sleep(_LOOK_S)
                     gaps = [later - earlier for earlier, later in pairwise(arrivals[since:])]
                     longest.append(max(gaps))
                     if stream.done():

@@ -13,6 +13,9 @@ from tests.nvml import library, standin
 
 # Tests see stand-in GPUs alone, whatever the machine has.
 library.load_here()
+# A proxy is no way to this machine.
+for _name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+    os.environ.pop(_name, None)
 # Programs print as into a file, whatever the terminal: consoles look as their modules are imported,
 # and pytest-xdist tells its workers of a width.
 for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "GITHUB_ACTIONS"):

@@ -86,7 +86,7 @@ def test_a_conversation_is_played_in_order() -> None:
 def test_conversations_arrive_when_planned_however_slow_the_others() -> None:
     stub = Stub({"slow": hang})
     plan = [(0.0, Planned("a", _turns("slow"))), (0.01, Planned("b", _turns("quick")))]
-    run = _drive(stub, plan, DriveOptions(turn_timeout_s=0.15))
+    run = _drive(stub, plan, DriveOptions(turn_timeout_s=1.0))
     planned = {record.conversation: record.planned_s for record in run.records}
     assert planned == {"a": 0.0, "b": 0.01}
     assert [record.conversation for record in run.records] == ["b", "a"]
@@ -173,9 +173,9 @@ def test_a_failed_turn_ends_its_conversation_alone(
 def test_a_turn_over_its_time_is_given_up() -> None:
     stub = Stub({"slow": hang})
     plan = [(0.0, Planned("c", _turns("slow", "never")))]
-    (record,) = _drive(stub, plan, DriveOptions(turn_timeout_s=0.1)).records
+    (record,) = _drive(stub, plan, DriveOptions(turn_timeout_s=1.0)).records
     assert record.outcome == "timeout"
-    assert record.error == "timeout: no whole answer within 0.1 s"
+    assert record.error == "timeout: no whole answer within 1 s"
     assert len(record.token_times_s) == 1
     assert record.ended_s > record.token_times_s[0]
 

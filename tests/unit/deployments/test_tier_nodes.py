@@ -67,7 +67,7 @@ def test_a_node_that_joins_is_waited_for_and_asked_for(cluster: Cluster) -> None
 
 def test_the_wait_has_a_bound(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SettingsError, match="Start such a node"):
-        tier_nodes.wait_for_nodes(SETTINGS, True, 0.05)
+        tier_nodes.wait_for_nodes(SETTINGS, True, 0.5)
     assert cluster.looks > 2
     (said,) = caplog.messages  # At once, and once.
     assert "no node offers 'frugal'" in said

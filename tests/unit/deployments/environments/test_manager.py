@@ -102,11 +102,17 @@ def services_lock_released(service: EnvironmentService) -> None:
     os.close(service._lock)
 
 
+def _without_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask none of this machine's daemons, which may take long to answer."""
+    monkeypatch.setattr("deployments.environments.containers.shutil.which", lambda name: None)
+
+
 @pytest.fixture
 async def world(
     root: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> AsyncIterator[World]:
     monkeypatch.setattr(services, "BEAT_S", 0.05)
+    _without_containers(monkeypatch)
     made = World(root)
     yield made
     manager = made.service._manager
@@ -228,6 +234,7 @@ async def test_whoever_leaves_ends_the_command(world: World) -> None:
 @pytest.mark.anyio
 async def test_commands_wait_for_their_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "BEAT_S", 0.05)
+    _without_containers(monkeypatch)
     monkeypatch.setattr(managers, "RUNNING", 1)
     monkeypatch.setattr(managers, "WAITING", 1)
     world = World(root)
@@ -260,9 +267,7 @@ async def test_one_manager_at_a_time(world: World) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_had(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whatever runs containers on this machine.
-    monkeypatch.setattr("deployments.environments.containers.shutil.which", lambda name: None)
+async def test_what_cannot_be_had(world: World) -> None:
     for body, code in (
         ({"ports": 99}, "invalid_environment"),
         ({"kind": "container", "image": "python"}, "environment_not_supported"),

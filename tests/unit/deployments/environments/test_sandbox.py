@@ -156,10 +156,10 @@ def test_a_fork_bomb_is_bounded(place: Place, namespaces: bool) -> None:
 @pytest.mark.parametrize(
     "escape",
     [
-        "setsid sleep 600 & sleep 0.2",
-        "(setsid sh -c 'setsid sleep 600 & setsid sleep 600 &' &); sleep 0.2",
+        "setsid sleep 611 & sleep 0.2",
+        "(setsid sh -c 'setsid sleep 611 & setsid sleep 611 &' &); sleep 0.2",
         "nohup sh -c 'trap \"\" TERM HUP; while :; do sleep 1; done' >/dev/null 2>&1 & sleep 0.2",
-        f"env -u {MARKER} setsid sleep 600 >/dev/null 2>&1 </dev/null & sleep 0.2",
+        f"env -u {MARKER} setsid sleep 611 >/dev/null 2>&1 </dev/null & sleep 0.2",
     ],
 )
 def test_nobody_stays_behind(place: Place, namespaces: bool, escape: str) -> None:
@@ -175,7 +175,7 @@ def sleepers() -> list[int]:
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if "sleep 600" in line or "trap" in line:
+        if "sleep 611" in line or 'trap "" TERM HUP' in line:
             found.append(process.info["pid"])
     return found
 
