@@ -125,6 +125,9 @@ class Holdings:
     def continued(self, root: Digest, end: Digest, conversation_id: str | None) -> History | None:
         """Return the idle history whose newest answer a turn follows, or None.
 
+        None as well where others had the same answers: the table may just have chosen that history
+        for another client's turn.
+
         ``root`` and ``end`` digest its first prompt, and all up to the newest answer; empty of
         completions.
         """
@@ -138,8 +141,8 @@ class Holdings:
             return history_id in self._given_up or self._held[history_id].running != ()
 
         key = root + mark(end) + scope_for(conversation_id)
-        found = self._continued_by.match([key], busy)
-        return None if found is None else self._held[found]
+        found = self._continued_by.only(key)
+        return None if found is None or busy(found) else self._held[found]
 
     def _completions_of(self, conversation_id: str) -> History | None:
         # It has an id of its own if the conversation has chats, too.

@@ -69,8 +69,7 @@ async def iterations(
         stream = asyncio.create_task(decode())
         try:
             await asyncio.sleep(unloaded_s)
-            while len(arrivals) < 3 and not stream.done():
-                await asyncio.sleep(_LOOK_S)
+            await _until(3, arrivals, stream)
             if stream.done():
                 stream.result()
             step_s = statistics.median(later - earlier for earlier, later in pairwise(arrivals))
@@ -82,8 +81,7 @@ async def iterations(
                     body = {"model": model, "prompt": prompt(size), "max_tokens": 1}
                     (await client.post("/v1/completions", json=body)).raise_for_status()
                     await asyncio.sleep(5 * step_s)
-                    while len(arrivals) < since + 2 and not stream.done():
-                        await asyncio.sleep(_LOOK_S)
+                    await _until(since + 2, arrivals, stream)
                     gaps = [later - earlier for earlier, later in pairwise(arrivals[since:])]
                     longest.append(max(gaps))
                     if stream.done():
@@ -94,6 +92,12 @@ async def iterations(
             with contextlib.suppress(asyncio.CancelledError):
                 await stream
     return points, step_s
+
+
+async def _until(many: int, arrivals: Sequence[float], stream: asyncio.Task[None]) -> None:
+    """Return when ``many`` tokens have arrived, or the stream has ended."""
+    while len(arrivals) < many and not stream.done():  # noqa: ASYNC110  # A list tells of nothing.
+        await asyncio.sleep(_LOOK_S)
 
 
 def largest_chunk(

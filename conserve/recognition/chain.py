@@ -145,8 +145,9 @@ class TailIndex:
     __slots__ = ("_owners",)
 
     def __init__(self) -> None:
-        # Most tails have one owner, which is then stored bare. Several are an ordered set:
-        # OrderedDict, because finding a dict's first key takes time for all keys removed before.
+        # Most tails have one owner, which is then stored bare. Several are an ordered set, until
+        # the last moves on: OrderedDict, because finding a dict's first key takes time for all keys
+        # removed before.
         self._owners: dict[Digest, str | OrderedDict[str, None]] = {}
 
     def add(self, history_id: str, digests: Iterable[Digest]) -> None:
@@ -164,14 +165,19 @@ class TailIndex:
                 del self._owners[digest]
             elif isinstance(owners, OrderedDict):
                 owners.pop(history_id, None)
-                if len(owners) == 1:
-                    self._owners[digest] = next(iter(owners))
+                if not owners:
+                    del self._owners[digest]
 
     def newest(self, digest: Digest) -> Iterator[str]:
         owners = self._owners.get(digest)
         if isinstance(owners, str):
             return iter((owners,))
         return iter(()) if owners is None else reversed(owners)
+
+    def only(self, digest: Digest) -> str | None:
+        """Return the history with this tail; None if there is none, or others had it beside it."""
+        owners = self._owners.get(digest)
+        return owners if isinstance(owners, str) else None
 
     def match(self, candidates: Iterable[Digest], busy: Callable[[str], bool]) -> str | None:
         """Return the history that a turn with these digests continues, or None.

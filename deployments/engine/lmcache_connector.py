@@ -142,7 +142,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         """Begin to load, and have a load that fails leave vLLM's own blocks alone.
 
-        LMCache reports all blocks of the load's first chunk. vLLM had computed some of them already,
+        LMCache reports all blocks of the load's first chunk. vLLM may have had some of them before,
         and running requests with the same prefix use them: vLLM 0.29 would have these recompute it,
         and with asynchronous scheduling drop a token of their answers.
         """
@@ -365,12 +365,11 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         LMCacheMPConnector still counts the tokens that were to be loaded, and would store that many
         before they are computed.
         """
-        cached = scheduler_output.scheduled_cached_reqs
-        begin = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
-        for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            if request_id in cached.resumed_req_ids:
-                begin[request_id] = tokens
-        for request_id, tokens in begin.items():
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        begin = [(one.req_id, one.num_computed_tokens) for one in new]
+        running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        begin += [one for one in running if one[0] in cached.resumed_req_ids]
+        for request_id, tokens in begin:
             tracker = self.request_trackers[request_id]
             hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
             counted = tracker.num_scheduled_tokens + hit_tokens

@@ -181,9 +181,9 @@ def copy_beside_steps() -> None:
 
     LMCache 0.5.6 does so only for accelerators that its server cannot copy from. On a CPU it is
     safe, since a step's KV is complete when the step has ended. This replaces
-    ``_build_engine_driven_context`` of ``transfer_context.worker_transfer``, and uses ``_is_closing``,
-    ``_inflight_lock``, ``_pending_stores``, ``_commit_executor`` and ``_engine_driven_context`` of
-    what it builds: check them when the version changes.
+    ``_build_engine_driven_context`` of ``transfer_context.worker_transfer``, and uses of what it
+    builds ``_is_closing``, ``_inflight_lock``, ``_pending_stores``, ``_commit_executor`` and
+    ``_engine_driven_context``: check them when the version changes.
     """
     from lmcache.v1.multiprocess.transfer_context import worker_transfer
     from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (

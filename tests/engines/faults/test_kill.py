@@ -331,6 +331,11 @@ async def test_a_drained_decoder(
     assert told.decoder == drained
     assert told.content == await lone_answer(client, story.messages, STORY_TOKENS)
     story.messages.append({"role": "assistant", "content": told.content})
+    # It goes with the table's next look.
+    await eventually(
+        "the drained decoder is empty",
+        lambda: [one["conversations"] for one in engines("decoder") if one["id"] == drained] == [0],
+    )
     for agent in [*moving, Agent(client, "after-the-drain")]:
         reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
         assert reply.decoder == other
@@ -354,7 +359,7 @@ async def test_the_router(
     """Turns under way on it are lost; a new one listens within seconds and knows everybody."""
     (agent,) = await _start(client, rng, ["routed"])
     (router,) = processes("ray::ServeReplica:default:Router")
-    cold = Agent(client, "cut-off")
+    cold = Agent(client)
     # Long enough to be under way when its router dies, on any machine.
     cut_off = asyncio.ensure_future(cold.say(prose(rng, 4000), tokens=2000))
     await asyncio.sleep(0.3)

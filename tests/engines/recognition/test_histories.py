@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.engines.applications import MAIN, URL
-from tests.engines.client import Agent, Message, Reply, chat, last_turn, prose
+from tests.engines.client import Agent, Message, Reply, chat, prose
 from tests.engines.metrics import metric
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
@@ -106,9 +106,9 @@ async def test_who_goes_back_starts_warm(
         """
         reply = await chat(client, messages, name, tokens=8)
         assert reply.decoder == decoder
-        stats = await last_turn(client, reply.conversation)
-        assert stats["decoder_cached_tokens"] >= common_tokens - BLOCKS_TOKENS
-        assert prompt_tokens(reply) - stats["decoder_cached_tokens"] < 3 * BLOCKS_TOKENS
+        cached_tokens = reply.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached_tokens >= common_tokens - BLOCKS_TOKENS
+        assert prompt_tokens(reply) - cached_tokens < 3 * BLOCKS_TOKENS
         if name is None and not goes_on:
             assert reply.conversation != agent.replies[0].conversation
 

@@ -89,9 +89,10 @@ async def test_a_conversation_as_the_interface_shows_it(
 
     agent.messages.append({"role": "user", "content": "go on"})
     running = asyncio.ensure_future(agent.ask(tokens=400))
+    url = application + "/v1/conversations/shown"
     await eventually(
         "a running turn shows",
-        lambda: httpx.get(application + "/v1/conversations/shown").json()["phase"] == "reasoning",
+        lambda: httpx.get(url, timeout=30).json()["phase"] == "reasoning",
     )
     await running
     listed = (await client.get(application + "/v1/conversations")).json()

@@ -136,7 +136,8 @@ async def test_a_slow_turn_says_why_wherever_it_is_told(
     agent = Agent(client, "rewritten", [{"role": "system", "content": prose(rng, 200)}])
     for _ in range(2):
         await agent.say(prose(rng, 20), tokens=8)
-        assert "why" not in agent.stats[-1]
+        # A slow machine may have waited long for its prefill.
+        assert "prefix broken" not in str(agent.stats[-1].get("why"))
     agent.messages[0] = {"role": "system", "content": prose(rng, 200)}
     reply = await agent.say(prose(rng, 20), tokens=8)
     why = agent.stats[-1]["why"]
@@ -147,7 +148,7 @@ async def test_a_slow_turn_says_why_wherever_it_is_told(
     assert line["why"] == why
     shown = (await client.get(f"{application}/v1/conversations/rewritten")).json()
     ends = [one for one in shown["events"] if one["kind"] == "end"]
-    assert [one.get("why") for one in ends] == [None, None, why]
+    assert ends[-1]["why"] == why
 
 
 async def _turn_lines(request_id: str) -> list[dict[str, Any]]:

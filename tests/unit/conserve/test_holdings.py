@@ -257,3 +257,25 @@ def test_completions_that_were_taken_back_go_on_once_the_table_has_sent_one() ->
     holdings.begin(TurnKey("c", 7, 3))
     holdings.finish(TurnKey("c", 7, 3), LATER, (), completed=True)
     assert continued(holdings, "c") == "c"
+
+
+def test_equal_histories_are_the_tables_to_tell_apart() -> None:
+    """It may have chosen one of them for another client's turn, which has not arrived yet."""
+    root = b"r" * 16
+    holdings = Holdings()
+    equal, _, other = ids = [identity.new_id() for _ in range(3)]
+    for incarnation, id in enumerate(ids):
+        holdings.begin(TurnKey(id, incarnation, incarnation), root=root)
+        tails = TAILS if id != other else (b"u" * 16,)
+        holdings.finish(TurnKey(id, incarnation, incarnation), STATS, tails, completed=True)
+    assert holdings.continued(root, TAILS[0], None) is None
+    found = holdings.continued(root, b"u" * 16, None)
+    assert found is not None
+    assert found.id == other
+    # The last one, too, until it has said something of its own.
+    holdings.begin(TurnKey(equal, 0, 3))
+    holdings.finish(TurnKey(equal, 0, 3), LATER, (b"v" * 16,), completed=True)
+    assert holdings.continued(root, TAILS[0], None) is None
+    found = holdings.continued(root, b"v" * 16, None)
+    assert found is not None
+    assert found.id == equal
