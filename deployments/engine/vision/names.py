@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm.entrypoints.chat_utils import AsyncMultiModalContentParser
+from vllm.renderers.chat_utils import AsyncMultiModalContentParser
 
 from conserve.media import name_of
 

@@ -16,7 +16,7 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 from openai.types.responses.tool_param import ToolParam
-from vllm.entrypoints.chat_utils import MM_PARSER_MAP
+from vllm.renderers.chat_utils import MM_PARSER_MAP
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.utils import (
     construct_input_messages,
