@@ -13,7 +13,7 @@ import uvicorn
 
 from conserve.launch import Launch
 from conserve.settings import Settings
-from deployments.loopback import find_on_loopback
+from deployments.loopback import find_ray
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient
 from experiments.harness import Experiment
@@ -46,7 +46,7 @@ class RunningTable(TableClient):
 
 def serve(port: int, settings: Settings, make: Callable[..., FrontDoor] = FrontDoor) -> None:
     """Serve as a router of the application that runs, until this process is ended."""
-    find_on_loopback("auto")
+    find_ray("auto")
     ray.init(address="auto", namespace="serve", log_to_driver=False)
     front = make(settings, RunningTable("", "", settings), f"door-{port}")
     # As `deployments.router.router` has it.

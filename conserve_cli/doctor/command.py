@@ -57,7 +57,7 @@ def _examined(
 
         return examine_cluster(settings, address, on_progress)
     except ConnectionError as error:
-        refuse(f"--address: no Ray cluster at {address}: {error}")
+        refuse(f"--address: no usable Ray cluster at {address}: {error}")
 
 
 # --- how a finding is shown -----------------------------------------------------------------------

@@ -57,14 +57,15 @@ def test_a_ray_that_runs_is_found_where_it_listens(
     monkeypatch.setattr(services, "node_ip_address_from_perspective", lambda address: "192.0.2.1")
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: {running})
     monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: None)
-    loopback.find_on_loopback(address)
+    monkeypatch.setattr(loopback, "answer", lambda address: "UNAVAILABLE")
+    loopback.find_ray(address)
     assert services.canonicalize_bootstrap_address(address) == bootstrap
 
 
 def test_where_no_ray_runs_joining_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "find_gcs_addresses", set)
     monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: None)
-    loopback.find_on_loopback("auto")
+    loopback.find_ray("auto")
     assert ray_constants.ENABLE_RAY_CLUSTER
 
 
