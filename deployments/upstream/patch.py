@@ -40,9 +40,9 @@ class Patch:
         ends: how to see that it is no longer needed. Empty: its first test fails.
         process: where it is applied.
         device: the engines that need it; None: all.
-        apply: applies it to this process. May be called repeatedly. None: the part of the product
-            that `used_by` names reaches for the seams by itself.
-        used_by: that part; it is checked where it is used, with `require`.
+        apply: changes this process. None: `used_by` reaches for the seams by itself.
+        used_by: the part of the product that does; it calls `require` before.
+        without: the setting that does without it, for the error; empty if there is none.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Patch:
     device: Device | None = None
     apply: Callable[[], None] | None = None
     used_by: str = ""
+    without: str = ""
 
 
 def version_of(package: str) -> str | None:
@@ -78,8 +79,8 @@ def require(patch: Patch) -> None:
     what = f"differ there: {'; '.join(differing)}" if differing else "is another version"
     raise PatchError(
         f"patch {patch.name} is for {patch.package} {patch.versions}, and {patch.package} "
-        f"{version or '(not installed)'} {what}. Install the versions of requirements-cpu.txt or "
-        "requirements-gpu.txt, or see docs/versions.md"
+        f"{version or '(not installed)'} {what}. Install the versions that docs/versions.md names"
+        + (f", or set {patch.without}" if patch.without else "")
     )
 
 
@@ -94,8 +95,22 @@ def difference(seam: str) -> str | None:
         return f"{module}:{name} ({error})"
     if parameters is None:
         return None
-    has = list(inspect.signature(found).parameters)
+    has = _written(inspect.signature(found))
     return None if has == parameters else f"{module}:{name}({', '.join(has)})"
+
+
+def _written(signature: inspect.Signature) -> list[str]:
+    bare = [
+        one.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)
+        for one in signature.parameters.values()
+    ]
+    return [
+        part
+        for part in str(
+            signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+        )[1:-1].split(", ")
+        if part
+    ]
 
 
 def parts_of(seam: str) -> tuple[str, str, list[str] | None]:

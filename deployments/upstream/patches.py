@@ -4,27 +4,34 @@ import importlib
 from functools import cache
 
 from deployments.upstream.patch import Patch, Process, require
+from deployments.upstream.seams import SEAMS
 
-# Files of this folder. They import what they patch when they are applied, so the table is quick.
+# Files of this folder, in the order in which they are applied.
 FILES = ("kernel_scan",)
+
+_applied: set[str] = set()
 
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """Return the records of all files, in the order in which they are applied."""
-    return tuple(importlib.import_module(f"{__package__}.{name}").PATCH for name in FILES)
+    """Return all records, `SEAMS` last. It loads nothing of the projects that they change."""
+    files = (importlib.import_module(f"{__package__}.{name}") for name in FILES)
+    return (*(file.PATCH for file in files), *SEAMS)
 
 
 def apply_patches(process: Process) -> None:
-    """Apply all patches of a process, which may have them already.
+    """Apply the patches of a process, each once.
 
     Raises:
         PatchError: another project is not as a patch expects it.
     """
     for patch in patches():
-        if patch.process == process and patch.apply is not None and _is_for_this(patch):
+        if patch.process != process or patch.apply is None or patch.name in _applied:
+            continue
+        if _is_for_this(patch):
             require(patch)
             patch.apply()
+        _applied.add(patch.name)
 
 
 def patch_engine() -> None:
