@@ -78,13 +78,15 @@ def version_of(package: str) -> str | None:
     return None if found is None else found.version
 
 
+def fits(patch: Patch, version: str) -> bool:
+    """Return whether a patch was tested with a release of its project."""
+    return SpecifierSet(patch.versions).contains(version, prereleases=True)
+
+
 def require(patch: Patch) -> None:
     """Refuse another project that is not as a patch expects, with a `PatchError` of one line."""
     version = version_of(patch.package)
-    known = version is not None and (
-        ANY_VERSION in os.environ
-        or SpecifierSet(patch.versions).contains(version, prereleases=True)
-    )
+    known = version is not None and (ANY_VERSION in os.environ or fits(patch, version))
     differing = [told for seam in patch.seams if known and (told := difference(seam))]
     if known and not differing:
         return
