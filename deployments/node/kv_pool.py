@@ -11,7 +11,7 @@ changes.
 import math
 from types import SimpleNamespace
 
-from deployments.node.unnamed_memory import UnnamedMemory, reserve
+from deployments.upstream.unnamed_memory import UnnamedMemory, reserve
 
 _PREFIX = "lmcache_l1_pool_"
 

@@ -7,7 +7,17 @@ from deployments.upstream.patch import Patch, Process, require
 from deployments.upstream.seams import SEAMS
 
 # Files of this folder, in the order in which they are applied.
-FILES = ("kernel_scan",)
+FILES = (
+    "kernel_scan",
+    "zeroed_kv",
+    "spinning_wait",
+    "named_shared_memory",
+    "impatient_memory_check",
+    "encoder_errors",
+    "unhooked_loading",
+    "unreachable_scheduler",
+    "connector_race",
+)
 
 _applied: set[str] = set()
 

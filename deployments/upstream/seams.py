@@ -41,7 +41,6 @@ SCHEDULER = Patch(
         "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks(self)",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove(self, block)",
         "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n(self, blocks)",
-        "vllm.v1.engine.core:EngineCoreProc._handle_client_request(self, request_type, request)",
     ),
     why="vLLM has no public interface for a scheduler's order, chunks and retention",
     upstream="not reported: vLLM says that its scheduler's interface is not public",
@@ -50,4 +49,149 @@ SCHEDULER = Patch(
     without="engine_scheduler=vllm",
 )
 
-SEAMS = (SCHEDULER,)
+LANE = Patch(
+    name="prefill_lane",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+        ".get_num_new_matched_tokens(self, request, num_computed_tokens)",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+        ".update_state_after_alloc(self, request, blocks, num_external_tokens)",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+        ".get_finished(self, finished_req_ids)",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+        ".get_block_ids_with_load_errors(self)",
+        "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv(self, request)",
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks"
+        "(self, invalid_block_ids, num_scheduled_tokens)",
+        "vllm.v1.core.sched.scheduler:Scheduler.ec_connector",
+        "vllm.v1.core.sched.scheduler:Scheduler.encoder_cache_manager",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.check_and_update_cache"
+        "(self, request, input_id)",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.can_allocate"
+        "(self, request, input_id, encoder_compute_budget, num_embeds_to_schedule)",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.allocate(self, request, input_id)",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.free(self, request)",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.free_encoder_input"
+        "(self, request, input_id)",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.cached",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.freeable",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.num_freeable_slots",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.cache_size",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.freed",
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.build"
+        "(self, common_prefix_len, common_attn_metadata, fast_build)",
+        "vllm.v1.attention.backend:CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, "
+        "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
+        "slot_mapping, causal, logits_indices_padded, num_logits_indices, max_logits_per_req, "
+        "encoder_seq_lens, encoder_seq_lens_cpu, dcp_local_seq_lens, "
+        "dcp_local_seq_lens_cpu_upper_bound, positions, is_prefilling, seq_lens_cpu_upper_bound, "
+        "req_idx, mm_req_doc_ranges, rswa_prefix_lens, replayssm_decode_base_cpu, "
+        "_num_computed_tokens_cache, _token_to_req_indices_cache)",
+        "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders"
+        "(self, vllm_config, device, kernel_block_size, num_metadata_builders)",
+        "vllm.v1.worker.utils:AttentionGroup.get_metadata_builder(self, ubatch_id)",
+        "vllm.v1.worker.utils:sanity_check_mm_encoder_outputs(mm_embeddings, expected_num_items)",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.attn_groups",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.attn_groups",
+        "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model(self)",
+        "vllm.v1.worker.gpu_worker:Worker.execute_model(self, scheduler_output)",
+        "vllm.v1.worker.gpu_worker:Worker.sample_tokens(self, grammar_output)",
+        "vllm.multimodal.utils:group_and_batch_mm_kwargs(mm_kwargs, *, device, pin_memory)",
+        "vllm.multimodal.utils:get_mm_features_in_window(mm_features, start, end)",
+        "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_multimodal(self, **kwargs)",
+        "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_input_ids"
+        "(self, input_ids, multimodal_embeddings, *, is_multimodal)",
+        "vllm.model_executor.models.interfaces:SupportsMultiModal._tower_model_names",
+        "vllm.model_executor.models.interfaces:SupportsMRoPE.get_mrope_input_positions"
+        "(self, input_tokens, mm_features)",
+        "vllm.config.model:ModelConfig.mrope_num_dims",
+        "vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, "
+        "num_tokens_across_dp, cudagraph_runtime_mode, batch_descriptor, ubatch_slices, "
+        "slot_mapping, skip_compiled, is_padding)",
+    ),
+    why="vLLM computes a prompt in its steps only, each as long as its largest part",
+    upstream="not reported: vLLM says that its scheduler's and runners' interfaces are not public",
+    process="engine",
+    used_by="deployments/engine/lane",
+    without="engine_scheduler=conversation",
+)
+
+SM_SLOTS = Patch(
+    name="sm_slots",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.distributed.parallel_state:graph_capture(device)",
+        "vllm.distributed.parallel_state:GraphCaptureContext(stream)",
+        "vllm.utils.torch_utils:current_stream()",
+        "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances",
+        "vllm.compilation.cuda_graph:CUDAGraphWrapper.concrete_cudagraph_entries",
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.graphs",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.cudagraph_manager",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.main_stream",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model(self, *, profile_only)",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model(self)",
+        "vllm.v1.worker.gpu_worker:Worker.load_model(self, *, load_dummy_weights)",
+    ),
+    why="vLLM captures CUDA graphs on a stream of its own, which has all SMs of a GPU",
+    upstream=(
+        "not reported: graph_capture could take a stream or a context again, as "
+        "graph_capture_context until 0.29: SM partitions need capture on the current stream"
+    ),
+    process="engine",
+    device="cuda",
+    used_by="deployments/engine/sm_slots",
+)
+
+LOAD = Patch(
+    name="load",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
+        "vllm.v1.engine.async_llm:AsyncLLM.logger_manager",
+        "vllm.v1.engine.output_processor:OutputProcessor.request_states",
+        "vllm.v1.engine.output_processor:RequestState.external_req_id",
+        "vllm.v1.engine.output_processor:RequestState.is_prefilling",
+        "vllm.v1.engine.output_processor:RequestState.prompt_len",
+        "vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers",
+        "vllm.v1.metrics.loggers:StatLoggerBase.record"
+        "(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
+    ),
+    why="an engine's load is not known, by which turns are placed",
+    upstream=(
+        "vllm#17702 (loggers of one's own, which Ray Serve LLM does not pass on); not reported: "
+        "AsyncLLM could tell the requests that it has, and which of them are prefilling"
+    ),
+    process="server",
+    used_by="deployments/engine/load.py",
+)
+
+RAY_LLM = Patch(
+    name="ray_llm",
+    package="ray",
+    versions="==2.60.*",
+    seams=(
+        "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._prepare_engine_config"
+        "(self, callback_ctx)",
+        "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._engine_client",
+        "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.build_asgi_app(self)",
+        "ray.llm._internal.serve.core.server.llm_server:LLMServer.__init__"
+        "(self, llm_config, *, engine_cls, model_downloader)",
+        "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine(self)",
+        "ray.llm._internal.serve.core.server.llm_server:LLMServer.engine",
+        "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
+    ),
+    why="an engine on a CPU has a process more, and each cluster an actor for statistics of use",
+    upstream=(
+        "not reported: on CPUs Ray Serve LLM replaces distributed_executor_backend (vLLM does so, "
+        "too: its CPU platform makes 'uni' to 'mp' for a core in a process of its own); the usage "
+        "actor starts although usage statistics are off"
+    ),
+    process="server",
+    used_by="deployments/engine/engine.py",
+)
+
+SEAMS = (SCHEDULER, LANE, SM_SLOTS, LOAD, RAY_LLM)

@@ -1,0 +1,60 @@
+"""Has an engine on a CPU map its KV space instead of clearing it.
+
+vLLM makes the space with ``torch.zeros``, which writes each page of it as the engine starts. The
+kernel gives mapped memory that reads as zeros, and clears a page when it is first used.
+"""
+
+import functools
+import mmap
+import sys
+from typing import Any
+
+from deployments.upstream.patch import Patch
+
+# Modules that have the function under its name, of which an engine loads one after its plugins.
+_USERS = ("gpu_model_runner", "gpu.attn_utils")
+
+
+def apply() -> None:
+    import torch
+    from vllm.v1.worker import utils
+
+    allocate = utils.allocate_kv_cache
+
+    def zeros(size: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        assert torch.device(device).type == "cpu"
+        return torch.frombuffer(
+            mmap.mmap(-1, max(1, size * dtype.itemsize)), dtype=dtype, count=size
+        )
+
+    @functools.wraps(allocate)
+    def allocated(*given: Any, **named: Any) -> Any:
+        before, torch.zeros = torch.zeros, zeros
+        try:
+            return allocate(*given, **named)
+        finally:
+            torch.zeros = before
+
+    for module in ("utils", *_USERS):
+        if (loaded := sys.modules.get(f"vllm.v1.worker.{module}")) is not None:
+            loaded.allocate_kv_cache = allocated  # type: ignore[attr-defined]
+
+
+PATCH = Patch(
+    name="zeroed_kv",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.v1.worker.utils:allocate_kv_cache"
+        "(kv_cache_config, device, layout, kernel_block_sizes)",
+    ),
+    why="an engine on a CPU starts later, half a second for each GiB, and takes memory for KV that "
+    "it never has",
+    upstream=(
+        "not reported: on a CPU, allocate_kv_cache could map its memory (it reads as zeros) "
+        "instead of torch.zeros, which touches every page at the start"
+    ),
+    process="engine",
+    device="cpu",
+    apply=apply,
+)
