@@ -49,46 +49,36 @@ SCHEDULER = Patch(
     without="engine_scheduler=vllm",
 )
 
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+_ENCODED = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager"
+_MODELS = "vllm.model_executor.models.interfaces"
+
 LANE = Patch(
     name="prefill_lane",
     package="vllm",
     versions="==0.32.*",
     seams=(
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-        ".get_num_new_matched_tokens(self, request, num_computed_tokens)",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-        ".update_state_after_alloc(self, request, blocks, num_external_tokens)",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-        ".get_finished(self, finished_req_ids)",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-        ".get_block_ids_with_load_errors(self)",
+        f"{_CONNECTOR}.get_num_new_matched_tokens(self, request, num_computed_tokens)",
+        f"{_CONNECTOR}.update_state_after_alloc(self, request, blocks, num_external_tokens)",
+        f"{_CONNECTOR}.get_finished(self, finished_req_ids)",
+        f"{_CONNECTOR}.get_block_ids_with_load_errors(self)",
         "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv(self, request)",
         "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks"
         "(self, invalid_block_ids, num_scheduled_tokens)",
         "vllm.v1.core.sched.scheduler:Scheduler.ec_connector",
         "vllm.v1.core.sched.scheduler:Scheduler.encoder_cache_manager",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.check_and_update_cache"
-        "(self, request, input_id)",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.can_allocate"
+        f"{_ENCODED}.check_and_update_cache(self, request, input_id)",
+        f"{_ENCODED}.can_allocate"
         "(self, request, input_id, encoder_compute_budget, num_embeds_to_schedule)",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.allocate(self, request, input_id)",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.free(self, request)",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.free_encoder_input"
-        "(self, request, input_id)",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.cached",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.freeable",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.num_freeable_slots",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.cache_size",
-        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.freed",
+        f"{_ENCODED}.allocate(self, request, input_id)",
+        f"{_ENCODED}.free(self, request)",
+        f"{_ENCODED}.free_encoder_input(self, request, input_id)",
+        *(f"{_ENCODED}.{name}" for name in ("cached", "cache_size", "freed", "freeable")),
+        f"{_ENCODED}.num_freeable_slots",
         "vllm.v1.attention.backend:AttentionMetadataBuilder.build"
         "(self, common_prefix_len, common_attn_metadata, fast_build)",
-        "vllm.v1.attention.backend:CommonAttentionMetadata(query_start_loc, query_start_loc_cpu, "
-        "seq_lens, num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, "
-        "slot_mapping, causal, logits_indices_padded, num_logits_indices, max_logits_per_req, "
-        "encoder_seq_lens, encoder_seq_lens_cpu, dcp_local_seq_lens, "
-        "dcp_local_seq_lens_cpu_upper_bound, positions, is_prefilling, seq_lens_cpu_upper_bound, "
-        "req_idx, mm_req_doc_ranges, rswa_prefix_lens, replayssm_decode_base_cpu, "
-        "_num_computed_tokens_cache, _token_to_req_indices_cache)",
+        "vllm.v1.attention.backend:CommonAttentionMetadata.seq_lens_cpu_upper_bound",
+        "vllm.v1.attention.backend:CommonAttentionMetadata.is_prefilling",
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders"
         "(self, vllm_config, device, kernel_block_size, num_metadata_builders)",
         "vllm.v1.worker.utils:AttentionGroup.get_metadata_builder(self, ubatch_id)",
@@ -100,12 +90,11 @@ LANE = Patch(
         "vllm.v1.worker.gpu_worker:Worker.sample_tokens(self, grammar_output)",
         "vllm.multimodal.utils:group_and_batch_mm_kwargs(mm_kwargs, *, device, pin_memory)",
         "vllm.multimodal.utils:get_mm_features_in_window(mm_features, start, end)",
-        "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_multimodal(self, **kwargs)",
-        "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_input_ids"
+        f"{_MODELS}:SupportsMultiModal.embed_multimodal(self, **kwargs)",
+        f"{_MODELS}:SupportsMultiModal.embed_input_ids"
         "(self, input_ids, multimodal_embeddings, *, is_multimodal)",
-        "vllm.model_executor.models.interfaces:SupportsMultiModal._tower_model_names",
-        "vllm.model_executor.models.interfaces:SupportsMRoPE.get_mrope_input_positions"
-        "(self, input_tokens, mm_features)",
+        f"{_MODELS}:SupportsMultiModal._tower_model_names",
+        f"{_MODELS}:SupportsMRoPE.get_mrope_input_positions(self, input_tokens, mm_features)",
         "vllm.config.model:ModelConfig.mrope_num_dims",
         "vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, "
         "num_tokens_across_dp, cudagraph_runtime_mode, batch_descriptor, ubatch_slices, "

@@ -11,7 +11,7 @@ from typing import Any
 from deployments.upstream.patch import Patch
 
 
-def call_when_loaded(call: Callable[[Any], None]) -> None:
+def call_when_loaded(call: Callable[[Any], object]) -> None:
     """Have this process's worker pass itself to a function once it has loaded the model."""
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -23,9 +23,8 @@ def apply() -> None:
 
     def zeros(size: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         assert torch.device(device).type == "cpu"
-        return torch.frombuffer(
-            mmap.mmap(-1, max(1, size * dtype.itemsize)), dtype=dtype, count=size
-        )
+        buffer = mmap.mmap(-1, size * dtype.itemsize)
+        return torch.frombuffer(buffer, dtype=dtype, count=size)
 
     @functools.wraps(allocate)
     def allocated(*given: Any, **named: Any) -> Any:

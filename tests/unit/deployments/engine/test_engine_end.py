@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from deployments.engine import engine_end
+from deployments.upstream.patches import patch_engine
 
 # A replica, its core, and the core's worker, which says who all three are.
 _REPLICA = """
@@ -36,9 +37,10 @@ if __name__ == "__main__":
 """
 
 
-def test_vllm_finds_the_plugin() -> None:
+def test_vllm_finds_the_plugins() -> None:
     found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
     assert found["conserve_engine_end"].load() is engine_end.end_with_parent
+    assert found["conserve_patches"].load() is patch_engine
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -220,8 +220,8 @@ def test_a_worker_offloads_once_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -
 
     from deployments.engine.vision.connector import prepare_worker
 
-    def load_model(worker: Any, *, load_dummy_weights: bool = False) -> None:
-        worker.loaded = True
+    def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
+        self.loaded = True
 
     def loaded(kept: int | None, **compilation: bool) -> Any:
         monkeypatch.setattr(Worker, "load_model", load_model)
