@@ -6,28 +6,28 @@ holds. It calls `require` with its record here before.
 
 from deployments.upstream.patch import Patch
 
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_QUEUE = "vllm.v1.core.sched.request_queue:PriorityRequestQueue"
+
 SCHEDULER = Patch(
     name="scheduler",
     package="vllm",
     versions="==0.32.*",
     seams=(
-        "vllm.v1.core.sched.scheduler:Scheduler.schedule(self, throttle_prefills)",
-        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
-        "(self, scheduler_output, model_runner_output)",
-        "vllm.v1.core.sched.scheduler:Scheduler.add_request(self, request)",
-        "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache"
-        "(self, reset_running_requests, reset_connector)",
-        "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead"
+        f"{_SCHEDULER}.schedule(self, throttle_prefills)",
+        f"{_SCHEDULER}.update_from_output(self, scheduler_output, model_runner_output)",
+        f"{_SCHEDULER}.add_request(self, request)",
+        f"{_SCHEDULER}.reset_prefix_cache(self, reset_running_requests, reset_connector)",
+        f"{_SCHEDULER}._reserve_prefill_lookahead"
         "(self, request, num_computed_tokens, num_new_tokens)",
-        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request"
-        "(self, request, timestamp, drop_stale_output)",
-        "vllm.v1.core.sched.scheduler:Scheduler._free_request(self, request, delay_free_blocks)",
-        "vllm.v1.core.sched.scheduler:Scheduler._free_blocks(self, request)",
-        "vllm.v1.core.sched.scheduler:Scheduler.kv_holding_waiting",
-        "vllm.v1.core.sched.scheduler:Scheduler.max_num_active_reqs",
-        "vllm.v1.core.sched.request_queue:PriorityRequestQueue._heap",
-        "vllm.v1.core.sched.request_queue:PriorityRequestQueue.remove_requests(self, requests)",
-        "vllm.v1.core.sched.request_queue:PriorityRequestQueue.add_request(self, request)",
+        f"{_SCHEDULER}._preempt_request(self, request, timestamp, drop_stale_output)",
+        f"{_SCHEDULER}._free_request(self, request, delay_free_blocks)",
+        f"{_SCHEDULER}._free_blocks(self, request)",
+        f"{_SCHEDULER}.kv_holding_waiting",
+        f"{_SCHEDULER}.max_num_active_reqs",
+        f"{_QUEUE}._heap",
+        f"{_QUEUE}.remove_requests(self, requests)",
+        f"{_QUEUE}.add_request(self, request)",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots(self, request, "
         "num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, "
         "num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, "
@@ -62,11 +62,10 @@ LANE = Patch(
         f"{_CONNECTOR}.update_state_after_alloc(self, request, blocks, num_external_tokens)",
         f"{_CONNECTOR}.get_finished(self, finished_req_ids)",
         f"{_CONNECTOR}.get_block_ids_with_load_errors(self)",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv(self, request)",
-        "vllm.v1.core.sched.scheduler:Scheduler._handle_invalid_blocks"
-        "(self, invalid_block_ids, num_scheduled_tokens)",
-        "vllm.v1.core.sched.scheduler:Scheduler.ec_connector",
-        "vllm.v1.core.sched.scheduler:Scheduler.encoder_cache_manager",
+        f"{_SCHEDULER}._update_waiting_for_remote_kv(self, request)",
+        f"{_SCHEDULER}._handle_invalid_blocks(self, invalid_block_ids, num_scheduled_tokens)",
+        f"{_SCHEDULER}.ec_connector",
+        f"{_SCHEDULER}.encoder_cache_manager",
         f"{_ENCODED}.check_and_update_cache(self, request, input_id)",
         f"{_ENCODED}.can_allocate"
         "(self, request, input_id, encoder_compute_budget, num_embeds_to_schedule)",

@@ -11,7 +11,7 @@ from typing import Any
 
 from deployments.upstream.patch import Patch
 
-# Modules that have the function under its name, of which an engine loads one after its plugins.
+# Modules that import the function by its name; an engine's core loads one before its plugins.
 _USERS = ("gpu_model_runner", "gpu.attn_utils")
 
 
