@@ -9,6 +9,7 @@ from deployments.upstream.seams import SEAMS
 # Files of this folder, in the order in which they are applied.
 FILES = (
     "kernel_scan",
+    "loose_forced_calls",
     "zeroed_kv",
     "spinning_wait",
     "named_shared_memory",

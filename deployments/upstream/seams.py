@@ -116,6 +116,8 @@ SM_SLOTS = Patch(
         "vllm.utils.torch_utils:current_stream()",
         "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances",
         "vllm.compilation.cuda_graph:CUDAGraphWrapper.concrete_cudagraph_entries",
+        "vllm.compilation.breakable_cudagraph:BreakableCUDAGraphWrapper._all_instances",
+        "vllm.compilation.breakable_cudagraph:BreakableCUDAGraphWrapper.entries",
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.graphs",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.cudagraph_manager",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.main_stream",
