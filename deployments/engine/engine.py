@@ -1,8 +1,7 @@
 """An engine replica: Ray Serve LLM's server around vLLM, with an HTTP server of its own.
 
-Used here and in `observer` that is not public in Ray Serve LLM or vLLM:
-``VLLMEngine._prepare_engine_config``, ``LLMServer.engine``, its ``build_asgi_app``,
-``LLMServer._start_engine`` and its engine client.
+Used here that is not public in Ray Serve LLM: ``VLLMEngine._prepare_engine_config``,
+``LLMServer.engine``, its ``build_asgi_app``, ``LLMServer._start_engine`` and its engine client.
 """
 
 import asyncio
@@ -27,7 +26,6 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
-from deployments.engine.choices import tell_of_all_choices
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
 from deployments.engine.gpu_worker import WorkerClient
@@ -52,6 +50,8 @@ from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
+from deployments.upstream.patch import require
+from deployments.upstream.seams import GENERATE
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -149,8 +149,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         client = self.engine._engine_client
         failed = FailedImages(functools.partial(_abort, client))
         self._meter = measure(client, failed.have_failed)
+        require(GENERATE)
         hold_until_stored(client)
-        tell_of_all_choices()
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)

@@ -7,7 +7,17 @@ from deployments.upstream.patch import Patch, Process, require
 from deployments.upstream.seams import SEAMS
 
 # Files of this folder, in the order in which they are applied.
-FILES = ("kernel_scan",)
+FILES = (
+    "kernel_scan",
+    "cut_calls",
+    "last_choice",
+    "media_names",
+    "message_fields",
+    "message_prefill",
+    "message_start",
+    "prepared_twice",
+    "prompt_lengths",
+)
 
 _applied: set[str] = set()
 

@@ -50,4 +50,59 @@ SCHEDULER = Patch(
     without="engine_scheduler=vllm",
 )
 
-SEAMS = (SCHEDULER,)
+GENERATE = Patch(
+    name="generate",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.v1.engine.async_llm:AsyncLLM.generate(self, prompt, sampling_params, request_id, *, "
+        "prompt_text, lora_request, tokenization_kwargs, trace_headers, priority, "
+        "data_parallel_rank, session_id, kv_hints, reasoning_ended, reasoning_parser_kwargs)",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs(self, request_id, "
+        "prompt, params, supported_tasks, arrival_time, lora_request, tokenization_kwargs, "
+        "trace_headers, priority, data_parallel_rank, resumable, session_id, kv_hints)",
+    ),
+    why="vLLM cannot judge or prefill a request without an answer, nor watch one that it answers",
+    upstream="not reported: AsyncLLM.generate is wrapped, which is no fault of vLLM's",
+    process="server",
+    used_by="deployments/engine/engine.py",
+)
+
+RENDERING = Patch(
+    name="rendering",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.renderers.online_renderer:OnlineRenderer.render_chat(self, request, *, skip_mm_cache)",
+        "vllm.renderers.online_renderer:OnlineRenderer.render_completion"
+        "(self, request, *, skip_mm_cache)",
+        "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat(self, request, messages, "
+        "default_template, default_template_content_format, default_template_kwargs, tool_dicts, "
+        "parser, *, skip_mm_cache)",
+        "vllm.renderers.base:BaseRenderer._tokenize_prompt_async",
+        "vllm.renderers.base:BaseRenderer._executor",
+        "vllm.renderers.base:BaseRenderer._wants_offsets(self, prompt, params)",
+        "vllm.renderers.base:BaseRenderer._build_tokens_prompt"
+        "(token_ids, prompt, *, offset_mapping)",
+    ),
+    why="each turn tokenizes its whole history, and what is only read fills the cache of media",
+    upstream="vllm-project/vllm#47582 (a cache of tokens, an RFC)",
+    process="server",
+    used_by="deployments/engine/http_server.py",
+)
+
+MEDIA_ASIDE = Patch(
+    name="media_aside",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.multimodal.media.connector:MediaConnector._load_data_url(self, url, media_io)",
+        "vllm.multimodal.media.image:ImageMediaIO.load_bytes(self, data)",
+    ),
+    why="a body with 40 MB of base64 stops all streams for half a second",
+    upstream="vllm-project/vllm#48147 (an RFC)",
+    process="server",
+    used_by="deployments/engine/vision/aside.py",
+)
+
+SEAMS = (SCHEDULER, GENERATE, RENDERING, MEDIA_ASIDE)
