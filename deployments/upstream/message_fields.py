@@ -30,13 +30,14 @@ def apply() -> None:
             nulls = {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
             return {**super().model_dump(**options), **nulls}
 
-    class Event(serving.AnthropicStreamEvent):  # type: ignore[misc]
-        def model_dump_json(self, **options: Any) -> str:
-            # vLLM goes on to look for the call by its own id.
-            self.content_block = _renamed(self.content_block)
-            return str(super().model_dump_json(**options))
+    event, reason_of = serving.AnthropicStreamEvent, serving._to_anthropic_stop_reason
+    dump = event.model_dump_json
 
-    reason_of = serving._to_anthropic_stop_reason
+    @functools.wraps(dump)
+    def dumped(self: Any, **options: Any) -> Any:
+        # vLLM goes on to look for the call by its own id, in the block that it has made.
+        self.content_block = _renamed(self.content_block)
+        return dump(self, **options)
 
     @functools.wraps(reason_of)
     def stop_reason(finish_reason: Any, stop_reason: Any, tool_used: bool, **more: Any) -> Any:
@@ -45,7 +46,7 @@ def apply() -> None:
         return reason_of(finish_reason, stop_reason, tool_used, **more)
 
     serving.AnthropicMessagesResponse = Message
-    serving.AnthropicStreamEvent = Event
+    event.model_dump_json = dumped
     serving._to_anthropic_stop_reason = stop_reason
 
 
@@ -61,9 +62,9 @@ PATCH = Patch(
     package="vllm",
     versions="==0.32.*",
     seams=(
-        "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse.model_post_init"
-        "(self, _AnthropicMessagesResponse__context)",
+        "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse",
         "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse.stop_sequence",
+        "vllm.entrypoints.anthropic.serving:AnthropicStreamEvent.model_dump_json",
         "vllm.entrypoints.anthropic.serving:AnthropicStreamEvent.content_block",
         "vllm.entrypoints.anthropic.serving:_to_anthropic_stop_reason"
         "(finish_reason, stop_reason, tool_used, tool_complete)",

@@ -9,6 +9,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from conserve.apis import CHAT, MESSAGES
 from conserve.errors import ApiError
+from deployments.upstream.patches import apply_patches
 from tests.published_schemas import WORD, Case, cases, fields
 from tests.unit.deployments.engine.vllm_server import Server
 
@@ -77,6 +78,7 @@ def complaint(case: Case, error: ApiError) -> str | None:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_what_a_schema_allows_is_served_or_refused_by_name(path: str) -> None:
+    apply_patches("server")
     server = Server(answer=["on"])
     wrong: list[tuple[str, str]] = []
     served = 0

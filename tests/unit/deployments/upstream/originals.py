@@ -1,0 +1,35 @@
+"""Another project's own code, as it is before any test has a patch applied."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deployments.upstream.patch import Patch, parts_of
+
+
+def unpatched(patch: Patch) -> Callable[..., None]:
+    """Return a fixture that puts a patch's seams back as they were when this was called.
+
+    A test file calls it as it is loaded. Its tests start without the patch, and may apply it.
+    """
+    found: list[tuple[Any, str, Any]] = []
+    for seam in patch.seams:
+        module, path, _ = parts_of(seam)
+        owner = importlib.import_module(module)
+        *parts, name = path.split(".")
+        for part in parts:
+            owner = getattr(owner, part)
+        member = inspect.getattr_static(owner, name, None)
+        # None: instances alone have it.
+        if member is not None:
+            found.append((owner, name, member))
+
+    @pytest.fixture(autouse=True)
+    def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+        for owner, name, member in found:
+            monkeypatch.setattr(owner, name, member)
+
+    return restored
