@@ -1,9 +1,9 @@
-"""Has an answer in one piece that was cut within a call say so, and have the call, as a stream does.
+"""Has an answer in one piece that was cut within a call say so, and have the call.
 
-vLLM 0.32 makes such an answer text with the model's own marks, or one without the call or with half
-of its arguments that ended with its calls, so clients run half a call. Here it ends with
-``length``, and has the calls that its stream would have. The last one's arguments may be no JSON;
-in Messages, whose input is an object, it has as much of them as there is.
+vLLM 0.32 makes of it text with the model's own marks, or leaves the call out, or calls half of it
+whole, so that clients run it. Here the answer ends with ``length``, and has the calls that its
+stream would have. The last one's arguments may be no JSON; in Messages, whose input is an object,
+it has as much of them as there is.
 """
 
 import functools
@@ -21,11 +21,8 @@ from deployments.upstream.patch import Patch
 logger = logging.getLogger("ray.serve")
 
 _CUT = "length"
-# Returns the prompt's token ids if a text is that of an answer that was cut, of the current
-# request in one piece.
-_prompt_of: ContextVar[Callable[[str], list[int] | None] | None] = ContextVar(
-    "conserve_cut_prompt", default=None
-)
+# Returns the last output of the current request, if its answer is made in one piece.
+_last: ContextVar[Callable[[], Any]] = ContextVar("conserve_last_output", default=lambda: None)
 
 
 def apply() -> None:
@@ -40,43 +37,26 @@ def apply() -> None:
     Responses.responses_full_generator = _whole_response(Responses.responses_full_generator)
 
 
-class _Outputs:
-    """Watches outputs on their way to an API, and keeps choices that were cut, by index."""
-
-    def __init__(self) -> None:
-        self.cut: dict[int, Any] = {}
-        self._prompt_ids: list[int] = []
-
-    async def watch(self, outputs: Any) -> AsyncIterator[Any]:
-        async with aclosing(outputs):
-            async for output in outputs:
-                self._prompt_ids = output.prompt_token_ids or self._prompt_ids
-                for choice in output.outputs:
-                    if choice.finish_reason == _CUT:
-                        self.cut[choice.index] = choice
-                yield output
-
-    def prompt_of(self, text: str) -> list[int] | None:
-        cut = any(choice.text == text for choice in self.cut.values())
-        return self._prompt_ids if cut else None
-
-
 def _whole_chat(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(generate)
-    async def answered(
-        handler: Any, request: Any, outputs: Any, *given: Any, **more: Any
-    ) -> Any:
-        if not _may_call(request):
-            return await generate(handler, request, outputs, *given, **more)
-        seen = _Outputs()
-        before = _prompt_of.set(seen.prompt_of)
+    async def answered(handler: Any, request: Any, outputs: Any, *given: Any, **more: Any) -> Any:
+        last: Any = None
+
+        async def watched() -> AsyncIterator[Any]:
+            nonlocal last
+            async with aclosing(outputs):
+                async for last in outputs:
+                    yield last
+
+        before = _last.set(lambda: last)
         try:
-            answer = await generate(handler, request, seen.watch(outputs), *given, **more)
+            answer = await generate(handler, request, watched(), *given, **more)
         finally:
-            _prompt_of.reset(before)
+            _last.reset(before)
+        cut = () if last is None else [one.index for one in last.outputs if _is_cut(one)]
         # An error has none.
         for choice in getattr(answer, "choices", ()):
-            if choice.index in seen.cut:
+            if choice.index in cut:
                 choice.finish_reason = _CUT
         return answer
 
@@ -86,24 +66,19 @@ def _whole_chat(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
 def _whole_response(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(generate)
     async def answered(
-        handler: Any, request: Any, params: Any, outputs: Any, context: Any, *given: Any, **more: Any
+        self: Any, request: Any, params: Any, outputs: Any, context: Any, *given: Any, **more: Any
     ) -> Any:
-        def prompt_of(_: str) -> list[int] | None:
-            last = context.last_output
-            return last.prompt_token_ids or [] if last.outputs[0].finish_reason == _CUT else None
-
-        before = _prompt_of.set(prompt_of if _may_call(request) else None)
+        before = _last.set(lambda: getattr(context, "final_output", None))
         try:
-            return await generate(handler, request, params, outputs, context, *given, **more)
+            return await generate(self, request, params, outputs, context, *given, **more)
         finally:
-            _prompt_of.reset(before)
+            _last.reset(before)
 
     return answered
 
 
-def _may_call(request: Any) -> bool:
-    # Without tools vLLM sets this to "none".
-    return bool(request.tool_choice != "none")
+def _is_cut(choice: Any) -> bool:
+    return bool(choice.finish_reason == _CUT)
 
 
 def _parses_as_streams(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,14 +94,17 @@ def _parses_as_streams(make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(parse)
         def parsed(text: str, request_: Any, **options: Any) -> Any:
             found = parse(text, request_, **options)
-            prompt_of = _prompt_of.get()
-            prompt_ids = None if prompt_of is None else prompt_of(text)
-            if prompt_ids is None:
+            last = _last.get()()
+            # Without tools vLLM sets `tool_choice` to "none".
+            if last is None or request.tool_choice == "none":
+                return found
+            if not any(_is_cut(choice) and choice.text == text for choice in last.outputs):
                 return found
             reasoning, _, calls = found
             # The parser keeps state of what it has parsed in one piece, so this takes a new one.
             another = make(handler, request, *given)
             ids = [*options.get("model_output_token_ids", ())]
+            prompt_ids = last.prompt_token_ids or []
             try:
                 delta = another.parse_delta(text, ids, request, prompt_ids, finished=True)
             except Exception:
@@ -195,7 +173,7 @@ PATCH = Patch(
         f"{_RESPONSES}._make_response_parser(self, request, tokenizer, chat_template_kwargs)",
         f"{_RESPONSES}.responses_full_generator(self, request, sampling_params, result_generator, "
         "context, model_name, tokenizer, request_metadata, created_time)",
-        "vllm.entrypoints.openai.responses.context:SimpleContext.last_output",
+        "vllm.entrypoints.openai.responses.context:SimpleContext.final_output",
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.messages_full_converter"
         "(self, generator)",
         "vllm.parser.abstract_parser:DelegatingParser.parse"

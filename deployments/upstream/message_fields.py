@@ -20,11 +20,11 @@ _CALL_ID = "toolu_"
 def apply() -> None:
     from vllm.entrypoints.anthropic import serving
 
-    class Message(serving.AnthropicMessagesResponse):  # type: ignore[misc]  # To mypy it is Any.
-        def model_post_init(self, context: Any) -> None:
+    class Message(serving.AnthropicMessagesResponse):  # type: ignore[misc]
+        def model_post_init(self: Any, context: Any) -> None:
             self.id = MESSAGE_ID + self.id.removeprefix(_CHAT_ID)
 
-        def model_dump(self, **options: Any) -> dict[str, Any]:
+        def model_dump(self: Any, **options: Any) -> dict[str, Any]:
             self.content = [_renamed(block) for block in self.content]
             # Clients read these, and vLLM leaves them out when null.
             nulls = {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}

@@ -1,11 +1,10 @@
-"""Has vLLM's Messages API continue a last message of the assistant's (prefill), as Anthropic's does.
+"""Has vLLM's Messages API continue a last message of the assistant's (prefill).
 
-vLLM 0.32 closes it and begins another. Where the model's template or tokenizer cannot continue it,
-the request is refused in Anthropic's words.
+vLLM 0.32 closes it and begins another; Anthropic continues it. Where the model's template or
+tokenizer cannot, the request is refused in Anthropic's words.
 """
 
 import functools
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from deployments.upstream.patch import Patch
@@ -20,44 +19,37 @@ _LOOKED_AT_TOKENS = 64
 
 
 def apply() -> None:
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.exceptions import VLLMValidationError
 
-    convert = _continuing(Messages.to_chat_completion_request.__func__)
-    Messages.to_chat_completion_request = classmethod(convert)
-    Messages.render_chat_request = _refusing(Messages.render_chat_request)
+    convert = AnthropicServingMessages.to_chat_completion_request.__func__
+    render = AnthropicServingMessages.render_chat_request
 
-
-def _continuing(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
-    def converted(messages: Any, request: Any, **options: Any) -> Any:
-        chat = convert(messages, request, **options)
+    def converted(cls: type[Any], request: Any, **options: Any) -> Any:
+        chat = convert(cls, request, **options)
         if request.messages[-1].role == "assistant":
             chat.continue_final_message, chat.add_generation_prompt = True, False
         return chat
 
-    return converted
-
-
-def _refusing(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    from vllm.exceptions import VLLMValidationError
-
     @functools.wraps(render)
-    async def rendered(handler: Any, request: Any) -> Any:
+    async def rendered(self: Any, request: Any) -> Any:
         if not request.continue_final_message:
-            return await render(handler, request)
+            return await render(self, request)
         try:
-            result = await render(handler, request)
+            result = await render(self, request)
         except (ValueError, VLLMValidationError) as error:
             if "continue_final_message" not in str(error):
                 raise
             return _no_prefill()
         if isinstance(result, tuple):
             text = _text_of(request.messages[-1].get("content"))
-            if not all(_ends_with(text, one, handler.renderer) for one in result[1]):
+            if not all(_ends_with(text, one, self.renderer) for one in result[1]):
                 return _no_prefill()
         return result
 
-    return rendered
+    AnthropicServingMessages.to_chat_completion_request = classmethod(converted)  # type: ignore[arg-type]
+    AnthropicServingMessages.render_chat_request = rendered
 
 
 def _no_prefill() -> Any:

@@ -6,7 +6,7 @@ computed. Clients take a turn's cost from that event.
 
 import functools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,13 +16,10 @@ _DATA = "data: "
 
 
 def apply() -> None:
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
-
-    Messages.chat_completion_stream_generator = _telling(Messages.chat_completion_stream_generator)
-
-
-def _telling(stream: Callable[..., AsyncIterator[str]]) -> Callable[..., AsyncIterator[str]]:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.serving import _make_prompt_tokens_details
+
+    stream = AnthropicServingMessages.chat_completion_stream_generator
 
     @functools.wraps(stream)
     async def told(
@@ -34,29 +31,34 @@ def _telling(stream: Callable[..., AsyncIterator[str]]) -> Callable[..., AsyncIt
             nonlocal first
             async with aclosing(outputs):
                 async for output in outputs:
-                    first = output if first is None else first
+                    first = first or output
                     yield output
 
-        def begun(chunk: str) -> str:
-            if first is None:
-                return chunk
-            data = json.loads(chunk.removeprefix(_DATA))
-            enabled = handler.enable_prompt_tokens_details
-            found, created = first.num_cached_tokens, first.num_cache_creation_tokens
-            details = _make_prompt_tokens_details(enabled, found, created, None)
-            if details is None or "usage" not in data:
-                return chunk
-            # Of these vLLM makes the event's usage.
-            data["usage"]["prompt_tokens_details"] = details.model_dump()
-            return f"{_DATA}{json.dumps(data)}\n\n"
-
+        begun = False
         async with aclosing(stream(handler, request, noted(), *given, **more)) as chunks:
-            begins = True
             async for chunk in chunks:
-                yield begun(chunk) if begins else chunk
-                begins = False
+                if not begun and first is not None:
+                    # Of these details vLLM makes the first event's usage.
+                    details = _make_prompt_tokens_details(
+                        handler.enable_prompt_tokens_details,
+                        first.num_cached_tokens,
+                        first.num_cache_creation_tokens,
+                        None,
+                    )
+                    chunk = _with(chunk, details)
+                begun = True
+                yield chunk
 
-    return told
+    AnthropicServingMessages.chat_completion_stream_generator = told
+
+
+def _with(chunk: str, details: Any) -> str:
+    data = json.loads(chunk.removeprefix(_DATA))
+    # An error has no usage.
+    if details is None or "usage" not in data:
+        return chunk
+    data["usage"]["prompt_tokens_details"] = details.model_dump()
+    return f"{_DATA}{json.dumps(data)}\n\n"
 
 
 PATCH = Patch(

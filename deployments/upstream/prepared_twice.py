@@ -10,53 +10,29 @@ from deployments.upstream.patch import Patch
 
 
 def prepare_once(renderer: Any) -> None:
-    """Change an engine's ``BaseRenderer``; nothing changes for a model that reads text only."""
-    sent, checked = renderer._mm_processor_cache, renderer._mm_processor_only_cache
-    if sent is not None and checked is not None:
-        renderer._mm_processor_cache = both_of(sent, checked)
+    """Change an engine's ``BaseRenderer``; nothing changes for a model that reads text only.
 
-
-def both_of(sent: Any, checked: Any) -> Any:
-    """Return the cache of what the core has, and behind it that of what checks have prepared.
-
-    One thread of the renderer uses both.
+    One thread of the renderer uses both caches.
     """
-    from vllm.multimodal.cache import BaseMultiModalProcessorCache
+    sent, checked = renderer._mm_processor_cache, renderer._mm_processor_only_cache
+    if sent is None or checked is None:
+        return
+    is_sent, get = sent.is_cached_item, sent.get_and_update_item
+    touch = sent.touch_sender_cache_item
 
-    class Prepared(BaseMultiModalProcessorCache):  # type: ignore[misc]  # To mypy it is Any.
-        def is_cached_item(self, mm_hash: str) -> bool:
-            return bool(sent.is_cached_item(mm_hash) or checked.is_cached_item(mm_hash))
+    def taken(mm_item: Any, mm_hash: str) -> Any:
+        if mm_item is None and not is_sent(mm_hash):
+            mm_item = checked.get_and_update_item(None, mm_hash)
+        return get(mm_item, mm_hash)
 
-        def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
-            if mm_item is None and not sent.is_cached_item(mm_hash):
-                mm_item = checked.get_and_update_item(None, mm_hash)
-            return sent.get_and_update_item(mm_item, mm_hash)
+    def touched(mm_hash: str) -> None:
+        if is_sent(mm_hash):
+            touch(mm_hash)
+        if checked.is_cached_item(mm_hash):
+            checked.touch_sender_cache_item(mm_hash)
 
-        def touch_sender_cache_item(self, mm_hash: str) -> None:
-            for cache in (sent, checked):
-                if cache.is_cached_item(mm_hash):
-                    cache.touch_sender_cache_item(mm_hash)
-
-        def release_sender_touches(self) -> None:
-            for cache in (sent, checked):
-                cache.release_sender_touches()
-
-        def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
-            sent.validate_input_item(mm_item, mm_hash)
-
-        def invalidate(self, mm_hash: str) -> None:
-            sent.invalidate(mm_hash)
-
-        def clear_cache(self) -> None:
-            sent.clear_cache()
-
-        def make_stats(self, *, delta: bool = False) -> Any:
-            return sent.make_stats(delta=delta)
-
-        def close(self) -> None:
-            sent.close()
-
-    return Prepared()
+    sent.is_cached_item = lambda mm_hash: is_sent(mm_hash) or checked.is_cached_item(mm_hash)
+    sent.get_and_update_item, sent.touch_sender_cache_item = taken, touched
 
 
 _CACHE = "vllm.multimodal.cache:BaseMultiModalProcessorCache"
@@ -71,10 +47,6 @@ PATCH = Patch(
         f"{_CACHE}.is_cached_item(self, mm_hash)",
         f"{_CACHE}.get_and_update_item(self, mm_item, mm_hash)",
         f"{_CACHE}.touch_sender_cache_item(self, mm_hash)",
-        f"{_CACHE}.release_sender_touches(self)",
-        f"{_CACHE}.validate_input_item(self, mm_item, mm_hash)",
-        f"{_CACHE}.invalidate(self, mm_hash)",
-        f"{_CACHE}.make_stats(self, *, delta)",
     ),
     why="a turn with large images waits for them to be prepared a second time",
     upstream=(

@@ -1,13 +1,10 @@
 """Has vLLM say how long a prompt is that it refuses, and refuse output that does not fit behind it.
 
-vLLM 0.32 stops to tokenize behind the context's end, and says "at least" so many tokens. It gives a
-request that asks for more output than fits less of it, unseen, and refuses a prompt that fills the
-context exactly for a ``max_tokens`` of 0. Here the whole prompt is tokenized, as vLLM's tokenizers
-do before they cut it.
+vLLM 0.32 tokenizes no further than the context's end. It cuts the output asked for to what fits,
+and refuses a prompt that fills the context exactly for a ``max_tokens`` of 0.
 """
 
 import functools
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,75 +17,49 @@ takes_room_left: ContextVar[bool] = ContextVar("conserve_room_left", default=Fal
 
 
 def apply() -> None:
-    from vllm.renderers import TokenizeParams as Params
+    from vllm.renderers import TokenizeParams
 
-    Params.__post_init__ = _judging_fields(Params.__post_init__)
-    Params.get_encode_kwargs = _unless_cut(Params.get_encode_kwargs, _encode_all)
-    Params._text_len_check = _unless_cut(Params._text_len_check, _judge_text)
-    Params._token_len_check = _judge_tokens
-    Params.max_truncation_tokens = property(_longest_cut)
+    judge_fields, encode_options = TokenizeParams.__post_init__, TokenizeParams.get_encode_kwargs
 
+    @functools.wraps(judge_fields)
+    def judged(self: Any) -> None:
+        # Only where a prompt is cut to what its output leaves does the output have to leave some.
+        if self.truncate_prompt_tokens is not None or self.truncation_side is not None:
+            judge_fields(self)
 
-def _judging_fields(judge: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(judge)
-    def judged(params: Any) -> None:
-        # Only where prompts are cut to what the output leaves does the output have to leave some.
-        if params.truncate_prompt_tokens is not None or params.truncation_side is not None:
-            judge(params)
+    @functools.wraps(encode_options)
+    def whole(self: Any) -> dict[str, Any]:
+        options: dict[str, Any] = encode_options(self)
+        if self.truncate_prompt_tokens is None:
+            options |= {"truncation": False, "max_length": None}
+        return options
 
-    return judged
-
-
-def _unless_cut(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def judged(params: Any, *given: Any) -> Any:
-        return (own if params.truncate_prompt_tokens is None else theirs)(params, *given)
-
-    return judged
+    TokenizeParams.__post_init__ = judged
+    TokenizeParams.get_encode_kwargs = whole
+    TokenizeParams._token_len_check = _judge_tokens
+    TokenizeParams.max_truncation_tokens = property(_longest_cut)
 
 
-def _encode_all(params: Any) -> dict[str, Any]:
-    return {
-        "truncation": False,
-        "max_length": None,
-        "add_special_tokens": params.add_special_tokens,
-    }
+def _longest_cut(self: Any) -> int | None:
+    most = self.max_total_tokens
+    # An answer has a token if its request says nothing of it.
+    return None if most is None else max(0, most - max(1, self.max_output_tokens))
 
 
-def _judge_text(params: Any, tokenizer: Any, text: str) -> str:
-    """Refuse to tokenize a text that is too long even if each token were the longest there is."""
-    most = params.max_total_tokens
-    if most is None or tokenizer is None or len(text) <= most * tokenizer.max_chars_per_token:
-        return text
-    raise _refusal(most, f"your prompt contains {len(text)} characters.", "input_text")
+def _judge_tokens(self: Any, tokenizer: Any, tokens: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
 
-
-def _longest_cut(params: Any) -> int | None:
-    most = params.max_total_tokens
-    return None if most is None else max(0, most - _output_tokens(params))
-
-
-def _judge_tokens(params: Any, tokenizer: Any, tokens: Any) -> Any:
-    most, output, prompt = params.max_total_tokens, _output_tokens(params), len(tokens)
-    if most is None or prompt + output <= most or counting.get():
+    most, longest, prompt = self.max_total_tokens, _longest_cut(self), len(tokens)
+    if longest is None or prompt <= longest or counting.get():
         return tokens
     if prompt < most and takes_room_left.get():
         return tokens
-    asked = f"you requested {output} output tokens and your prompt contains {prompt} input tokens."
-    raise _refusal(most, asked, params.max_output_tokens_param)
-
-
-def _output_tokens(params: Any) -> int:
-    # An answer has a token if its request says nothing of it.
-    return max(1, params.max_output_tokens)
-
-
-def _refusal(most: int, why: str, parameter: str) -> Exception:
-    from vllm.exceptions import VLLMValidationError
-
-    context = f"This model's maximum context length is {most} tokens. However, {why}"
-    error: Exception = VLLMValidationError(context, parameter=parameter)
-    return error
+    raise VLLMValidationError(
+        f"This model's maximum context length is {most} tokens. However, you requested "
+        f"{max(1, self.max_output_tokens)} output tokens and your prompt contains {prompt} input "
+        "tokens.",
+        parameter=self.max_output_tokens_param,
+    )
 
 
 _PARAMS = "vllm.renderers.params:TokenizeParams"
@@ -100,16 +71,8 @@ PATCH = Patch(
     seams=(
         f"{_PARAMS}.__post_init__(self)",
         f"{_PARAMS}.get_encode_kwargs(self)",
-        f"{_PARAMS}._text_len_check(self, tokenizer, text)",
         f"{_PARAMS}._token_len_check(self, tokenizer, tokens)",
         f"{_PARAMS}.max_truncation_tokens",
-        *(
-            f"{_PARAMS}.{name}"
-            for name in (
-                "max_total_tokens", "max_output_tokens", "max_output_tokens_param",
-                "truncate_prompt_tokens", "truncation_side", "add_special_tokens",
-            )
-        ),
     ),
     why="clients that compact a history are not told how long it is, or get hardly any output",
     upstream=(
@@ -119,4 +82,4 @@ PATCH = Patch(
     ),
     process="server",
     apply=apply,
-)  # fmt: skip
+)

@@ -50,6 +50,8 @@ SCHEDULER = Patch(
     without="engine_scheduler=vllm",
 )
 
+_ONLINE = "vllm.renderers.online_renderer:OnlineRenderer"
+
 GENERATE = Patch(
     name="generate",
     package="vllm",
@@ -73,10 +75,9 @@ RENDERING = Patch(
     package="vllm",
     versions="==0.32.*",
     seams=(
-        "vllm.renderers.online_renderer:OnlineRenderer.render_chat(self, request, *, skip_mm_cache)",
-        "vllm.renderers.online_renderer:OnlineRenderer.render_completion"
-        "(self, request, *, skip_mm_cache)",
-        "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat(self, request, messages, "
+        f"{_ONLINE}.render_chat(self, request, *, skip_mm_cache)",
+        f"{_ONLINE}.render_completion(self, request, *, skip_mm_cache)",
+        f"{_ONLINE}.preprocess_chat(self, request, messages, "
         "default_template, default_template_content_format, default_template_kwargs, tool_dicts, "
         "parser, *, skip_mm_cache)",
         "vllm.renderers.base:BaseRenderer._tokenize_prompt_async",

@@ -9,7 +9,7 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 
-from deployments.upstream.prompt_lengths import PATCH, takes_room_left, apply
+from deployments.upstream.prompt_lengths import PATCH, apply, takes_room_left
 from tests.unit.deployments.upstream.originals import unpatched
 
 CONTEXT = 100
