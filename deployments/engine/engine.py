@@ -51,7 +51,7 @@ from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
 from deployments.upstream.patch import require
-from deployments.upstream.seams import GENERATE
+from deployments.upstream.seams import SERVING
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -149,7 +149,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         client = self.engine._engine_client
         failed = FailedImages(functools.partial(_abort, client))
         self._meter = measure(client, failed.have_failed)
-        require(GENERATE)
+        require(SERVING)
         hold_until_stored(client)
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens

@@ -32,7 +32,6 @@ from deployments.engine.vision.node_images import MissingTokens
 from deployments.upstream import media_names, prepared_twice
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
-from deployments.upstream.seams import RENDERING
 
 _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
@@ -55,10 +54,10 @@ class EngineHttp:
     ) -> None:
         describe(app)
         apply_patches("server")
-        for record in (media_names.PATCH, prepared_twice.PATCH, RENDERING):
-            require(record)
         explain_refusals(app)
+        require(media_names.PATCH)
         media_names.keep_media_names(image_name)
+        require(prepared_twice.PATCH)
         prepared_twice.prepare_once(client.renderer)
         renderer = app.state.online_renderer
         keyed = settings.keys_file is not None

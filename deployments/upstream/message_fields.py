@@ -22,7 +22,9 @@ def apply() -> None:
 
     class Message(serving.AnthropicMessagesResponse):  # type: ignore[misc]
         def model_post_init(self: Any, context: Any) -> None:
-            self.id = MESSAGE_ID + self.id.removeprefix(_CHAT_ID)
+            super().model_post_init(context)
+            if self.id.startswith(_CHAT_ID):
+                self.id = MESSAGE_ID + self.id.removeprefix(_CHAT_ID)
 
         def model_dump(self: Any, **options: Any) -> dict[str, Any]:
             self.content = [_renamed(block) for block in self.content]

@@ -11,6 +11,7 @@ FILES = (
     "kernel_scan",
     "cut_calls",
     "last_choice",
+    "loose_forced_calls",
     "media_names",
     "message_fields",
     "message_prefill",

@@ -52,8 +52,8 @@ SCHEDULER = Patch(
 
 _ONLINE = "vllm.renderers.online_renderer:OnlineRenderer"
 
-GENERATE = Patch(
-    name="generate",
+SERVING = Patch(
+    name="serving",
     package="vllm",
     versions="==0.32.*",
     seams=(
@@ -63,18 +63,6 @@ GENERATE = Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs(self, request_id, "
         "prompt, params, supported_tasks, arrival_time, lora_request, tokenization_kwargs, "
         "trace_headers, priority, data_parallel_rank, resumable, session_id, kv_hints)",
-    ),
-    why="vLLM cannot judge or prefill a request without an answer, nor watch one that it answers",
-    upstream="not reported: AsyncLLM.generate is wrapped, which is no fault of vLLM's",
-    process="server",
-    used_by="deployments/engine/engine.py",
-)
-
-RENDERING = Patch(
-    name="rendering",
-    package="vllm",
-    versions="==0.32.*",
-    seams=(
         f"{_ONLINE}.render_chat(self, request, *, skip_mm_cache)",
         f"{_ONLINE}.render_completion(self, request, *, skip_mm_cache)",
         f"{_ONLINE}.preprocess_chat(self, request, messages, "
@@ -86,10 +74,13 @@ RENDERING = Patch(
         "vllm.renderers.base:BaseRenderer._build_tokens_prompt"
         "(token_ids, prompt, *, offset_mapping)",
     ),
-    why="each turn tokenizes its whole history, and what is only read fills the cache of media",
-    upstream="vllm-project/vllm#47582 (a cache of tokens, an RFC)",
+    why=(
+        "vLLM cannot judge or prefill a request without an answer, nor tell what became of one, "
+        "and tokenizes a turn's whole history"
+    ),
+    upstream="vllm-project/vllm#47582 (a cache of tokens, an RFC); the rest is not reported",
     process="server",
-    used_by="deployments/engine/http_server.py",
+    used_by="deployments/engine/engine.py",
 )
 
 MEDIA_ASIDE = Patch(
@@ -106,4 +97,4 @@ MEDIA_ASIDE = Patch(
     used_by="deployments/engine/vision/aside.py",
 )
 
-SEAMS = (SCHEDULER, GENERATE, RENDERING, MEDIA_ASIDE)
+SEAMS = (SCHEDULER, SERVING, MEDIA_ASIDE)

@@ -38,12 +38,15 @@ from conserve.errors import from_engine
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.http_server import explain_refusals
 from deployments.engine.tokenizing import keep_tokens
-from deployments.upstream.patches import apply_patches
+from deployments.upstream import prompt_lengths
+from tests.unit.deployments.upstream.originals import unpatched
 
 MODEL = "m"
 CONTEXT = 2048
 U = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+patched = unpatched(prompt_lengths.PATCH, then=True)
 
 
 class Client:
@@ -118,7 +121,6 @@ def served(tokenizer_cache_mb: int) -> RequestCheck:
     init_exception_handler(app)
     # As vLLM's own way to make the app ends.
     app.middleware_stack = app.build_middleware_stack()
-    apply_patches("server")
     explain_refusals(app)
     make_checkable(client, online, ("generate",), lambda _: 0)
     return RequestCheck(app)

@@ -9,9 +9,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from conserve.apis import CHAT, MESSAGES
 from conserve.errors import ApiError
-from deployments.upstream.patches import apply_patches
+from deployments.upstream import message_prefill
 from tests.published_schemas import WORD, Case, cases, fields
 from tests.unit.deployments.engine.vllm_server import Server
+from tests.unit.deployments.upstream.originals import unpatched
 
 # Fields by which a request asks for what is not served.
 REFUSED = {
@@ -38,6 +39,8 @@ SERVED_KINDS = {
     MESSAGES: {"text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result",
                "tool_reference", "custom", "base64", "url", "any", "auto", "none", "tool"},
 }  # fmt: skip
+patched = unpatched(message_prefill.PATCH, then=True)
+
 PROTOCOLS = {CHAT: ChatCompletionRequest, MESSAGES: AnthropicMessagesRequest}
 
 
@@ -78,7 +81,6 @@ def complaint(case: Case, error: ApiError) -> str | None:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_what_a_schema_allows_is_served_or_refused_by_name(path: str) -> None:
-    apply_patches("server")
     server = Server(answer=["on"])
     wrong: list[tuple[str, str]] = []
     served = 0

@@ -17,9 +17,11 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from conserve.embedded import model_path
 from conserve.tokenizing import TokenCache
 from deployments.engine.tokenizing import keep_tokens
-from deployments.upstream.patches import apply_patches
-from deployments.upstream.prompt_lengths import counting
+from deployments.upstream.prompt_lengths import PATCH, counting
 from tests.unit.conserve.tokenizing import tokenizers as kinds
+from tests.unit.deployments.upstream.originals import unpatched
+
+patched = unpatched(PATCH, then=True)
 
 LONG = "open the file and read it. " * 30
 HISTORY = [
@@ -158,7 +160,6 @@ def test_a_prompt_that_is_cut_off_is_cut_off_as_ever(
 def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(
     plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
 ) -> None:
-    apply_patches("server")
     said = []
     for which, times in ((plain, 40), (kept[0], 40), (kept[0], 40), (plain, 80), (kept[0], 80)):
         with pytest.raises(Exception, match="maximum context length") as error:

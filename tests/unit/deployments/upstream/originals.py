@@ -10,13 +10,17 @@ import pytest
 from deployments.upstream.patch import Patch, parts_of
 
 
-def unpatched(patch: Patch) -> Callable[..., None]:
-    """Return a fixture that puts a patch's seams back as they were when this was called.
+def unpatched(*patches: Patch, then: bool = False) -> Callable[..., None]:
+    """Return a fixture that puts patches' seams back as they were when this was called.
 
-    A test file calls it as it is loaded. Its tests start without the patch, and may apply it.
+    A test file calls it as it is loaded. Its tests start without the patches, and may apply them;
+    afterwards all is as it was before.
+
+    Args:
+        then: whether the fixture applies them at once.
     """
     found: list[tuple[Any, str, Any]] = []
-    for seam in patch.seams:
+    for seam in (seam for patch in patches for seam in patch.seams):
         module, path, _ = parts_of(seam)
         owner = importlib.import_module(module)
         *parts, name = path.split(".")
@@ -31,5 +35,8 @@ def unpatched(patch: Patch) -> Callable[..., None]:
     def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         for owner, name, member in found:
             monkeypatch.setattr(owner, name, member)
+        for patch in patches if then else ():
+            assert patch.apply is not None
+            patch.apply()
 
     return restored

@@ -9,7 +9,7 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 
-from deployments.upstream.prompt_lengths import PATCH, apply, takes_room_left
+from deployments.upstream.prompt_lengths import PATCH, apply
 from tests.unit.deployments.upstream.originals import unpatched
 
 CONTEXT = 100
@@ -18,13 +18,12 @@ TOKENIZER: Any = SimpleNamespace(max_chars_per_token=4, truncation_side="right")
 restored = unpatched(PATCH)
 
 
-def params(output: int, **more: Any) -> TokenizeParams:
+def params(output: int) -> TokenizeParams:
     return TokenizeParams(
         max_total_tokens=CONTEXT,
         max_output_tokens=output,
         max_output_tokens_param="max_tokens",
         max_total_tokens_param="max_model_len",
-        **more,
     )
 
 
@@ -75,22 +74,3 @@ def test_the_whole_prompt_and_the_output_are_judged(
     apply()
     said = told(prompt, output)
     assert (said is None) if says is None else (said is not None and says in said)
-
-
-def test_a_request_that_takes_less_gets_what_room_there_is() -> None:
-    apply()
-    before = takes_room_left.set(True)
-    try:
-        assert told(60, 500) is None
-        assert told(CONTEXT, 500) is not None
-    finally:
-        takes_room_left.reset(before)
-
-
-def test_a_prompt_is_cut_to_what_its_output_leaves() -> None:
-    cut = params(40, truncate_prompt_tokens=-1)
-    assert cut.max_truncation_tokens == CONTEXT - 1
-    apply()
-    assert cut.max_truncation_tokens == CONTEXT - 40
-    with pytest.raises(VLLMValidationError, match="max_tokens=101 cannot be greater"):
-        params(101, truncate_prompt_tokens=-1)
