@@ -31,7 +31,6 @@ from deployments.engine.vision.aside import MediaAside
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.upstream import media_names, prepared_twice
 from deployments.upstream.patch import require
-from deployments.upstream.patches import apply_patches
 
 _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
@@ -53,7 +52,6 @@ class EngineHttp:
         image_name: Callable[[str], str],
     ) -> None:
         describe(app)
-        apply_patches("server")
         explain_refusals(app)
         require(media_names.PATCH)
         media_names.keep_media_names(image_name)
