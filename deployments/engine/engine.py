@@ -22,7 +22,6 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
-from deployments.engine.choices import tell_of_all_choices
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
 from deployments.engine.gpu_worker import WorkerClient
@@ -49,7 +48,7 @@ from deployments.tracing import tell_of_lost_collector
 from deployments.upstream import unreachable_scheduler
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
-from deployments.upstream.seams import LANE, LOAD, SCHEDULER, SM_SLOTS
+from deployments.upstream.seams import LANE, LOAD, SCHEDULER, SERVING, SM_SLOTS
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -100,6 +99,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         apply_patches("server")
         apply_patches("engine")
         require(LOAD)
+        require(SERVING)
         if schedules:
             require(SCHEDULER)
             require(unreachable_scheduler.PATCH)
@@ -156,7 +156,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         failed = FailedImages(functools.partial(_abort, client))
         self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
-        tell_of_all_choices()
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)

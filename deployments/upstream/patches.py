@@ -18,6 +18,14 @@ FILES = (
     "unhooked_loading",
     "unreachable_scheduler",
     "connector_race",
+    "cut_calls",
+    "last_choice",
+    "media_names",
+    "message_fields",
+    "message_prefill",
+    "message_start",
+    "prepared_twice",
+    "prompt_lengths",
 )
 
 _applied: set[str] = set()

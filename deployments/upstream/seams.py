@@ -184,4 +184,51 @@ RAY_LLM = Patch(
     used_by="deployments/engine/engine.py",
 )
 
-SEAMS = (SCHEDULER, LANE, SM_SLOTS, LOAD, RAY_LLM)
+_ONLINE = "vllm.renderers.online_renderer:OnlineRenderer"
+
+SERVING = Patch(
+    name="serving",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.v1.engine.async_llm:AsyncLLM.generate(self, prompt, sampling_params, request_id, *, "
+        "prompt_text, lora_request, tokenization_kwargs, trace_headers, priority, "
+        "data_parallel_rank, session_id, kv_hints, reasoning_ended, reasoning_parser_kwargs)",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs(self, request_id, "
+        "prompt, params, supported_tasks, arrival_time, lora_request, tokenization_kwargs, "
+        "trace_headers, priority, data_parallel_rank, resumable, session_id, kv_hints)",
+        f"{_ONLINE}.render_chat(self, request, *, skip_mm_cache)",
+        f"{_ONLINE}.render_completion(self, request, *, skip_mm_cache)",
+        f"{_ONLINE}.preprocess_chat(self, request, messages, "
+        "default_template, default_template_content_format, default_template_kwargs, tool_dicts, "
+        "parser, *, skip_mm_cache)",
+        "vllm.renderers.base:BaseRenderer._tokenize_prompt_async",
+        "vllm.renderers.base:BaseRenderer._executor",
+        "vllm.renderers.base:BaseRenderer._wants_offsets(self, prompt, params)",
+        "vllm.renderers.base:BaseRenderer._build_tokens_prompt"
+        "(token_ids, prompt, *, offset_mapping)",
+    ),
+    why=(
+        "vLLM cannot judge or prefill a request without an answer, nor tell what became of one, "
+        "and tokenizes a turn's whole history"
+    ),
+    upstream="vllm-project/vllm#47582 (a cache of tokens, an RFC); the rest is not reported",
+    process="server",
+    used_by="deployments/engine/engine.py",
+)
+
+MEDIA_ASIDE = Patch(
+    name="media_aside",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.multimodal.media.connector:MediaConnector._load_data_url(self, url, media_io)",
+        "vllm.multimodal.media.image:ImageMediaIO.load_bytes(self, data)",
+    ),
+    why="a body with 40 MB of base64 stops all streams for half a second",
+    upstream="vllm-project/vllm#48147 (an RFC)",
+    process="server",
+    used_by="deployments/engine/vision/aside.py",
+)
+
+SEAMS = (SCHEDULER, LANE, SM_SLOTS, LOAD, RAY_LLM, SERVING, MEDIA_ASIDE)
