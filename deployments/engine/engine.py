@@ -44,7 +44,6 @@ from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
-from deployments.loopback import LOOPBACK, listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
@@ -52,6 +51,8 @@ from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
+from deployments.upstream.outer_address import LOOPBACK
+from deployments.upstream.patches import apply_patches
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -99,7 +100,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     ) -> None:
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
-        listen_where_ray_does()
+        apply_patches("ray")
         give_way_soon()
         tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id

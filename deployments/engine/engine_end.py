@@ -20,7 +20,7 @@ import threading
 from types import SimpleNamespace
 
 from deployments.engine.gpu_worker import wait_for_predecessor
-from deployments.node.unnamed_memory import UnnamedMemory
+from deployments.upstream.unnamed_memory import UnnamedMemory
 
 logger = logging.getLogger("vllm.conserve")
 

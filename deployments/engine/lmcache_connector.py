@@ -4,12 +4,6 @@ With LMCacheMPConnector, a dead server delays every step by its message timeout,
 restarts or forgets the engine is lost for good, and a failed store ends the engine. The methods
 below say what they change. Keys are made of the ``cache_salt`` and of token ids; placeholders of
 media are replaced by a value of the item's hash (``LMCacheMPRequestTracker.get_token_ids``).
-
-Internals of lmcache 0.5.6 that are used: ``_health_event``, ``_ensure_heartbeat_started``,
-``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``error_block_ids``, ``_can_store``, ``_group_tokens_per_block``,
-``_report_block_allocation_deltas``, and the request trackers (`lmcache_client` and
-`stores` use more). Check them when the version changes.
 """
 
 import functools
@@ -38,16 +32,7 @@ from conserve.wire import (
     STORED_TOKENS,
 )
 from deployments.engine.kv_layers import require_whole_blocks
-from deployments.engine.lmcache_client import (
-    PING_TIMEOUT_S,
-    Connection,
-    LateKV,
-    be_patient,
-    fail_fast,
-    register_after_silence,
-    say_less,
-    wait_for_server,
-)
+from deployments.engine.lmcache_client import LateKV, wait_for_server
 from deployments.engine.step_meter import StepMeter, StepStats
 from deployments.engine.stored import Address, tell_stored
 from deployments.engine.stores import (
@@ -56,17 +41,17 @@ from deployments.engine.stores import (
     Steps,
     Stores,
     StoresReport,
-    copy_beside_steps,
     groups_that_give_up,
 )
 from deployments.engine.vision.failures import failures
-from deployments.node import kv_pool
+from deployments.upstream import lost_server
+from deployments.upstream.lost_server import Connection, fail_fast
+from deployments.upstream.patch import require
+from deployments.upstream.patches import apply_patches
+from deployments.upstream.seams import LMCACHE_CONNECTOR
 
 logger = init_logger(__name__)
 
-# A server may still write a load that was given up, over what the engine puts there next. So on a
-# GPU a silent server does not count as lost before it would have been killed.
-_GPU_PING_TIMEOUT_S = 60.0
 _UNREGISTER_TIMEOUT_S = 2.0
 
 
@@ -77,22 +62,21 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     _parks = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        require(LMCACHE_CONNECTOR)
+        require(lost_server.PATCH)
+        apply_patches("connector")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         layers = args[1] if len(args) > 1 else kwargs.get("kv_cache_config")
         require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
         wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
-        kv_pool.accept()
-        copy_beside_steps()
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         give_up = groups_that_give_up(layers)
         if hasattr(self, "scheduler_adapter"):
             self._prepare_scheduler(1 + vllm_config.num_speculative_tokens, give_up)
             adapter = self.scheduler_adapter
-            say_less(adapter)
             for url, client in adapter.req_clients.items():
                 fail_fast(client, adapter._health_events[url])
-                be_patient(client)
             adapter._ensure_heartbeat_started()
         else:
             worker = self.worker_adapter
@@ -101,8 +85,6 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 vllm_config.parallel_config.world_size,
                 reports=bool(give_up),
             )
-            on_gpu = vllm_config.device_config.device_type != "cpu"
-            be_patient(worker.req_client, _GPU_PING_TIMEOUT_S if on_gpu else PING_TIMEOUT_S)
 
     def _prepare_scheduler(self, decode_tokens: int = 1, give_up: tuple[int, ...] = ()) -> None:
         self._late = LateKV()
@@ -134,10 +116,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Start the heartbeat now, not at a first request."""
-        adapter = self.worker_adapter
-        register_after_silence(adapter.req_client, adapter._reregister_kv_caches_callback)
         super().register_kv_caches(kv_caches)
-        adapter._ensure_heartbeat_started()
+        self.worker_adapter._ensure_heartbeat_started()
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         """Begin to load, and have a load that fails leave vLLM's own blocks alone.
@@ -416,7 +396,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return stats
 
     def _report_block_allocation_deltas(self, scheduler_output: Any) -> None:
-        """Report nothing: it costs every turn, for metrics of the server's (`say_less`)."""
+        """Report nothing: it costs every turn, for metrics of the server's."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]

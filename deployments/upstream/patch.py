@@ -12,8 +12,9 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 # Processes that have patches: an engine's HTTP server; every process of an engine, its server
-# included; a node's LMCache server; a router; and any process that starts or joins a Ray.
-Process = Literal["server", "engine", "lmcache", "router", "ray"]
+# included; those of them that have a connector to LMCache; a node's LMCache server; a router; and
+# any process that starts or joins a Ray.
+Process = Literal["server", "engine", "connector", "lmcache", "router", "ray"]
 Device = Literal["cpu", "cuda"]
 
 # With this variable set, seams alone are checked, and any version is taken: to try a new release.

@@ -7,7 +7,12 @@ from deployments.upstream.patch import Patch, Process, require
 from deployments.upstream.seams import SEAMS
 
 # Files of this folder, in the order in which they are applied.
-FILES = ("kernel_scan",)
+FILES = (
+    "kernel_scan",
+    "copies_in_steps", "forgotten_worker", "hasty_client", "lost_server", "named_pool",
+    "polling_for_copies", "spinning_progress", "unfinished_copies",
+    "outer_address", "replica_port", "sigterm_exits",
+)  # fmt: skip
 
 _applied: set[str] = set()
 

@@ -94,9 +94,9 @@ class Storing(StandIn):
         """The scheduler's half, and the worker's."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-        from deployments.engine.lmcache_client import Connection
         from deployments.engine.lmcache_connector import ResilientMPConnector
         from deployments.engine.stores import groups_that_give_up
+        from deployments.upstream.lost_server import Connection
 
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         give_up = groups_that_give_up(SimpleNamespace(kv_cache_groups=groups))

@@ -369,8 +369,8 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
     from lmcache.v1.multiprocess.futures import MessagingFuture
 
-    from deployments.engine.lmcache_client import Connection
     from deployments.engine.lmcache_connector import ResilientMPConnector
+    from deployments.upstream.lost_server import Connection
 
     stores = []
 

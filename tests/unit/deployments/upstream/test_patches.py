@@ -15,7 +15,7 @@ from deployments.upstream.seams import SCHEDULER, SEAMS
 from tests.checkout import ROOT
 
 FOLDER = ROOT / "deployments" / "upstream"
-NOT_PATCHES = {"__init__", "patch", "patches", "seams"}
+NOT_PATCHES = {"__init__", "patch", "patches", "seams", "unnamed_memory"}
 
 
 def test_each_file_is_in_the_table() -> None:

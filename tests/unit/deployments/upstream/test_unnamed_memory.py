@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.node.unnamed_memory import UnnamedMemory, reserve
+from deployments.upstream.unnamed_memory import UnnamedMemory, reserve
 
 _SIZE = 100_000
 
