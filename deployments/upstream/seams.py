@@ -81,7 +81,6 @@ LMCACHE_CONNECTOR = Patch(
         f"{_CONNECTOR}._get_or_create_request_tracker(self, request)",
         f"{_TRACKER}.get_token_ids(self)",
         f"{_TRACKER}.increase_num_scheduled_tokens(self, num_new_tokens)",
-        "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestState.BYPASS_LMCACHE",
         f"{_SCHEDULING}.cleanup_lookup_result(self, request_id)",
         f"{_SCHEDULING}._create_key"
         "(self, token_ids, start, end, request_id, cache_salt, request_configs)",
@@ -95,7 +94,7 @@ LMCACHE_CONNECTOR = Patch(
         *_attributes(
             _TRACKER,
             "lookup_started_at max_offload_tokens num_lmcache_hit_tokens "
-            "num_prompt_tokens num_stored_tokens num_vllm_hit_tokens state",
+            "num_prompt_tokens num_scheduled_tokens num_stored_tokens num_vllm_hit_tokens",
         ),
         *_attributes(_SCHEDULING, "_health_events req_clients"),
         *_attributes(
@@ -107,7 +106,7 @@ LMCACHE_CONNECTOR = Patch(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:"
         "KVConnectorBase_V1.clear_connector_metadata(self)",
         "vllm.v1.outputs:KVConnectorOutput.failed_recving",
-    ),  # fmt: skip
+    ),
     why="LMCache's connector has an engine wait for its server, or end with it",
     upstream=(
         "LMCache/LMCache#4185, #4715, #4795, #4797, #4938: the connector's methods say which; not "

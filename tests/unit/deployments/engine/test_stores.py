@@ -57,34 +57,57 @@ def test_random_turns_are_stored_as_they_were_computed(
 
 
 @pytest.mark.parametrize("two_in_flight", [False, True])
+@pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_prompts_whose_loads_fail_are_stored_as_they_were_computed(
-    seed: int, two_in_flight: bool
+    seed: int, window: bool, two_in_flight: bool
 ) -> None:
-    """Behind a beginning that the engine has, and where a step ends within a block."""
+    engine, asked = _with_failing_loads(seed, window, two_in_flight)
+    assert not engine.wrong
+    assert not engine.spoiled
+    assert engine.preempted
+    failed = [one for one in engine.loaded if one in engine.fail]
+    assert failed
+    # It is not tried again.
+    assert len(failed) == len(set(failed))
+    stored = {
+        (copy.request_id, position // CHUNK_TOKENS)
+        for copy in engine.copies
+        for _, _, (_, position, _) in copy.reads
+    }
+    # All of them, up to their last chunks, also where an answer has one token.
+    assert stored >= {(one, asked[one] // CHUNK_TOKENS - 1) for one in failed}
+    assert not engine.front._failed
+    engine.require_no_leak()
+
+
+def _with_failing_loads(
+    seed: int, window: bool, two_in_flight: bool
+) -> tuple[Storing, dict[str, int]]:
+    """Prompts behind a beginning that the engine has, and where a step ends within a block."""
     chance = random.Random(seed)
-    engine = Storing(blocks=160, takes_steps=1, two_in_flight=two_in_flight)
+    engine = Storing(
+        blocks=160 if window else 80, takes_steps=1, window=window, two_in_flight=two_in_flight
+    )
     shared = words(chance, 320)
-    loaded = 0
+    asked: dict[str, int] = {}
     for number in range(80):
         name = f"r{number}"
         own = words(chance, chance.randrange(20, 900))
         prompt = shared[: chance.choice((0, 100, 320))] + own
-        chunks = min(len(prompt), 640) // CHUNK_TOKENS
-        engine.found_tokens[name] = chance.randrange(chunks + 1) * CHUNK_TOKENS
+        asked[name] = len(prompt)
+        # A last chunk that is not there.
+        chunks = min(len(prompt) - CHUNK_TOKENS, 640) // CHUNK_TOKENS
+        engine.found_tokens[name] = chance.randrange(max(chunks, 0) + 1) * CHUNK_TOKENS
         if chance.random() < 0.6:
             engine.fail.add(name)
         engine.store(name, prompt, max_tokens=chance.choice((1, 40)))
         for _ in range(chance.randrange(5)):
             engine.step()
-        loaded += len(engine.loads)
     engine.drain()
     for _ in range(20):
         engine.step()
-    assert loaded
-    assert not engine.wrong
-    assert not engine.spoiled
-    engine.require_no_leak()
+    return engine, asked
 
 
 def _eventually(holds: Any) -> None:
