@@ -22,12 +22,12 @@ from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
-from deployments.loopback import find_on_loopback, start_on_loopback
 from deployments.prompting import parsers_of
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
 from deployments.tier_nodes import wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
+from deployments.upstream.outer_address import find_on_loopback, start_on_loopback
 from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts

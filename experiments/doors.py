@@ -13,9 +13,9 @@ import uvicorn
 
 from conserve.launch import Launch
 from conserve.settings import Settings
-from deployments.loopback import find_on_loopback
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient
+from deployments.upstream.outer_address import find_on_loopback
 from experiments.harness import Experiment
 
 _START_S = 120.0

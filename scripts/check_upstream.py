@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deployments.upstream.patch import Patch, distribution_of, parts_of
+from deployments.upstream.patch import Patch, distribution_of
 from deployments.upstream.patches import patches
 
 WHEELS = Path("build/wheels")
@@ -48,7 +48,7 @@ class Source:
 
     def seam(self, seam: str) -> str | None:
         """Return the code of a seam, normalised; None if it is gone."""
-        module, name, _ = parts_of(seam)
+        module, _, name = seam.partition(":")
         nodes = self._find(module, name.split("."), _HOPS)
         return "\n".join(ast.unparse(_bare(node)) for node in nodes) or None
 
@@ -211,7 +211,7 @@ def main() -> None:
         found = [*verdicts(pinned, other, patch)]
         worst = max((verdict for _, verdict, _ in found), key=[*_COLOURS].index)
         names = [
-            f"{seam.partition(':')[2].partition('(')[0]}{' (gone)' if verdict == 'gone' else ''}"
+            f"{seam.partition(':')[2]}{' (gone)' if verdict == 'gone' else ''}"
             for seam, verdict, _ in found
             if verdict != "same"
         ]

@@ -14,8 +14,8 @@ from conserve.settings import Settings
 from conserve_cli.doctor.facts import Finding, NodeFacts, wrong
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
-from deployments.loopback import find_on_loopback
 from deployments.messages import HEAD_NODE
+from deployments.upstream.outer_address import find_on_loopback
 
 # A node's first worker takes long to import its modules.
 _NODE_TIMEOUT_S = 120.0

@@ -37,7 +37,6 @@ from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
-from deployments.loopback import LOOPBACK, listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
@@ -46,6 +45,7 @@ from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
 from deployments.upstream import unreachable_scheduler
+from deployments.upstream.outer_address import LOOPBACK
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
 from deployments.upstream.seams import LANE, LOAD, SCHEDULER, SERVING, SM_SLOTS
@@ -109,7 +109,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             require(SM_SLOTS)
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
-        listen_where_ray_does()
+        apply_patches("ray")
         give_way_soon()
         tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id

@@ -8,7 +8,7 @@ for an error, and the replica fails to load.
 import functools
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def keep_what_is_registered() -> None:
@@ -31,11 +31,7 @@ def keep_what_is_registered() -> None:
 PATCH = Patch(
     name="connector_race",
     package="ray",
-    versions="==2.60.*",
-    seams=(
-        "ray.llm._internal.serve.utils.registry:ComponentRegistry.register(self, name, value)",
-        "ray.llm._internal.serve.utils.registry:ComponentRegistry.contains(self, name)",
-    ),
+    seams=(*of("ray.llm._internal.serve.utils.registry:ComponentRegistry", "register contains"),),
     why="of replicas that start together, one fails to load and starts again",
     upstream=(
         "not reported: kv_transfer/factory.py's _initialize_registry looks and then registers, so "

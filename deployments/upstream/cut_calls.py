@@ -165,21 +165,15 @@ _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 PATCH = Patch(
     name="cut_calls",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        f"{_CHAT}._make_parser(self, request, tokenizer, chat_template_kwargs)",
-        f"{_CHAT}.chat_completion_full_generator(self, request, result_generator, request_id, "
-        "model_name, conversation, tokenizer, request_metadata, parser, mm_token_counts)",
-        f"{_RESPONSES}._make_response_parser(self, request, tokenizer, chat_template_kwargs)",
-        f"{_RESPONSES}.responses_full_generator(self, request, sampling_params, result_generator, "
-        "context, model_name, tokenizer, request_metadata, created_time)",
+        f"{_CHAT}._make_parser",
+        f"{_CHAT}.chat_completion_full_generator",
+        f"{_RESPONSES}._make_response_parser",
+        f"{_RESPONSES}.responses_full_generator",
         "vllm.entrypoints.openai.responses.context:SimpleContext.final_output",
-        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.messages_full_converter"
-        "(self, generator)",
-        "vllm.parser.abstract_parser:DelegatingParser.parse"
-        "(self, model_output, request, enable_auto_tools, model_output_token_ids)",
-        "vllm.parser.abstract_parser:DelegatingParser.parse_delta"
-        "(self, delta_text, delta_token_ids, request, prompt_token_ids, *, finished)",
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.messages_full_converter",
+        "vllm.parser.abstract_parser:DelegatingParser.parse",
+        "vllm.parser.abstract_parser:DelegatingParser.parse_delta",
     ),
     why="clients run half a call, or are shown the model's own marks of one",
     upstream="vllm-project/vllm#58228 and #47903",

@@ -93,14 +93,11 @@ def _zeros(runner: Any, tokens: int, width: int | None) -> Any:
 PATCH = Patch(
     name="encoder_errors",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._execute_mm_encoder"
-        "(self, scheduler_output)",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._execute_mm_encoder",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.encoder_cache",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
-        "vllm.v1.worker.gpu.model_states.interface:ModelState.execute_mm_encoder"
-        "(self, scheduled_encoder_inputs)",
+        "vllm.v1.worker.gpu.model_states.interface:ModelState.execute_mm_encoder",
         "vllm.v1.worker.gpu.model_states.interface:ModelState.encoder_cache",
         "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache.mm_features",
         "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache.encoder_outputs",

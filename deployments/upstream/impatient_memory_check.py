@@ -63,10 +63,9 @@ def _gib(size_bytes: int) -> str:
 PATCH = Patch(
     name="impatient_memory_check",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.v1.worker.utils:request_memory(init_snapshot, cache_config, external_weight_memory)",
-        "vllm.utils.mem_utils:MemorySnapshot.measure(self)",
+        "vllm.v1.worker.utils:request_memory",
+        "vllm.utils.mem_utils:MemorySnapshot.measure",
     ),
     why="an engine that replaces a killed one fails for lack of GPU memory until LMCache misses it",
     upstream=(

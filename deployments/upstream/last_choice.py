@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conserve import wire
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 _KV, _EC = "kv_transfer_params", "ec_transfer_params"
 
@@ -57,13 +57,7 @@ def _loaded(kv: dict[str, Any]) -> int:
 PATCH = Patch(
     name="last_choice",
     package="vllm",
-    versions="==0.32.*",
-    seams=(
-        "vllm.v1.engine.output_processor:RequestState.make_request_output(self, new_token_ids, "
-        "pooling_output, finish_reason, stop_reason, kv_transfer_params, ec_transfer_params, "
-        "error)",
-        "vllm.v1.engine.output_processor:RequestState.parent_req",
-    ),
+    seams=(*of("vllm.v1.engine.output_processor:RequestState", "make_request_output parent_req"),),
     why="a turn of several choices counts KV as computed that one of them has loaded",
     upstream=(
         "not reported: with n>1 RequestOutput's kv_transfer_params and ec_transfer_params are "

@@ -35,11 +35,10 @@ _PARSER = "vllm.renderers.chat_utils:AsyncMultiModalContentParser"
 PATCH = Patch(
     name="media_names",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        f"{_PARSER}.parse_image(self, image_url, uuid)",
-        f"{_PARSER}.parse_audio(self, audio_url, uuid)",
-        f"{_PARSER}.parse_video(self, video_url, uuid)",
+        f"{_PARSER}.parse_image",
+        f"{_PARSER}.parse_audio",
+        f"{_PARSER}.parse_video",
     ),
     why="each turn decodes and hashes its history's images, which the node's cache does not know",
     upstream=(

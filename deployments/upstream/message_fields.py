@@ -62,14 +62,12 @@ def _renamed(block: Any) -> Any:
 PATCH = Patch(
     name="message_fields",
     package="vllm",
-    versions="==0.32.*",
     seams=(
         "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse",
         "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse.stop_sequence",
         "vllm.entrypoints.anthropic.serving:AnthropicStreamEvent.model_dump_json",
         "vllm.entrypoints.anthropic.serving:AnthropicStreamEvent.content_block",
-        "vllm.entrypoints.anthropic.serving:_to_anthropic_stop_reason"
-        "(finish_reason, stop_reason, tool_used, tool_complete)",
+        "vllm.entrypoints.anthropic.serving:_to_anthropic_stop_reason",
     ),
     why="strict clients of Anthropic's miss fields, refuse ids, and look for calls that are not",
     upstream=(

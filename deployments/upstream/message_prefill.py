@@ -79,12 +79,9 @@ def _ends_with(text: str, prompt: Any, renderer: Any) -> bool:
 PATCH = Patch(
     name="message_prefill",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.to_chat_completion_request"
-        "(anthropic_request, *, merge_inline_system, disabled_thinking_effort)",
-        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.render_chat_request"
-        "(self, request)",
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.to_chat_completion_request",
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.render_chat_request",
     ),
     why="a message that a client has begun is closed, and the model begins another",
     upstream=(

@@ -64,15 +64,9 @@ def _with(chunk: str, details: Any) -> str:
 PATCH = Patch(
     name="message_start",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages"
-        ".chat_completion_stream_generator(self, request, result_generator, request_id, "
-        "model_name, conversation, tokenizer, request_metadata, chat_template_kwargs, "
-        "mm_token_counts)",
-        "vllm.entrypoints.openai.chat_completion.serving:_make_prompt_tokens_details"
-        "(enable_prompt_tokens_details, num_cached_tokens, num_cache_creation_tokens, "
-        "mm_token_counts)",
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.chat_completion_stream_generator(self, request, result_generator, request_id, model_name, conversation, tokenizer, request_metadata, chat_template_kwargs, mm_token_counts)",
+        "vllm.entrypoints.openai.chat_completion.serving:_make_prompt_tokens_details",
     ),
     why="a stream's first event counts the whole prompt as computed, its last one does not",
     upstream="vllm-project/vllm#45079 (#40912 did the last event)",

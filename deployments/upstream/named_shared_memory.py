@@ -23,12 +23,9 @@ def apply() -> None:
 PATCH = Patch(
     name="named_shared_memory",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.distributed.device_communicators.shm_broadcast:shared_memory.SharedMemory"
-        "(name, create, size)",
-        "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer.__init__"
-        "(self, n_reader, max_chunk_bytes, max_chunks, name)",
+        "vllm.distributed.device_communicators.shm_broadcast:shared_memory.SharedMemory",
+        "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer.__init__",
     ),
     why="an engine that is killed leaves up to 400 MB in /dev/shm, which then fills up",
     upstream=(

@@ -6,7 +6,7 @@ Checks use a cache of their own, since half of the other one is in the engine's 
 
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def prepare_once(renderer: Any) -> None:
@@ -35,18 +35,15 @@ def prepare_once(renderer: Any) -> None:
     sent.get_and_update_item, sent.touch_sender_cache_item = taken, touched
 
 
-_CACHE = "vllm.multimodal.cache:BaseMultiModalProcessorCache"
-
 PATCH = Patch(
     name="prepared_twice",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.renderers.base:BaseRenderer._mm_processor_cache",
-        "vllm.renderers.base:BaseRenderer._mm_processor_only_cache",
-        f"{_CACHE}.is_cached_item(self, mm_hash)",
-        f"{_CACHE}.get_and_update_item(self, mm_item, mm_hash)",
-        f"{_CACHE}.touch_sender_cache_item(self, mm_hash)",
+        *of("vllm.renderers.base:BaseRenderer", "_mm_processor_cache _mm_processor_only_cache"),
+        *of(
+            "vllm.multimodal.cache:BaseMultiModalProcessorCache",
+            "is_cached_item get_and_update_item touch_sender_cache_item",
+        ),
     ),
     why="a turn with large images waits for them to be prepared a second time",
     upstream=(

@@ -8,7 +8,7 @@ import functools
 from contextvars import ContextVar
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 # Set by the server for each request: whether it asks only how many tokens it has, so that nothing
 # comes to the engine's core; and whether it may get less output than it asks for.
@@ -62,17 +62,14 @@ def _judge_tokens(self: Any, tokenizer: Any, tokens: Any) -> Any:
     )
 
 
-_PARAMS = "vllm.renderers.params:TokenizeParams"
-
 PATCH = Patch(
     name="prompt_lengths",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        f"{_PARAMS}.__post_init__(self)",
-        f"{_PARAMS}.get_encode_kwargs(self)",
-        f"{_PARAMS}._token_len_check(self, tokenizer, tokens)",
-        f"{_PARAMS}.max_truncation_tokens",
+        *of(
+            "vllm.renderers.params:TokenizeParams",
+            "__post_init__ get_encode_kwargs _token_len_check max_truncation_tokens",
+        ),
     ),
     why="clients that compact a history are not told how long it is, or get hardly any output",
     upstream=(

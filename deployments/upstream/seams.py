@@ -4,43 +4,29 @@ These are no patches: the part is a subclass by a public extension point, or wra
 holds. It calls `require` with its record here before.
 """
 
-from deployments.upstream.patch import Patch
-
-_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-_QUEUE = "vllm.v1.core.sched.request_queue:PriorityRequestQueue"
+from deployments.upstream.patch import Patch, of
 
 SCHEDULER = Patch(
     name="scheduler",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        f"{_SCHEDULER}.schedule(self, throttle_prefills)",
-        f"{_SCHEDULER}.update_from_output(self, scheduler_output, model_runner_output)",
-        f"{_SCHEDULER}.add_request(self, request)",
-        f"{_SCHEDULER}.reset_prefix_cache(self, reset_running_requests, reset_connector)",
-        f"{_SCHEDULER}._reserve_prefill_lookahead"
-        "(self, request, num_computed_tokens, num_new_tokens)",
-        f"{_SCHEDULER}._preempt_request(self, request, timestamp, drop_stale_output)",
-        f"{_SCHEDULER}._free_request(self, request, delay_free_blocks)",
-        f"{_SCHEDULER}._free_blocks(self, request)",
-        f"{_SCHEDULER}.kv_holding_waiting",
-        f"{_SCHEDULER}.max_num_active_reqs",
-        f"{_QUEUE}._heap",
-        f"{_QUEUE}.remove_requests(self, requests)",
-        f"{_QUEUE}.add_request(self, request)",
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots(self, request, "
-        "num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, "
-        "num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, "
-        "full_sequence_must_fit, reserved_blocks, has_scheduled_reqs, skip_zeroing_group_ids)",
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks(self, request_id)",
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(self, request)",
-        "vllm.v1.core.kv_cache_coordinator:UnitaryKVCacheCoordinator.find_longest_cache_hit"
-        "(self, block_hashes, max_cache_hit_length)",
-        "vllm.v1.core.block_pool:BlockPool.touch(self, blocks)",
-        "vllm.v1.core.block_pool:BlockPool.free_blocks(self, ordered_blocks)",
-        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks(self)",
-        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove(self, block)",
-        "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n(self, blocks)",
+        *of(
+            "vllm.v1.core.sched.scheduler:Scheduler",
+            "schedule update_from_output add_request reset_prefix_cache "
+            "_reserve_prefill_lookahead _preempt_request _free_request _free_blocks "
+            "kv_holding_waiting max_num_active_reqs",
+        ),
+        *of(
+            "vllm.v1.core.sched.request_queue:PriorityRequestQueue",
+            "_heap remove_requests add_request",
+        ),
+        *of(
+            "vllm.v1.core.kv_cache_manager:KVCacheManager",
+            "allocate_slots get_blocks get_computed_blocks",
+        ),
+        "vllm.v1.core.kv_cache_coordinator:UnitaryKVCacheCoordinator.find_longest_cache_hit",
+        *of("vllm.v1.core.block_pool:BlockPool", "touch free_blocks get_num_free_blocks"),
+        *of("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", "remove prepend_n"),
     ),
     why="vLLM has no public interface for a scheduler's order, chunks and retention",
     upstream="not reported: vLLM says that its scheduler's interface is not public",
@@ -49,55 +35,47 @@ SCHEDULER = Patch(
     without="engine_scheduler=vllm",
 )
 
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
-_ENCODED = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager"
-_MODELS = "vllm.model_executor.models.interfaces"
 
 LANE = Patch(
     name="prefill_lane",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        f"{_CONNECTOR}.get_num_new_matched_tokens(self, request, num_computed_tokens)",
-        f"{_CONNECTOR}.update_state_after_alloc(self, request, blocks, num_external_tokens)",
-        f"{_CONNECTOR}.get_finished(self, finished_req_ids)",
-        f"{_CONNECTOR}.get_block_ids_with_load_errors(self)",
-        f"{_SCHEDULER}._update_waiting_for_remote_kv(self, request)",
-        f"{_SCHEDULER}._handle_invalid_blocks(self, invalid_block_ids, num_scheduled_tokens)",
-        f"{_SCHEDULER}.ec_connector",
-        f"{_SCHEDULER}.encoder_cache_manager",
-        f"{_ENCODED}.check_and_update_cache(self, request, input_id)",
-        f"{_ENCODED}.can_allocate"
-        "(self, request, input_id, encoder_compute_budget, num_embeds_to_schedule)",
-        f"{_ENCODED}.allocate(self, request, input_id)",
-        f"{_ENCODED}.free(self, request)",
-        f"{_ENCODED}.free_encoder_input(self, request, input_id)",
-        *(f"{_ENCODED}.{name}" for name in ("cached", "cache_size", "freed", "freeable")),
-        f"{_ENCODED}.num_freeable_slots",
-        "vllm.v1.attention.backend:AttentionMetadataBuilder.build"
-        "(self, common_prefix_len, common_attn_metadata, fast_build)",
-        "vllm.v1.attention.backend:CommonAttentionMetadata.seq_lens_cpu_upper_bound",
-        "vllm.v1.attention.backend:CommonAttentionMetadata.is_prefilling",
-        "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders"
-        "(self, vllm_config, device, kernel_block_size, num_metadata_builders)",
-        "vllm.v1.worker.utils:AttentionGroup.get_metadata_builder(self, ubatch_id)",
-        "vllm.v1.worker.utils:sanity_check_mm_encoder_outputs(mm_embeddings, expected_num_items)",
+        *of(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
+            "get_num_new_matched_tokens update_state_after_alloc get_finished "
+            "get_block_ids_with_load_errors",
+        ),
+        *of(
+            "vllm.v1.core.sched.scheduler:Scheduler",
+            "_update_waiting_for_remote_kv _handle_invalid_blocks ec_connector "
+            "encoder_cache_manager",
+        ),
+        *of(
+            "vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
+            "check_and_update_cache can_allocate allocate free free_encoder_input cached "
+            "cache_size freed freeable num_freeable_slots",
+        ),
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
+        *of(
+            "vllm.v1.attention.backend:CommonAttentionMetadata",
+            "seq_lens_cpu_upper_bound is_prefilling",
+        ),
+        *of("vllm.v1.worker.utils:AttentionGroup", "create_metadata_builders get_metadata_builder"),
+        "vllm.v1.worker.utils:sanity_check_mm_encoder_outputs",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.attn_groups",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.attn_groups",
-        "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model(self)",
-        "vllm.v1.worker.gpu_worker:Worker.execute_model(self, scheduler_output)",
-        "vllm.v1.worker.gpu_worker:Worker.sample_tokens(self, grammar_output)",
-        "vllm.multimodal.utils:group_and_batch_mm_kwargs(mm_kwargs, *, device, pin_memory)",
-        "vllm.multimodal.utils:get_mm_features_in_window(mm_features, start, end)",
-        f"{_MODELS}:SupportsMultiModal.embed_multimodal(self, **kwargs)",
-        f"{_MODELS}:SupportsMultiModal.embed_input_ids"
-        "(self, input_ids, multimodal_embeddings, *, is_multimodal)",
-        f"{_MODELS}:SupportsMultiModal._tower_model_names",
-        f"{_MODELS}:SupportsMRoPE.get_mrope_input_positions(self, input_tokens, mm_features)",
+        *of(
+            "vllm.v1.worker.gpu_worker:Worker",
+            "compile_or_warm_up_model execute_model sample_tokens",
+        ),
+        *of("vllm.multimodal.utils", "group_and_batch_mm_kwargs get_mm_features_in_window"),
+        *of(
+            "vllm.model_executor.models.interfaces:SupportsMultiModal",
+            "embed_multimodal embed_input_ids _tower_model_names",
+        ),
+        "vllm.model_executor.models.interfaces:SupportsMRoPE.get_mrope_input_positions",
         "vllm.config.model:ModelConfig.mrope_num_dims",
-        "vllm.forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, "
-        "num_tokens_across_dp, cudagraph_runtime_mode, batch_descriptor, ubatch_slices, "
-        "slot_mapping, skip_compiled, is_padding)",
+        "vllm.forward_context:set_forward_context",
     ),
     why="vLLM computes a prompt in its steps only, each as long as its largest part",
     upstream="not reported: vLLM says that its scheduler's and runners' interfaces are not public",
@@ -109,21 +87,24 @@ LANE = Patch(
 SM_SLOTS = Patch(
     name="sm_slots",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.distributed.parallel_state:graph_capture(device)",
-        "vllm.distributed.parallel_state:GraphCaptureContext(stream)",
-        "vllm.utils.torch_utils:current_stream()",
-        "vllm.compilation.cuda_graph:CUDAGraphWrapper._all_instances",
-        "vllm.compilation.cuda_graph:CUDAGraphWrapper.concrete_cudagraph_entries",
-        "vllm.compilation.breakable_cudagraph:BreakableCUDAGraphWrapper._all_instances",
-        "vllm.compilation.breakable_cudagraph:BreakableCUDAGraphWrapper.entries",
+        *of("vllm.distributed.parallel_state", "graph_capture GraphCaptureContext"),
+        "vllm.utils.torch_utils:current_stream",
+        *of(
+            "vllm.compilation.cuda_graph:CUDAGraphWrapper",
+            "_all_instances concrete_cudagraph_entries",
+        ),
+        *of(
+            "vllm.compilation.breakable_cudagraph:BreakableCUDAGraphWrapper",
+            "_all_instances entries",
+        ),
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.graphs",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.cudagraph_manager",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.main_stream",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model(self, *, profile_only)",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model(self)",
-        "vllm.v1.worker.gpu_worker:Worker.load_model(self, *, load_dummy_weights)",
+        *of(
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+            "cudagraph_manager main_stream capture_model",
+        ),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model",
+        "vllm.v1.worker.gpu_worker:Worker.load_model",
     ),
     why="vLLM captures CUDA graphs on a stream of its own, which has all SMs of a GPU",
     upstream=(
@@ -138,17 +119,15 @@ SM_SLOTS = Patch(
 LOAD = Patch(
     name="load",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
-        "vllm.v1.engine.async_llm:AsyncLLM.logger_manager",
+        *of("vllm.v1.engine.async_llm:AsyncLLM", "output_processor logger_manager"),
         "vllm.v1.engine.output_processor:OutputProcessor.request_states",
-        "vllm.v1.engine.output_processor:RequestState.external_req_id",
-        "vllm.v1.engine.output_processor:RequestState.is_prefilling",
-        "vllm.v1.engine.output_processor:RequestState.prompt_len",
+        *of(
+            "vllm.v1.engine.output_processor:RequestState",
+            "external_req_id is_prefilling prompt_len",
+        ),
         "vllm.v1.metrics.loggers:StatLoggerManager.stat_loggers",
-        "vllm.v1.metrics.loggers:StatLoggerBase.record"
-        "(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
+        "vllm.v1.metrics.loggers:StatLoggerBase.record",
     ),
     why="an engine's load is not known, by which turns are placed",
     upstream=(
@@ -162,16 +141,15 @@ LOAD = Patch(
 RAY_LLM = Patch(
     name="ray_llm",
     package="ray",
-    versions="==2.60.*",
     seams=(
-        "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._prepare_engine_config"
-        "(self, callback_ctx)",
-        "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine._engine_client",
-        "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine.build_asgi_app(self)",
-        "ray.llm._internal.serve.core.server.llm_server:LLMServer.__init__"
-        "(self, llm_config, *, engine_cls, model_downloader)",
-        "ray.llm._internal.serve.core.server.llm_server:LLMServer._start_engine(self)",
-        "ray.llm._internal.serve.core.server.llm_server:LLMServer.engine",
+        *of(
+            "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine",
+            "_prepare_engine_config _engine_client build_asgi_app",
+        ),
+        *of(
+            "ray.llm._internal.serve.core.server.llm_server:LLMServer",
+            "__init__ _start_engine engine",
+        ),
         "ray.llm._internal.common.callbacks.base:CallbackCtx.run_init_node",
     ),
     why="an engine on a CPU has a process more, and each cluster an actor for statistics of use",
@@ -184,29 +162,21 @@ RAY_LLM = Patch(
     used_by="deployments/engine/engine.py",
 )
 
-_ONLINE = "vllm.renderers.online_renderer:OnlineRenderer"
 
 SERVING = Patch(
     name="serving",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.v1.engine.async_llm:AsyncLLM.generate(self, prompt, sampling_params, request_id, *, "
-        "prompt_text, lora_request, tokenization_kwargs, trace_headers, priority, "
-        "data_parallel_rank, session_id, kv_hints, reasoning_ended, reasoning_parser_kwargs)",
-        "vllm.v1.engine.input_processor:InputProcessor.process_inputs(self, request_id, "
-        "prompt, params, supported_tasks, arrival_time, lora_request, tokenization_kwargs, "
-        "trace_headers, priority, data_parallel_rank, resumable, session_id, kv_hints)",
-        f"{_ONLINE}.render_chat(self, request, *, skip_mm_cache)",
-        f"{_ONLINE}.render_completion(self, request, *, skip_mm_cache)",
-        f"{_ONLINE}.preprocess_chat(self, request, messages, "
-        "default_template, default_template_content_format, default_template_kwargs, tool_dicts, "
-        "parser, *, skip_mm_cache)",
-        "vllm.renderers.base:BaseRenderer._tokenize_prompt_async",
-        "vllm.renderers.base:BaseRenderer._executor",
-        "vllm.renderers.base:BaseRenderer._wants_offsets(self, prompt, params)",
-        "vllm.renderers.base:BaseRenderer._build_tokens_prompt"
-        "(token_ids, prompt, *, offset_mapping)",
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        *of(
+            "vllm.renderers.online_renderer:OnlineRenderer",
+            "render_chat render_completion preprocess_chat",
+        ),
+        *of(
+            "vllm.renderers.base:BaseRenderer",
+            "_tokenize_prompt_async _executor _wants_offsets _build_tokens_prompt",
+        ),
     ),
     why=(
         "vLLM cannot judge or prefill a request without an answer, nor tell what became of one, "
@@ -220,10 +190,9 @@ SERVING = Patch(
 MEDIA_ASIDE = Patch(
     name="media_aside",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.multimodal.media.connector:MediaConnector._load_data_url(self, url, media_io)",
-        "vllm.multimodal.media.image:ImageMediaIO.load_bytes(self, data)",
+        "vllm.multimodal.media.connector:MediaConnector._load_data_url",
+        "vllm.multimodal.media.image:ImageMediaIO.load_bytes",
     ),
     why="a body with 40 MB of base64 stops all streams for half a second",
     upstream="vllm-project/vllm#48147 (an RFC)",
@@ -231,4 +200,84 @@ MEDIA_ASIDE = Patch(
     used_by="deployments/engine/vision/aside.py",
 )
 
-SEAMS = (SCHEDULER, LANE, SM_SLOTS, LOAD, RAY_LLM, SERVING, MEDIA_ASIDE)
+LMCACHE_CONNECTOR = Patch(
+    name="lmcache_connector",
+    package="lmcache",
+    seams=(
+        *of(
+            "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector",
+            "__init__ register_kv_caches handle_preemptions wait_for_save "
+            "build_connector_worker_meta get_finished get_transfer_results "
+            "get_num_new_matched_tokens build_connector_meta bind_gpu_block_pool "
+            "update_connector_output get_kv_connector_stats request_finished "
+            "_report_block_allocation_deltas _get_or_create_request_tracker _can_store "
+            "_hit_alignment_tokens _report_request_errors _reserve_last_token_for_lookup "
+            "request_trackers",
+        ),
+        *of(
+            "lmcache.integration.vllm.lmcache_mp_metadata:LMCacheMPRequestTracker",
+            "get_token_ids increase_num_scheduled_tokens lookup_started_at max_offload_tokens "
+            "num_lmcache_hit_tokens num_prompt_tokens num_scheduled_tokens num_stored_tokens "
+            "num_vllm_hit_tokens",
+        ),
+        *of(
+            "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPSchedulerAdapter",
+            "cleanup_lookup_result _create_key _ensure_heartbeat_started _health_events "
+            "req_clients",
+        ),
+        *of(
+            "lmcache.integration.vllm.vllm_multi_process_adapter:LMCacheMPWorkerAdapter",
+            "_ensure_heartbeat_started _health_event req_client retrieve_futures store_events "
+            "store_futures transfer_ctx",
+        ),
+        *of(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
+            "bind_connector_metadata(self, connector_metadata) clear_connector_metadata(self)",
+        ),
+        "vllm.v1.outputs:KVConnectorOutput.failed_recving",
+    ),
+    why="LMCache's connector has an engine wait for its server, or end with it",
+    upstream=(
+        "LMCache/LMCache#4185, #4715, #4795, #4797, #4938: the connector's methods say which; not "
+        "reported: after a failed load BYPASS_LMCACHE forgets vLLM's own prefix hit, so stores run "
+        "late and read blocks that a sliding window has given up, and a preempted request whose "
+        "load fails is looked up and loaded again without bound"
+    ),
+    ends="remove a method and run tests/unit/deployments/engine/test_lmcache_connector.py",
+    process="connector",
+    used_by="deployments/engine/lmcache_connector.py",
+)
+
+HALF_CLOSED = Patch(
+    name="half_closed",
+    package="uvicorn",
+    seams=(
+        *of(
+            "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
+            "eof_received connection_lost on_headers_complete on_response_complete config cycle "
+            "loop pipeline transport",
+        ),
+        *of(
+            "uvicorn.protocols.http.httptools_impl:RequestResponseCycle",
+            "chunked_encoding keep_alive more_body response_complete response_started scope",
+        ),
+        *of("uvicorn.server:Server", "server_state servers should_exit started"),
+    ),
+    why="a client that closes its side after its last byte and waits for the answer gets none",
+    upstream="Kludex/uvicorn#1264 (closed) and PR #2924 (closed unmerged)",
+    ends="the first test of tests/unit/deployments/router/test_connection.py fails",
+    process="router",
+    used_by="deployments/router/router.py",
+)
+
+SEAMS = (
+    SCHEDULER,
+    LANE,
+    SM_SLOTS,
+    LOAD,
+    RAY_LLM,
+    SERVING,
+    MEDIA_ASIDE,
+    LMCACHE_CONNECTOR,
+    HALF_CLOSED,
+)

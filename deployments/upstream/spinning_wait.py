@@ -33,8 +33,7 @@ def _nap() -> None:
 PATCH = Patch(
     name="spinning_wait",
     package="vllm",
-    versions="==0.32.*",
-    seams=("vllm.distributed.device_communicators.shm_broadcast:sched_yield()",),
+    seams=("vllm.distributed.device_communicators.shm_broadcast:sched_yield",),
     why="processes that wait for each other take the cores that the model computes on",
     upstream="vllm#19036, vllm PR #52814 (VLLM_SHM_BROADCAST_BUSY_LOOP_S)",
     process="engine",

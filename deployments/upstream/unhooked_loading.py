@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def call_when_loaded(call: Callable[[Any], object]) -> None:
@@ -28,11 +28,7 @@ def call_when_loaded(call: Callable[[Any], object]) -> None:
 PATCH = Patch(
     name="unhooked_loading",
     package="vllm",
-    versions="==0.32.*",
-    seams=(
-        "vllm.v1.worker.gpu_worker:Worker.load_model(self, *, load_dummy_weights)",
-        "vllm.v1.worker.gpu_worker:Worker.get_model(self)",
-    ),
+    seams=(*of("vllm.v1.worker.gpu_worker:Worker", "load_model get_model"),),
     why="media.tower_layers could not give a vision tower's memory to KV",
     upstream=(
         "not reported: pass the model to ECConnectorBase.start_worker_services, which is called "

@@ -21,11 +21,10 @@ def offer(name: str, obey: Callable[[Any, Any], Any]) -> None:
 PATCH = Patch(
     name="unreachable_scheduler",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.v1.engine.core:EngineCoreProc._handle_client_request(self, request_type, request)",
+        "vllm.v1.engine.core:EngineCoreProc._handle_client_request",
         "vllm.v1.engine.core:EngineCore.scheduler",
-        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async(self, method, *args)",
+        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async",
     ),
     why="the table cannot have an engine's scheduler keep or release histories, nor see its load",
     upstream=(

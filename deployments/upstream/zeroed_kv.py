@@ -42,11 +42,7 @@ def apply() -> None:
 PATCH = Patch(
     name="zeroed_kv",
     package="vllm",
-    versions="==0.32.*",
-    seams=(
-        "vllm.v1.worker.utils:allocate_kv_cache"
-        "(kv_cache_config, device, layout, kernel_block_sizes)",
-    ),
+    seams=("vllm.v1.worker.utils:allocate_kv_cache",),
     why="an engine on a CPU starts later, half a second for each GiB, and takes memory for KV that "
     "it never has",
     upstream=(

@@ -3,15 +3,11 @@
 A prompt of which the other connector has nothing may go to the lane. vLLM is told that the rest of
 the prompt is loaded asynchronously. It keeps the request aside with its blocks, and goes on with it
 when the worker has computed it. What LMCache has is loaded as without a lane.
-
-Internals of lmcache 0.5.6 that are used: the request trackers, and their ``BYPASS_LMCACHE``. Check
-them when the version changes.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from deployments.engine.lane.scheduler_lane import LaneReport, SchedulerLane
@@ -46,7 +42,7 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         lane = self.lane
         self._promised.discard(request.request_id)
         if lane is not None and lane.has_failed(request.request_id):
-            self._lane_has_failed(request, num_computed_tokens)
+            self._lane_has_failed(request.request_id)
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -76,11 +72,6 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self.lane is not None:
-            for one in scheduler_output.scheduled_new_reqs:
-                start = self.lane.start_of(one.req_id)
-                if start is not None:
-                    self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
         metadata = super().build_connector_meta(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         freed = scheduler_output.free_encoder_mm_hashes
@@ -101,9 +92,7 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
 
     def lane_encoded(self, lasted_s: float, embeds: int) -> None: ...
 
-    def _lane_has_computed(self, request_id: str, tokens: int) -> None: ...
-
-    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None: ...
+    def _lane_has_failed(self, request_id: str) -> None: ...
 
     # --- the worker's side ------------------------------------------------------------------------
 
@@ -171,19 +160,9 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
     def lane_encoded(self, lasted_s: float, embeds: int) -> None:
         self._meter.encoded(lasted_s, embeds)
 
-    def _lane_has_computed(self, request_id: str, tokens: int) -> None:
-        self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
-
-    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """Start over as LMCacheMPConnector does after a failed load, without another look-up."""
-        tracker = self.request_trackers[request.request_id]
-        if tracker.state != LMCacheMPRequestState.READY:
-            return
-        self.scheduler_adapter.cleanup_lookup_result(request.request_id)
-        tracker.allocated_block_ids.clear()
-        tracker.num_stored_tokens = tracker.num_lmcache_hit_tokens = 0
-        tracker.num_vllm_hit_tokens = num_computed_tokens
-        tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
+    def _lane_has_failed(self, request_id: str) -> None:
+        """Start over as after a load that failed, without another look-up."""
+        self._failed.add(request_id)
 
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:

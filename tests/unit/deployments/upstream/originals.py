@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.upstream.patch import Patch, parts_of
+from deployments.upstream.patch import Patch
 
 
 def unpatched(*patches: Patch, then: bool = False) -> Callable[..., None]:
@@ -21,7 +21,7 @@ def unpatched(*patches: Patch, then: bool = False) -> Callable[..., None]:
     """
     found: list[tuple[Any, str, Any]] = []
     for seam in (seam for patch in patches for seam in patch.seams):
-        module, path, _ = parts_of(seam)
+        module, _, path = seam.partition(":")
         owner = importlib.import_module(module)
         *parts, name = path.split(".")
         for part in parts:

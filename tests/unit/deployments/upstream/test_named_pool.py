@@ -1,11 +1,13 @@
 """A server's KV, as engines on its node find it: LMCache's own code on both sides."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from deployments.node.kv_pool import KVPool
+from deployments.upstream.named_pool import KVPool
 
 _SIZE = 1 << 20
 
@@ -13,8 +15,8 @@ _SIZE = 1 << 20
 _WORKER = """
 import sys
 from types import SimpleNamespace
-from deployments.node import kv_pool
-kv_pool.accept()
+from deployments.upstream import named_pool
+named_pool.accept()
 from lmcache.v1.multiprocess.transfer_context.shm import EngineDrivenContextShm
 context = EngineDrivenContextShm(SimpleNamespace(), SimpleNamespace(), 1.0, sys.argv[1], 1 << 20)
 chunk = context._make_tensor_view(4096, 5 * 4, [5], "float32")
@@ -27,9 +29,9 @@ context.close()
 # The server, as LMCache has it make the pool.
 _SERVER = f"""
 import ctypes, os, subprocess, sys
-from deployments.node import kv_pool
+from deployments.upstream import named_pool
 before = set(os.listdir("/dev/shm"))
-name = kv_pool.offer()
+name = named_pool.offer()
 from lmcache.v1.platform.torch_ops.mem_alloc import alloc_shm_pinned_ptr
 pointer = alloc_shm_pinned_ptr({_SIZE}, name)
 chunk = (ctypes.c_float * 5).from_address(pointer + 4096)
@@ -43,7 +45,24 @@ print(done.stderr, file=sys.stderr)
 """
 
 
-def test_an_engine_writes_where_the_server_reads() -> None:
+# A server that is killed with its processes, as LMCache alone has it make its pool.
+_ALONE = f"""
+import os, signal, sys
+from lmcache.v1.platform.torch_ops.mem_alloc import alloc_shm_pinned_ptr
+alloc_shm_pinned_ptr({_SIZE}, sys.argv[1])
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_a_killed_servers_pool_stays(tmp_path: Path) -> None:
+    name = f"lmcache_l1_pool_{tmp_path.name}"
+    command = [sys.executable, "-c", _ALONE, name]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    Path("/dev/shm", name).unlink()
+
+
+def test_a_patched_engine_writes_where_the_server_reads() -> None:
     done = subprocess.run([sys.executable, "-c", _SERVER], capture_output=True, text=True)
     seen, after, name, in_folder, fits = done.stdout.replace(", ", ",").split()
     assert (seen, after) == ("[1.0,2.0,3.0,4.0,5.0]", "[2.0,3.0,4.0,5.0,6.0]"), done.stderr
