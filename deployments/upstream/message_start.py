@@ -65,7 +65,8 @@ PATCH = Patch(
     name="message_start",
     package="vllm",
     seams=(
-        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.chat_completion_stream_generator(self, request, result_generator, request_id, model_name, conversation, tokenizer, request_metadata, chat_template_kwargs, mm_token_counts)",
+        "vllm.entrypoints.anthropic.serving:"
+        "AnthropicServingMessages.chat_completion_stream_generator",
         "vllm.entrypoints.openai.chat_completion.serving:_make_prompt_tokens_details",
     ),
     why="a stream's first event counts the whole prompt as computed, its last one does not",

@@ -232,7 +232,7 @@ LMCACHE_CONNECTOR = Patch(
         ),
         *of(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
-            "bind_connector_metadata(self, connector_metadata) clear_connector_metadata(self)",
+            "bind_connector_metadata clear_connector_metadata",
         ),
         "vllm.v1.outputs:KVConnectorOutput.failed_recving",
     ),
