@@ -65,17 +65,11 @@ LMCACHE_CONNECTOR = Patch(
     versions="==0.5.6",
     seams=(
         f"{_CONNECTOR}.__init__(self, vllm_config, role, kv_cache_config)",
-        f"{_CONNECTOR}.register_kv_caches(self, kv_caches)",
-        f"{_CONNECTOR}.handle_preemptions(self, kv_connector_metadata)",
         f"{_CONNECTOR}.wait_for_save(self)",
-        f"{_CONNECTOR}.build_connector_worker_meta(self)",
         f"{_CONNECTOR}.get_finished(self, finished_req_ids)",
         f"{_CONNECTOR}.get_transfer_results(self, finished_req_ids)",
         f"{_CONNECTOR}.get_num_new_matched_tokens(self, request, num_computed_tokens)",
         f"{_CONNECTOR}.build_connector_meta(self, scheduler_output)",
-        f"{_CONNECTOR}.bind_gpu_block_pool(self, gpu_block_pool)",
-        f"{_CONNECTOR}.update_connector_output(self, connector_output)",
-        f"{_CONNECTOR}.get_kv_connector_stats(self)",
         f"{_CONNECTOR}.request_finished(self, request, block_ids)",
         f"{_CONNECTOR}._report_block_allocation_deltas(self, scheduler_output)",
         f"{_CONNECTOR}._get_or_create_request_tracker(self, request)",
@@ -101,10 +95,6 @@ LMCACHE_CONNECTOR = Patch(
             _WORKING,
             "_health_event req_client retrieve_futures store_events store_futures transfer_ctx",
         ),
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:"
-        "KVConnectorBase_V1.bind_connector_metadata(self, connector_metadata)",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base:"
-        "KVConnectorBase_V1.clear_connector_metadata(self)",
         "vllm.v1.outputs:KVConnectorOutput.failed_recving",
     ),
     why="LMCache's connector has an engine wait for its server, or end with it",

@@ -11,10 +11,10 @@ _LONGEST_SLEEP_US = 10_000
 
 def sleep_when_idle() -> None:
     """Have later agents of this process sleep; NIXL is installed where nodes share KV."""
-    # As nixl_cu12._api has it, too.
-    from nixl_cu12 import _bindings
+    from nixl_cu12 import _api
 
-    config: type = _bindings.nixlAgentConfig
+    bindings = _api.nixlBind  # type: ignore[attr-defined]  # Imported under that name.
+    config: type = bindings.nixlAgentConfig
 
     class SleepingConfig(config):  # type: ignore[misc]  # Compiled, without types.
         """Takes the delay of zero for the one above."""
@@ -28,7 +28,7 @@ def sleep_when_idle() -> None:
             delay = microseconds or _LONGEST_SLEEP_US
             config.pthrDelay.__set__(self, delay)  # type: ignore[attr-defined]
 
-    _bindings.nixlAgentConfig = SleepingConfig
+    bindings.nixlAgentConfig = SleepingConfig
 
 
 PATCH = Patch(

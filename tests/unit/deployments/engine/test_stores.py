@@ -67,6 +67,7 @@ def test_random_prompts_whose_loads_fail_are_stored_as_they_were_computed(
     assert not engine.wrong
     assert not engine.spoiled
     assert engine.preempted
+    assert engine.preempted
     failed = [one for one in engine.loaded if one in engine.fail]
     assert failed
     # It is not tried again.
