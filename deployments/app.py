@@ -17,7 +17,6 @@ from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
-from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
@@ -29,6 +28,7 @@ from deployments.start_checks import require_startable
 from deployments.tier_nodes import wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
 from deployments.upstream.outer_address import find_on_loopback, start_on_loopback
+from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
 from hetero.gpu_room import most_on_node, require_shares, require_slots

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deployments.upstream.patch import Patch, distribution_of, parts_of
+from deployments.upstream.patch import Patch, distribution_of
 from deployments.upstream.patches import patches
 
 WHEELS = Path("build/wheels")
@@ -47,7 +48,7 @@ class Source:
 
     def seam(self, seam: str) -> str | None:
         """Return the code of a seam, normalised; None if it is gone."""
-        module, name, _ = parts_of(seam)
+        module, _, name = seam.partition(":")
         nodes = self._find(module, name.split("."), _HOPS)
         return "\n".join(ast.unparse(_bare(node)) for node in nodes) or None
 
@@ -203,19 +204,23 @@ def main() -> None:
         parser.error(f"no patch changes {given.package}; those that are changed: {known}")
     other, pinned = released(given.package, given.version), installed(given.package)
     here = distribution_of(given.package)
-    table = Table(title=f"{given.package} {here.version if here else ''} and {given.version}")
-    for heading in ("patch", "seam", given.version):
-        table.add_column(heading, no_wrap=True)
-    console, differences = Console(soft_wrap=True), []
+    title = f"{given.package} {here.version if here else ''} and {given.version}"
+    table = Table("patch", "seams", "", "of them changed or gone", title=title, box=MARKDOWN)
+    console, differences = Console(), []
     for patch in concerned:
-        for seam, verdict, difference in verdicts(pinned, other, patch):
-            name = seam.partition("(")[0]
-            table.add_row(patch.name, name, f"[{_COLOURS[verdict]}]{verdict}")
-            if difference:
-                differences.append((patch, name, difference))
+        found = [*verdicts(pinned, other, patch)]
+        worst = max((verdict for _, verdict, _ in found), key=[*_COLOURS].index)
+        names = [
+            f"{seam.partition(':')[2]}{' (gone)' if verdict == 'gone' else ''}"
+            for seam, verdict, _ in found
+            if verdict != "same"
+        ]
+        coloured = f"[{_COLOURS[worst]}]{worst}[/]"
+        table.add_row(patch.name, str(len(found)), coloured, ", ".join(names))
+        differences += [(patch, seam, difference) for seam, _, difference in found if difference]
     console.print(table)
-    for patch, name, difference in () if given.brief else differences:
-        console.print(f"\n[bold]{patch.name}[/bold]: {name}")
+    for patch, seam, difference in () if given.brief else differences:
+        console.print(f"\n[bold]{patch.name}[/bold]: {seam}", soft_wrap=True, highlight=False)
         for line in difference.split("\n"):
             colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
             console.print(Text(line, colour), soft_wrap=True)

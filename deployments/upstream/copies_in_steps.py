@@ -7,7 +7,7 @@ copies, and the server then gives that memory to other stores.
 
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def apply() -> None:
@@ -63,17 +63,13 @@ _ASYNC = (
 PATCH = Patch(
     name="copies_in_steps",
     package="lmcache",
-    versions="==0.5.6",
     seams=(
-        "lmcache.v1.multiprocess.transfer_context.worker_transfer:_build_engine_driven_context"
-        "(instance_id, req_client)",
-        f"{_ASYNC}.__init__(self, instance_id, req_client, commit_workers)",
-        f"{_ASYNC}.unregister(self)",
-        f"{_ASYNC}._is_closing",
-        f"{_ASYNC}._inflight_lock",
-        f"{_ASYNC}._pending_stores",
-        f"{_ASYNC}._commit_executor",
-        f"{_ASYNC}._engine_driven_context",
+        "lmcache.v1.multiprocess.transfer_context.worker_transfer:_build_engine_driven_context",
+        *of(
+            "lmcache.v1.multiprocess.transfer_context.async_engine_driven:AsyncEngineDrivenTransferContext",
+            "__init__ unregister _is_closing _inflight_lock _pending_stores _commit_executor "
+            "_engine_driven_context",
+        ),
     ),
     why="on a CPU each store of a prompt delays the tokens of all turns of its engine",
     upstream=(

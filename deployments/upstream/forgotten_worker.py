@@ -7,7 +7,7 @@ LMCache 0.5.6 does not notice: its stores and loads fail from then on.
 from time import monotonic
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 # LMCache's minimum, and 30 heartbeats (`lmcache.mp.heartbeat_interval`).
 REAP_TIMEOUT_S = 30.0
@@ -41,16 +41,14 @@ def apply() -> None:
     HeartbeatThread._execute = beat_and_register
 
 
-_HEARTBEAT = "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread"
 PATCH = Patch(
     name="forgotten_worker",
     package="lmcache",
-    versions="==0.5.6",
     seams=(
-        f"{_HEARTBEAT}._execute(self)",
-        f"{_HEARTBEAT}._health_event",
-        f"{_HEARTBEAT}._instance_id",
-        f"{_HEARTBEAT}._recover_callback",
+        *of(
+            "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread",
+            "_execute _health_event _instance_id _recover_callback",
+        ),
     ),
     why="an engine that was stopped for half a minute stores and loads no KV until it is restarted",
     upstream="LMCache/LMCache#4642 and PR #4687 (restarts of servers; they lack reaped workers)",

@@ -53,11 +53,9 @@ def _patient(ask: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="hasty_client",
     package="lmcache",
-    versions="==0.5.6",
     seams=(
-        "lmcache.integration.vllm.vllm_multi_process_adapter:send_ping"
-        "(req_client, timeout, instance_id)",
-        "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread._execute(self)",
+        "lmcache.integration.vllm.vllm_multi_process_adapter:send_ping",
+        "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread._execute",
         "lmcache.v1.multiprocess.transport.base:RequestClient.register_kv_cache",
         "lmcache.v1.multiprocess.transport.base:"
         "RequestClient.register_kv_cache_engine_driven_context",

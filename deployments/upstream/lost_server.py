@@ -56,10 +56,9 @@ _CLIENT = "lmcache.v1.multiprocess.transport.zmq_impl"
 PATCH = Patch(
     name="lost_server",
     package="lmcache",
-    versions="==0.5.6",
     seams=(
-        f"{_CLIENT}.mq:MessageQueueClient.submit_request(self, operation, request_payloads)",
-        f"{_CLIENT}.mq:MessageQueueClient.cancel_streams(self)",
+        f"{_CLIENT}.mq:MessageQueueClient.submit_request",
+        f"{_CLIENT}.mq:MessageQueueClient.cancel_streams",
         f"{_CLIENT}.mq:MessageQueueClient.pending_futures",
         f"{_CLIENT}.client:ZmqMultiprocessClient._message_queue_client",
     ),

@@ -8,7 +8,7 @@ while the engine's step waits. If the server is killed with its process group, t
 import math
 from types import SimpleNamespace
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 from deployments.upstream.unnamed_memory import UnnamedMemory, reserve
 
 _PREFIX = "lmcache_l1_pool_"
@@ -49,13 +49,10 @@ class KVPool(UnnamedMemory):
 PATCH = Patch(
     name="named_pool",
     package="lmcache",
-    versions="==0.5.6",
     seams=(
-        "lmcache.v1.platform.torch_ops.mem_alloc:shared_memory",
-        "lmcache.v1.platform.torch_ops.mem_alloc:alloc_shm_pinned_ptr(size, shm_name)",
+        *of("lmcache.v1.platform.torch_ops.mem_alloc", "shared_memory alloc_shm_pinned_ptr"),
         "lmcache.v1.multiprocess.server:shutil",
-        "lmcache.v1.multiprocess.transfer_context.shm:shared_memory",
-        "lmcache.v1.multiprocess.transfer_context.shm:unregister",
+        *of("lmcache.v1.multiprocess.transfer_context.shm", "shared_memory unregister"),
     ),
     why="in containers with a small /dev/shm each store of a prompt on a CPU delays all turns",
     upstream=(

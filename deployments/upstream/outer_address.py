@@ -45,12 +45,11 @@ def find_on_loopback(address: str) -> None:
 PATCH = Patch(
     name="outer_address",
     package="ray",
-    versions="==2.60.*",
     seams=(
         "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
-        "ray._private.services:get_node_ip_address(address)",
-        "ray._private.services:get_ray_address_from_environment(addr, temp_dir)",
-        "ray._private.services:find_gcs_addresses()",
+        "ray._private.services:get_node_ip_address",
+        "ray._private.services:get_ray_address_from_environment",
+        "ray._private.services:find_gcs_addresses",
     ),
     why="anyone who reaches the machine by its network can have Ray run code",
     upstream=(

@@ -23,11 +23,7 @@ def apply() -> None:
 PATCH = Patch(
     name="polling_for_copies",
     package="lmcache",
-    versions="==0.5.6",
-    seams=(
-        "lmcache.v1.multiprocess.native_completion:DeviceHostFuncDispatcher.__init__"
-        "(self, drain_interval_seconds)",
-    ),
+    seams=("lmcache.v1.multiprocess.native_completion:DeviceHostFuncDispatcher.__init__",),
     why="an idle LMCache server without a GPU wakes up 200 times a second",
     upstream=(
         "not reported: DeviceHostFuncDispatcher polls every 5 ms where no accelerator can record "

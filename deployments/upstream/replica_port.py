@@ -25,8 +25,7 @@ def apply() -> None:
 PATCH = Patch(
     name="replica_port",
     package="ray",
-    versions="==2.60.*",
-    seams=("ray.serve._private.replica:add_port_to_grpc_server(server, address)",),
+    seams=("ray.serve._private.replica:add_port_to_grpc_server",),
     why="each replica has a port that is open to the network, though Ray listens on loopback",
     upstream=(
         "ray-project/ray#64544 is about the port; not reported of its address: "

@@ -26,11 +26,9 @@ def at_sigterm(told: Callable[[], Any]) -> None:
 PATCH = Patch(
     name="sigterm_exits",
     package="ray",
-    versions="==2.60.*",
     seams=(
-        "ray._private.worker:raise_sys_exit_with_custom_error_message"
-        "(ray_terminate_msg, exit_code)",
-        "ray._private.worker:Worker.main_loop(self)",
+        "ray._private.worker:raise_sys_exit_with_custom_error_message",
+        "ray._private.worker:Worker.main_loop",
     ),
     why="a signal to a router's process cuts its clients' streams",
     upstream=(

@@ -11,10 +11,10 @@ _LONGEST_SLEEP_US = 10_000
 
 def sleep_when_idle() -> None:
     """Have later agents of this process sleep; NIXL is installed where nodes share KV."""
-    from nixl_cu12 import _api
+    # As nixl_cu12._api has it, too.
+    from nixl_cu12 import _bindings  # type: ignore[attr-defined]  # Compiled, without types.
 
-    bindings = _api.nixlBind  # type: ignore[attr-defined]  # Imported under that name.
-    config: type = bindings.nixlAgentConfig
+    config: type = _bindings.nixlAgentConfig
 
     class SleepingConfig(config):  # type: ignore[misc]  # Compiled, without types.
         """Takes the delay of zero for the one above."""
@@ -28,15 +28,14 @@ def sleep_when_idle() -> None:
             delay = microseconds or _LONGEST_SLEEP_US
             config.pthrDelay.__set__(self, delay)  # type: ignore[attr-defined]
 
-    bindings.nixlAgentConfig = SleepingConfig
+    _bindings.nixlAgentConfig = SleepingConfig
 
 
 PATCH = Patch(
     name="spinning_progress",
     package="nixl",
-    versions="==1.5.*",
     seams=(
-        "nixl_cu12._api:nixl_agent.__init__(self, agent_name, nixl_conf, instantiate_all)",
+        "nixl_cu12._api:nixl_agent.__init__",
         "nixl_cu12._bindings:nixlAgentConfig.pthrDelay",
     ),
     why="with several nodes, an idle LMCache server takes a whole core",

@@ -30,9 +30,8 @@ _MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer:EngineDrivenTr
 PATCH = Patch(
     name="unfinished_copies",
     package="lmcache",
-    versions="==0.5.6",
     seams=(
-        f"{_MODULE}._release_entry(self, instance_id, entry)",
+        f"{_MODULE}._release_entry",
         f"{_MODULE}._pending_shm_writes",
         f"{_MODULE}._pending_shm_lock",
         "lmcache.v1.distributed.storage_manager:StorageManager._l1_manager",

@@ -5,7 +5,6 @@ the prompt is loaded asynchronously. It keeps the request aside with its blocks,
 when the worker has computed it. What LMCache has is loaded as without a lane.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from deployments.engine.lane.scheduler_lane import LaneReport, SchedulerLane
 from deployments.engine.lane.thread import Forward, LaneThread, Turns
 from deployments.engine.lmcache_connector import ResilientMPConnector
-from deployments.engine.scheduler.doors import MADE_FOR, differences
 from deployments.engine.sm_slots.pairs import slot_pairs
+from deployments.upstream.patch import require
+from deployments.upstream.seams import LANE
 
 
 class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types are not seen.
@@ -167,11 +167,7 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse an engine whose prompts the lane cannot compute, or another vLLM; says what to do."""
-    if differing := differences(_expected()):
-        raise RuntimeError(
-            f"the prefill lane is made for vLLM {MADE_FOR}, and in this one differ: "
-            f"{'; '.join(differing)}. Set engine_scheduler=conversation"
-        )
+    require(LANE)
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -203,49 +199,3 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"engine_scheduler: {why}, and the prefill lane cannot do that; set "
                 "engine_scheduler=conversation"
             )
-
-
-def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
-    from vllm.forward_context import set_forward_context
-    from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsMultiModal
-    from vllm.multimodal.utils import group_and_batch_mm_kwargs
-    from vllm.v1.attention.backend import AttentionMetadataBuilder
-    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.utils import AttentionGroup
-
-    return (
-        (KVConnectorBase_V1.get_num_new_matched_tokens, "self request num_computed_tokens"),
-        (KVConnectorBase_V1.update_state_after_alloc, "self request blocks num_external_tokens"),
-        (KVConnectorBase_V1.get_finished, "self finished_req_ids"),
-        (KVConnectorBase_V1.get_block_ids_with_load_errors, "self"),
-        (Scheduler._update_waiting_for_remote_kv, "self request"),
-        (Scheduler._handle_invalid_blocks, "self invalid_block_ids num_scheduled_tokens"),
-        (
-            AttentionMetadataBuilder.build,
-            "self common_prefix_len common_attn_metadata fast_build",
-        ),
-        (
-            AttentionGroup.create_metadata_builders,
-            "self vllm_config device kernel_block_size num_metadata_builders",
-        ),
-        (EncoderCacheManager.check_and_update_cache, "self request input_id"),
-        (
-            EncoderCacheManager.can_allocate,
-            "self request input_id encoder_compute_budget num_embeds_to_schedule",
-        ),
-        (EncoderCacheManager.allocate, "self request input_id"),
-        (EncoderCacheManager.free_encoder_input, "self request input_id"),
-        (group_and_batch_mm_kwargs, "mm_kwargs device pin_memory"),
-        (SupportsMultiModal.embed_multimodal, "self kwargs"),
-        (
-            SupportsMultiModal.embed_input_ids,
-            "self input_ids multimodal_embeddings is_multimodal",
-        ),
-        (SupportsMRoPE.get_mrope_input_positions, "self input_tokens mm_features"),
-        (
-            set_forward_context,
-            "attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode "
-            "batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
-        ),
-    )

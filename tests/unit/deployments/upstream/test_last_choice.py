@@ -6,24 +6,19 @@ from typing import Any
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import (
-    OutputProcessor,
-    RequestOutputCollector,
-    RequestState,
-)
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from conserve import wire
-from deployments.engine.choices import tell_of_all_choices
+from deployments.upstream.last_choice import PATCH, apply
+from tests.unit.deployments.upstream.originals import unpatched
 
+KINDS = (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
 LOADED = {"cached_token_stats": {"num_vllm_cached_tokens": 0, "num_lmcache_extra_cached_tokens": 9}}
 FOUND = {"cached_token_stats": {"num_vllm_cached_tokens": 9, "num_lmcache_extra_cached_tokens": 0}}
 
 
-@pytest.fixture(autouse=True)
-def _told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestState, "make_request_output", RequestState.make_request_output)
-    tell_of_all_choices()
+restored = unpatched(PATCH)
 
 
 def choices(kind: RequestOutputKind) -> tuple[OutputProcessor, RequestOutputCollector, list[str]]:
@@ -71,7 +66,13 @@ def answered(order: tuple[int, ...], kind: RequestOutputKind) -> tuple[int | Non
     return loaded, wire.encoded(output.ec_transfer_params)
 
 
+def test_vllm_tells_what_its_last_choice_found() -> None:
+    for kind in KINDS:
+        assert answered((0, 1), kind) == (0, wire.Encoded(0, 0, 1))
+
+
 def test_one_that_is_aborted_ends_all_of_its_choices() -> None:
+    apply()
     processor, queue, ids = choices(RequestOutputKind.DELTA)
     assert sorted(processor.abort_requests(["r"], internal=False)) == sorted(ids)
     output = queue.get_nowait()
@@ -79,11 +80,9 @@ def test_one_that_is_aborted_ends_all_of_its_choices() -> None:
     assert {one.finish_reason for one in output.outputs} == {"abort"}
 
 
-@pytest.mark.parametrize(
-    ("order", "kind"),
-    itertools.product([(0, 1), (1, 0)], [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY]),
-)
+@pytest.mark.parametrize(("order", "kind"), [*itertools.product([(0, 1), (1, 0)], KINDS)])
 def test_what_one_choice_loaded_is_told_whichever_comes_last(
     order: tuple[int, int], kind: RequestOutputKind
 ) -> None:
+    apply()
     assert answered(order, kind) == (9, wire.Encoded(1, 16, 1))

@@ -1,9 +1,7 @@
 """Has vLLM tell what a request found in caches, whichever of its choices comes last.
 
 One of several choices loads the prompt's KV and has its images encoded; the others find both. vLLM
-0.29 passes on what the last one says, and nothing if another one's tokens follow.
-
-Internals of vLLM 0.29 that are used: ``RequestState.make_request_output``, and its ``parent_req``.
+0.32 passes on what the last one says, and nothing if another one's tokens follow.
 """
 
 import functools
@@ -11,9 +9,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.engine.output_processor import RequestState
-
 from conserve import wire
+from deployments.upstream.patch import Patch, of
 
 _KV, _EC = "kv_transfer_params", "ec_transfer_params"
 
@@ -26,11 +23,10 @@ class _Told:
     encoded: wire.Encoded = wire.NOTHING_ENCODED
 
 
-def tell_of_all_choices() -> None:
-    """Change vLLM's request states; AttributeError if they are other ones."""
+def apply() -> None:
+    from vllm.v1.engine.output_processor import RequestState
+
     make = RequestState.make_request_output
-    if hasattr(make, "__wrapped__"):
-        return
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -56,3 +52,18 @@ def _all_told(parent: Any, kv: Any, ec: Any) -> tuple[Any, Any]:
 
 def _loaded(kv: dict[str, Any]) -> int:
     return wire.cached_tokens(kv).lmcache_tokens or 0
+
+
+PATCH = Patch(
+    name="last_choice",
+    package="vllm",
+    seams=(*of("vllm.v1.engine.output_processor:RequestState", "make_request_output parent_req"),),
+    why="a turn of several choices counts KV as computed that one of them has loaded",
+    upstream=(
+        "not reported: with n>1 RequestOutput's kv_transfer_params and ec_transfer_params are "
+        "those of the choice that finishes last; RequestOutput.add() overwrites earlier values, "
+        "with None too. Keep the first that is not None, or merge them"
+    ),
+    process="server",
+    apply=apply,
+)

@@ -1,6 +1,7 @@
 """What vLLM's own code says, by each API, of an answer that was cut while it called a tool."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ from transformers import AutoTokenizer
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -19,9 +23,12 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.parser import ParserManager
 
 from conserve.embedded import model_path
-from deployments.engine.cut_calls import tell_of_cut_calls
+from deployments.upstream.cut_calls import PATCH, apply
+from tests.unit.deployments.upstream.originals import unpatched
 
 Json = dict[str, Any]
+
+restored = unpatched(PATCH)
 
 TEXT = {"type": "string"}
 PARAMETERS = {"type": "object", "properties": {"path": TEXT, "text": TEXT}}
@@ -55,7 +62,7 @@ class Engine:
             tool_parser_name=parser, enable_auto_tools=True, model_name="m"
         )
         self.chats = _server(OpenAIServingChat, self.tokenizer, parser_cls=parser_cls)
-        self.messages = _server(AnthropicServingMessages, self.tokenizer, parser_cls=parser_cls)
+        self.messages = AnthropicServingMessages.__new__(AnthropicServingMessages)
         self.responses = _server(
             OpenAIServingResponses,
             self.tokenizer,
@@ -63,7 +70,6 @@ class Engine:
             use_harmony=False,
             tool_server=None,
         )
-        tell_of_cut_calls(self.chats, self.messages, self.responses)
 
     def outputs(self, texts: Sequence[str], ends: Sequence[str], step: int) -> AsyncIterator[Any]:
         """What an engine says: pieces of each text, of so many tokens; or each whole at once."""
@@ -108,7 +114,7 @@ class Engine:
                 request, self.outputs(texts, ends, step), *about, chat_template_kwargs={}
             )
             return _choices([event async for event in events])
-        parser = self.chats.parser_cls(self.tokenizer, request.tools)
+        parser = self.chats._make_parser(request, self.tokenizer, {})
         answer = await self.chats.chat_completion_full_generator(
             request, self.outputs(texts, ends, 100_000), *about, parser=parser
         )
@@ -119,7 +125,7 @@ class Engine:
             model="m", input="x", tools=RESPONSE_TOOLS, store=False, request_id="resp_1"
         )
         context = SimpleContext(
-            response_parser=self.responses.parser(self.tokenizer, request.tools)
+            response_parser=self.responses._make_response_parser(request, self.tokenizer, {})
         )
 
         async def contexts() -> AsyncIterator[Any]:
@@ -190,22 +196,44 @@ def parser(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture
+def patched() -> None:
+    apply()
+
+
+@pytest.mark.parametrize(
+    ("parser", "told"),
+    [
+        # Half a call looks whole, without the argument that was being written.
+        ("qwen3_coder", ("tool_calls", [CALLS[0], ("write", '{"path": "/a"}')])),
+        ("hermes", ("length", [])),
+        ("pythonic", ("length", [])),
+    ],
+)
+def test_vllm_loses_a_call_that_is_cut_in_a_body(parser: str, told: Any) -> None:
+    (choice,) = asyncio.run(Engine(parser).chat(ANSWERS[parser]))
+    assert (choice["finish_reason"], calls_in(choice)) == told
+    response = asyncio.run(Engine(parser).response(ANSWERS[parser], "length"))
+    assert CALLS[1] not in [(one.get("name"), one.get("arguments")) for one in response["output"]]
+
+
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_is_a_call_and_the_answer_is_cut(parser: str, stream: bool) -> None:
     (choice,) = asyncio.run(Engine(parser).chat(ANSWERS[parser], stream=stream))
     assert choice["finish_reason"] == "length"
     assert calls_in(choice) == CALLS
-    # Nobody takes it for all of the arguments.
+    # A client does not take it for all of the arguments.
     with pytest.raises(ValueError, match="Unterminated string"):
         json.loads(CALLS[1][1])
     text = (choice["message"]["content"] or "").strip()
     assert text == ("" if parser == "pythonic" else "I will.")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_ends_by_itself_is_told_as_before(stream: bool) -> None:
+@pytest.mark.usefixtures("patched")
+def test_an_answer_that_ends_by_itself_is_told_as_before() -> None:
     whole = HERMES + '"}}\n</tool_call>'
-    (choice,) = asyncio.run(Engine().chat(whole, ends=["stop"], stream=stream))
+    (choice,) = asyncio.run(Engine().chat(whole, ends=["stop"]))
     assert choice["finish_reason"] == "tool_calls"
     assert calls_in(choice) == [CALLS[0], ("write", CALLS[1][1] + '"}')]
     # A model that writes half a call, and is done.
@@ -214,56 +242,43 @@ def test_an_answer_that_ends_by_itself_is_told_as_before(stream: bool) -> None:
     assert choice["message"]["content"] == HERMES
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "write"}}]
 )
-def test_a_call_that_had_to_be_made_is_cut_too(choice: Any, stream: bool) -> None:
+def test_a_call_that_had_to_be_made_is_cut_too(choice: Any) -> None:
     text = HERMES.removeprefix("I will.\n")
-    (told,) = asyncio.run(Engine().chat(text, stream=stream, tool_choice=choice))
+    (told,) = asyncio.run(Engine().chat(text, tool_choice=choice))
     assert told["finish_reason"] == "length"
     assert calls_in(told) == CALLS
     assert not told["message"]["content"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_each_choice_ends_as_it_ended(stream: bool) -> None:
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_each_choice_ends_as_it_ended(order: tuple[int, ...]) -> None:
     whole = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    told = asyncio.run(
-        Engine().chat(HERMES, whole, "I will", ends=["length", "stop", "length"], stream=stream)
-    )
-    assert [one["finish_reason"] for one in told] == ["length", "tool_calls", "length"]
-    assert [calls_in(one) for one in told] == [CALLS, CALLS[:1], []]
-    assert told[2]["message"]["content"] == "I will"
+    every = [
+        (HERMES, "length", "length", CALLS),
+        (whole, "stop", "tool_calls", CALLS[:1]),
+        ("I will", "length", "length", []),
+    ]
+    texts, ends, reasons, calls = zip(*(every[index] for index in order), strict=True)
+    told = asyncio.run(Engine().chat(*texts, ends=ends))
+    assert tuple(one["finish_reason"] for one in told) == reasons
+    assert tuple(calls_in(one) for one in told) == calls
+    assert told[order.index(2)]["message"]["content"] == "I will"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("asked", [{"tools": None, "tool_choice": "none"}, {"tool_choice": "none"}])
-def test_without_tools_there_is_text(stream: bool, asked: Json) -> None:
-    (choice,) = asyncio.run(Engine().chat(HERMES, stream=stream, **asked))
+def test_without_tools_there_is_text(asked: Json) -> None:
+    (choice,) = asyncio.run(Engine().chat(HERMES, **asked))
     assert (choice["finish_reason"], calls_in(choice)) == ("length", [])
     assert choice["message"]["content"] == HERMES
 
 
-def test_text_that_speaks_of_it_is_left_alone() -> None:
-    text = (
-        '<tool_call>\n{"name": "write", "arguments": {"text": "\\"finish_reason\\":\\"tool_calls\\"'
-    )
-    (choice,) = asyncio.run(Engine().chat(text, stream=True))
-    ((_, arguments),) = calls_in(choice)
-    assert arguments.endswith('\\"finish_reason\\":\\"tool_calls\\"')
-    assert choice["finish_reason"] == "length"
-
-
-def test_a_message_says_that_its_tokens_were_too_few() -> None:
-    """Of Messages vLLM makes a chat, and of its answer a message."""
-    engine = Engine()
-    engine.chats = engine.messages
-    engine.messages.stop_reason_map = {"length": "max_tokens", "tool_calls": "tool_use"}
-    (choice,) = asyncio.run(engine.chat(HERMES, stream=True))
-    assert choice["finish_reason"] == "length"
-
-
+@pytest.mark.usefixtures("patched")
 def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
     told = asyncio.run(Engine(parser).response(ANSWERS[parser], "length"))
     assert told["status"] == "incomplete"
@@ -272,6 +287,7 @@ def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
     assert len({one["call_id"] for one in calls}) == 2
 
 
+@pytest.mark.usefixtures("patched")
 def test_a_response_that_is_whole_is_told_as_before() -> None:
     told = asyncio.run(Engine().response(HERMES + '"}}\n</tool_call>', "stop"))
     assert told["status"] == "completed"
@@ -279,6 +295,30 @@ def test_a_response_that_is_whole_is_told_as_before() -> None:
     assert told["output"][2]["arguments"] == CALLS[1][1] + '"}'
 
 
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [('{"on": true}', {"on": True}), ('{"on": [1, 2', {"on": [1, 2]}), ("", {}), ("[1", {})],
+)
+def test_half_a_call_in_a_message_has_as_much_of_its_input_as_there_is(
+    arguments: str, left: Json
+) -> None:
+    function = {"name": "look", "arguments": arguments}
+    called = {"id": "1", "type": "function", "function": function}
+    choice = {"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": [called]}}
+    chat = ChatCompletionResponse(
+        id="chatcmpl-1",
+        model="m",
+        choices=[{**choice, "finish_reason": "length"}],
+        usage={"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    )
+    message = Engine().messages.messages_full_converter(chat)
+    assert message.stop_reason == "max_tokens"
+    (block,) = message.content
+    assert (block.name, block.input) == ("look", left)
+
+
+@pytest.mark.usefixtures("patched")
 def test_a_parser_that_fails_leaves_the_answer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
 

@@ -1,25 +1,24 @@
-"""Messages as Anthropic's clients know them, by vLLM's own server."""
+"""A last message of the assistant's in Messages, by vLLM's own server."""
 
 import json
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from conserve import wire
 from conserve.apis import CHAT, COUNT_TOKENS, MESSAGES
 from conserve.errors import ApiError
-from deployments.engine.messages import NO_PREFILL
+from deployments.upstream.message_prefill import NO_PREFILL, PATCH, apply
 from tests.unit.deployments.engine.vllm_server import MODEL, Server, events, read
+from tests.unit.deployments.upstream.originals import unpatched
 
 Json = dict[str, Any]
 
 HELLO = {"role": "user", "content": "hello"}
 # The embedded model's template, from where an answer begins.
 OPEN = "<|im_start|>assistant\n"
-TOOL = {"name": "look_up", "input_schema": {"type": "object", "properties": {"on": {}}}}
+
+restored = unpatched(PATCH)
 
 
 def ask(*messages: Json, **more: Any) -> Json:
@@ -30,115 +29,18 @@ def said(content: Any) -> Json:
     return {"role": "assistant", "content": content}
 
 
-# --- What a stream says -------------------------------------------------------------------------
+@pytest.fixture
+def patched(restored: None) -> None:
+    apply()
 
 
-@pytest.mark.parametrize("prefilled", [None, 0, 2])
-def test_a_stream_says_the_same_of_caches_in_its_first_event_as_in_its_last(
-    prefilled: int | None,
-) -> None:
-    """And as a body does. Of what a prefiller has just computed, nothing was found."""
-    read_tokens = 3 if prefilled is None else prefilled
-    server = Server(cached_tokens=3)
-    asked = ask(HELLO, stream=True)
-    streamed = server.serve(MESSAGES, asked, prefill_cached_tokens=prefilled)
-    start, *_, delta, stop = events(streamed)
-    assert (start["type"], delta["type"], stop["type"]) == (
-        "message_start", "message_delta", "message_stop",
-    )  # fmt: skip
-    body = server.serve(MESSAGES, ask(HELLO), prefill_cached_tokens=prefilled).json()
-    prompt_tokens = len(server.prompts[0])
-    expected = {
-        "input_tokens": prompt_tokens - 3,
-        "cache_read_input_tokens": read_tokens,
-        "cache_creation_input_tokens": 3 - read_tokens,
-    }
-    assert start["message"]["usage"] == {**expected, "output_tokens": 0}
-    assert delta["usage"] == body["usage"] == {**expected, "output_tokens": 2}
-
-
-def test_nulls_are_there_and_ids_are_of_messages() -> None:
+def test_vllm_closes_a_last_message_of_the_assistants() -> None:
     server = Server()
-    start, *_, delta, _ = events(server.serve(MESSAGES, ask(HELLO, stream=True)))
-    body = server.serve(MESSAGES, ask(HELLO)).json()
-    assert delta["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert (body["stop_reason"], body["stop_sequence"]) == ("max_tokens", None)
-    assert start["message"]["stop_reason"] is start["message"]["stop_sequence"] is None
-    for id_ in (start["message"]["id"], body["id"]):
-        assert id_.startswith("msg_")
-        assert "chatcmpl" not in id_
-    chat = server.serve(CHAT, ask(HELLO)).json()
-    assert chat["id"].startswith("chatcmpl-")
+    server.serve(MESSAGES, ask(HELLO, said("I say")))
+    assert server.prompt.endswith(f"I say<|im_end|>\n{OPEN}")
 
 
-def test_a_stop_sequence_is_told() -> None:
-    stops = ask(HELLO, stop_sequences=["it"])
-    server = Server(finish_reason="stop", stop_reason="it")
-    body = server.serve(MESSAGES, stops).json()
-    delta = events(server.serve(MESSAGES, {**stops, "stream": True}))[-2]["delta"]
-    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "it")
-    assert delta == {"stop_reason": "stop_sequence", "stop_sequence": "it"}
-
-
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-CALL = ["<tool_call>", '\n{"name": "look_up", "arguments"', ': {"on": true}}\n', "</tool_call>"]
-
-
-@pytest.mark.parametrize("choice", [{"type": "tool", "name": "look_up"}, {"type": "any"}, None])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("answer", "finish_reason", "expected"),
-    [
-        (CALL, "stop", "tool_use"),
-        # It may have been the first of two.
-        (CALL, "length", "max_tokens"),
-        ([*CALL[:2], ': {"on": tr'], "length", "max_tokens"),
-        (["no", " call"], "stop", "end_turn"),
-        (["no", " call"], "length", "max_tokens"),
-    ],
-)
-def test_why_an_answer_ended_is_said_as_anthropic_says_it(
-    choice: Json | None, stream: bool, answer: list[str], finish_reason: str, expected: str
-) -> None:
-    """However vLLM's parsers have come to a call, or to none."""
-    server = Server(answer, finish_reason)
-    more = {"tools": [TOOL]} if choice is None else {"tools": [TOOL], "tool_choice": choice}
-    response = server.serve(MESSAGES, ask(HELLO, **more, stream=stream))
-    if stream:
-        told = [EVENT.validate_python(event) for event in events(response)]
-        blocks = [event.content_block for event in told if event.type == "content_block_start"]
-        assert told[-2].delta.stop_reason == expected
-    else:
-        message = Message.model_validate(response.json())
-        blocks = list(message.content)
-        assert message.stop_reason == expected
-    for block in blocks:
-        assert block.type == "text" or block.id.startswith("toolu_")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "left"),
-    [('{"on": true}', {"on": True}), ('{"on": [1, 2', {"on": [1, 2]}), ("", {}), ("[1", {})],
-)
-def test_half_a_call_is_an_answer_that_was_cut_off(arguments: str, left: Json) -> None:
-    """Of a parser that has one; vLLM takes its arguments for JSON."""
-    function = {"name": "look_up", "arguments": arguments}
-    called = {"id": "1", "type": "function", "function": function}
-    choice = {"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": [called]}}
-    chat = ChatCompletionResponse(
-        id="chatcmpl-1",
-        model=MODEL,
-        choices=[{**choice, "finish_reason": "length"}],
-        usage={"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-    )
-    body = Server().messages.messages_full_converter(chat).model_dump(exclude_none=True)
-    assert (body["stop_reason"], body["stop_sequence"]) == ("max_tokens", None)
-    assert body["content"] == [{"type": "tool_use", "id": "1", "name": "look_up", "input": left}]
-
-
-# --- A last message of the assistant's ------------------------------------------------------------
-
-
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
     ("content", "end"),
     [
@@ -166,6 +68,7 @@ def test_a_last_message_of_the_assistants_is_continued(
         assert response.json()["content"] == [{"type": "text", "text": " on it"}]
 
 
+@pytest.mark.usefixtures("patched")
 def test_what_is_counted_and_what_is_prefilled_is_what_is_continued() -> None:
     server = Server()
     asked = read(MESSAGES, ask(HELLO, said("I say")))
@@ -176,6 +79,7 @@ def test_what_is_counted_and_what_is_prefilled_is_what_is_continued() -> None:
     assert counted["input_tokens"] == len(server.prompts[0])
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("content", ["", " ", [], [{"type": "text", "text": ""}]])
 def test_an_empty_last_message_is_none(content: Any) -> None:
     server = Server()
@@ -186,6 +90,7 @@ def test_an_empty_last_message_is_none(content: Any) -> None:
     assert read(MESSAGES, ask(HELLO, said(content))).chain == read(MESSAGES, ask(HELLO)).chain
 
 
+@pytest.mark.usefixtures("patched")
 def test_other_messages_are_closed_as_ever() -> None:
     server = Server()
     server.serve(MESSAGES, ask(HELLO, said("I say"), HELLO))
@@ -194,6 +99,7 @@ def test_other_messages_are_closed_as_ever() -> None:
     assert server.prompt.endswith(f"I say<|im_end|>\n{OPEN}")
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
     ("content", "more", "words"),
     [
@@ -224,6 +130,7 @@ def test_what_cannot_be_continued_is_refused_as_by_anthropic(
     assert words in error.value.message
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_model_that_cannot_continue_says_so_as_anthropics_do(
@@ -250,6 +157,7 @@ def test_a_model_that_cannot_continue_says_so_as_anthropics_do(
     assert server.serve(MESSAGES, ask(HELLO, stream=stream)).status_code == 200
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [MESSAGES, CHAT])
 @pytest.mark.parametrize("blocks", [False, True])
@@ -268,6 +176,7 @@ def test_a_history_is_known_whose_answer_was_continued(
     assert not server.knows(path, ask(HELLO, said("on it"), next_))
 
 
+@pytest.mark.usefixtures("patched")
 def test_an_answer_that_was_cut_is_known_when_it_is_continued() -> None:
     server = Server(answer=["I", " say"])
     server.serve(MESSAGES, ask(HELLO))
@@ -276,6 +185,7 @@ def test_an_answer_that_was_cut_is_known_when_it_is_continued() -> None:
     assert not server.knows(CHAT, ask(HELLO, said("I say")))
 
 
+@pytest.mark.usefixtures("patched")
 def test_bodies_of_other_kinds_stay_errors() -> None:
     server = Server()
     response = server.post(MESSAGES, json.dumps({"model": MODEL, "messages": []}).encode())
