@@ -19,9 +19,7 @@ _ALWAYS = (
 class Connection:
     """A client's connection to its server, and how often it was lost."""
 
-    def __init__(self, healthy: threading.Event) -> None:
-        self.healthy = healthy
-        self.losses = 0
+    losses = 0
 
 
 def fail_fast(client: Any, healthy: threading.Event) -> Connection:
@@ -31,7 +29,7 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
     queue = client._message_queue_client
     submit, cancel_streams = queue.submit_request, queue.cancel_streams
     lost = TimeoutError("the connection to the LMCache server is lost")
-    connection = Connection(healthy)
+    connection = Connection()
 
     def connection_lost() -> None:
         # Runs in the thread that owns pending_futures.

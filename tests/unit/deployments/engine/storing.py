@@ -5,7 +5,6 @@ in, which steps write to, and LMCache's server, which reads it some steps after 
 fills it, or fails to, with KV that it is said to have.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -125,7 +124,7 @@ class Storing(StandIn):
         front.scheduler_adapter = _Found(self.found_tokens)
         front._prepare_scheduler(1, give_up)
         back.worker_adapter = self
-        back._prepare_worker(Connection(threading.Event()), reports=bool(give_up))
+        back._prepare_worker(Connection(), reports=bool(give_up))
         back._stores.tell = self._hear
         # Time goes by for who waits, and nothing else.
         back._stores.sleep = lambda _: self._copy(lambda copy: True)

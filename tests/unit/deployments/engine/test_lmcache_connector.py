@@ -386,7 +386,7 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     connector.lazy_offload = False
     connector._can_store = True
     connector._connector_metadata = None
-    connection = Connection(threading.Event())
+    connection = Connection()
     connector._prepare_worker(connection)
     connector.connection = connection
     return connector, stores
@@ -690,9 +690,9 @@ def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str)
     assert [one.step for one in (first, second, third, fourth)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("begins", "stores"), [(383, (0, 384)), (256, (0, 256))])
+@pytest.mark.parametrize(("begins", "tokens", "stores"), [(383, 1, 384), (256, 16, 256)])
 def test_what_vllm_has_when_a_request_begins_is_stored_and_no_more(
-    begins: int, stores: tuple[int, int]
+    begins: int, tokens: int, stores: int
 ) -> None:
     """LMCache's account is rounded; vLLM may begin where groups of layers agree."""
     connector, _, _ = _scheduling("kv_both", a=384)
@@ -702,14 +702,14 @@ def test_what_vllm_has_when_a_request_begins_is_stored_and_no_more(
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
         ),
-        num_scheduled_tokens={"a": 1},
+        num_scheduled_tokens={"a": tokens},
         preempted_req_ids=set(),
         scheduled_encoder_inputs={},
         finished_req_ids=set(),
     )
     metadata = connector.build_connector_meta(output)
-    assert [(one.op.start, one.op.end) for one in metadata.requests] == [stores]
-    assert dict(metadata.notes.whole) == ({"a": ["a", 0]} if stores[1] == 384 else {})
+    assert [(one.op.start, one.op.end) for one in metadata.requests] == [(0, stores)]
+    assert dict(metadata.notes.whole) == ({"a": ["a", 0]} if stores == 384 else {})
 
 
 def test_an_engine_that_stores_nothing_keeps_nobody_waiting() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_random_prompts_whose_loads_fail_are_stored_as_they_were_computed(
     assert not engine.wrong
     assert not engine.spoiled
     assert engine.preempted
+    assert engine.preempted
     failed = [one for one in engine.loaded if one in engine.fail]
     assert failed
     # It is not tried again.
@@ -82,13 +84,17 @@ def test_random_prompts_whose_loads_fail_are_stored_as_they_were_computed(
 
 
 def _with_failing_loads(
-    seed: int, window: bool, two_in_flight: bool
+    seed: int,
+    window: bool,
+    two_in_flight: bool,
+    change: Callable[[Storing], None] = lambda engine: None,
 ) -> tuple[Storing, dict[str, int]]:
     """Prompts behind a beginning that the engine has, and where a step ends within a block."""
     chance = random.Random(seed)
     engine = Storing(
-        blocks=160 if window else 80, takes_steps=1, window=window, two_in_flight=two_in_flight
+        blocks=90 if window else 60, takes_steps=1, window=window, two_in_flight=two_in_flight
     )
+    change(engine)
     shared = words(chance, 320)
     asked: dict[str, int] = {}
     for number in range(80):
@@ -96,18 +102,57 @@ def _with_failing_loads(
         own = words(chance, chance.randrange(20, 900))
         prompt = shared[: chance.choice((0, 100, 320))] + own
         asked[name] = len(prompt)
-        # A last chunk that is not there.
-        chunks = min(len(prompt) - CHUNK_TOKENS, 640) // CHUNK_TOKENS
-        engine.found_tokens[name] = chance.randrange(max(chunks, 0) + 1) * CHUNK_TOKENS
+        chunks = min(len(prompt), 640) // CHUNK_TOKENS
+        engine.found_tokens[name] = chance.randrange(chunks + 1) * CHUNK_TOKENS
         if chance.random() < 0.6:
             engine.fail.add(name)
-        engine.store(name, prompt, max_tokens=chance.choice((1, 40)))
+        engine.store(name, prompt, max_tokens=chance.choice((1, 150)))
         for _ in range(chance.randrange(5)):
             engine.step()
-    engine.drain()
+    engine.drain(5000)
     for _ in range(20):
         engine.step()
     return engine, asked
+
+
+class Forgetful(set[str]):
+    """Loads that have failed, unknown to the scheduler's half."""
+
+    def __ior__(self, failed: Any) -> "Forgetful":  # type: ignore[override,misc]
+        return self
+
+
+def test_failures_of_lmcaches_blocks_give_wrong_answers() -> None:
+    """As LMCache reports them for one group: running requests share the blocks."""
+
+    def change(engine: Storing) -> None:
+        engine.back._report_request_errors = False
+
+    engine, _ = _with_failing_loads(0, False, True, change)
+    assert engine.wrong
+
+
+def test_lmcache_alone_stores_what_others_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a load that failed it stores late, when a window's blocks are others'."""
+    from deployments.engine.lmcache_connector import ResilientMPConnector
+
+    monkeypatch.setattr(ResilientMPConnector, "_correct_counts", lambda self, output: None)
+
+    def change(engine: Storing) -> None:
+        engine.front._failed = Forgetful()
+
+    engine, _ = _with_failing_loads(0, True, True, change)
+    assert engine.spoiled
+
+
+def test_lmcache_alone_loads_again_and_again() -> None:
+    """If the load of a preempted request fails, and the server goes on finding its KV."""
+
+    def change(engine: Storing) -> None:
+        engine.front._failed = Forgetful()
+
+    with pytest.raises(AssertionError, match="never end"):
+        _with_failing_loads(0, True, False, change)
 
 
 def _eventually(holds: Any) -> None:

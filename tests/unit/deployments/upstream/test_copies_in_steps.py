@@ -117,7 +117,7 @@ def _worker(server: SlowServer) -> tuple[Any, Any]:
     connector = object.__new__(ResilientMPConnector)
     connector.worker_adapter, connector.lazy_offload, connector.dispatcher = adapter, False, None
     connector._can_store, connector._connector_metadata = True, None
-    connector._prepare_worker(Connection(threading.Event()))
+    connector._prepare_worker(Connection())
     return connector, blocks
 
 
