@@ -48,7 +48,7 @@ from deployments.upstream import unreachable_scheduler
 from deployments.upstream.outer_address import LOOPBACK
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
-from deployments.upstream.seams import LANE, LOAD, SCHEDULER, SERVING, SM_SLOTS
+from deployments.upstream.seams import require_seams
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -98,15 +98,14 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # Another vLLM is refused here, before minutes of loading.
         apply_patches("server")
         apply_patches("engine")
-        require(LOAD)
-        require(SERVING)
+        require_seams("load", "serving")
         if schedules:
-            require(SCHEDULER)
+            require_seams("scheduler")
             require(unreachable_scheduler.PATCH)
         if schedules and settings.prefill_lane:
-            require(LANE)
+            require_seams("prefill_lane")
         if tier.sm_slots is not None:
-            require(SM_SLOTS)
+            require_seams("sm_slots")
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
         apply_patches("ray")

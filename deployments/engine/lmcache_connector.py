@@ -47,7 +47,7 @@ from deployments.upstream import lost_server
 from deployments.upstream.lost_server import Connection, fail_fast
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
-from deployments.upstream.seams import LMCACHE_CONNECTOR
+from deployments.upstream.seams import require_seams
 
 logger = init_logger(__name__)
 
@@ -61,7 +61,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     _parks = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        require(LMCACHE_CONNECTOR)
+        require_seams("lmcache_connector")
         require(lost_server.PATCH)
         apply_patches("connector")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config

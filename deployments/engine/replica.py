@@ -9,13 +9,13 @@ import gc
 
 from deployments.upstream import connector_race
 from deployments.upstream.patch import require
-from deployments.upstream.seams import RAY_LLM
+from deployments.upstream.seams import require_seams
 
 gc.disable()
 try:
     require(connector_race.PATCH)
     connector_race.keep_what_is_registered()
-    require(RAY_LLM)
+    require_seams("ray_llm")
     from deployments.engine.engine import EngineServer
 finally:
     gc.enable()

@@ -34,7 +34,7 @@ from deployments.threads import give_way_soon
 from deployments.upstream import sigterm_exits
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
-from deployments.upstream.seams import HALF_CLOSED
+from deployments.upstream.seams import require_seams
 
 logger = logging.getLogger("ray.serve")
 
@@ -69,7 +69,7 @@ class Router:
         self, settings: Settings, deployment: str, *engines: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
-        require(HALF_CLOSED)
+        require_seams("half_closed")
         require(sigterm_exits.PATCH)
         apply_patches("ray")
         give_way_soon()

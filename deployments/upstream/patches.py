@@ -4,7 +4,7 @@ import importlib
 from functools import cache
 
 from deployments.upstream.patch import Patch, Process, require
-from deployments.upstream.seams import SEAMS
+from deployments.upstream.seams import seams
 
 # Files of this folder, in the order in which they are applied.
 FILES = (
@@ -44,9 +44,9 @@ _applied: set[str] = set()
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """Return all records, `SEAMS` last. It loads nothing of the projects that they change."""
+    """Return all records, and load nothing of the projects that they change."""
     files = (importlib.import_module(f"{__package__}.{name}") for name in FILES)
-    return (*(file.PATCH for file in files), *SEAMS)
+    return (*(file.PATCH for file in files), *seams().values())
 
 
 def apply_patches(process: Process) -> None:

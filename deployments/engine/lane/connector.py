@@ -14,8 +14,7 @@ from deployments.engine.lane.scheduler_lane import LaneReport, SchedulerLane
 from deployments.engine.lane.thread import Forward, LaneThread, Turns
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.sm_slots.pairs import slot_pairs
-from deployments.upstream.patch import require
-from deployments.upstream.seams import LANE
+from deployments.upstream.seams import require_seams
 
 
 class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types are not seen.
@@ -167,7 +166,7 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse an engine whose prompts the lane cannot compute, or another vLLM; says what to do."""
-    require(LANE)
+    require_seams("prefill_lane")
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config

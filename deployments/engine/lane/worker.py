@@ -2,7 +2,7 @@
 
 `LaneForward` builds what vLLM's model runner builds for a batch of one request. It has attention
 metadata builders of its own, since the runner's have buffers that the current step uses. Internals
-of vLLM that are used are in the record `LANE` (`upstream.seams`).
+of vLLM that are used are in the record `prefill_lane` of `upstream/seams.toml`.
 """
 
 import contextlib

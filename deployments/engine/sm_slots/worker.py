@@ -11,8 +11,6 @@ property. Other streams of vLLM's only copy, but for those of ``SLOT_ENVIRONMENT
 adapters, of dual batch overlap and of some models.
 """
 
-import dataclasses
-import inspect
 import logging
 from typing import Any
 
@@ -23,6 +21,7 @@ from deployments.engine.gpu_worker import GpuWorker
 from deployments.engine.lane.worker import LaneWorking
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.lease import lease_slots, said_of, told
+from deployments.upstream.seams import require_seams
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_means import means_of, mps_runs, prepare
@@ -116,13 +115,7 @@ def capture_where_it_runs() -> None:
     made: Any = parallel_state.GraphCaptureContext
     if hasattr(made, "__wrapped__"):
         return
-    parameters = list(inspect.signature(parallel_state.graph_capture).parameters)
-    fields = [field.name for field in dataclasses.fields(made)]
-    if parameters != ["device"] or fields != ["stream"]:
-        raise RuntimeError(
-            "sm_slots is made for vLLM 0.32, and this one captures CUDA graphs in another way: "
-            "adapt deployments/engine/sm_slots/worker.py to it, or leave sm_slots out"
-        )
+    require_seams("sm_slots")
 
     def here(stream: Any) -> Any:
         return made(current_stream())

@@ -20,8 +20,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from conserve import wire
 from conserve.media import lifted_media
 from deployments.engine.response_store import MEDIA, read_ahead, replay
-from deployments.upstream.patch import require
-from deployments.upstream.seams import MEDIA_ASIDE
+from deployments.upstream.seams import require_seams
 
 _CONNECTOR = "conserve"
 # Shorter bodies take vLLM a few milliseconds.
@@ -34,7 +33,7 @@ class MediaAside:
     """ASGI middleware that sets media in long bodies aside while a request is served."""
 
     def __init__(self, app: ASGIApp) -> None:
-        require(MEDIA_ASIDE)
+        require_seams("media_aside")
         self._app = app
         os.environ["VLLM_MEDIA_CONNECTOR"] = _CONNECTOR
 

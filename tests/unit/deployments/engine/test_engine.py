@@ -74,7 +74,7 @@ async def test_an_altered_vllm_is_refused_before_an_engine_starts(
             object.__new__(Server), {}, role="decoder", settings=settings, tier=tier, deployment=""
         )
     said = str(refused.value)
-    assert said.startswith(f"patch {patch} is for vllm ==0.32.*, and vllm ")
+    assert said.startswith(f"patch {patch} is for vllm ==0.32.0, and vllm ")
     assert f"{name} (" in said
     assert "\n" not in said
 

@@ -11,7 +11,7 @@ from deployments.upstream import patch as records
 from deployments.upstream import patches as table
 from deployments.upstream.patch import Patch, PatchError, missing, require
 from deployments.upstream.patches import FILES, apply_patches, patches
-from deployments.upstream.seams import SCHEDULER, SEAMS
+from deployments.upstream.seams import seams
 from tests.checkout import ROOT
 
 FOLDER = ROOT / "deployments" / "upstream"
@@ -20,7 +20,7 @@ NOT_PATCHES = {"__init__", "patch", "patches", "seams", "unnamed_memory"}
 
 def test_each_file_is_in_the_table() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == NOT_PATCHES | set(FILES)
-    assert len({one.name for one in patches()}) == len(patches()) == len(FILES) + len(SEAMS)
+    assert len({one.name for one in patches()}) == len(patches()) == len(FILES) + len(seams())
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -60,7 +60,7 @@ def test_the_table_loads_nothing_of_what_it_changes() -> None:
 def test_another_release_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "version_of", lambda package: "0.99.1")
     with pytest.raises(PatchError) as refused:
-        require(SCHEDULER)
+        require(seams()["scheduler"])
     said = str(refused.value)
     assert said.startswith("patch scheduler is for vllm ==0.32.0, and vllm 0.99.1 is another")
     assert said.endswith("or set engine_scheduler=vllm")
