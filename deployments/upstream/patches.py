@@ -9,6 +9,7 @@ from deployments.upstream.seams import seams
 # Files of this folder, in the order in which they are applied.
 FILES = (
     "kernel_scan",
+    "captured_elsewhere",
     "loose_forced_calls",
     "zeroed_kv",
     "spinning_wait",
