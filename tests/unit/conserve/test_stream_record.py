@@ -5,8 +5,8 @@ import json
 import pytest
 
 from conserve import wire
+from conserve.stream_record import StreamRecord
 from conserve.wire import Emitted, TurnSummary, note, read_notes, summary_line
-from deployments.router.stream_record import StreamRecord
 
 
 def _event(text: str, created: int = 1700000000, **choice: object) -> bytes:
