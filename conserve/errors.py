@@ -224,7 +224,7 @@ _TOO_LONG = [
         r"maximum context length is (?P<most>\d+) tokens\. However, you requested (?P<output>\d+) "
         r"output tokens and your prompt contains (?P<prompt>\d+) input tokens",
         r"(?P<param>\w+)=(?P<output>\d+) cannot be greater than "
-        r"max_model_len=max_total_tokens=(?P<most>\d+)",
+        r"max_model_len=(?P<most>\d+)",
         r"Input length \((?P<prompt>\d+)\) exceeds model's maximum context length "
         r"\((?P<most>\d+)\)",
         r"prompt \(length (?P<prompt>\d+)\) .*longer than the maximum model length of "

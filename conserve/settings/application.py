@@ -436,7 +436,7 @@ class Settings(Strict):
             ("prefillers.engine", self.prefillers.engine),
             ("decoders.engine", self.decoders.engine),
         ):
-            for argument in ("scheduler_cls", "scheduling_policy", "disable_cascade_attn"):
+            for argument in ("scheduler_cls", "scheduling_policy"):
                 if argument in given:
                     raise ValueError(
                         f"{name}.{argument} cannot be set: "

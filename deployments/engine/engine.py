@@ -69,9 +69,6 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
 
     Ray Serve LLM always asks vLLM for worker processes there. One worker is one more process, which
     imports vLLM for six seconds of a core, takes a part in each step, and half a gigabyte.
-
-    It also has prompts of an encoder cut into steps. Without KV, vLLM 0.29 cuts them by a threshold
-    alone, and one that is longer than a step would wait for ever, with all behind it.
     """
 
     def _prepare_engine_config(self, *args: Any) -> Any:
@@ -79,10 +76,6 @@ class Engine(VLLMEngine):  # type: ignore[misc]  # Ray ships no types for it.
         parallel = config.parallel_config
         if config.device_config.device_type == "cpu" and parallel.world_size == 1:
             parallel.distributed_executor_backend = "uni"
-        if config.ec_transfer_config is not None and config.ec_transfer_config.is_encode_only:
-            scheduler, longest = config.scheduler_config, config.model_config.max_model_len
-            step = min(scheduler.max_num_batched_tokens, longest)
-            scheduler.long_prefill_token_threshold = step
         return engine_args, frontend_args, config
 
 

@@ -102,11 +102,12 @@ def wait_for_predecessor() -> None:
         worker.request_memory = patient  # type: ignore[attr-defined]
 
 
-def _patient(request: Callable[[Any, Any], int]) -> Callable[[Any, Any], int]:
+def _patient(request: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(request)
-    def requested(init_snapshot: Any, cache_config: Any) -> int:
+    def requested(init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> int:
         total_bytes = init_snapshot.total_memory
         needed_bytes = math.ceil(total_bytes * cache_config.gpu_memory_utilization)
+        needed_bytes -= external_weight_memory
         if init_snapshot.free_memory < needed_bytes <= total_bytes:
             worker = GpuWorker()
             worker.device = init_snapshot.device_
@@ -117,6 +118,6 @@ def _patient(request: Callable[[Any, Any], int]) -> Callable[[Any, Any], int]:
             except NvmlError as error:
                 logger.warning("not waiting for the GPU's memory: %s", error)
             init_snapshot.measure()
-        return request(init_snapshot, cache_config)
+        return request(init_snapshot, cache_config, external_weight_memory)
 
     return requested

@@ -71,7 +71,7 @@ def answer_as_anthropic(handler: Any, told: Callable[[], ToldOfCaches | None]) -
             return await render(request)
         try:
             result = await render(request)
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             if "continue_final_message" not in str(error):
                 raise
             return _no_prefill()

@@ -101,6 +101,12 @@ def _judge_text(params: Any, tokenizer: Any, text: str) -> str:
     return text
 
 
+def _longest_cut(params: Any) -> int | None:
+    """Return how long a prompt is cut to; vLLM 0.32 leaves room for one token of output."""
+    most = params.max_total_tokens
+    return None if most is None else max(0, most - params.max_output_tokens)
+
+
 def _judge_tokens(params: Any, tokenizer: Any, tokens: Any) -> Any:
     most, output = params.max_total_tokens, params.max_output_tokens
     prompt = len(tokens)
@@ -120,4 +126,5 @@ _OWN = {
     "get_encode_kwargs": _encode_all,
     "_text_len_check": _judge_text,
     "_token_len_check": _judge_tokens,
+    "max_truncation_tokens": property(_longest_cut),
 }

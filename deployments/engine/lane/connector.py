@@ -214,7 +214,6 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
             model.is_multimodal_model and model.multimodal_config.is_multimodal_pruning_enabled(),
             "video_pruning_rate removes tokens of prompts step by step",
         ),
-        (model.uses_xdrope_dim > 0, "positions are more than one number"),
         (gpu and bool(parallel.is_moe_model), "experts of steps and lane would share buffers"),
         (vllm_config.lora_config is not None, "LoRA adapters are switched step by step"),
         (vllm_config.speculative_config is not None, "a drafter would have no KV of the prompt"),

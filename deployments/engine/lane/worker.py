@@ -215,10 +215,9 @@ class LaneForward:
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         count = end - start
-        # int32 on the host: [requests + 1], [requests] and [requests].
+        # int32 on the host: [requests + 1] and [requests].
         begins = torch.tensor([0, count], dtype=torch.int32)
         length = torch.tensor([end], dtype=torch.int32)
-        before = torch.tensor([start], dtype=torch.int32)
         for group, kernel_tokens in self._groups:
             table = self._table(job, kernel_tokens)
             at = table[0].to(torch.int64)[positions // kernel_tokens]
@@ -227,8 +226,6 @@ class LaneForward:
                 query_start_loc=begins.to(self._device),
                 query_start_loc_cpu=begins,
                 seq_lens=length.to(self._device),
-                _seq_lens_cpu=length,
-                _num_computed_tokens_cpu=before,
                 seq_lens_cpu_upper_bound=length,
                 num_reqs=1,
                 num_actual_tokens=count,

@@ -74,7 +74,7 @@ def obey(scheduler: Any, command: Command) -> int | SchedulerLoad:
 
 def _observed(scheduler: Any, now_s: float) -> SchedulerLoad:
     levels, pool = scheduler.queue.levels, scheduler.kv_cache_manager.block_pool
-    waiting = [*scheduler.waiting._heap, *scheduler.skipped_waiting._heap]
+    waiting = [*scheduler.waiting._heap, *scheduler.kv_holding_waiting._heap]
     running, counts = scheduler.running, scheduler.counts
     kinds = dict.fromkeys(KINDS, 0)
     for request in running:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MADE_FOR = "0.29"
+MADE_FOR = "0.32"
 
 
 def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
@@ -38,7 +38,8 @@ def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
             KVCacheManager.allocate_slots,
             "self request num_new_tokens num_new_computed_tokens new_computed_blocks "
             "num_lookahead_tokens num_external_computed_tokens delay_cache_blocks "
-            "num_encoder_tokens full_sequence_must_fit reserved_blocks has_scheduled_reqs",
+            "num_encoder_tokens full_sequence_must_fit reserved_blocks has_scheduled_reqs "
+            "skip_zeroing_group_ids",
         ),
         (KVCacheManager.get_blocks, "self request_id"),
         (KVCacheManager.get_computed_blocks, "self request"),

@@ -49,9 +49,6 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         super().__init__(*args, **kwargs)
         if self.policy != SchedulingPolicy.PRIORITY:
             raise ValueError("scheduling_policy: set it to priority, by which calls are ordered")
-        if not self.vllm_config.model_config.disable_cascade_attn:
-            # Each kept block counts as used by one request more than has it.
-            raise ValueError("disable_cascade_attn: set it to true, since blocks are kept")
         given = (self.vllm_config.additional_config or {}).get("conserve", {})
         self._block_tokens = int(self.block_size)
         capacity_tokens = self.cache_config.num_gpu_blocks * self._block_tokens
@@ -104,7 +101,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self.histories.expire(now_s)
         self.parts.new_step()
         self._waits.new_step()
-        waits = bool(self.waiting or self.skipped_waiting)
+        waits = bool(self.waiting or self.kv_holding_waiting)
         ranks = waits and now_s >= self._rank_at_s
         if ranks:
             self._rank(now_s)
@@ -112,7 +109,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self._set_limit(waits, now_s)
         output = super().schedule(throttle_prefills)
         if ranks:
-            left_out = (*self.waiting._heap, *self.skipped_waiting._heap)
+            left_out = (*self.waiting._heap, *self.kv_holding_waiting._heap)
             self._waits.look(self, left_out, now_s)
         elif not waits:
             self._waits.nobody()
@@ -160,7 +157,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
             return
         # Decodes go first, so that a full step leaves none of them out. Then by level.
         running.sort(key=lambda one: self._rank_running(one, now_s))
-        if waits and len(running) < self.max_num_running_reqs:
+        if waits and len(running) < self.max_num_active_reqs:
             self._leave_to_waiting()
 
     def _rank_running(self, request: Any, now_s: float) -> tuple[int, float]:
@@ -171,7 +168,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
     def _leave_to_waiting(self) -> None:
         """Set how much of the step is left to requests that wait on a better level, by level."""
         wanted = self._left_to_waiting
-        for queue in (self.waiting, self.skipped_waiting):
+        for queue in (self.waiting, self.kv_holding_waiting):
             for request in queue._heap:
                 if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     missing_tokens = self.turns[request.request_id].missing_tokens
@@ -245,7 +242,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         return self.queue.level(turn.key, request.num_tokens, waited_s, now_s)
 
     def _rank(self, now_s: float) -> None:
-        for queue in (self.waiting, self.skipped_waiting):
+        for queue in (self.waiting, self.kv_holding_waiting):
             requests = list(queue._heap)
             levels = [self.level(one, now_s) for one in requests]
             if all(one.priority == level for one, level in zip(requests, levels, strict=True)):

@@ -75,7 +75,7 @@ class Waits:
         left: WaitFor = "step"
         if self._refused:
             left = "room"
-        elif len(scheduler.running) >= scheduler.max_num_running_reqs:
+        elif len(scheduler.running) >= scheduler.max_num_active_reqs:
             left = "place"
         for request in waiting:
             turn = self._turns[request.request_id]

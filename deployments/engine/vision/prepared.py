@@ -1,11 +1,10 @@
 """Has each engine prepare an image once: a turn takes what its check has prepared.
 
 vLLM prepares media (it resizes and cuts images, and counts their tokens) in an engine's server.
-Checks use a processor of their own, which keeps what it has made, since half of the other one's
-cache is in the engine's core.
+Checks use a cache of their own, since half of the other one is in the engine's core.
 
-Internals of vLLM 0.29 that are used: ``BaseRenderer.mm_processor``, ``_readonly_mm_processor``, and
-their ``cache``.
+Internals of vLLM 0.32 that are used: ``BaseRenderer._mm_processor_cache``, and of requests that are
+only read ``_mm_processor_only_cache``.
 """
 
 from typing import Any
@@ -15,10 +14,9 @@ from vllm.multimodal.cache import BaseMultiModalProcessorCache
 
 def prepare_once(renderer: Any) -> None:
     """Change an engine's ``BaseRenderer``; nothing changes for a model that reads text only."""
-    serving, checking = renderer.mm_processor, renderer._readonly_mm_processor
-    if serving is None or checking is None or serving.cache is None:
-        return
-    serving.cache = _Prepared(serving.cache, checking.cache)
+    sent, checked = renderer._mm_processor_cache, renderer._mm_processor_only_cache
+    if sent is not None and checked is not None:
+        renderer._mm_processor_cache = _Prepared(sent, checked)
 
 
 class _Prepared(BaseMultiModalProcessorCache):  # type: ignore[misc]  # vLLM's types are not looked at.
@@ -46,6 +44,13 @@ class _Prepared(BaseMultiModalProcessorCache):  # type: ignore[misc]  # vLLM's t
         for cache in (self._sent, self._checked):
             if cache.is_cached_item(mm_hash):
                 cache.touch_sender_cache_item(mm_hash)
+
+    def release_sender_touches(self) -> None:
+        for cache in (self._sent, self._checked):
+            cache.release_sender_touches()
+
+    def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
+        self._sent.validate_input_item(mm_item, mm_hash)
 
     def invalidate(self, mm_hash: str) -> None:
         self._sent.invalidate(mm_hash)

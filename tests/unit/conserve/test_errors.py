@@ -384,7 +384,7 @@ def test_a_cap_over_the_context_before_the_prompt_is_known(field: str) -> None:
     error = from_engine(
         400,
         vllm(
-            f"{field}=32000 cannot be greater than max_model_len=max_total_tokens=16384. Please "
+            f"{field}=32000 cannot be greater than max_model_len=16384. Please "
             "request fewer output tokens."
         ),
     )

@@ -391,7 +391,7 @@ def blocks(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
-KINDS = "'text', 'image', 'tool_use', 'tool_result', 'tool_reference', 'thinking' or "
+KINDS = "'text', 'image', 'tool_use', 'tool_result', 'tool_reference', 'thinking', "
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ WITHOUT_EFFECT = {
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity"),
     },
     MESSAGES: {
-        *("cache_control", "diagnostics", "inference_geo", "service_tier", "speed", "thinking"),
+        *("cache_control", "diagnostics", "inference_geo", "service_tier", "speed"),
         *("user_profile_id", "workspace_id"),
     },
 }

@@ -89,6 +89,7 @@ class Answered:
         server.enable_log_outputs = False
         server.return_tokens_as_token_ids = False
         server.tool_server = None
+        server.enable_per_request_metrics = False
         server.parser = ParserManager.get_parser("hermes", None, True, "m")
         return server
 

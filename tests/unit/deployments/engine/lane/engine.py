@@ -111,7 +111,6 @@ class Engine:
             seed=0,
             scheduler_cls="deployments.engine.scheduler.scheduling.conversation_scheduler",
             scheduling_policy="priority",
-            disable_cascade_attn=True,
             worker_cls="deployments.engine.lane.cpu_worker.LaneWorker",
             additional_config={"conserve": policies},
             kv_transfer_config=KVTransferConfig(

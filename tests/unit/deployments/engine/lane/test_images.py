@@ -357,7 +357,7 @@ def test_a_prompt_in_the_lane_keeps_the_cache_no_longer_than_its_prefill(
     monkeypatch.setattr(cache, "cache_size", 200)
     monkeypatch.setattr(cache, "num_free_slots", 200)
     monkeypatch.setattr(cache, "num_freeable_slots", 200)
-    monkeypatch.setattr(engine.scheduler, "max_num_running_reqs", 2)
+    monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 2)
     _decode(engine)
     text = _text(1, 400, 0)
     engine.add("lane", f"{text} <image> go <image> go", 4, images=[_image(1), _image(2)])

@@ -33,4 +33,4 @@ def test_a_method_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(BlockPool, "touch")
     with pytest.raises(RuntimeError, match="touch"):
         require_doors()
-    assert doors.MADE_FOR == "0.29"
+    assert doors.MADE_FOR == "0.32"

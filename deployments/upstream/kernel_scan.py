@@ -1,0 +1,39 @@
+"""Has vLLM's search for Triton kernels pass over objects that answer any name.
+
+As an engine starts on a CPU, vLLM 0.32 looks through all modules for kernels to replace, and reads
+``vars(value).get("kernel")`` of all that has a ``__dict__``. llvmlite's handle of its library gives
+a function for any name, this one included, and the engine ends with an AttributeError. llvmlite is
+loaded with numba, which other parts of an engine's process import first.
+"""
+
+from typing import Any
+
+from deployments.upstream.patch import Patch
+
+
+def apply() -> None:
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.vars = _members
+
+
+def _members(value: object) -> Any:
+    members = vars(value)
+    return members if hasattr(members, "get") else {}
+
+
+PATCH = Patch(
+    name="kernel_scan",
+    package="vllm",
+    versions="==0.32.*",
+    seams=("vllm.triton_utils.dispatcher:_rebind_kernels(overrides)",),
+    why="an engine on a CPU ends at its start where llvmlite is loaded before vLLM's kernels",
+    upstream=(
+        "not reported: _rebind_kernels calls .get of vars(value) for each value of each module; "
+        "llvmlite.binding.ffi.lib answers __dict__ with a library function, so "
+        "register_triton_kernel_overrides raises AttributeError if llvmlite is imported before"
+    ),
+    process="engine",
+    device="cpu",
+    apply=apply,
+)

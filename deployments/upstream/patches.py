@@ -1,0 +1,47 @@
+"""The table of all patches, and the one place from which a process applies its own."""
+
+import importlib
+from functools import cache
+
+from deployments.upstream.patch import Patch, Process, require
+from deployments.upstream.seams import SEAMS
+
+# Files of this folder, in the order in which they are applied.
+FILES = ("kernel_scan",)
+
+_applied: set[str] = set()
+
+
+@cache
+def patches() -> tuple[Patch, ...]:
+    """Return all records, `SEAMS` last. It loads nothing of the projects that they change."""
+    files = (importlib.import_module(f"{__package__}.{name}") for name in FILES)
+    return (*(file.PATCH for file in files), *SEAMS)
+
+
+def apply_patches(process: Process) -> None:
+    """Apply the patches of a process, each once.
+
+    Raises:
+        PatchError: another project is not as a patch expects it.
+    """
+    for patch in patches():
+        if patch.process != process or patch.apply is None or patch.name in _applied:
+            continue
+        if _is_for_this(patch):
+            require(patch)
+            patch.apply()
+        _applied.add(patch.name)
+
+
+def patch_engine() -> None:
+    """Patch a process of an engine; vLLM's plugin ``conserve_patches`` (see pyproject.toml)."""
+    apply_patches("engine")
+
+
+def _is_for_this(patch: Patch) -> bool:
+    if patch.device is None:
+        return True
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.device_type == patch.device)

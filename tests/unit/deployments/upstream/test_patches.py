@@ -1,0 +1,101 @@
+"""The table of patches, and what becomes of another project that is not as they expect."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deployments.upstream import patch as records
+from deployments.upstream import patches as table
+from deployments.upstream.patch import Patch, PatchError, difference, parts_of, require
+from deployments.upstream.patches import FILES, apply_patches, patches
+from deployments.upstream.seams import SCHEDULER, SEAMS
+from tests.checkout import ROOT
+
+FOLDER = ROOT / "deployments" / "upstream"
+NOT_PATCHES = {"__init__", "patch", "patches", "seams"}
+
+
+def test_each_file_is_in_the_table() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == NOT_PATCHES | set(FILES)
+    assert len({one.name for one in patches()}) == len(patches()) == len(FILES) + len(SEAMS)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_has_its_patch_and_two_tests(name: str) -> None:
+    patch: Patch = importlib.import_module(f"deployments.upstream.{name}").PATCH
+    assert patch.name == name
+    assert patch.apply is not None or patch.used_by
+    tests = ROOT / "tests" / "unit" / "deployments" / "upstream" / f"test_{name}.py"
+    assert tests.read_text().count("\ndef test_") + tests.read_text().count("async def test_") >= 2
+
+
+@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.name)
+def test_each_record_says_why_and_until_when(patch: Patch) -> None:
+    assert patch.why
+    assert "#" in patch.upstream or patch.upstream.startswith("not reported: ")
+    assert patch.seams
+    for seam in patch.seams:
+        parts_of(seam)
+    if patch.used_by:
+        assert (ROOT / patch.used_by).exists()
+
+
+@pytest.mark.parametrize(
+    "patch", [one for one in patches() if one.device != "cuda"], ids=lambda patch: patch.name
+)
+def test_what_is_installed_is_as_each_patch_expects(patch: Patch) -> None:
+    require(patch)
+
+
+def test_the_table_loads_nothing_of_what_it_changes() -> None:
+    loads = "import sys; from deployments.upstream import patches as table; table.patches()"
+    command = [sys.executable, "-c", f"{loads}; print(*sys.modules)"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    loaded = set(run.stdout.split())
+    assert "deployments.upstream.patches" in loaded, run.stderr
+    assert not loaded & {"vllm", "ray", "lmcache", "torch", "uvicorn"}
+
+
+def test_another_release_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "version_of", lambda package: "0.99.1")
+    with pytest.raises(PatchError) as refused:
+        require(SCHEDULER)
+    said = str(refused.value)
+    assert said.startswith("patch scheduler is for vllm ==0.32.*, and vllm 0.99.1 is another")
+    assert said.endswith("or set engine_scheduler=vllm")
+    assert "\n" not in said
+
+
+def test_an_altered_copy_is_refused_by_the_patch_that_it_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "altered.py").write_text("class Scheduler:\n    def _free(self, request): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(records, "version_of", lambda package: "1.0")
+    broken = Patch(
+        name="freeing", package="altered", versions="==1.*",
+        seams=("altered:Scheduler._free_blocks(self, request)",),
+        why="blocks stay", upstream="#1", process="engine", apply=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(table, "patches", lambda: (broken,))
+    with pytest.raises(PatchError, match=r"^patch freeing .* altered:Scheduler._free_blocks \("):
+        apply_patches("engine")
+
+
+@pytest.mark.parametrize(
+    ("seam", "told"),
+    [
+        ("shutil:copyfile(src, dst, *, follow_symlinks)", None),
+        ("shutil:copyfile(src, dst)", "shutil:copyfile(src, dst, *, follow_symlinks)"),
+        ("shutil:copy_file", "shutil:copy_file (module"),
+        ("shutils:copyfile", "shutils:copyfile (No module"),
+        ("threading:Thread._target", None),
+        ("threading:Thread._aim", "threading:Thread._aim (type object"),
+    ],
+)
+def test_what_differs_is_told(seam: str, told: str | None) -> None:
+    found = difference(seam)
+    assert found is None if told is None else found is not None and found.startswith(told)
