@@ -37,8 +37,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale bench-elastic experiment test-agents \
-	test-autoscaler test-cancelling test-chaos test-clients \
-	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics \
+	check-upstream test-autoscaler test-cancelling test-chaos test-clients \
+	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-next \
 	test-peers \
 	test-vision test-cluster clean
 .DELETE_ON_ERROR:
@@ -141,6 +141,14 @@ test-compatibility: $(INSTALLED) ## Try vLLM's own tests, and Open Responses', o
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
 	@scripts/test_cluster.sh $(ARGS)
 
+test-next: $(INSTALLED) ## Try the newest vLLM, LMCache and Ray in .venv-next, and say what fails by patch (half an hour)
+	@$(BIN)/python -m scripts.test_next .venv-next $(ARGS)
+
+check-upstream: $(INSTALLED) ## Compare what patches change with another release (PACKAGE=vllm VERSION=0.33.0 ARGS=--brief)
+	@test -n '$(PACKAGE)' -a -n '$(VERSION)' || { \
+		echo "conserve: say which: make check-upstream PACKAGE=vllm VERSION=0.33.0" >&2; exit 1; }
+	@$(BIN)/python -m scripts.check_upstream '$(PACKAGE)' '$(VERSION)' $(ARGS)
+
 lint: $(INSTALLED) ## Check style, format, types, imports between floors, prose and each package's size
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -171,7 +179,7 @@ experiment: $(INSTALLED) $(if $(filter overcommit,$(NAME)),$(PEERS)) ## Run a me
 	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 clean: ## Remove .venv, .venv-gpu, caches and build products
-	rm -rf $(VENV) $(GPU_VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) .venv-next $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Three steps, each done again only when what it depends on has changed.

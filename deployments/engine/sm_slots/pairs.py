@@ -128,10 +128,11 @@ class GraphSets:
     """An engine's graphs, captured again for each smaller size of decoding's side, within a budget.
 
     A graph runs on the SMs of the stream that it was captured on; vLLM captures on all of the
-    engine's. Used of vLLM 0.29: its runners' ``capture_model`` captures whatever has no graph, on
+    engine's. Used of vLLM 0.32: its runners' ``capture_model`` captures whatever has no graph, on
     the current stream, and returns the bytes that it took. The graphs of the first runner, and of
-    both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. Those of
-    the second are ``graphs`` of its ``cudagraph_manager``.
+    both runners' pieces, are ``concrete_cudagraph_entries`` of each ``CUDAGraphWrapper``. With
+    ``VLLM_USE_BREAKABLE_CUDAGRAPH``, pieces are ``entries`` of each ``BreakableCUDAGraphWrapper``.
+    Those of the second runner are ``graphs`` of its ``cudagraph_manager``.
     """
 
     def __init__(self, runner: Any, pairs: SlotPairs, budget_bytes: int = GRAPH_SETS_BYTES) -> None:
@@ -186,8 +187,10 @@ class GraphSets:
 
 def _holders(runner: Any) -> list[tuple[Any, str]]:
     """Return the objects that hold graphs, with their attributes' names, in a fixed order."""
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     found = [(one, "concrete_cudagraph_entries") for one in CUDAGraphWrapper._all_instances]
+    found += [(one, "entries") for one in BreakableCUDAGraphWrapper._all_instances]
     manager = getattr(runner, "cudagraph_manager", None)
     return found if manager is None else [*found, (manager, "graphs")]

@@ -4,11 +4,11 @@ Before the model is loaded, a stream that keeps to the leased SMs becomes the cu
 thread that runs all of the engine's steps. So whatever vLLM launches or captures there keeps to
 them. If that fails, the engine does not start.
 
-Used of vLLM 0.29: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
+Used of vLLM 0.32: ``Worker.load_model`` comes after ``init_device`` and before any kernel of the
 model, in the thread of ``execute_model``. ``current_stream()`` of ``utils/torch_utils`` is what
 ``torch.cuda.set_stream`` was given. ``main_stream`` of ``v1/worker/gpu/model_runner`` is a cached
-property. Other streams of vLLM's only copy, but for those of ``SLOT_ENVIRONMENT``, of LoRA adapters
-and of some models.
+property. Other streams of vLLM's only copy, but for those of ``SLOT_ENVIRONMENT``, of LoRA
+adapters, of dual batch overlap and of some models.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ class SlotLaneWorker(LaneWorking, SlotWorker):
 def capture_where_it_runs() -> None:
     """Have this process capture CUDA graphs on its current stream. May be called repeatedly.
 
-    ``graph_capture`` of vLLM 0.29's ``distributed/parallel_state.py`` makes a context with a new
+    ``graph_capture`` of vLLM 0.32's ``distributed/parallel_state.py`` makes a context with a new
     stream, which keeps to no SMs. So ``GraphCaptureContext`` is replaced.
     """
     from vllm.distributed import parallel_state
@@ -118,9 +118,9 @@ def capture_where_it_runs() -> None:
         return
     parameters = list(inspect.signature(parallel_state.graph_capture).parameters)
     fields = [field.name for field in dataclasses.fields(made)]
-    if parameters != ["device", "graph_capture_context"] or fields != ["stream"]:
+    if parameters != ["device"] or fields != ["stream"]:
         raise RuntimeError(
-            "sm_slots is made for vLLM 0.29, and this one captures CUDA graphs in another way: "
+            "sm_slots is made for vLLM 0.32, and this one captures CUDA graphs in another way: "
             "adapt deployments/engine/sm_slots/worker.py to it, or leave sm_slots out"
         )
 

@@ -53,4 +53,5 @@ async def test_what_a_schema_allows_is_served_or_refused_by_name(
             wrong.append((str(case), status, message))
     assert wrong == []
     served = sum(status == 200 for _, status, _ in answers)
-    assert served > len(asked) / 2
+    # Of bodies with a budget of thinking, all are refused: it is over max_tokens.
+    assert served > len(asked) / 3

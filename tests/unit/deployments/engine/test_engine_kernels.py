@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle import fp8
@@ -163,6 +164,9 @@ def test_vllms_sampler_is_flashinfers_unless_it_is_switched_off(bare: pytest.Mon
     bare.setattr(
         type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(9, 0)
     )
+    # Of more than 16 SMs. It does not ask for a compiler.
+    bare.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    bare.setattr(type(current_platform), "num_compute_units", lambda *_, **__: 132)
     backend: Any = ModuleType("vllm.v1.attention.backends.flashinfer")
     backend.FlashInferBackend = SimpleNamespace(supports_compute_capability=lambda _: True)
     bare.setitem(sys.modules, backend.__name__, backend)

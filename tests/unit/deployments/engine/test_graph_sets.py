@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -37,12 +38,13 @@ class Piece:
 
 
 class Runner:
-    """As vLLM's second one: its manager's graphs, and a piece's, remember where they were
-    captured."""
+    """As vLLM's second one: its graphs remember on how many SMs they were captured."""
 
     def __init__(self, pairs: Any, costs_bytes: int = 100) -> None:
         self.cudagraph_manager = SimpleNamespace(graphs={})
         self.piece = Piece()
+        # As one of `BreakableCUDAGraphWrapper`.
+        self.breakable = SimpleNamespace(entries={})
         self._pairs = pairs
         self._costs_bytes = costs_bytes
         self.captured = 0
@@ -52,7 +54,7 @@ class Runner:
         self.captured += 1
         if self.captured == self.fails_at:
             raise MemoryError("no room")
-        for graphs in (self.cudagraph_manager.graphs, self.piece.concrete_cudagraph_entries):
+        for graphs in self._graphs():
             for tokens in (1, 8):
                 # As vLLM has it, for the second runner's.
                 assert tokens not in graphs
@@ -60,8 +62,14 @@ class Runner:
         return self._costs_bytes
 
     def runs_on(self) -> set[int]:
-        graphs, pieces = self.cudagraph_manager.graphs, self.piece.concrete_cudagraph_entries
-        return {*graphs.values(), *pieces.values()}
+        return {size for graphs in self._graphs() for size in graphs.values()}
+
+    def _graphs(self) -> tuple[dict[int, int], ...]:
+        return (
+            self.cudagraph_manager.graphs,
+            self.piece.concrete_cudagraph_entries,
+            self.breakable.entries,
+        )
 
 
 @pytest.fixture
@@ -71,6 +79,7 @@ def pairs() -> Any:
 
 def of(runner: Runner, pairs: Any, monkeypatch: pytest.MonkeyPatch, **more: int) -> GraphSets:
     monkeypatch.setattr(CUDAGraphWrapper, "_all_instances", {runner.piece})
+    monkeypatch.setattr(BreakableCUDAGraphWrapper, "_all_instances", [runner.breakable])
     return GraphSets(runner, pairs, **more)
 
 
@@ -137,6 +146,10 @@ def test_this_vllm_has_its_graphs_where_they_are_looked_for() -> None:
     assert "self.concrete_cudagraph_entries:" in inspect.getsource(CUDAGraphWrapper.__init__)
     called = inspect.getsource(CUDAGraphWrapper.__call__)
     assert "self.concrete_cudagraph_entries[batch_descriptor]" in called
+    breakable = BreakableCUDAGraphWrapper
+    assert hasattr(breakable, "_all_instances")
+    assert "self.entries:" in inspect.getsource(breakable.__init__)
+    assert "self.entries.get(batch_descriptor)" in inspect.getsource(breakable.__call__)
     manager = cudagraph_utils.CudaGraphManager
     assert "self.graphs:" in inspect.getsource(manager.__init__)
     assert "self.graphs[desc]" in inspect.getsource(manager.run_fullgraph)

@@ -187,7 +187,7 @@ def test_graphs_are_captured_where_they_are_to_run(
         def __exit__(self, *_: Any) -> None: ...
 
     monkeypatch.setattr(torch.cuda, "stream", Entered)
-    for name in ("get_tp_group", "get_pp_group"):
+    for name in ("get_tp_group", "get_pp_group", "get_dp_group"):
         monkeypatch.setattr(parallel_state, name, _Group)
     with parallel_state.graph_capture(torch.device("cpu")) as context:
         assert context.stream is not current()  # As vLLM has it.
@@ -210,7 +210,7 @@ def test_a_vllm_that_captures_in_another_way_is_refused(
         pool: Any
 
     monkeypatch.setattr(parallel_state, "GraphCaptureContext", Another)
-    with pytest.raises(RuntimeError, match=r"made for vLLM 0\.29.*leave sm_slots out"):
+    with pytest.raises(RuntimeError, match=r"made for vLLM 0\.32.*leave sm_slots out"):
         capture_where_it_runs()
 
 
@@ -442,9 +442,10 @@ def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
     if gpu and slots:
         assert config["engine_kwargs"]["worker_cls"] == SLOT_WORKER
         assert environment["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] == "1"
+        assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     else:
         assert "worker_cls" not in config["engine_kwargs"]
-        assert "VLLM_DISABLE_SHARED_EXPERTS_STREAM" not in environment
+        assert not environment.keys() & leasing.SLOT_ENVIRONMENT.keys()
 
 
 def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:

@@ -16,13 +16,13 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 from openai.types.responses.tool_param import ToolParam
-from vllm.renderers.chat_utils import MM_PARSER_MAP
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.utils import (
     construct_input_messages,
     construct_tool_dicts,
     should_continue_final_message,
 )
+from vllm.renderers.chat_utils import MM_PARSER_MAP
 
 from conserve.apis import RESPONSES
 from conserve.errors import ApiError

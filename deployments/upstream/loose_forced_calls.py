@@ -1,0 +1,55 @@
+"""Has the arguments of a forced tool call fit the tool's schema.
+
+In vLLM 0.32 a tool without ``strict`` counts as not strict, also where the request forces a call
+(``tool_choice`` names a function, or is ``required``). Then any JSON is taken for its arguments,
+even a number or a string, which the Messages API answers with an error. A tool with
+``strict: false`` keeps that freedom.
+"""
+
+import functools
+from typing import Any
+
+from deployments.upstream.patch import Patch
+
+
+def apply() -> None:
+    from vllm.parser import abstract_parser
+    from vllm.tool_parsers import structural_tag_registry as registry
+
+    resolve = registry.resolve_tool_strictness
+
+    @functools.wraps(resolve)
+    def resolved(tools: Any, tool_choice: Any, strict_level: Any) -> Any:
+        if tool_choice != "auto":
+            tools = [
+                registry._with_tool_strict(tool, True) if _is_unset(tool) else tool
+                for tool in tools
+            ]
+        return resolve(tools, tool_choice, strict_level)
+
+    registry.resolve_tool_strictness = abstract_parser.resolve_tool_strictness = resolved
+
+
+def _is_unset(tool: Any) -> bool:
+    return getattr(getattr(tool, "function", tool), "strict", False) is None
+
+
+PATCH = Patch(
+    name="loose_forced_calls",
+    package="vllm",
+    versions="==0.32.*",
+    seams=(
+        "vllm.tool_parsers.structural_tag_registry:resolve_tool_strictness"
+        "(tools, tool_choice, strict_level)",
+        "vllm.tool_parsers.structural_tag_registry:_with_tool_strict(tool, strict)",
+        "vllm.parser.abstract_parser:resolve_tool_strictness(tools, tool_choice, strict_level)",
+    ),
+    why="a forced call's arguments may be any JSON, and no object that fits the tool's schema",
+    upstream=(
+        "not reported: vllm-project/vllm PR 56268 made absent `strict` mean false for forced "
+        "calls, too; keep schema enforcement for named and required choices unless the tool says "
+        "strict: false"
+    ),
+    process="server",
+    apply=apply,
+)
