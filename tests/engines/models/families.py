@@ -62,6 +62,7 @@ class Family:
         forced: whether vLLM has it call a tool when one is required; else its parser reads the
             call in whatever a model of random weights says.
         experts: whether it has some.
+        torchvision: whether vLLM imports torchvision for it, as it sees in another form.
         sizes: what its configuration says beside the usual sizes.
     """
 
@@ -74,6 +75,7 @@ class Family:
     end: str = ""
     forced: bool = True
     experts: bool = False
+    torchvision: bool = False
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, folder: Path) -> list[str]:
