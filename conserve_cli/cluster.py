@@ -3,8 +3,8 @@
 import os
 import socket
 
-# A call of Ray 2.60's that changes nothing, and how a server that is no Ray answers it.
-_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+from conserve.ray_token import answer
+
 _NOT_RAY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNIMPLEMENTED")
 _ANSWERS_WITHIN_S = 3.0
 
@@ -23,15 +23,9 @@ def require_ray(address: str) -> None:
         raise ConnectionError(f"nothing listens there ({said})") from None
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return
-    import grpc
-
-    with grpc.insecure_channel(address) as channel:
-        try:
-            channel.unary_unary(_ALIVE)(b"", timeout=_ANSWERS_WITHIN_S)
-        except grpc.RpcError as error:
-            # A Ray that wants a token answers with another code.
-            if error.code().name in _NOT_RAY:
-                raise ConnectionError("what listens there is not a Ray cluster's head") from None
+    # A Ray that wants a token answers with another code.
+    if answer(address) in _NOT_RAY:
+        raise ConnectionError("what listens there is not a Ray cluster's head")
 
 
 def is_alone() -> bool:

@@ -221,13 +221,16 @@ def _show_bound(settings: Settings) -> None:
 
 
 def _require_cluster() -> None:
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS", "")
     # Ray's client finds its own server, and says quickly where there is none.
-    if "://" not in address:
+    if address and "://" not in address:
+        from deployments.joining import find_ray
+
         try:
             require_ray(address)
+            find_ray(address)
         except ConnectionError as error:
-            refuse(f"RAY_ADDRESS: no Ray cluster at {address}: {error}")
+            refuse(f"RAY_ADDRESS: no usable Ray cluster at {address}: {error}")
 
 
 def _of_cluster() -> list[GpuNode]:

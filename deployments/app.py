@@ -15,6 +15,7 @@ from ray.serve import Application
 from autoscale.capacity.served import stage_shares, with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
+from conserve.ray_token import keep_token
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
@@ -22,12 +23,13 @@ from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
+from deployments.joining import find_ray
 from deployments.prompting import parsers_of
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
 from deployments.tier_nodes import wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
-from deployments.upstream.outer_address import find_on_loopback, start_on_loopback
+from deployments.upstream.outer_address import start_on_loopback
 from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
@@ -101,7 +103,7 @@ def start_ray(settings: Settings) -> None:
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "1000")
     options: dict[str, Any] = {}
     if address := os.environ.get("RAY_ADDRESS"):
-        find_on_loopback(address)
+        find_ray(address)
     else:
         if settings.device != "cpu":
             settings = with_counts(settings, len(cards_here()))
@@ -109,12 +111,15 @@ def start_ray(settings: Settings) -> None:
         reserved = sum(most_replicas(own) * own.num_cpus for _, own in roles(settings))
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
+        # A Ray of its own, though one of `ray start` may run here, which RAY_ADDRESS would name.
+        options["address"] = "local"
         if _shm_bytes() < _SMALL_SHM_BYTES:
             # Ray's store takes 30 % of the machine's memory by default. If /dev/shm is smaller, it
             # lies in files, where over 10 GB is refused. ConServe keeps nothing large in it.
             options["object_store_memory"] = _LEAST_STORE_BYTES
         if settings.nodes != "several":
             start_on_loopback()
+        keep_token()
     ray.init(namespace="serve", log_to_driver=True, **options)
     serve.start(proxy_location="Disabled")
 

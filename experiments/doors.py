@@ -13,9 +13,9 @@ import uvicorn
 
 from conserve.launch import Launch
 from conserve.settings import Settings
+from deployments.joining import find_ray
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient
-from deployments.upstream.outer_address import find_on_loopback
 from experiments.harness import Experiment
 
 _START_S = 120.0
@@ -46,7 +46,7 @@ class RunningTable(TableClient):
 
 def serve(port: int, settings: Settings) -> None:
     """Serve as a router of the application that runs, until this process is ended."""
-    find_on_loopback("auto")
+    find_ray("auto")
     ray.init(address="auto", namespace="serve", log_to_driver=False)
     front = FrontDoor(settings, RunningTable("", "", settings), f"door-{port}")
     # As `deployments.router.router` has it.

@@ -10,12 +10,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from conserve import ray_token
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import Finding, NodeFacts, wrong
+from conserve_cli.doctor.facts import Finding, NodeFacts, ok, warning, wrong
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
+from deployments.joining import find_ray
 from deployments.messages import HEAD_NODE
-from deployments.upstream.outer_address import find_on_loopback
 
 # A node's first worker takes long to import its modules.
 _NODE_TIMEOUT_S = 120.0
@@ -27,7 +28,7 @@ def examine_cluster(
     settings: Settings, address: str, on_progress: Callable[[str], None]
 ) -> list[Finding]:
     """Examine every node of this Ray cluster; raises `ConnectionError` if there is none."""
-    find_on_loopback(address)
+    find_ray(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]
@@ -38,11 +39,27 @@ def examine_cluster(
         where = NodeAffinitySchedulingStrategy(head["NodeID"], soft=False)
         task = ray.remote(_examine).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
         try:
-            return list(ray.get(task.remote(settings), timeout=3 * _NODE_TIMEOUT_S))
+            findings = ray.get(task.remote(settings), timeout=3 * _NODE_TIMEOUT_S)
+            return [*findings, *_token(ray.get_runtime_context().gcs_address)]
         except ray.exceptions.RayError as error:
             return [_silent(str(head["NodeManagerAddress"]), error)]
     finally:
         ray.shutdown()
+
+
+def _token(address: str) -> list[Finding]:
+    """Return whether the Ray there asks for a token; nothing if it uses TLS."""
+    asked = ray_token.answer(address)
+    if asked == ray_token.NO_TOKEN:
+        return [ok("token", f"Ray at {address} answers only clients that have its token")]
+    seen = (
+        f"Ray at {address} asks for no token: a client that reaches one of its ports can run code"
+    )
+    to_do = (
+        "start Ray with RAY_AUTH_MODE=token, and the same ~/.ray/auth_token on every node "
+        "(docs/cluster.md, A token for Ray)"
+    )
+    return [warning("token", seen, to_do)] if asked == "OK" else []
 
 
 def _examine(settings: Settings) -> list[Finding]:

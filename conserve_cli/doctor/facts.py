@@ -53,6 +53,7 @@ class MachineFacts:
     lockable_bytes: int | None = None  # None: unlimited.
     rdma: bool = False  # Whether a network card reads memory by itself.
     expandable: tuple[str, ...] = ()  # Variables that switch PyTorch's expandable segments on.
+    open_token: str = ""  # The file of Ray's token, if other users may read it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,13 @@ def check_machine(
     yield from _disk(facts)
     yield from _huge_pages(facts)
     yield _open_files(facts)
+    if facts.open_token:
+        seen = f"other users may read {facts.open_token}, with which they can have Ray run code"
+        to_do = (
+            f"chmod 600 {facts.open_token}; if one may have read it, end your Rays, replace it "
+            "wherever it is, and start them again"
+        )
+        yield warning("token", seen, to_do)
     if crowd:
         if facts.cpus is not None:
             yield _cpus(facts.cpus, crowd)

@@ -1,5 +1,6 @@
 """Observes this node for ``conserve doctor``; `verdict` and `machine` judge it."""
 
+import contextlib
 import dataclasses
 import fcntl
 import glob
@@ -109,7 +110,16 @@ def observe_machine() -> MachineFacts:
         lockable_bytes=_lockable_bytes(),
         rdma=bool(glob.glob("/dev/infiniband/uverbs*")),
         expandable=tuple(allocator_environment(os.environ)),
+        open_token=_open_token(),
     )
+
+
+def _open_token() -> str:
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+    with contextlib.suppress(OSError):
+        if file.stat().st_mode & 0o077:
+            return str(file)
+    return ""
 
 
 def _lockable_bytes() -> int | None:

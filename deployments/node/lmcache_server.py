@@ -155,8 +155,9 @@ def lmcache_command(
 
 def lmcache_environment() -> dict[str, str]:
     """Return the server's environment, with the engines' prefix hashes, and without telemetry."""
+    # Its admin interface shows its environment to all users of this machine.
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
         **allocator_environment(os.environ),
         "PYTHONHASHSEED": "0",
         "LMCACHE_TRACK_USAGE": "false",

@@ -22,10 +22,10 @@ def start_on_loopback() -> None:
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
 
 
-def find_on_loopback(address: str) -> None:
+def find_on_loopback(address: str) -> str | None:
     """Have this process join a Ray on this machine that listens only on loopback.
 
-    Ray would look for its node at the machine's other address.
+    Ray would look for its node at the machine's other address. Returns where Ray is, if it is.
 
     Args:
         address: as for ``ray.init``, such as ``auto``.
@@ -34,12 +34,13 @@ def find_on_loopback(address: str) -> None:
     from ray._private import ray_constants, services
 
     try:
-        found = services.get_ray_address_from_environment(address, None)
+        found: str = services.get_ray_address_from_environment(address, None)
     except ConnectionError:
-        return  # There is none; joining it will say so.
+        return None  # There is none; joining it will say so.
     # A cluster's head knows itself by its other address, however it is asked for.
     if found.startswith(f"{LOOPBACK}:") and found in services.find_gcs_addresses():
         ray_constants.ENABLE_RAY_CLUSTER = False
+    return found
 
 
 PATCH = Patch(

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -144,7 +147,7 @@ def test_what_it_deploys_is_accepted_and_meant_for_several_nodes(
     name: str, application: str
 ) -> None:
     deploys = [line for line in read(name)["head_start_ray_commands"] if "serve deploy" in line]
-    deploy = f"cd ~/conserve && RAY_AUTH_MODE=disabled .venv/bin/serve deploy {application}"
+    deploy = f"cd ~/conserve && RAY_AUTH_MODE=token .venv/bin/serve deploy {application}"
     assert deploys == [deploy]
     (found,) = read(application)["applications"]
     assert read(application)["proxy_location"] == "Disabled"
@@ -155,13 +158,29 @@ def test_what_it_deploys_is_accepted_and_meant_for_several_nodes(
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_whether_ray_asks_for_a_token_is_said_wherever_it_starts(name: str) -> None:
-    """Left to Ray, it depends on what lies in the head's home."""
+def test_every_node_has_the_heads_token_for_its_user_alone(name: str, tmp_path: Path) -> None:
     file = read(name)
     commands = [*file["head_start_ray_commands"], *file["worker_start_ray_commands"]]
     starting = [line for line in commands if "ray start" in line or "serve deploy" in line]
     assert len(starting) == 3
-    assert all("RAY_AUTH_MODE=disabled" in line for line in starting)
+    assert all("RAY_AUTH_MODE=token" in line for line in starting)
+    (synced,) = file["cluster_synced_files"]
+    token = Path(synced.replace("~", str(tmp_path)))
+    (tmp_path / "conserve").mkdir()
+    (tmp_path / "conserve" / ".venv").symlink_to(sys.prefix)
+    (making,) = [line for line in commands if "get-auth-token" in line]
+    assert commands.index(making) < commands.index(starting[0])
+    texts = set()
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", "-c", making], env={**os.environ, "HOME": str(tmp_path)}, check=True,
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert token.stat().st_mode & 0o777 == 0o600
+        texts.add(token.read_text())
+        assert token.read_text() not in done.stdout + done.stderr
+        token.chmod(0o644)
+    assert len(texts) == 1
 
 
 def test_every_tier_of_the_cloud_application_is_a_type_of_node() -> None:

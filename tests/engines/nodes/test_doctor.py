@@ -37,6 +37,8 @@ def test_every_node_is_examined_and_compared(tmp_path: Path) -> None:
             "network: every node reaches every other",
         ):
             assert f"ok      {agreed}" in lines
+        (token,) = [line for line in lines if " token: " in line]
+        assert token.startswith("warning token: Ray at")
         (tier,) = [line for line in lines if "decoders: second" in line]
         assert tier.startswith("ok")
 

@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from conserve.settings import load
 from conserve_cli.doctor import observe as observing
+from conserve_cli.doctor.machine import check_machine
 from deployments.messages import NodeCache
 from deployments.node.lmcache_server import Address, lmcache_command
 from tests.checkout import ROOT
@@ -57,6 +59,18 @@ def test_an_allocators_settings_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments : True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     assert observing.observe_machine().expandable == ("PYTORCH_ALLOC_CONF",)
+
+
+def test_a_token_that_others_may_read_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    for mode, subjects in ((0o600, []), (0o640, ["token"])):
+        file.touch()
+        file.chmod(mode)
+        seen = check_machine(observing.observe_machine(), SETTINGS, 0)
+        assert [one.subject for one in seen if str(file) in one.to_do] == subjects
 
 
 def test_what_a_process_may_lock_is_its_hard_limit() -> None:

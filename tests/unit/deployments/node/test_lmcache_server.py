@@ -117,6 +117,11 @@ def test_lmcache_knows_what_it_is_told() -> None:
     assert parser.parse_args([]).max_workers == 1
 
 
+def test_the_admin_interface_has_no_token_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a")
+    assert "RAY_AUTH_TOKEN" not in lmcache_server.lmcache_environment()
+
+
 def test_the_servers_own_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     expected = "expandable_segments:False"
