@@ -38,7 +38,7 @@ SHELL := bash
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale bench-elastic experiment test-agents \
 	check-upstream test-autoscaler test-cancelling test-chaos test-clients \
-	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-next \
+	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-models test-next \
 	test-peers \
 	test-vision test-cluster clean
 .DELETE_ON_ERROR:
@@ -118,6 +118,9 @@ test-metrics: $(INSTALLED) ## Have Prometheus scrape a real application, and try
 	@command -v prometheus promtool >/dev/null || { \
 		echo "conserve: prometheus and promtool are needed (Debian: prometheus)." >&2; exit 1; }
 	@$(BIN)/python -m pytest tests/unit/monitoring tests/engines/monitoring $(ARGS)
+
+test-models: $(INSTALLED) $(TORCHVISION) ## Serve a model of random weights of each family, with tools (40 minutes)
+	@$(BIN)/python -m pytest tests/engines/models $(ARGS)
 
 test-dashboard: $(INSTALLED) ## Watch real engines in the dashboard, in Chromium (Debian: chromium; minutes)
 	@command -v chromium >/dev/null || { \

@@ -1,6 +1,6 @@
 """The APIs that turns come by: their paths, and the form of their answers.
 
-Streams are as vLLM 0.29 writes them: an event's JSON on one ``data:`` line, and each event as a
+Streams are as vLLM 0.32 writes them: an event's JSON on one ``data:`` line, and each event as a
 part of its own.
 """
 

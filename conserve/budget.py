@@ -40,7 +40,7 @@ MOST_TOOL_CHARS = 64 * 1024
 # Counted at a time, while other threads wait.
 _PIECE_BYTES = 64 * 1024
 _LARGEST_TOKEN_ID = 2**31 - 1
-# vLLM 0.29 accepts larger whole numbers in many parameters, and then cannot send them to its core.
+# vLLM 0.32 accepts larger whole numbers in many parameters, and then cannot send them to its core.
 _LEAST_NUMBER, _MOST_NUMBER = -(2**63), 2**63 - 1
 # These become the prompt, or are compiled: their numbers are text then.
 _AS_TEXT = frozenset(
@@ -113,7 +113,7 @@ def check(body: Mapping[str, Any], path: str) -> None:
     for name, most in _MOST_ENTRIES.items():
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
-        # vLLM 0.29 reads it before it checks its type, and fails.
+        # vLLM 0.32 reads it before it checks its type, and fails.
         raise ApiError(400, "structured_outputs must be an object", param="structured_outputs")
     for name in _GRAMMARS:
         length = len(json.dumps(body.get(name), ensure_ascii=False))

@@ -1,9 +1,10 @@
-"""Converts requests of ``/v1/responses`` to the one form of each item that vLLM 0.29 takes.
+"""Converts requests of ``/v1/responses`` to the one form of each item that vLLM 0.32 takes.
 
 OpenAI's schema allows fields to be absent or null which vLLM requires: ``type``, ``id`` and
-``status`` of an assistant's message (vllm-project/vllm#54224), ``detail`` of an image, ``summary``
-of reasoning. vLLM also takes only the first text of an assistant's message and of reasoning, and
-fails on a message without parts and on refusals. The changed request means the same to the model.
+``status`` of an assistant's message (vllm-project/vllm#54224), ``detail`` of an image in a tool's
+result, ``summary`` of reasoning. vLLM also takes only the first text of an assistant's message and
+of reasoning, and fails on a message without parts and on refusals. The changed request means the
+same to the model.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -84,7 +85,7 @@ def _stripped(given: Json) -> Json:
 def _make_assistants(own: Json) -> None:
     content = own["content"]
     if isinstance(content, str):
-        # With an id or a status, vLLM treats a text as a list of letters.
+        # With a type, an id and a status, vLLM treats a text as a list of letters.
         if "id" in own or "status" in own:
             own |= {"type": "message", "content": [_output_text(content)]}
         return

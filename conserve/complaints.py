@@ -109,7 +109,7 @@ def _location(error: Mapping[str, Any]) -> Sequence[str | int]:
 def _base(error: Mapping[str, Any], body: Any) -> tuple[Place, Any]:
     """Return the part of a body that an error's place is relative to, and the place of that.
 
-    vLLM 0.29 validates the parts of messages later, and by themselves.
+    vLLM 0.32 validates the parts of messages later, and by themselves.
     """
     for place, part in _parts(body):
         at, location = part, _location(error)

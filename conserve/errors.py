@@ -221,8 +221,9 @@ class OutputTooLong(ApiError):
 _TOO_LONG = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"maximum context length is (?P<most>\d+) tokens\. However, you requested (?P<output>\d+) "
-        r"output tokens and your prompt contains (?P<prompt>\d+) input tokens",
+        r"maximum context length is (?P<most>\d+) tokens\. However, "
+        r"(?:you requested (?P<output>\d+) output tokens and )?"
+        r"your prompt contains (?:at least )?(?P<prompt>\d+) input tokens",
         r"(?P<param>\w+)=(?P<output>\d+) cannot be greater than "
         r"max_model_len=(?P<most>\d+)",
         r"Input length \((?P<prompt>\d+)\) exceeds model's maximum context length "

@@ -1,6 +1,6 @@
 """Checks the items of Messages and Responses, and counts them.
 
-vLLM 0.29 checks an item of ``/v1/responses`` against some thirty types: 0.1 ms each on two slow
+vLLM 0.32 checks an item of ``/v1/responses`` against some thirty types: 0.1 ms each on two slow
 cores, and 2 ms if none fits. So what cannot be served is refused here, with the item and the
 reason, and the number of items is bounded. Accepted items are converted by
 `conserve.canonical_items`.

@@ -118,6 +118,8 @@ _MUSE = Format("muse_glimmer", ("<atem:invoke",), "muse_glimmer", sign="")
 _GIGACHAT3 = Format("gigachat3", ("<|role_sep|>", "function call"))
 _MINICPM5 = Format("minicpm5", ("<function name=",))
 _HUNYUAN = Format("hunyuan_a13b", ("<tool_calls>",), "hunyuan_a13b", sign="<think>")
+_PLAMO3 = Format("plamo3", ("<|plamo:begin_tool_request",), "plamo3", sign="<|plamo:begin_think")
+_K2_HORIZON = Format("k2_horizon", ("<ifm|tool_call",), "k2_horizon", sign="<ifm|think")
 # The model's own suffix comes before the bracket.
 _HY_MARKS = ("<tool_calls", "<tool_call", "<arg_key")
 
@@ -126,6 +128,7 @@ FORMATS = (
     _KIMI_K2, _MINIMAX_M2, _MINIMAX_M3, _DEEPSEEK_V32, _DEEPSEEK_V3, _DEEPSEEK_V31, _SEED,
     _LONGCAT, _DOTS, _GEMMA4, _LFM2, _APERTUS, _INTERNLM, _STEP3, _MUSE, _MISTRAL, _GPT_OSS,
     _COHERE, _GRANITE, _GIGACHAT3, _PHI4, _OLMO3, _MINICPM5, _GLM, _QWEN_CODER, _HUNYUAN, _HERMES,
+    _PLAMO3, _K2_HORIZON,
     Format("functiongemma", ("<start_function_call>",)),
     Format("gigachat3", ("<|function_call|>",)),
     # Nemotron's second generation, whose parser comes with the model, as a plugin.
@@ -135,12 +138,13 @@ FORMATS = (
 )  # fmt: skip
 
 
-def _of(names: str, of: Format) -> dict[str, Format]:
+def _of(names: str, *of: Format) -> dict[str, tuple[Format, ...]]:
     return dict.fromkeys(names.split(), of)
 
 
-# By architecture, for templates without marks, or with marks of several formats.
-ARCHITECTURES: dict[str, Format] = {
+# By architecture, for templates without marks, or with marks of several formats. A template without
+# marks is taken for the first of them.
+ARCHITECTURES: dict[str, tuple[Format, ...]] = {
     **_of(
         "Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration"
         " Qwen2_5_VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration"
@@ -156,8 +160,12 @@ ARCHITECTURES: dict[str, Format] = {
     **_of(
         "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration"
         " Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration"
-        " MiniCPMV4_6ForConditionalGeneration InternS2PreviewForConditionalGeneration",
+        " InternS2PreviewForConditionalGeneration",
         Format("qwen3_coder", ("<tool_call>", "<function="), "qwen3"),
+    ),
+    **_of(
+        "MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration",
+        Format("qwen3_coder", ("<tool_call>", "<function="), "minicpmv"),
     ),
     **_of("AfmoeForCausalLM", _QWEN_CODER),
     **_of(
@@ -187,12 +195,14 @@ ARCHITECTURES: dict[str, Format] = {
     ),
     **_of("DeepseekV3ForCausalLM", _DEEPSEEK_V3),
     **_of("DeepseekV32ForCausalLM", _DEEPSEEK_V32),
-    **_of("DeepseekV4ForCausalLM", Format("deepseek_v4", (_DSML,), "deepseek_v4", sign="")),
+    **_of("DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration",
+          Format("deepseek_v4", (_DSML,), "deepseek_v4", sign="")),
+    **_of("DeepseekV41ForCausalLM", Format("deepseek_v41", (_DSML,), "deepseek_v41", sign="")),
     **_of("KimiK25ForConditionalGeneration KimiLinearForCausalLM", _KIMI_K2),
     **_of("KimiK3ForConditionalGeneration", Format("kimi_k3", ("<|open|>",), "kimi_k3", sign="")),
     **_of(
         "Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM"
-        " Glm4vMoeForConditionalGeneration",
+        " Glm4vMoeForConditionalGeneration Glm5NextForCausalLM Glm5NextForConditionalGeneration",
         _GLM,
     ),
     **_of("GptOssForCausalLM", _GPT_OSS),
@@ -208,11 +218,17 @@ ARCHITECTURES: dict[str, Format] = {
     ),
     **_of("MiniMaxM2ForCausalLM", _MINIMAX_M2),
     **_of("MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3),
-    **_of("GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM", _GRANITE),
+    **_of(
+        "GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
+        _GRANITE,
+        # Granite 4.2.
+        Format("qwen3_coder", ("<tool_call>", "<function="), "granite_thinking_parser"),
+    ),
     **_of("GraniteMoeHybridForCausalLM", Format("granite4", ("<tool_call>",))),
     **_of("Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration",
           Format("ernie45", ("<tool_call>",), "ernie45")),
-    **_of("BailingMoeV3ForCausalLM", Format("ling3", ("<tool_call>", "<arg_key>"), "ling3")),
+    **_of("BailingMoeV3ForCausalLM BailingMoeV3VLForConditionalGeneration",
+          Format("ling3", ("<tool_call>", "<arg_key>"), "ling3")),
     **_of("LagunaForCausalLM", Format("poolside_v1", ("<tool_call>", "<arg_key>"),
                                       "poolside_v1", "poolside_v1")),
     **_of("HYV3ForCausalLM", Format("hy_v3", _HY_MARKS, "hy_v3", sign="<think")),
@@ -221,6 +237,8 @@ ARCHITECTURES: dict[str, Format] = {
     **_of("InklingForCausalLM InklingForConditionalGeneration",
           Format("inkling", reasoning="inkling", sign="")),
     **_of("MuseGlimmerForCausalLM MuseGlimmerForConditionalGeneration", _MUSE),
+    **_of("Plamo3ForCausalLM", _PLAMO3),
+    **_of("K2HorizonForCausalLM", _K2_HORIZON),
     **_of("JambaForCausalLM", Format("jamba", ("<tool_calls>",))),
     **_of("SeedOssForCausalLM", _SEED),
     **_of("Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration", _LFM2),
@@ -250,11 +268,11 @@ TOOL_TOKENS: dict[str, tuple[str, ...]] = {
 REASONING_TOKENS: dict[str, tuple[str, ...]] = {
     "deepseek_r1": _THINK,
     "ernie45": _THINK,
+    "k2_horizon": ("<ifm|think>", "</ifm|think>"),
     "minimax_m3": ("<mm:think>", "</mm:think>"),
     "mistral": ("[TOOL_CALLS]",),
     "poolside_v1": ("<assistant>",),
     "step3": ("</think>",),
-    "step3p5": _THINK,
 }
 # Packages that these parsers import, and that vLLM does not require.
 PACKAGES = {"cohere_command3": "cohere_melody", "cohere_command4": "cohere_melody"}
@@ -362,14 +380,13 @@ def choose(known: Prompting) -> Parsers:
 
 def _candidates(known: Prompting) -> Iterator[tuple[Format, str]]:
     name = next((name for name in known.architectures if name in ARCHITECTURES), None)
-    own = None if name is None else ARCHITECTURES[name]
+    own = () if name is None else ARCHITECTURES[name]
     if known.template is not None:
-        every = FORMATS if own is None else (own, *FORMATS)
-        shown = [one for one in every if _shows(known.template, one)]
+        shown = [one for one in (*own, *FORMATS) if _shows(known.template, one)]
         for found in sorted(shown, key=lambda one: -len(one.marks)):
             yield found, f"by {_named(found)} in its chat template"
-    if own is not None:
-        yield own, f"by its architecture, {name}"
+    if own:
+        yield own[0], f"by its architecture, {name}"
 
 
 def _named(of: Format) -> str:

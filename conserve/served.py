@@ -1,4 +1,4 @@
-"""Checks for what the schemas of chats and Messages allow, and vLLM 0.29 ignores or misunderstands.
+"""Checks for what the schemas of chats and Messages allow, and vLLM 0.32 ignores or misunderstands.
 
 A request for what is not served is refused, with the field's name. What vLLM would serve in another
 form is converted. Fields that only advise (user, cache times, service tier) have no effect.
@@ -64,7 +64,7 @@ def as_served(body: Json, path: str) -> Json:
     _require_served(body, path)
     if path == CHAT:
         return _with_messages_served(_with_schema(body))
-    return _without_empty_end(body) if is_anthropic(path) else body
+    return _without_budget(_without_empty_end(body)) if is_anthropic(path) else body
 
 
 def _require_served(body: Mapping[str, Any], path: str) -> None:
@@ -203,6 +203,20 @@ def _without_empty_end(body: Json) -> Json:
     if not others or last.get("role") != "assistant" or not _says_nothing(last.get("content")):
         return body
     return {**body, "messages": others}
+
+
+def _without_budget(body: Json) -> Json:
+    """Let a model think without a bound but that of its output.
+
+    vLLM refuses a budget for a model without a reasoning parser, and a stream with one could not
+    move to another engine.
+    """
+    thinking = body.get("thinking")
+    if not isinstance(thinking, dict) or thinking.get("type") != "enabled":
+        return body
+    if not isinstance(thinking.get("budget_tokens"), int):
+        return body  # vLLM refuses it.
+    return {**body, "thinking": {**thinking, "type": "adaptive"}}
 
 
 def _says_nothing(content: Any) -> bool:

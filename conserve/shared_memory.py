@@ -1,7 +1,8 @@
 """Removes the shared memory of processes that were killed.
 
 POSIX shared memory and semaphores that Python makes are files in /dev/shm, which a killed process
-leaves. A running engine has none (deployments/engine/engine_end.py), but other processes may.
+leaves. A running engine has none (`named_shared_memory` of deployments/upstream), but other
+processes may.
 """
 
 import contextlib

@@ -224,7 +224,7 @@ def _require_cluster() -> None:
     address = os.environ.get("RAY_ADDRESS", "")
     # Ray's client finds its own server, and says quickly where there is none.
     if address and "://" not in address:
-        from deployments.loopback import find_ray
+        from deployments.joining import find_ray
 
         try:
             require_ray(address)

@@ -50,7 +50,6 @@ COMMANDS = {
         "Simulate a cluster on engines that a profile describes; see its own --help.",
     ),
     "keys": ("conserve_cli.keys", "API keys, their tenants, and tenants' limits."),
-    "power": ("conserve_cli.power", "Power limits of this machine's GPUs."),
 }
 
 

@@ -18,18 +18,19 @@ from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.ray_token import keep_token
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
-from deployments.engine.engine_wait import WAITING
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
-from deployments.loopback import find_ray, start_on_loopback
+from deployments.joining import find_ray
 from deployments.prompting import parsers_of
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
 from deployments.tier_nodes import wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
+from deployments.upstream.outer_address import start_on_loopback
+from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
 from hetero.gpu_room import most_on_node, require_shares, require_slots

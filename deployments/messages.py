@@ -356,7 +356,7 @@ class TurnTiming:
             prompt.
         decoder_id, prefiller_id: the engines that served it last.
         placement: why there.
-        phases: seconds, by the names of `deployments.router.phases`.
+        phases: seconds, by the names of `conserve.phases`.
         summary: its decoder's, if it got to the end there.
     """
 

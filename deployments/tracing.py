@@ -28,7 +28,7 @@ TIMEOUT_S = 3.0
 def traced_arguments(settings: Settings, engine: dict[str, Any]) -> dict[str, Any]:
     """Return the engine arguments by which vLLM adds its own span to each turn's trace.
 
-    vLLM 0.29 ends an engine that should trace and keeps no statistics.
+    vLLM 0.32 ends an engine that should trace and keeps no statistics.
     """
     if settings.tracing.url is None or engine.get("disable_log_stats"):
         return {}

@@ -154,10 +154,8 @@ async def ask(
     return answer
 
 
-async def end(
-    session: aiohttp.ClientSession, url: str, name: str, headers: Mapping[str, str] | None = None
-) -> None:
-    async with session.delete(f"{url}/v1/conversations/{name}", headers=headers) as response:
+async def end(session: aiohttp.ClientSession, url: str, name: str) -> None:
+    async with session.delete(f"{url}/v1/conversations/{name}") as response:
         await response.read()
 
 
@@ -197,7 +195,6 @@ class Agent:
     Args:
         seed: what its prompts are drawn from, and its conversations are called by.
         header: by which the system tells conversations apart.
-        headers: what requests carry besides.
         on_refused: awaited with the status where a turn is refused, which is then sent again; None:
             it ends in `Refused`.
 
@@ -212,7 +209,6 @@ class Agent:
         seed: str,
         *,
         shape: Shape = USUAL,
-        headers: Mapping[str, str] | None = None,
         header: str = CONVERSATION_HEADER,
         on_refused: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
@@ -220,7 +216,6 @@ class Agent:
         self._url = url
         self._seed = seed
         self._shape = shape
-        self._headers = headers or {}
         self._header = header
         self._on_refused = on_refused
         self._number = 0
@@ -241,7 +236,7 @@ class Agent:
         shape = self._shape
         prompt = words(self.rng, shape.later_words if self._turn else shape.first_words)
         self._messages.append({"role": "user", "content": prompt})
-        headers = {**self._headers, self._header: f"{self._seed}-{self._number}"}
+        headers = {self._header: f"{self._seed}-{self._number}"}
         answer = await self._answered(headers, fields)
         usage = answer.usage
         if usage["completion_tokens"] != shape.output_tokens:

@@ -5,7 +5,7 @@ Each is a process of its own, before the same conversation table and engines.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -13,7 +13,7 @@ import uvicorn
 
 from conserve.launch import Launch
 from conserve.settings import Settings
-from deployments.loopback import find_ray
+from deployments.joining import find_ray
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableClient
 from experiments.harness import Experiment
@@ -44,11 +44,11 @@ class RunningTable(TableClient):
         return self._actor
 
 
-def serve(port: int, settings: Settings, make: Callable[..., FrontDoor] = FrontDoor) -> None:
+def serve(port: int, settings: Settings) -> None:
     """Serve as a router of the application that runs, until this process is ended."""
     find_ray("auto")
     ray.init(address="auto", namespace="serve", log_to_driver=False)
-    front = make(settings, RunningTable("", "", settings), f"door-{port}")
+    front = FrontDoor(settings, RunningTable("", "", settings), f"door-{port}")
     # As `deployments.router.router` has it.
     uvicorn.run(
         front,

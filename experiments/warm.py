@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
@@ -53,15 +53,10 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system that is up.
-
-    Attributes:
-        headers: what its requests carry.
-    """
+    """A system that is up."""
 
     name: str
     url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,9 +132,7 @@ async def measure(
     async with clients(timeout_s=120) as session:
         seeds = [f"{options.seed}-{load.clients}-{load.hogs}-{n}" for n in range(load.clients)]
         agents = {
-            one.name: [
-                Agent(session, one.url, seed, shape=shape, headers=one.headers) for seed in seeds
-            ]
+            one.name: [Agent(session, one.url, seed, shape=shape) for seed in seeds]
             for one in systems
         }
         order = rounds(results, options.rounds, options.seed, _WARM_UP_ROUNDS)

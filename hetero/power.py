@@ -2,13 +2,12 @@
 
 Before a limit is changed, the old one is written to disk; the record is deleted once it is set
 again. The kernel releases the lock on the GPU's file with its process, so a lock tells a live
-owner's record from a leftover. The next owner, or ``conserve power restore``, undoes leftovers.
+owner's record from a leftover. The next owner undoes leftovers.
 
 A GPU is left alone if no replica of ours uses it, in MIG mode (its instances share the limit), or
 under another owner's cap.
 """
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -105,10 +104,10 @@ class PowerCaps:
     missing.
     """
 
-    def __init__(self, nvml: Nvml, owner: str, directory: Path | None = None) -> None:
+    def __init__(self, nvml: Nvml, owner: str, directory: Path) -> None:
         self._nvml = nvml
         self._owner = owner
-        self._directory = directory or default_directory()
+        self._directory = directory
         self._locks: dict[str, IO[str]] = {}
 
     def __enter__(self) -> Self:
@@ -122,11 +121,8 @@ class PowerCaps:
     def held(self) -> list[str]:
         return sorted(self._locks)
 
-    def check(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
-        """Return the limit that `apply` would set, in watts, without setting it.
-
-        ``used`` are the GPUs of this application's replicas. Raises `CapRefused` or `NvmlError`.
-        """
+    def _allowed_w(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
+        """Return the limit of a cap that this GPU may have; raises `CapRefused` or `NvmlError`."""
         if uuid not in used:
             raise CapRefused(f"{uuid}: no replica of ConServe uses this GPU, so it is not capped")
         whole = next((gpu for gpu in self._nvml.inventory() if gpu.uuid == uuid), None)
@@ -142,12 +138,15 @@ class PowerCaps:
     def apply(self, uuid: str, cap: Cap, used: Collection[str]) -> float:
         """Set or change a GPU's cap; return the limit that holds, in watts.
 
+        Args:
+            used: the GPUs of this application's replicas; others are not capped.
+
         Raises:
-            CapRefused: as with `check`; `HasOwner` if another process holds a cap on it.
+            CapRefused: this GPU may not have the cap; `HasOwner` if another process holds one.
             NvmlError: the limit could not be set (usually `NoPermission`).
             OSError: the record could not be written, so the limit was not changed.
         """
-        limit_w = self.check(uuid, cap, used)
+        limit_w = self._allowed_w(uuid, cap, used)
         fresh = uuid not in self._locks
         if fresh:
             self._locks[uuid] = _lock(self._directory, uuid, self._owner)
@@ -191,13 +190,12 @@ class PowerCaps:
         return [self.restore(uuid) for uuid in self.held]
 
 
-def recover(nvml: Nvml, directory: Path | None = None) -> list[Restored]:
+def recover(nvml: Nvml, directory: Path) -> list[Restored]:
     """Undo caps whose owners are dead; list those of live owners as ``held``."""
-    directory = directory or default_directory()
     done = []
-    for uuid in _recorded(directory):
+    for uuid in sorted(path.stem for path in directory.glob("*.json")):
         try:
-            lock = _lock(directory, uuid, "conserve power restore")
+            lock = _lock(directory, uuid, "conserve's power guard")
         except HasOwner as owner:
             done.append(Restored(uuid, "held", str(owner)))
             continue
@@ -206,24 +204,6 @@ def recover(nvml: Nvml, directory: Path | None = None) -> list[Restored]:
             if _record_path(directory, uuid).exists():
                 done.append(_put_back(nvml, directory, uuid))
     return done
-
-
-def records(directory: Path | None = None) -> list[Record]:
-    """Return all caps on record; raises `CapRefused` if one cannot be read."""
-    directory = directory or default_directory()
-    found = (_read(directory, uuid) for uuid in _recorded(directory))
-    return [record for record in found if record is not None]
-
-
-def has_live_owner(uuid: str, directory: Path | None = None) -> bool:
-    directory = directory or default_directory()
-    path = directory / f"{uuid}.lock"
-    if not path.exists():
-        return False
-    with path.open() as file, contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    return True
 
 
 def _put_back(nvml: Nvml, directory: Path, uuid: str) -> Restored:
@@ -247,10 +227,6 @@ def _put_back(nvml: Nvml, directory: Path, uuid: str) -> Restored:
     return Restored(
         uuid, "changed", f"another program set {now_w:g} W since: kept (it was {previous_w:g} W)"
     )
-
-
-def _recorded(directory: Path) -> list[str]:
-    return [path.stem for path in sorted(directory.glob("*.json"))]
 
 
 def _record_path(directory: Path, uuid: str) -> Path:

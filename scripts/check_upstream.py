@@ -13,7 +13,7 @@ import difflib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deployments.upstream.patch import Patch, distribution_of, parts_of
+from deployments.upstream.patch import distribution_of
 from deployments.upstream.patches import patches
 
 WHEELS = Path("build/wheels")
@@ -48,7 +48,7 @@ class Source:
 
     def seam(self, seam: str) -> str | None:
         """Return the code of a seam, normalised; None if it is gone."""
-        module, name, _ = parts_of(seam)
+        module, _, name = seam.partition(":")
         nodes = self._find(module, name.split("."), _HOPS)
         return "\n".join(ast.unparse(_bare(node)) for node in nodes) or None
 
@@ -68,9 +68,12 @@ class Source:
             return found
         if found and isinstance(found[0], ast.ClassDef):
             return self._member(module, found[0], name[1:], hops)
-        for where, there in _imports(tree, module, name[0]):
+        for where, there, statement in _imports(tree, module, name[0]):
             if nodes := self._find(where, [*there, *name[1:]] if there else name[1:], hops - 1):
                 return nodes
+            if self._tree(where) is None and statement:
+                # It is another project's, so all that can change is where it comes from.
+                return [ast.parse(statement)]
         return []
 
     def _member(
@@ -91,10 +94,18 @@ def _members(owner: ast.Module | ast.ClassDef, name: str) -> list[ast.AST]:
     for node in _statements(owner.body):
         if isinstance(node, _DEFINED) and node.name == name:
             found.append(node)
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+        if any(isinstance(one, ast.Name) and one.id == name for one in _targets(node)):
             found.append(node)
     return found
+
+
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what an assignment assigns to, also of several at once."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from ast.walk(target)
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        yield node.target
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -109,16 +120,15 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _attributes(owner: ast.ClassDef, name: str) -> list[ast.AST]:
     """Return the statements by which a class's methods set an attribute of instances."""
-    found: list[ast.AST] = []
-    for node in ast.walk(owner):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(one, ast.Attribute) and one.attr == name for one in targets):
-            found.append(node)
-    return found
+    return [
+        node
+        for node in ast.walk(owner)
+        if any(isinstance(one, ast.Attribute) and one.attr == name for one in _targets(node))
+    ]
 
 
-def _imports(tree: ast.Module, module: str, name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the modules from which a name comes, and its name there; none for a module."""
+def _imports(tree: ast.Module, module: str, name: str) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the modules from which a name comes, its name there, and the import that says so."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             parents = module.split(".")
@@ -126,12 +136,13 @@ def _imports(tree: ast.Module, module: str, name: str) -> Iterator[tuple[str, li
             where = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 if name in (alias.asname or alias.name,) or alias.name == "*":
-                    yield where, [name if alias.name == "*" else alias.name]
-                    yield f"{where}.{alias.name}", []
+                    there = name if alias.name == "*" else alias.name
+                    yield where, [there], f"from {where} import {there}"
+                    yield f"{where}.{alias.name}", [], ""
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
-                    yield alias.name, []
+                    yield alias.name, [], f"import {alias.name}"
 
 
 def _bare(node: ast.AST) -> ast.AST:
@@ -172,16 +183,18 @@ def released(package: str, version: str, folder: Path = WHEELS) -> Source:
     return Source(lambda path: wheel.read(path).decode() if path in names else None)
 
 
-def verdicts(pinned: Source, other: Source, patch: Patch) -> Iterator[tuple[str, Verdict, str]]:
-    """Yield each seam of a patch, with its verdict and its difference.
+def verdicts(
+    pinned: Source, other: Source, seams: Iterable[str]
+) -> Iterator[tuple[str, Verdict, str]]:
+    """Yield each seam with its verdict and its difference.
 
     Raises:
         LookupError: the pinned release has no such seam.
     """
-    for seam in patch.seams:
+    for seam in seams:
         before, after = pinned.seam(seam), other.seam(seam)
         if before is None:
-            raise LookupError(f"{patch.name}: the installed {patch.package} has no {seam}")
+            raise LookupError(f"the installed release has no {seam}")
         if before == after:
             yield seam, "same", ""
         elif after is None:
@@ -198,8 +211,11 @@ def main() -> None:
     parser.add_argument("version", help="such as 0.33.0")
     parser.add_argument("--brief", action="store_true", help="print no differences")
     given = parser.parse_args()
-    concerned = [patch for patch in patches() if patch.package == given.package]
-    if not concerned:
+    concerned = {
+        patch: [seam for seam in patch.seams if seam.startswith(given.package)]
+        for patch in patches()
+    }
+    if not any(concerned.values()):
         known = ", ".join(sorted({patch.package for patch in patches()}))
         parser.error(f"no patch changes {given.package}; those that are changed: {known}")
     other, pinned = released(given.package, given.version), installed(given.package)
@@ -207,11 +223,13 @@ def main() -> None:
     title = f"{given.package} {here.version if here else ''} and {given.version}"
     table = Table("patch", "seams", "", "of them changed or gone", title=title, box=MARKDOWN)
     console, differences = Console(), []
-    for patch in concerned:
-        found = [*verdicts(pinned, other, patch)]
+    for patch, seams in concerned.items():
+        found = [*verdicts(pinned, other, seams)]
+        if not found:
+            continue
         worst = max((verdict for _, verdict, _ in found), key=[*_COLOURS].index)
         names = [
-            f"{seam.partition(':')[2].partition('(')[0]}{' (gone)' if verdict == 'gone' else ''}"
+            f"{seam.partition(':')[2]}{' (gone)' if verdict == 'gone' else ''}"
             for seam, verdict, _ in found
             if verdict != "same"
         ]

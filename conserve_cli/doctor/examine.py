@@ -15,7 +15,7 @@ from conserve.settings import Settings
 from conserve_cli.doctor.facts import Finding, NodeFacts, ok, warning, wrong
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
-from deployments.loopback import find_ray
+from deployments.joining import find_ray
 from deployments.messages import HEAD_NODE
 
 # A node's first worker takes long to import its modules.

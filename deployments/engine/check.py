@@ -5,9 +5,6 @@ path, up to the call that would schedule the request. So the turn's own rules ju
 and render its prompt. ``POST /conserve/prefill/...`` has the engine compute the prompt, images
 included, for one token, whatever answer the turn asks for. An engine that only encodes computes the
 images alone, and no token.
-
-Internals of vLLM 0.29 that are used: ``AsyncLLM.generate`` and ``input_processor``, the app's
-``state.online_renderer``, ``create_error_response``.
 """
 
 import functools
@@ -29,6 +26,7 @@ from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.messages import Prefilled
+from deployments.upstream.prompt_lengths import counting, takes_room_left
 
 _ROOM_LEFT = wire.ROOM_LEFT.removeprefix("?").encode()
 # vLLM makes answers of these only from an output with a choice.
@@ -59,19 +57,6 @@ class _Check:
 
 
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
-# Whether tokens are only counted, so that nothing comes to the engine's core.
-_counting: ContextVar[bool] = ContextVar("conserve_counting", default=False)
-_room_left: ContextVar[bool] = ContextVar("conserve_room_left", default=False)
-
-
-def only_counts() -> bool:
-    """Return whether the current request asks only how many tokens it has."""
-    return _counting.get()
-
-
-def takes_what_room_is_left() -> bool:
-    """Return whether the current request may get less output than it asks for."""
-    return _room_left.get()
 
 
 def make_checkable(
@@ -131,7 +116,7 @@ def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
     @functools.wraps(render)
     async def rendered(*given: Any, skip_mm_cache: bool = False, **more: Any) -> Any:
         check = _current.get()
-        only_read = _counting.get() or (check is not None and not check.prefills)
+        only_read = counting.get() or (check is not None and not check.prefills)
         skip = skip_mm_cache or only_read
         return await render(*given, skip_mm_cache=skip, **more)
 
@@ -212,8 +197,8 @@ class RequestCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A request may be begun within another one's task.
         _current.set(None)
-        _counting.set(scope.get("path") == COUNT_TOKENS)
-        _room_left.set(scope.get("query_string") == _ROOM_LEFT)
+        counting.set(scope.get("path") == COUNT_TOKENS)
+        takes_room_left.set(scope.get("query_string") == _ROOM_LEFT)
         prefixes = (CHECK_PREFIX, PREFILL_PREFIX)
         if scope["type"] != "http" or not scope["path"].startswith(prefixes):
             await self._app(scope, receive, send)

@@ -1,9 +1,4 @@
-"""An engine replica: Ray Serve LLM's server around vLLM, with an HTTP server of its own.
-
-Used here and in `observer` that is not public in Ray Serve LLM or vLLM:
-``VLLMEngine._prepare_engine_config``, ``LLMServer.engine``, its ``build_asgi_app``,
-``LLMServer._start_engine`` and its engine client.
-"""
+"""An engine replica: Ray Serve LLM's server around vLLM, with an HTTP server of its own."""
 
 import asyncio
 import dataclasses
@@ -27,7 +22,6 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
-from deployments.engine.choices import tell_of_all_choices
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
 from deployments.engine.gpu_worker import WorkerClient
@@ -37,14 +31,12 @@ from deployments.engine.load import measure
 from deployments.engine.observer import observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.engine.scheduler.commands import SchedulerClient
-from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
 from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
-from deployments.loopback import LOOPBACK, listen_where_ray_does
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
@@ -52,6 +44,11 @@ from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
+from deployments.upstream import unreachable_scheduler
+from deployments.upstream.outer_address import LOOPBACK
+from deployments.upstream.patch import require
+from deployments.upstream.patches import apply_patches
+from deployments.upstream.seams import require_seams
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
 from hetero.tiers import RoleTier
@@ -97,9 +94,21 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         tier: RoleTier,
         deployment: str,
     ) -> None:
+        schedules = settings.schedules_conversations and settings.hosts(role)
+        # Another vLLM is refused here, before minutes of loading.
+        apply_patches("server")
+        apply_patches("engine")
+        require_seams("load", "serving")
+        if schedules:
+            require_seams("scheduler")
+            require(unreachable_scheduler.PATCH)
+        if schedules and settings.prefill_lane:
+            require_seams("prefill_lane")
+        if tier.sm_slots is not None:
+            require_seams("sm_slots")
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
-        listen_where_ray_does()
+        apply_patches("ray")
         give_way_soon()
         tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id
@@ -122,10 +131,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if self._sm_slots is not None:
             # Its worker leases SMs while the model loads, and a lease needs an engine that beats.
             self._node.use = EngineUse(self._id, (), tier.cap)
-        schedules = settings.schedules_conversations and settings.hosts(role)
-        if schedules:
-            # Here it fails before minutes of loading.
-            require_doors()
         self._table.engine_starting(EngineStarting(self._id, "starting engines"))
         server = await self._node.launch()
         told = {"lmcache.mp.host": f"tcp://{server.host}", "lmcache.mp.port": server.port}
@@ -150,7 +155,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         failed = FailedImages(functools.partial(_abort, client))
         self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
-        tell_of_all_choices()
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)

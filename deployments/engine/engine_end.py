@@ -1,12 +1,8 @@
-"""Leaves nothing of an engine behind, however its processes end.
+"""Ends an engine's processes with the one that started them, however that ends.
 
 If an engine's replica and Ray are both killed, vLLM's core would run on for ever, with its GPU's
 memory. So each process ends with the one that started it, and has LMCache's server unmap its
 memory.
-
-vLLM's processes pass messages through POSIX shared memory, up to 400 MB for each engine. Without a
-name it is freed with the last of them. This replaces ``multiprocessing.shared_memory`` in vLLM
-0.29.0's ``shm_broadcast``: check it when the version changes.
 
 vLLM loads this in each of its processes, as a plugin of the group ``vllm.general_plugins`` (see
 pyproject.toml; ``VLLM_PLUGINS`` chooses among plugins).
@@ -17,36 +13,10 @@ import multiprocessing
 import os
 import sys
 import threading
-from types import SimpleNamespace
-
-from deployments.engine.gpu_worker import wait_for_predecessor
-from deployments.node.unnamed_memory import UnnamedMemory
 
 logger = logging.getLogger("vllm.conserve")
 
 _armed = False
-
-
-def register() -> None:
-    share_without_names()
-    wait_for_predecessor()
-    end_with_parent()
-
-
-def share_without_names() -> None:
-    """Have this process share memory without a name in /dev/shm."""
-    import tqdm
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    if not hasattr(shm_broadcast, "shared_memory"):
-        logger.warning(
-            "this vLLM has no shared_memory to replace, so an engine that is killed may leave "
-            "files in /dev/shm; adapt deployments/engine/engine_end.py to this version"
-        )
-        return
-    shm_broadcast.shared_memory = SimpleNamespace(SharedMemory=UnnamedMemory)
-    # tqdm's own lock, for bars of several processes, is a semaphore in /dev/shm.
-    tqdm.tqdm.set_lock(threading.RLock())
 
 
 def end_with_parent() -> None:

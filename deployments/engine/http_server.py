@@ -4,32 +4,33 @@ Routers send turns straight to it, so a token passes one process between the eng
 """
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import ray
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+from vllm.entrypoints.serve import create_error_response
 
 from conserve.apis import TOKEN_PATHS, TURN_PATHS
+from conserve.complaints import complaint
 from conserve.direct import Desk
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
 from deployments.engine.check import RequestCheck, make_checkable
-from deployments.engine.cut_calls import tell_of_cut_calls
-from deployments.engine.messages import answer_as_anthropic
-from deployments.engine.observer import TurnObserver, told_of_caches
-from deployments.engine.refusals import explain_refusals
+from deployments.engine.observer import TurnObserver
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_tokens
 from deployments.engine.vision.aside import MediaAside
-from deployments.engine.vision.names import keep_media_names
 from deployments.engine.vision.node_images import MissingTokens
-from deployments.engine.vision.prepared import prepare_once
+from deployments.upstream import media_names, prepared_twice
+from deployments.upstream.patch import require
 
 _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
@@ -51,17 +52,12 @@ class EngineHttp:
         image_name: Callable[[str], str],
     ) -> None:
         describe(app)
-        state = app.state
-        tell_of_cut_calls(
-            state.openai_serving_chat,
-            state.anthropic_serving_messages,
-            state.openai_serving_responses,
-        )
         explain_refusals(app)
-        answer_as_anthropic(state.anthropic_serving_messages, told_of_caches)
-        keep_media_names(image_name)
-        prepare_once(client.renderer)
-        renderer = state.online_renderer
+        require(media_names.PATCH)
+        media_names.keep_media_names(image_name)
+        require(prepared_twice.PATCH)
+        prepared_twice.prepare_once(client.renderer)
+        renderer = app.state.online_renderer
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         stores = client.vllm_config.kv_transfer_config is not None
@@ -101,8 +97,6 @@ class EngineHttp:
                 timeout_graceful_shutdown=5,
             )
         )
-        # The replica's own process handles signals.
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         while not server.started:
             if task.done():
@@ -121,3 +115,32 @@ def describe(app: FastAPI) -> None:
     """
     routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)
+
+
+def explain_refusals(app: FastAPI) -> None:
+    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with a body.
+
+    `conserve.complaints` chooses the one error that counts.
+    """
+    app.exception_handler(RequestValidationError)(_invalid)
+    app.exception_handler(ValidationError)(_invalid)
+    # vLLM has built it without these handlers; it is built anew when it is needed.
+    app.middleware_stack = None
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        errors, body = error.errors(), error.body
+    else:
+        # Parts of messages are judged only when the template reads them.
+        assert isinstance(error, ValidationError)
+        errors, body = error.errors(), await request.json()
+    if isinstance(errors[0], str):
+        # The body has another content type, as vLLM says.
+        field, message = "", errors[0]
+    else:
+        field, message = complaint(errors, body)
+    if field and not message.startswith(field):
+        message = f"{field}: {message}"
+    refusal = create_error_response(message, param=field or None)
+    return JSONResponse(refusal.model_dump(), refusal.error.code)

@@ -4,12 +4,6 @@ With LMCacheMPConnector, a dead server delays every step by its message timeout,
 restarts or forgets the engine is lost for good, and a failed store ends the engine. The methods
 below say what they change. Keys are made of the ``cache_salt`` and of token ids; placeholders of
 media are replaced by a value of the item's hash (``LMCacheMPRequestTracker.get_token_ids``).
-
-Internals of lmcache 0.5.6 that are used: ``_health_event``, ``_ensure_heartbeat_started``,
-``_reregister_kv_caches_callback``, ``store_futures``, ``retrieve_futures``, ``_create_key``,
-``error_block_ids``, ``_can_store``, ``_group_tokens_per_block``,
-``_report_block_allocation_deltas``, and the request trackers (`lmcache_client` and
-`stores` use more). Check them when the version changes.
 """
 
 import functools
@@ -21,7 +15,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
@@ -38,16 +31,7 @@ from conserve.wire import (
     STORED_TOKENS,
 )
 from deployments.engine.kv_layers import require_whole_blocks
-from deployments.engine.lmcache_client import (
-    PING_TIMEOUT_S,
-    Connection,
-    LateKV,
-    be_patient,
-    fail_fast,
-    register_after_silence,
-    say_less,
-    wait_for_server,
-)
+from deployments.engine.lmcache_client import LateKV, wait_for_server
 from deployments.engine.step_meter import StepMeter, StepStats
 from deployments.engine.stored import Address, tell_stored
 from deployments.engine.stores import (
@@ -56,17 +40,17 @@ from deployments.engine.stores import (
     Steps,
     Stores,
     StoresReport,
-    copy_beside_steps,
     groups_that_give_up,
 )
 from deployments.engine.vision.failures import failures
-from deployments.node import kv_pool
+from deployments.upstream import lost_server
+from deployments.upstream.lost_server import Connection, fail_fast
+from deployments.upstream.patch import require
+from deployments.upstream.patches import apply_patches
+from deployments.upstream.seams import require_seams
 
 logger = init_logger(__name__)
 
-# A server may still write a load that was given up, over what the engine puts there next. So on a
-# GPU a silent server does not count as lost before it would have been killed.
-_GPU_PING_TIMEOUT_S = 60.0
 _UNREGISTER_TIMEOUT_S = 2.0
 
 
@@ -77,22 +61,21 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     _parks = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        require_seams("lmcache_connector")
+        require(lost_server.PATCH)
+        apply_patches("connector")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         layers = args[1] if len(args) > 1 else kwargs.get("kv_cache_config")
         require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
         wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
-        kv_pool.accept()
-        copy_beside_steps()
         super().__init__(vllm_config, *args, **kwargs)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         give_up = groups_that_give_up(layers)
         if hasattr(self, "scheduler_adapter"):
             self._prepare_scheduler(1 + vllm_config.num_speculative_tokens, give_up)
             adapter = self.scheduler_adapter
-            say_less(adapter)
             for url, client in adapter.req_clients.items():
                 fail_fast(client, adapter._health_events[url])
-                be_patient(client)
             adapter._ensure_heartbeat_started()
         else:
             worker = self.worker_adapter
@@ -101,12 +84,12 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 vllm_config.parallel_config.world_size,
                 reports=bool(give_up),
             )
-            on_gpu = vllm_config.device_config.device_type != "cpu"
-            be_patient(worker.req_client, _GPU_PING_TIMEOUT_S if on_gpu else PING_TIMEOUT_S)
 
     def _prepare_scheduler(self, decode_tokens: int = 1, give_up: tuple[int, ...] = ()) -> None:
         self._late = LateKV()
         self._step = 0
+        # Requests whose loads have failed: what vLLM does not have is computed.
+        self._failed: set[str] = set()
         # Requests of which something was stored, and those that ended since the last step.
         self._storing: set[str] = set()
         self._ended: set[str] = set()
@@ -122,6 +105,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     def _prepare_worker(
         self, connection: Connection, workers: int = 1, *, reports: bool = False
     ) -> None:
+        # With block ids, vLLM would also have running requests with the same prefix recompute it,
+        # and drop tokens of their answers; and an engine with several KV groups would end.
+        self._report_request_errors = True
         self._steps = Steps()
         tell = functools.partial(tell_stored, workers=workers)
         self._stores = Stores(lambda: connection.losses, tell)
@@ -134,28 +120,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Start the heartbeat now, not at a first request."""
-        adapter = self.worker_adapter
-        register_after_silence(adapter.req_client, adapter._reregister_kv_caches_callback)
         super().register_kv_caches(kv_caches)
-        adapter._ensure_heartbeat_started()
-
-    def start_load_kv(self, forward_context: Any, **more: Any) -> None:
-        """Begin to load, and have a load that fails leave vLLM's own blocks alone.
-
-        LMCache reports all blocks of the load's first chunk. vLLM may have had some of them before,
-        and running requests with the same prefix use them: vLLM 0.29 would have these recompute it,
-        and with asynchronous scheduling drop a token of their answers.
-        """
-        super().start_load_kv(forward_context, **more)
-        adapter = self.worker_adapter
-        for one in self._get_connector_metadata().requests:
-            if one.direction != "RETRIEVE" or not one.op.skip_first_n_tokens:
-                continue
-            skipped = one.op.skip_first_n_tokens // self._group_tokens_per_block[0]
-            if one.request_id in adapter.retrieve_futures:
-                future, block_ids = adapter.retrieve_futures[one.request_id]
-                adapter.retrieve_futures[one.request_id] = future, block_ids[skipped:]
-            adapter.error_block_ids.difference_update(one.op.flat_block_ids[:skipped])
+        self.worker_adapter._ensure_heartbeat_started()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Wait for the stores of preempted requests alone, and not for the GPU."""
@@ -221,7 +187,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """Return requests whose blocks no store needs any more, and those whose load has ended.
 
         LMCacheMPConnector reports the end of every request of an engine that may store. For one
-        that is aborted while it loads vLLM 0.29 is then told of two ends, and fails on the second.
+        that is aborted while it loads vLLM 0.32 is then told of two ends, and fails on the second.
         Here only requests that `request_finished` has kept are reported.
         """
         self._fail_lost_loads()
@@ -260,10 +226,9 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """Return how many tokens beyond its own an engine can load, and whether asynchronously.
 
         Later turns do not ask the server unless something will be stored, since their history is in
-        the engine's own cache. A request for its prompt's log-probabilities has to compute all of
-        it: LMCacheMPConnector would load KV, and vLLM 0.29 end the engine ("number too small to fit
-        in target type"). Prompts with embeddings, each token 0 in LMCache's keys, are neither
-        loaded nor stored.
+        the engine's own cache. Nor do requests for the log-probabilities of their prompts, all of
+        which vLLM computes: LMCacheMPConnector would count what it found as cached. Prompts with
+        embeddings, each token 0 in LMCache's keys, are neither loaded nor stored.
         """
         params = request.kv_transfer_params or {}
         if request.mm_features:
@@ -280,32 +245,37 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             if self._parks:
                 tracker.max_offload_tokens = 0
             return 0, False
+        failed = request.request_id in self._failed
+        if failed:
+            # vLLM has freed its blocks. LMCacheMPConnector would forget vLLM's own hit, store late,
+            # when blocks of a window are others', and load again for a preempted request.
+            self.request_trackers.pop(request.request_id, None)
+            self.scheduler_adapter.cleanup_lookup_result(request.request_id)
         stores = self._can_store and (not self._parks or bool(params.get(PARK)))
+        tracker = self._get_or_create_request_tracker(request)
+        has_all = False
         # A store has to know what the server holds, or it stores it again.
         if not stores:
-            tracker = self._get_or_create_request_tracker(request)
             tracker.max_offload_tokens = 0
             stored_tokens = params.get(STORED_TOKENS)
             chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
             # A look-up that has begun has to be brought to its end.
-            if (
+            has_all = (
                 stored_tokens is not None
                 and tracker.lookup_started_at is None
                 and num_computed_tokens >= stored_tokens // chunk * chunk
-            ):
-                # cached_token_stats takes it from there; super() would set it too.
-                alignment = self._hit_alignment_tokens
-                tracker.num_vllm_hit_tokens = num_computed_tokens // alignment * alignment
-                return 0, False
+            )
+        if failed or has_all:
+            # cached_token_stats takes it from there; super() would set it too.
+            alignment = self._hit_alignment_tokens
+            tracker.num_vllm_hit_tokens = num_computed_tokens // alignment * alignment
+            return 0, False
         if self._late.waits(request.request_id):
             return None, True
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
         if matched[0] is None or not params.get(PREFILLED) or request.num_preemptions:
-            return matched
-        # In another state it was loaded before, and that failed.
-        if self.request_trackers[request.request_id].state != LMCacheMPRequestState.PREFETCHING:
             return matched
         return self._look_again(request, num_computed_tokens) or matched
 
@@ -359,11 +329,10 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return metadata
 
     def _correct_counts(self, scheduler_output: Any) -> None:
-        """Have requests that begin count as computed what vLLM has, and no more.
+        """Have requests that begin count as computed what vLLM has, which is what may be stored.
 
-        After a load that failed, vLLM goes on from what its own cache had, without asking again.
-        LMCacheMPConnector still counts the tokens that were to be loaded, and would store that many
-        before they are computed.
+        LMCacheMPConnector counts what vLLM offered before the look-up. vLLM may begin earlier: in a
+        hybrid model where groups of layers agree, or to replay a window of DeepSeek's.
         """
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         begin = [(one.req_id, one.num_computed_tokens) for one in new]
@@ -372,16 +341,12 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         for request_id, tokens in begin:
             tracker = self.request_trackers[request_id]
             hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
-            counted = tracker.num_scheduled_tokens + hit_tokens
-            if counted > tokens:
-                tracker.increase_num_scheduled_tokens(tokens - counted)
+            tracker.increase_num_scheduled_tokens(
+                tokens - hit_tokens - tracker.num_scheduled_tokens
+            )
 
     def _whole(self, scheduler_output: Any) -> Iterator[str]:
-        """Yield requests of whose prompts nothing more is stored after this step.
-
-        A prompt's last chunk may be stored some tokens later, if vLLM's cache had all of the
-        prompt.
-        """
+        """Yield requests of whose prompts nothing more is stored after this step."""
         chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id not in self._to_tell:
@@ -402,6 +367,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StoresReport):
             self._pins.release(report.done)
+        # Others have ended while they were loaded.
+        self._failed |= connector_output.failed_recving & self.request_trackers.keys()
         super().update_connector_output(connector_output)
 
     def get_kv_connector_stats(self) -> Any:
@@ -416,7 +383,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         return stats
 
     def _report_block_allocation_deltas(self, scheduler_output: Any) -> None:
-        """Report nothing: it costs every turn, for metrics of the server's (`say_less`)."""
+        """Report nothing: it costs every turn, for metrics of the server's."""
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -428,6 +395,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         would end the engine.
         """
         self._images.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
         self._get_or_create_request_tracker(request)
         _, params = super().request_finished(request, block_ids)
         late, missed_tokens = self._late.over(request.request_id)

@@ -3,9 +3,6 @@
 What waits and decodes is read once a beat from vLLM's state of requests, and iterations come from
 the core (`step_meter`) through vLLM's loggers of statistics. Nothing is done once a token. Until
 its first token a prompt counts whole, less what its turn expects in caches.
-
-Internals of vLLM 0.29 that are used: ``AsyncLLM.output_processor.request_states``, and
-``logger_manager.stat_loggers``, since an ``AsyncLLM`` takes no logger later on.
 """
 
 import time

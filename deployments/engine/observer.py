@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -35,16 +35,6 @@ from deployments.engine.response_events import is_stream
 from deployments.engine.response_store import TURN, aside, read_ahead, replay
 from deployments.engine.vision.failures import FailedImages
 from deployments.engine.vision.node_images import MissingTokens, images_of
-
-
-class ToldOfCaches(NamedTuple):
-    """The prompt's tokens that its client is told caches had (read), and have now (created).
-
-    None where the engine does not say.
-    """
-
-    read_tokens: int | None
-    created_tokens: int | None
 
 
 @dataclass(slots=True)
@@ -79,8 +69,8 @@ class _Observation:
     stages: wire.StageTimes = wire.NO_STAGES
     # vLLM's times of the request, or of the last of several.
     times: Any = None
-    # Set by the first output; vLLM says it at a stream's end.
-    told: ToldOfCaches | None = None
+    # The prompt's tokens that its client is told caches had; set by the first output that says it.
+    told_cached_tokens: int | None = None
 
     def see(self, output: Any, delta: bool) -> None:
         self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
@@ -123,8 +113,8 @@ class _Observation:
             # The Messages API also tells what was computed and is in a cache now.
             if output.num_cache_creation_tokens is not None:
                 output.num_cache_creation_tokens += computed
-        if self.told is None:
-            self.told = ToldOfCaches(output.num_cached_tokens, output.num_cache_creation_tokens)
+        if self.told_cached_tokens is None:
+            self.told_cached_tokens = output.num_cached_tokens
         if self.notes:
             self.unnoted += (
                 Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)
@@ -169,7 +159,7 @@ class _Observation:
             stats.lmcache_tokens,
             stats.output_tokens,
             stats.missed_tokens,
-            None if self.told is None else self.told.read_tokens,
+            self.told_cached_tokens,
             queued_s,
             prefill_s,
             stats.decode_s,
@@ -178,12 +168,6 @@ class _Observation:
 
 
 _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
-
-
-def told_of_caches() -> ToldOfCaches | None:
-    """Return what the current turn's client is told; None before its first output."""
-    observation = _current.get()
-    return None if observation is None else observation.told
 
 
 def observe_engine(

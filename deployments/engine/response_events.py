@@ -1,10 +1,9 @@
 """Has a response's events, its last event and its body agree.
 
-vLLM 0.29 makes the items of a stream's last event anew from the whole text, with ids of their own.
-A call has another ``call_id`` there, and other spaces in its arguments (vllm-project/vllm#47916). A
-stream that is cut by length ends in ``response.completed`` (#45386), and items that were cut are
-completed (#57998). Here the last event has the items of the events before, and
-``response.incomplete`` ends an incomplete response, whose cut item says so.
+A stream of vLLM 0.32 that is cut by length ends in ``response.completed``
+(vllm-project/vllm#45386), and items that were cut are completed (#57998). Here
+``response.incomplete`` ends an incomplete response, whose cut item says so. Members that OpenAI's
+clients require are added, and nulls that they refuse are left out.
 
 Ids are made of the response's own id and of positions in it. So they are the same on whichever
 decoder goes on with a stream, and an item's id tells its response (`conserve.items`).
@@ -173,8 +172,7 @@ class AgreeingResponse:
 
     def _last(self, event: bytes) -> bytes:
         told = _RESPONSE_EVENT.decode(event.partition(_DATA)[2])
-        items = _with_logprobs(self._items, _ITEMS.decode(told.response["output"]))
-        told.response = self._whole(told.response, items)
+        told.response = self._whole(told.response, self._items)
         if _TEXT.decode(told.response["status"]) == "incomplete":
             told.type = _INCOMPLETE
             if self._done is not None:
@@ -188,11 +186,10 @@ def _written(event: _ItemEvent | _ResponseEvent) -> bytes:
 
 def _plain(item: Json) -> Json:
     own = {name: value for name, value in item.items() if value is not None}
-    # vLLM gives items an event's members, and messages a summary.
+    # vLLM gives calls of gpt-oss an event's members.
     for name in ("output_index", "sequence_number"):
         own.pop(name, None)
     if own.get("type") == "message":
-        own.pop("summary", None)
         own["content"] = [
             {**part, "logprobs": part.get("logprobs") or []}
             if part.get("type") == "output_text"
@@ -200,19 +197,3 @@ def _plain(item: Json) -> Json:
             for part in own.get("content", ())
         ]
     return own
-
-
-def _texts(item: Json) -> list[Any]:
-    return [part.get("text") for part in item["content"]]
-
-
-def _with_logprobs(items: list[Json], theirs: list[Json]) -> list[Json]:
-    """Return a stream's items with their log-probabilities, which only its last event has."""
-    found = []
-    for position, item in enumerate(items):
-        other: Json = theirs[position] if position < len(theirs) else {}
-        if item["type"] == other.get("type") == "message" and _texts(item) == _texts(other):
-            # The same text has the same tokens.
-            item = {**item, "content": other["content"]}
-        found.append(item)
-    return found

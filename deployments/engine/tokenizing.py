@@ -1,8 +1,6 @@
 """vLLM's renderer, made to tokenize only what is new of each prompt.
 
-Internals of vLLM 0.29 that are used: ``OnlineRenderer`` (``render_chat``, ``render_completion``,
-``preprocess_chat``, ``renderer``), and of its renderer ``_tokenize_prompt_async``, ``_executor``,
-``_wants_offsets`` and ``_build_tokens_prompt``. Prompts are never cut here: see `refusals`.
+Prompts are never cut here: see `deployments.upstream.prompt_lengths`.
 """
 
 import functools
@@ -16,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
 from conserve.tokenizing import Encode, Pieces, TokenCache, special_tokens
-from deployments.engine.check import only_counts
+from deployments.upstream.prompt_lengths import counting
 
 logger = init_logger(__name__)
 
@@ -98,7 +96,7 @@ def _noted(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         # Other models take any member of this name unchecked.
         has_salt = "cache_salt" in getattr(type(request), "model_fields", ())
         salt = request.cache_salt if has_salt else None
-        before = _request.set(_Request(salt or "", has_salt and not only_counts()))
+        before = _request.set(_Request(salt or "", has_salt and not counting.get()))
         try:
             return await render(request, *given, **more)
         finally:

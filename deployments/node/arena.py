@@ -1,7 +1,7 @@
 """Memory in which a node's engines keep what they have encoded, for one another.
 
 It is a ring of records, the oldest of which is overwritten first. The memory has no name in
-/dev/shm (see `unnamed_memory`): one process reserves it, and it goes with the last
+/dev/shm (see `upstream.unnamed_memory`): one process reserves it, and it goes with the last
 process that uses it.
 """
 

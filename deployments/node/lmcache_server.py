@@ -24,21 +24,21 @@ from conserve.settings import Settings
 from conserve.wire import TRANSFER_TIMEOUT_S
 from deployments.messages import NodeCache
 from deployments.node import lmcache_main
-from deployments.node.lmcache_main import NIXL_MODULES, OWN_POOL
+from deployments.node.lmcache_main import OWN_POOL
+from deployments.upstream.forgotten_worker import REAP_TIMEOUT_S
 from hetero.host_memory import page_bytes
 
 logger = logging.getLogger("conserve.node")
 
 # LMCache's own command, as `lmcache_main` starts it.
 SERVER_MODULE = lmcache_main.__name__
+# What pip's nixl-cu12 is imported as.
+NIXL = "nixl_cu12"
 
 START_TIMEOUT_S = 120.0
 # A predecessor frees its port before this; another program does not.
 TAKEN_TIMEOUT_S = 10.0
-# The server unmaps the KV space of a worker that was silent for this long. It is LMCache's minimum,
-# and 30 heartbeats (`lmcache.mp.heartbeat_interval`), which workers send once registered.
-REAP_TIMEOUT_S = 30.0
-# The server looks four times in that time.
+# The server looks for silent workers four times in `REAP_TIMEOUT_S`.
 REAPED_S = REAP_TIMEOUT_S * 1.25
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -92,7 +92,7 @@ def new_node_cache(address: Address) -> NodeCache:
 
 def require_nixl() -> None:
     """Raise `RuntimeError` if the library that moves KV between nodes is missing."""
-    if not any(importlib.util.find_spec(name) for name in NIXL_MODULES):
+    if importlib.util.find_spec(NIXL) is None:
         raise RuntimeError(
             "KV cannot move between nodes: NIXL is not installed on this one. On every node: "
             "pip install '.[nodes]' in the repository (it needs no GPU); or set nodes=one."

@@ -10,8 +10,8 @@ from starlette.types import Message, Send
 from conserve import wire
 from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
+from conserve.stream_record import END_OF_EVENT, StreamRecord
 from deployments.router.errors import RawHeaders, refuse
-from deployments.router.stream_record import END_OF_EVENT, StreamRecord
 
 
 class AnsweredWithError(Exception):

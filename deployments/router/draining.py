@@ -2,10 +2,6 @@
 
 Serve ends a replica when another deployment replaces it, when its application is deleted, and when
 it is not healthy. A signal to its process makes it unhealthy, so that Serve starts another one.
-
-Internals that are used: ``servers`` and ``server_state`` of uvicorn 0.54's ``Server``, and the
-function by which Ray 2.60 ends a worker at SIGTERM (``raise_sys_exit_with_custom_error_message`` of
-``ray._private.worker``).
 """
 
 import asyncio
@@ -13,11 +9,9 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import uvicorn
 from ray import serve
-from ray._private import worker
 
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
@@ -28,7 +22,6 @@ logger = logging.getLogger("ray.serve")
 KEEP_ALIVE_S = 75
 _LOOK_S = 0.5
 _STATUS_S = 5.0
-_EXITS = "raise_sys_exit_with_custom_error_message"
 
 
 class Drain:
@@ -98,17 +91,3 @@ async def is_deleted(application: str) -> bool:
     except Exception as error:
         logger.warning("Serve's controller does not say whether the application ends: %s", error)
         return False
-
-
-def at_sigterm(told: Callable[[], Any]) -> None:
-    """Have this worker of Ray's call ``told`` at the first SIGTERM; a second one ends it."""
-    exits = getattr(worker, _EXITS, None)
-    if exits is None:
-        logger.warning("this Ray ends workers in another way, so a signal cuts the router's turns")
-        return
-
-    def first(*given: Any, **named: Any) -> None:
-        setattr(worker, _EXITS, exits)
-        told()
-
-    setattr(worker, _EXITS, first)

@@ -27,7 +27,6 @@ from deployments.router.dashboard import Dashboard
 from deployments.router.errors import ENDING, TABLE_RESTARTING, answer_response, error_response
 from deployments.router.events import Events
 from deployments.router.guard import Guard, with_headers
-from deployments.router.idempotency import Idempotency
 from deployments.router.metrics import MetricsPaths
 from deployments.router.openapi import Description
 from deployments.router.probes import Probes
@@ -88,14 +87,13 @@ class FrontDoor:
         turns = TurnEndpoint(
             settings, table, upstream, router_id, Homes() if homes is None else homes
         )
-        once = Idempotency(turns, settings)
         stored = turns.stored
         self.encoders = turns.media.encoders
         tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
-                *(Route(path, once, methods=post) for path in apis.TURN_PATHS),
+                *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
                 *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
                 Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
                 Route("/v1/responses/{id}", stored.retrieve, methods=get),

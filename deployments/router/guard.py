@@ -32,7 +32,7 @@ _LOOPBACK_DOMAIN = ".localhost"
 
 _EXPOSED = (
     "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, Request-Id, "
-    "Idempotent-Replayed, Retry-After, X-Should-Retry"
+    "Retry-After, X-Should-Retry"
 )
 _METHODS = "GET, POST, DELETE"
 # Chrome keeps a preflight's answer for no longer.

@@ -58,12 +58,12 @@ _STATUSES = {
     "404": "There is no such thing: model, conversation, response or path.",
     "405": "The path does not have this method; `Allow` has those that it has.",
     "408": "The request was not whole in time.",
-    "409": "The name is another environment's, or the environment could not be prepared; or the "
-    "answer is too long to be given again; or no other engine can take the conversations.",
+    "409": "The name is another environment's, or the environment could not be prepared; or no "
+    "other engine can take the conversations.",
     "413": "The body is too long.",
     "415": "The body is not `application/json`.",
     "421": "The `Host` is not one of this server's.",
-    "422": "The engine cannot process the request, or its `Idempotency-Key` was another one's.",
+    "422": "The engine cannot process the request.",
     "429": "There is no room, or a limit is reached; see `Retry-After`.",
     "500": "The request failed here. With `x-should-retry: false`, it would fail again.",
     "501": "The model or the engine does not support this.",
@@ -105,11 +105,6 @@ _HEADERS: Json = {
         "description": "The decoder that serves the turn.",
         "required": True,
         "schema": TEXT,
-    },
-    "idempotent-replayed": {
-        "description": "`true`: the answer is that of an earlier request with the same "
-        "`Idempotency-Key`.",
-        "schema": {"type": "string", "enum": ["true"]},
     },
     "x-conserve-unserved-tools": {
         "description": "Kinds of tools that the request offers and the model is not shown, "
@@ -166,9 +161,7 @@ def _turn(name: str, summary: str, answer: type, end: str = "[DONE]", shape: str
         end: the last event of a stream.
     """
     content = {**_content(answer), "text/event-stream": {}}
-    turn = _operation(
-        name, summary, content, *_ENGINE, "409", parameters=TURN_PARAMETERS, shape=shape
-    )
+    turn = _operation(name, summary, content, *_ENGINE, parameters=TURN_PARAMETERS, shape=shape)
     conversation = "$response.header.x-conversation-id"
     following = (
         ("conversation", "getConversation", "id"),
@@ -180,7 +173,7 @@ def _turn(name: str, summary: str, answer: type, end: str = "[DONE]", shape: str
         f"`{end}`, or an error where the turn could not be ended.",
         "headers": {
             header: _ref("headers", header)
-            for header in ("x-conversation-id", "x-conserve-decoder", "idempotent-replayed")
+            for header in ("x-conversation-id", "x-conserve-decoder")
         },
         "links": {
             link: {"operationId": operation, "parameters": {parameter: conversation}}

@@ -7,7 +7,7 @@ from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.events import KINDS
 from conserve.pausing.tools import MOST_NAME_CHARS
 from conserve.served import UNSERVED
-from deployments.router import dashboard, events, idempotency, request_ids, tool_reports
+from deployments.router import dashboard, events, request_ids, tool_reports
 
 Json = dict[str, Any]
 
@@ -143,11 +143,6 @@ PARAMETERS: Json = {
         TEXT,
         "Names the request in its answer and in the engine's log. At most "
         f"{request_ids.MOST_CHARS} characters of printable ASCII; otherwise the router names it.",
-    ),
-    "idempotency": _in_header(
-        idempotency.HEADER,
-        _printable(idempotency.MOST_CHARS),
-        "Requests of a tenant with one key are one turn, and get the same answer, for ten minutes.",
     ),
     "model": _in_path("model", TEXT),
     "conversation": {

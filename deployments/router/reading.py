@@ -89,7 +89,7 @@ def whole_characters(raw: bytes) -> bytes:
     """Put U+FFFD in the place of each half of a surrogate pair in a JSON text.
 
     Clients cut texts within a pair, as JavaScript does by length. Python's JSON takes a half, and
-    no tokenizer does: vLLM 0.29 would refuse the request, and each later one of the history.
+    no tokenizer does: vLLM 0.32 would refuse the request, and each later one of the history.
     Recognition counts both as the same.
     """
     if not raw.isascii() and _ENCODED.search(raw):

@@ -31,7 +31,6 @@ from deployments.router.reading import (
     understood,
 )
 from deployments.router.request_ids import request_id_of
-from deployments.router.salt import with_salt
 from deployments.router.stored import PREVIOUS, StoredResponses
 
 # How many digests the table gets to recognise a history by: those of the newest answers.
@@ -171,7 +170,8 @@ def _understood(
     chat = apis.is_dialogue(path)
     seen = media.named(own, path, lifted, salt, fetched) if chat else own
     parts = 0 if seen is own else len(places(seen, path))
-    own = with_salt(seen, salt)
+    # Engines keep KV under the tenant's salt, which replaces the client's.
+    own = seen if salt is None else {**seen, "cache_salt": salt}
     changed = changed_body(lifted.raw, body, own)
     chain: Chain | None = None
     if chat:

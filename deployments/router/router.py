@@ -23,15 +23,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from conserve.settings import Settings, SettingsError, load
 from conserve.wire import BEAT_S
 from deployments.environments.client import EnvironmentClient
-from deployments.loopback import listen_where_ray_does
 from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
 from deployments.router.certificate import Certificate
-from deployments.router.draining import KEEP_ALIVE_S, Drain, at_sigterm, is_deleted
+from deployments.router.draining import KEEP_ALIVE_S, Drain, is_deleted
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.threads import give_way_soon
+from deployments.upstream import sigterm_exits
+from deployments.upstream.patch import require
+from deployments.upstream.patches import apply_patches
+from deployments.upstream.seams import require_seams
 
 logger = logging.getLogger("ray.serve")
 
@@ -66,7 +69,9 @@ class Router:
         self, settings: Settings, deployment: str, *engines: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
-        listen_where_ray_does()
+        require_seams("half_closed")
+        require(sigterm_exits.PATCH)
+        apply_patches("ray")
         give_way_soon()
         self._handles = engines
         self._timeouts: Timeouts | None = None
@@ -92,8 +97,6 @@ class Router:
         if listener.has_others:
             await self._engines_are_there()
         listening = listener.take()
-        # Signals are for the replica's own process to handle.
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         self._serving = loop.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started:
             if self._serving.done():
@@ -107,7 +110,7 @@ class Router:
             settings.drain_timeout_s,
             functools.partial(is_deleted, context.app_name),
         )
-        at_sigterm(functools.partial(loop.call_soon_threadsafe, self._drain.announce))
+        sigterm_exits.at_sigterm(functools.partial(loop.call_soon_threadsafe, self._drain.announce))
         url = f"{settings.scheme}://{settings.host}:{settings.port}"
         logger.info("router %d listens on %s", os.getpid(), url)
 
@@ -184,7 +187,8 @@ def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
     Raises:
         CertificateError: the settings name a certificate that is not usable.
     """
-    config = uvicorn.Config(
+    certificate = None if settings.tls.files is None else Certificate(settings.tls.files)
+    return uvicorn.Config(
         door,
         http=Connection,
         log_level="warning",
@@ -193,11 +197,8 @@ def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
         server_header=False,
+        ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
     )
-    if settings.tls.files is not None:
-        certificate = Certificate(settings.tls.files)
-        config.ssl_context_factory = lambda *_: certificate.context
-    return config
 
 
 class Connection(HttpToolsProtocol):
@@ -208,9 +209,6 @@ class Connection(HttpToolsProtocol):
     (https://github.com/Kludex/uvicorn/issues/1264), and turns end then. To TCP both look alike,
     until something is sent: a client that has left altogether resets the connection, and one that
     waits reads on. So bytes are sent that mean nothing to a client of HTTP/1.1.
-
-    Internals of uvicorn 0.54 that are used: ``HttpToolsProtocol``'s ``cycle``, ``pipeline``,
-    ``transport``, ``config``, ``on_headers_complete`` and ``on_response_complete``.
     """
 
     _ended = False

@@ -19,7 +19,9 @@ from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
+from conserve.phases import Phase, Phases
 from conserve.settings import Settings
+from conserve.stream_record import StreamRecord
 from deployments.messages import (
     BeginTurn,
     PlaceTurn,
@@ -39,13 +41,11 @@ from deployments.router.answer import (
 from deployments.router.encoding import Encoding
 from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
 from deployments.router.media import MediaReader
-from deployments.router.phases import Phase, Phases
 from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
 from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.request_ids import request_id_of
 from deployments.router.stored import StoredResponses
-from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import (
     TRACE_HEADERS,
     EngineUnreachable,

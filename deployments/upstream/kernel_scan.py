@@ -25,8 +25,7 @@ def _members(value: object) -> Any:
 PATCH = Patch(
     name="kernel_scan",
     package="vllm",
-    versions="==0.32.*",
-    seams=("vllm.triton_utils.dispatcher:_rebind_kernels(overrides)",),
+    seams=("vllm.triton_utils.dispatcher:_rebind_kernels",),
     why="an engine on a CPU ends at its start where llvmlite is loaded before vLLM's kernels",
     upstream=(
         "not reported: _rebind_kernels calls .get of vars(value) for each value of each module; "

@@ -37,12 +37,10 @@ def _is_unset(tool: Any) -> bool:
 PATCH = Patch(
     name="loose_forced_calls",
     package="vllm",
-    versions="==0.32.*",
     seams=(
-        "vllm.tool_parsers.structural_tag_registry:resolve_tool_strictness"
-        "(tools, tool_choice, strict_level)",
-        "vllm.tool_parsers.structural_tag_registry:_with_tool_strict(tool, strict)",
-        "vllm.parser.abstract_parser:resolve_tool_strictness(tools, tool_choice, strict_level)",
+        "vllm.tool_parsers.structural_tag_registry:resolve_tool_strictness",
+        "vllm.tool_parsers.structural_tag_registry:_with_tool_strict",
+        "vllm.parser.abstract_parser:resolve_tool_strictness",
     ),
     why="a forced call's arguments may be any JSON, and no object that fits the tool's schema",
     upstream=(

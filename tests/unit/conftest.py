@@ -49,7 +49,7 @@ def nvml(machine: standin.Machine) -> Iterator[Nvml]:
 
 @pytest.fixture
 def ray_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `deployments.loopback` changes of Ray is changed back, for the tests that come after."""
+    """What `deployments.upstream` changes of Ray is changed back, for the tests that come after."""
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)
     # Set and taken away again, so that what is set by a test does not stay.

@@ -19,7 +19,7 @@ class Step:
 
 
 class Scheduler:
-    """Decides what a step computes, as vLLM 0.29 does (`v1/core/sched/scheduler.py`).
+    """Decides what a step computes, as vLLM 0.32 does (`v1/core/sched/scheduler.py`).
 
     Running calls go on first, in their order; a chunk is as large as what is left of the step.
     Where there is no room for it, the last one is preempted. Then, unless one was, waiting calls

@@ -1,6 +1,6 @@
 """Converts the messages of all APIs to those of chats, so that another API can continue a history.
 
-A request is converted to what vLLM 0.29 makes of it before it renders the prompt. So requests that
+A request is converted to what vLLM 0.32 makes of it before it renders the prompt. So requests that
 differ here have different prompts, and the other way round. Adjacent texts stay apart, for
 `conserve.recognition.normal` to join. Nothing here raises, whatever the JSON: requests are read
 before they are validated.

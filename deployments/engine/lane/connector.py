@@ -3,23 +3,18 @@
 A prompt of which the other connector has nothing may go to the lane. vLLM is told that the rest of
 the prompt is loaded asynchronously. It keeps the request aside with its blocks, and goes on with it
 when the worker has computed it. What LMCache has is loaded as without a lane.
-
-Internals of lmcache 0.5.6 that are used: the request trackers, and their ``BYPASS_LMCACHE``. Check
-them when the version changes.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from deployments.engine.lane.scheduler_lane import LaneReport, SchedulerLane
 from deployments.engine.lane.thread import Forward, LaneThread, Turns
 from deployments.engine.lmcache_connector import ResilientMPConnector
-from deployments.engine.scheduler.doors import MADE_FOR, differences
 from deployments.engine.sm_slots.pairs import slot_pairs
+from deployments.upstream.seams import require_seams
 
 
 class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types are not seen.
@@ -46,7 +41,7 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         lane = self.lane
         self._promised.discard(request.request_id)
         if lane is not None and lane.has_failed(request.request_id):
-            self._lane_has_failed(request, num_computed_tokens)
+            self._lane_has_failed(request.request_id)
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -76,11 +71,6 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if self.lane is not None:
-            for one in scheduler_output.scheduled_new_reqs:
-                start = self.lane.start_of(one.req_id)
-                if start is not None:
-                    self._lane_has_computed(one.req_id, one.num_computed_tokens - start)
         metadata = super().build_connector_meta(scheduler_output)
         computes = scheduler_output.total_num_scheduled_tokens > 0
         freed = scheduler_output.free_encoder_mm_hashes
@@ -101,9 +91,7 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
 
     def lane_encoded(self, lasted_s: float, embeds: int) -> None: ...
 
-    def _lane_has_computed(self, request_id: str, tokens: int) -> None: ...
-
-    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None: ...
+    def _lane_has_failed(self, request_id: str) -> None: ...
 
     # --- the worker's side ------------------------------------------------------------------------
 
@@ -171,28 +159,14 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
     def lane_encoded(self, lasted_s: float, embeds: int) -> None:
         self._meter.encoded(lasted_s, embeds)
 
-    def _lane_has_computed(self, request_id: str, tokens: int) -> None:
-        self.request_trackers[request_id].increase_num_scheduled_tokens(tokens)
-
-    def _lane_has_failed(self, request: Any, num_computed_tokens: int) -> None:
-        """Start over as LMCacheMPConnector does after a failed load, without another look-up."""
-        tracker = self.request_trackers[request.request_id]
-        if tracker.state != LMCacheMPRequestState.READY:
-            return
-        self.scheduler_adapter.cleanup_lookup_result(request.request_id)
-        tracker.allocated_block_ids.clear()
-        tracker.num_stored_tokens = tracker.num_lmcache_hit_tokens = 0
-        tracker.num_vllm_hit_tokens = num_computed_tokens
-        tracker.state = LMCacheMPRequestState.BYPASS_LMCACHE
+    def _lane_has_failed(self, request_id: str) -> None:
+        """Start over as after a load that failed, without another look-up."""
+        self._failed.add(request_id)
 
 
 def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse an engine whose prompts the lane cannot compute, or another vLLM; says what to do."""
-    if differing := differences(_expected()):
-        raise RuntimeError(
-            f"the prefill lane is made for vLLM {MADE_FOR}, and in this one differ: "
-            f"{'; '.join(differing)}. Set engine_scheduler=conversation"
-        )
+    require_seams("prefill_lane")
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -224,49 +198,3 @@ def require_fit(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"engine_scheduler: {why}, and the prefill lane cannot do that; set "
                 "engine_scheduler=conversation"
             )
-
-
-def _expected() -> Sequence[tuple[Callable[..., Any], str]]:
-    from vllm.forward_context import set_forward_context
-    from vllm.model_executor.models.interfaces import SupportsMRoPE, SupportsMultiModal
-    from vllm.multimodal.utils import group_and_batch_mm_kwargs
-    from vllm.v1.attention.backend import AttentionMetadataBuilder
-    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.utils import AttentionGroup
-
-    return (
-        (KVConnectorBase_V1.get_num_new_matched_tokens, "self request num_computed_tokens"),
-        (KVConnectorBase_V1.update_state_after_alloc, "self request blocks num_external_tokens"),
-        (KVConnectorBase_V1.get_finished, "self finished_req_ids"),
-        (KVConnectorBase_V1.get_block_ids_with_load_errors, "self"),
-        (Scheduler._update_waiting_for_remote_kv, "self request"),
-        (Scheduler._handle_invalid_blocks, "self invalid_block_ids num_scheduled_tokens"),
-        (
-            AttentionMetadataBuilder.build,
-            "self common_prefix_len common_attn_metadata fast_build",
-        ),
-        (
-            AttentionGroup.create_metadata_builders,
-            "self vllm_config device kernel_block_size num_metadata_builders",
-        ),
-        (EncoderCacheManager.check_and_update_cache, "self request input_id"),
-        (
-            EncoderCacheManager.can_allocate,
-            "self request input_id encoder_compute_budget num_embeds_to_schedule",
-        ),
-        (EncoderCacheManager.allocate, "self request input_id"),
-        (EncoderCacheManager.free_encoder_input, "self request input_id"),
-        (group_and_batch_mm_kwargs, "mm_kwargs device pin_memory"),
-        (SupportsMultiModal.embed_multimodal, "self kwargs"),
-        (
-            SupportsMultiModal.embed_input_ids,
-            "self input_ids multimodal_embeddings is_multimodal",
-        ),
-        (SupportsMRoPE.get_mrope_input_positions, "self input_tokens mm_features"),
-        (
-            set_forward_context,
-            "attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode "
-            "batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
-        ),
-    )

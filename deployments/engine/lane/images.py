@@ -5,10 +5,6 @@ prefills find it. No request refers to it there until it is scheduled, so a requ
 room never keeps the cache from one that runs. If it is evicted meanwhile, it is encoded again. The
 lane's own encodes evict no image of a request that has all of its own, and waits for something
 else.
-
-Internals of vLLM 0.29 that are used: the scheduler's ``encoder_cache_manager`` (``cached``,
-``freeable``, ``num_freeable_slots``, ``cache_size``, ``freed``) and ``ec_connector``, and a
-request's ``mm_features``.
 """
 
 import sys

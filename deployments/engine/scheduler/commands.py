@@ -1,9 +1,7 @@
 """Commands from the process that has the engine's client to the scheduler in the engine's core.
 
-vLLM's utility calls take the name of an attribute of ``EngineCore``, and run it in the core's own
-thread between two steps: after half a millisecond in an idle engine, after a step in a busy one.
-There is one such attribute here, which takes a `Command`. A command that fails raises at its
-caller, and the engine goes on.
+Each is a `Command`, which the scheduler obeys between two steps (`upstream.unreachable_scheduler`).
+A command that fails raises at its caller, and the engine goes on.
 """
 
 import asyncio
@@ -18,6 +16,8 @@ from conserve.engine_scheduling import KINDS
 from conserve.engine_scheduling.calls import SchedulerLoad
 from conserve.wire import history_key
 from deployments.engine.scheduler.histories import Histories
+from deployments.upstream import unreachable_scheduler
+from deployments.upstream.patch import require
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,12 +51,10 @@ Command = Pin | Release | Observe
 
 def offer_commands() -> None:
     """Have this process's ``EngineCore`` obey commands."""
-    from vllm.v1.engine.core import EngineCore
-
-    def command(core: Any, asked: Any) -> Any:
-        return obey(core.scheduler, msgspec.convert(asked, Command))
-
-    setattr(EngineCore, _UTILITY, command)
+    require(unreachable_scheduler.PATCH)
+    unreachable_scheduler.offer(
+        _UTILITY, lambda scheduler, asked: obey(scheduler, msgspec.convert(asked, Command))
+    )
 
 
 def obey(scheduler: Any, command: Command) -> int | SchedulerLoad:

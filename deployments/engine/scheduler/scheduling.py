@@ -24,9 +24,9 @@ from conserve.engine_scheduling import (
 from conserve.wire import StageTimes, kept, staged, waited
 from deployments.engine.lane.scheduler_lane import SchedulerLane
 from deployments.engine.scheduler.commands import offer_commands
-from deployments.engine.scheduler.doors import require_doors
 from deployments.engine.scheduler.histories import Histories
 from deployments.engine.scheduler.turns import Counts, Parts, Turn, Waits, turn_of
+from deployments.upstream.seams import require_seams
 
 # Levels change more slowly than that, and sorting a queue of thousands in every step takes long.
 _RANKS_EVERY_S = 0.05
@@ -45,7 +45,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_doors()
+        require_seams("scheduler")
         super().__init__(*args, **kwargs)
         if self.policy != SchedulingPolicy.PRIORITY:
             raise ValueError("scheduling_policy: set it to priority, by which calls are ordered")

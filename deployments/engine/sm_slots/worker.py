@@ -11,8 +11,6 @@ property. Other streams of vLLM's only copy, but for those of ``SLOT_ENVIRONMENT
 adapters, of dual batch overlap and of some models.
 """
 
-import dataclasses
-import inspect
 import logging
 from typing import Any
 
@@ -23,6 +21,9 @@ from deployments.engine.gpu_worker import GpuWorker
 from deployments.engine.lane.worker import LaneWorking
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.lease import lease_slots, said_of, told
+from deployments.upstream import captured_elsewhere
+from deployments.upstream.patch import require
+from deployments.upstream.seams import require_seams
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
 from hetero.sm_means import means_of, mps_runs, prepare
@@ -85,7 +86,9 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
             stream = wrap(handle)
             stream.wait_stream(torch.cuda.current_stream(device))
             self._make_current(stream)
-            capture_where_it_runs()
+            require_seams("sm_slots")
+            require(captured_elsewhere.PATCH)
+            captured_elsewhere.capture_where_it_runs()
         pairs.provide(lambda: pairs.SlotPairs(means, slots.split, units, wrap, self._make_current))
 
     def _make_current(self, stream: Any) -> None:
@@ -102,30 +105,3 @@ class SlotLaneWorker(LaneWorking, SlotWorker):
         graphs = pairs.GraphSets(self.model_runner, pairs.slot_pairs())
         graphs.capture()
         return graphs
-
-
-def capture_where_it_runs() -> None:
-    """Have this process capture CUDA graphs on its current stream. May be called repeatedly.
-
-    ``graph_capture`` of vLLM 0.32's ``distributed/parallel_state.py`` makes a context with a new
-    stream, which keeps to no SMs. So ``GraphCaptureContext`` is replaced.
-    """
-    from vllm.distributed import parallel_state
-    from vllm.utils.torch_utils import current_stream
-
-    made: Any = parallel_state.GraphCaptureContext
-    if hasattr(made, "__wrapped__"):
-        return
-    parameters = list(inspect.signature(parallel_state.graph_capture).parameters)
-    fields = [field.name for field in dataclasses.fields(made)]
-    if parameters != ["device"] or fields != ["stream"]:
-        raise RuntimeError(
-            "sm_slots is made for vLLM 0.32, and this one captures CUDA graphs in another way: "
-            "adapt deployments/engine/sm_slots/worker.py to it, or leave sm_slots out"
-        )
-
-    def here(stream: Any) -> Any:
-        return made(current_stream())
-
-    here.__wrapped__ = made  # type: ignore[attr-defined]
-    parallel_state.GraphCaptureContext = here

@@ -4,8 +4,7 @@ vLLM parses, checks and copies a body on the event loop that passes other turns'
 40 MB of base64 for half a second. So a thread sets the base64 aside before, and vLLM gets it where
 it decodes the image, which it does in threads of its own.
 
-vLLM loads the media connector that ``VLLM_MEDIA_CONNECTOR`` names. Internals of vLLM 0.29 that are
-used: ``MediaConnector._load_data_url``.
+vLLM loads the media connector that ``VLLM_MEDIA_CONNECTOR`` names.
 """
 
 import asyncio
@@ -21,6 +20,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from conserve import wire
 from conserve.media import lifted_media
 from deployments.engine.response_store import MEDIA, read_ahead, replay
+from deployments.upstream.seams import require_seams
 
 _CONNECTOR = "conserve"
 # Shorter bodies take vLLM a few milliseconds.
@@ -33,6 +33,7 @@ class MediaAside:
     """ASGI middleware that sets media in long bodies aside while a request is served."""
 
     def __init__(self, app: ASGIApp) -> None:
+        require_seams("media_aside")
         self._app = app
         os.environ["VLLM_MEDIA_CONNECTOR"] = _CONNECTOR
 

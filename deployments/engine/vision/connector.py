@@ -23,9 +23,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.platforms import current_platform
 
 from conserve.wire import ENCODED, NOTHING_ENCODED, Encoded
-from deployments.engine.vision.failures import can_tell_failures, failures, survive_encoders
+from deployments.engine.vision.failures import can_tell_failures, failures
 from deployments.engine.vision.node_images import NodeImages
-from deployments.engine.vision.offload import kept_layers, offload_when_loaded
+from deployments.engine.vision.offload import kept_layers, offload, require_plain_layers
+from deployments.upstream import encoder_errors, unhooked_loading
+from deployments.upstream.patch import require
 
 _TENSOR = "encoded"
 _MOST_WAITING = 16
@@ -48,11 +50,9 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         self._found: OrderedDict[str, bytes] = OrderedDict()
         self._to_load: dict[str, bytes] = {}
         self._took: dict[str, Encoded] = {}
-        if role == ECConnectorRole.WORKER and can_tell_failures(vllm_config):
-            survive_encoders()
-        if role == ECConnectorRole.WORKER and kept_layers(vllm_config) is not None:
+        if role == ECConnectorRole.WORKER:
             # vLLM makes its connector before it loads the model.
-            offload_when_loaded()
+            prepare_worker(vllm_config)
 
     # --- In the scheduler ---------------------------------------------------------------------
 
@@ -112,6 +112,20 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         if self._images.keeps and not failures.include([mm_hash]):
             tensor = encoder_cache[mm_hash].detach().to("cpu").contiguous()
             self._images.put(mm_hash, safetensors.torch.save({_TENSOR: tensor}))
+
+
+def prepare_worker(vllm_config: VllmConfig) -> None:
+    """Patch this process's worker, before it loads its model."""
+    if can_tell_failures(vllm_config):
+        require(encoder_errors.PATCH)
+        encoder_errors.survive_encoders(failures.add)
+    kept = kept_layers(vllm_config)
+    if kept is not None:
+        require(unhooked_loading.PATCH)
+        require_plain_layers(vllm_config.compilation_config)
+        unhooked_loading.call_when_loaded(
+            lambda worker: offload(worker.get_model(), kept, torch.device(worker.device))
+        )
 
 
 def read_encoded(data: bytes) -> torch.Tensor:

@@ -1,38 +1,17 @@
 """Ends the turns whose images an encoder fails on, and not their engine.
 
-vLLM 0.29 runs the encoder within an iteration, and an error there ends the engine. With this, the
-worker tries each image of that iteration alone, puts zeros in the place of those that fail, and
-stores no KV of requests that have one. The iteration's statistics name them to the engine's
-server (`FailedImages`), which ends their turns. From then on it has the same image known by another
-name, since caches have KV of zeros under the first one.
-
-Workers that share a tower (tensor parallel) wait for each other within it, so there an error still
-ends the engine.
-
-Internals of vLLM 0.29 that are used: ``GPUModelRunner._execute_mm_encoder``, ``encoder_cache`` and
-``requests``; of its newer runner ``ModelState.execute_mm_encoder`` and ``encoder_cache``.
+The worker puts zeros in the place of images that fail (`upstream.encoder_errors`), and stores no KV
+of requests that have one. The iteration's statistics name them to the engine's server
+(`FailedImages`), which ends their turns. From then on it has the same image known by another name,
+since caches have KV of zeros under the first one.
 """
 
 import contextlib
-import dataclasses
-import functools
-import logging
 from collections import OrderedDict
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from vllm.exceptions import VLLMUnprocessableEntityError
-
-logger = logging.getLogger("conserve.engine")
 
 _MOST_REMEMBERED = 4_096
 # In the connector's configuration: whether the engine's server gets statistics. An engine that only
@@ -76,84 +55,6 @@ def can_tell_failures(vllm_config: Any) -> bool:
     transfer = vllm_config.ec_transfer_config
     alone = vllm_config.parallel_config.world_size == 1
     return alone and bool(transfer.get_from_extra_config(TELLS, False))
-
-
-def survive_encoders() -> None:
-    """Change both of vLLM's runners; AttributeError if they are other ones."""
-    # The engine's server, which loads this module too, needs no runner.
-    from vllm.v1.worker.gpu.model_states.interface import ModelState
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    older, newer = GPUModelRunner._execute_mm_encoder, ModelState.execute_mm_encoder
-
-    @functools.wraps(older)
-    def encode(runner: Any, scheduled: Any) -> Any:
-        if runner.model_config.is_encoder_decoder:
-            return older(runner, scheduled)
-
-        def some(inputs: Mapping[str, Sequence[int]]) -> Any:
-            return older(runner, dataclasses.replace(scheduled, scheduled_encoder_inputs=inputs))
-
-        return encode_what_can_be(
-            some,
-            scheduled.scheduled_encoder_inputs,
-            lambda request_id: runner.requests[request_id].mm_features,
-            runner.encoder_cache,
-            functools.partial(_zeros, runner),
-        )
-
-    @functools.wraps(newer)
-    def encode_newer(state: Any, inputs: Mapping[str, Sequence[int]]) -> None:
-        encode_what_can_be(
-            functools.partial(newer, state),
-            inputs,
-            state.encoder_cache.mm_features.__getitem__,
-            state.encoder_cache.encoder_outputs,
-            functools.partial(_zeros, state),
-        )
-
-    GPUModelRunner._execute_mm_encoder = encode
-    ModelState.execute_mm_encoder = encode_newer
-
-
-def encode_what_can_be(
-    encode: Callable[[Mapping[str, Sequence[int]]], Any],
-    inputs: Mapping[str, Sequence[int]],
-    images_of: Callable[[str], Sequence[Any]],
-    encoded: MutableMapping[str, torch.Tensor],
-    zeros: Callable[[int, int | None], torch.Tensor],
-) -> Any:
-    """Encode images, each alone if they fail together, and put zeros in the place of those that do.
-
-    Args:
-        encode: encodes into ``encoded``, by identifier.
-        inputs: numbers of images, by request.
-        images_of: returns a request's images.
-        zeros: makes this many embeddings of a width; None: of the usual one.
-    """
-    try:
-        return encode(inputs)
-    except Exception as error:
-        # Another one follows for each image that is the cause.
-        logger.warning("images are encoded one by one, since together they fail: %s", error)
-    for request_id, numbers in inputs.items():
-        for number in numbers:
-            image = images_of(request_id)[number]
-            try:
-                encode({request_id: [number]})
-            except Exception:
-                logger.exception("an image of request %s cannot be encoded", request_id)
-                failures.add(image.identifier)
-                # Some models' embeddings are wider than what their language model takes.
-                width = next((one.shape[-1] for one in encoded.values()), None)
-                encoded[image.identifier] = zeros(image.mm_position.get_num_embeds(), width)
-    return []
-
-
-def _zeros(runner: Any, tokens: int, width: int | None) -> torch.Tensor:
-    model = runner.model_config
-    width = width or model.get_inputs_embeds_size()
-    return torch.zeros(tokens, width, dtype=model.dtype, device=runner.device)
 
 
 # --- In the engine's server -----------------------------------------------------------------------

@@ -11,9 +11,9 @@ again. Passes may come from different threads, and on different streams, but one
 It takes the weights as they are once vLLM has loaded, quantised and packed them. On a CPU it copies
 within host memory, which saves nothing, so that tests run the same code.
 
-Internals of vLLM 0.29 that are used: ``Worker.load_model``, which is replaced; the names of a
-model's towers (``_tower_model_names``, ``get_mm_mapping``); that a tower calls its layers one after
-the other, by ``forward``; ``pin_tensor``.
+Internals of vLLM that are used: the names of a model's towers (``_tower_model_names``,
+``get_mm_mapping``); that a tower calls its layers one after the other, by ``forward``;
+``pin_tensor``.
 """
 
 import functools
@@ -294,38 +294,13 @@ def offload(model: Any, kept: int, device: torch.device) -> OffloadedTower | Non
     return tower
 
 
-def offload_when_loaded() -> None:
-    """Have this process's worker offload its tower once it has loaded the model.
-
-    How many layers stay is in the configuration of its encoder-cache connector. May be called
-    repeatedly. AttributeError if vLLM's worker is another one.
-    """
-    # An engine's scheduler, which loads this module too, needs no worker.
-    from vllm.v1.worker.gpu_worker import Worker
-
-    load = Worker.load_model
-    if hasattr(load, "__wrapped__"):
-        return
-
-    @functools.wraps(load)
-    def load_model(worker: Any, **options: Any) -> None:
-        kept = kept_layers(worker.vllm_config)
-        if kept is not None:
-            _require_plain_layers(worker.vllm_config.compilation_config)
-        load(worker, **options)
-        if kept is not None:
-            offload(worker.get_model(), kept, torch.device(worker.device))
-
-    Worker.load_model = load_model
-
-
 def kept_layers(vllm_config: Any) -> int | None:
     transfer = vllm_config.ec_transfer_config
     kept = None if transfer is None else transfer.get_from_extra_config(TOWER_LAYERS, None)
     return None if kept is None else int(kept)
 
 
-def _require_plain_layers(compilation: Any) -> None:
+def require_plain_layers(compilation: Any) -> None:
     for argument in ("compile_mm_encoder", "cudagraph_mm_encoder"):
         if getattr(compilation, argument):
             raise RuntimeError(

@@ -14,7 +14,7 @@ from tests.checkout import ROOT
 from tests.engines.compatibility.outcomes import Outcome
 from tests.engines.compatibility.suite_error import SuiteError
 
-VERSION = "0.29.0"
+VERSION = "0.32.0"
 LIST = Path(__file__).with_name("vllm.toml")
 
 # In vLLM's tests/entrypoints: what speaks to a server by one of the APIs that the router has.
@@ -37,7 +37,6 @@ FILES = (
     "openai/responses/test_simple.py",
     "openai/responses/test_stateful.py",
     "openai/responses/test_structured_output.py",
-    "openai/test_async_tokenization.py",
     "openai/test_chunked_prompt.py",
     "openai/test_return_token_ids.py",
     "openai/test_return_tokens_as_ids.py",
@@ -58,7 +57,6 @@ LEFT_OUT = {
     "openai/responses/test_mcp_tools.py": "gpt-oss, and a server of tools",
     "openai/responses/test_parsable_context.py": "a server of tools",
     "openai/test_openai_schema.py": "schemathesis, which `make test-fuzz` uses",
-    "openai/test_return_routed_experts.py": "a mixture of experts",
 }
 # Where a file takes its server from beside the class: a fixture of the folder's.
 _SERVERS = ("RemoteOpenAIServer", "client: openai.")

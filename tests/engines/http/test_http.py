@@ -408,28 +408,6 @@ def test_a_request_keeps_its_id_up_to_the_engine(official: openai.OpenAI) -> Non
     assert ours.parse().id == f"chatcmpl-{ours.headers['x-request-id']}"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_one_idempotency_key_is_one_turn(
-    application: str, client: httpx.AsyncClient, stream: bool
-) -> None:
-    """Asked for by two at a time, and by a third one afterwards."""
-    conversation = f"once-{stream}"
-    headers = {"Idempotency-Key": conversation, "X-Conversation-Id": conversation}
-    body = {"messages": HELLO, "max_tokens": 30, "temperature": 1, "stream": stream}
-
-    async def asked() -> httpx.Response:
-        return await client.post(application + CHAT, json=body, headers=headers)
-
-    answers = [*await asyncio.gather(asked(), asked()), await asked()]
-    assert [one.status_code for one in answers] == [200] * 3
-    assert len({one.text for one in answers}) == 1
-    assert sum("idempotent-replayed" in one.headers for one in answers) == 2
-    found = (await client.get(f"{application}/v1/conversations/{conversation}")).json()
-    assert found["turns"] == 1
-    other = await client.post(application + CHAT, json={**body, "n": 1}, headers=headers)
-    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
-
-
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -650,11 +628,10 @@ async def test_events_tell_what_happens_as_it_does(
 async def test_a_salt_that_lmcache_does_not_take_ends_no_engine(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Its connector fails on one in vLLM's scheduler; prompts with the same one share their KV."""
+    """Its connector would fail on one in vLLM's scheduler."""
     before = {engine["pid"] for engine in engines()}
     messages = [{"role": "user", "content": prose(rng, 300)}]
     for salt in ("a/b", "@" * 200):
-        for _ in range(2):
-            reply = await chat(client, messages, tokens=4, cache_salt=salt)
-            assert reply.status == 200, reply.body
+        reply = await chat(client, messages, tokens=4, cache_salt=salt)
+        assert reply.status == 400, reply.body
     assert {engine["pid"] for engine in engines()} == before

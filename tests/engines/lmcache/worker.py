@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import zmq
 
-from deployments.engine.lmcache_client import be_patient, fail_fast, register_after_silence
 from deployments.engine.lmcache_connector import ResilientMPConnector
-from deployments.engine.stores import copy_beside_steps
-from deployments.node import kv_pool
-from deployments.node.lmcache_server import REAP_TIMEOUT_S
+from deployments.upstream import forgotten_worker
+from deployments.upstream.lost_server import fail_fast
+from deployments.upstream.patches import apply_patches
 
 CHUNK_TOKENS = 128
 MODEL = "worker"
@@ -35,8 +34,7 @@ def options(mode: str) -> dict[str, object]:
 
 
 def main(port: str, mode: str) -> None:
-    kv_pool.accept()
-    copy_beside_steps()
+    apply_patches("connector")
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
         LMCacheMPWorkerAdapter,
         LoadStoreOp,
@@ -54,12 +52,7 @@ def main(port: str, mode: str) -> None:
     late_s = 0.0
     copy = SlowCopy()
     fail_fast(adapter.req_client, adapter._health_event)
-    be_patient(adapter.req_client)
-    register_after_silence(
-        adapter.req_client,
-        adapter._reregister_kv_caches_callback,
-        lambda: time.monotonic() + late_s,
-    )
+    forgotten_worker.monotonic = lambda: time.monotonic() + late_s
     # Keys and values of 16 blocks.
     blocks = torch.zeros(2, 16, 1, CHUNK_TOKENS, 64, dtype=torch.bfloat16)
     adapter.register_kv_caches({"layer.0": blocks}, layout_hints={"kv_layout": "HND"})
@@ -82,7 +75,7 @@ def main(port: str, mode: str) -> None:
                 said = adapter.store_futures[name].result(30)
         elif does == "sleep":
             # As if it had been stopped for longer than the server waits for it.
-            late_s += REAP_TIMEOUT_S
+            late_s += forgotten_worker.REAP_TIMEOUT_S
         elif does == "end":
             connector = object.__new__(ResilientMPConnector)
             connector.worker_adapter = adapter

@@ -5,7 +5,9 @@ means nothing; that vLLM starts them, with the parsers that ConServe chooses by 
 takes their clients' tools, does.
 """
 
-from collections.abc import Mapping
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,17 +35,16 @@ _TEMPLATE = (
     "<|im_end|>\n{%% endfor %%}"
     "{%% if add_generation_prompt %%}<|im_start|>assistant\n%s{%% endif %%}"
 )
-_CLOSED = "<think></think>"
 # As Qwen 3 has it, and GLM: a model reasons unless it is asked not to.
-_ASKED_NOT_TO = (
-    "{% if enable_thinking is defined and not enable_thinking %}" + _CLOSED + "{% endif %}"
-)
-_XML = "<tool_call><function=name><parameter=key>value</parameter></function></tool_call>"
-
-
-def _wide(text: str) -> str:
-    """With DeepSeek's bars, which are full-width."""
-    return text.replace("|", "\uff5c")
+_ENDS = {
+    "asked-not-to": "{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+    "{% endif %}"
+}
+# A configuration that comes with its model, since transformers and vLLM have no class for it.
+_CONFIGURATION = """from transformers import PreTrainedConfig
+class Configuration(PreTrainedConfig):
+    model_type = {kind!r}
+"""
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,17 @@ class Family:
     """A family of models.
 
     Args:
-        kind: transformers' name for its configuration.
+        kind: the name of its configuration.
         call: how it calls a tool, as far as its template shows that.
         tool: the parser that is expected for it, and `reasoning`.
+        architecture: vLLM's class for it where transformers has none: then its configuration is
+            all there is, and vLLM makes the weights.
         tokens: what its vocabulary has beside the embedded model's.
         end: what its template has at the end of the prompt for an answer.
         forced: whether vLLM has it call a tool when one is required; else its parser reads the
             call in whatever a model of random weights says.
+        experts: whether it has some.
+        torchvision: whether vLLM imports torchvision for it, as it sees in another form.
         sizes: what its configuration says beside the usual sizes.
     """
 
@@ -65,13 +70,16 @@ class Family:
     call: str
     tool: str
     reasoning: str | None = None
-    tokens: tuple[str, ...] = ()
+    architecture: str | None = None
+    tokens: Sequence[str] = ()
     end: str = ""
     forced: bool = True
-    sizes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    experts: bool = False
+    torchvision: bool = False
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
-    def make(self, folder: Path) -> None:
-        """Make the model there, always the same."""
+    def make(self, folder: Path) -> list[str]:
+        """Make the model there, always the same; return the settings that serve it."""
         import torch
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -81,66 +89,33 @@ class Family:
             pad_token="<|endoftext|>",
         )
         tokenizer.add_tokens(list(self.tokens), special_tokens=False)
-        tokenizer.chat_template = _TEMPLATE % (self.call, self.end)
-        config = CONFIG_MAPPING[self.kind](
-            **_SIZES | dict(self.sizes),
+        tokenizer.chat_template = _TEMPLATE % (self.call, _ENDS.get(self.end, self.end))
+        said = {
+            **_SIZES,
+            **(_EXPERTS if self.experts else {}),
             # Some backends of vLLM's want a whole number of 64.
-            vocab_size=-(-len(tokenizer) // 64) * 64,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            dtype="bfloat16",
-        )
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-        model.config.architectures = [type(model).__name__]
-        model.save_pretrained(folder)
+            "vocab_size": -(-len(tokenizer) // 64) * 64,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "dtype": "bfloat16",
+            **self.sizes,
+        }
         tokenizer.save_pretrained(folder)
+        if self.architecture is None:
+            torch.manual_seed(0)
+            config = CONFIG_MAPPING[self.kind](**said)
+            model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+            model.config.architectures = [type(model).__name__]
+            model.save_pretrained(folder)
+            return []
+        said |= {"model_type": self.kind, "architectures": [self.architecture]}
+        if self.kind not in CONFIG_MAPPING:
+            said["auto_map"] = {"AutoConfig": "configuration.Configuration"}
+        (folder / "configuration.py").write_text(_CONFIGURATION.format(kind=self.kind))
+        (folder / "config.json").write_text(json.dumps(said))
+        return ["engine.load_format=dummy", "engine.trust_remote_code=true"]
 
 
-_THINK = ("<think>", "</think>")
-FAMILIES = {
-    "qwen3": Family(
-        "qwen3", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "hermes", "qwen3",
-        (*_THINK, "<tool_call>", "</tool_call>"), _ASKED_NOT_TO,
-    ),
-    "qwen3-coder": Family(
-        "qwen3_moe", _XML, "qwen3_coder", None, ("<tool_call>", "</tool_call>"), sizes=_EXPERTS
-    ),
-    "llama3": Family(
-        "llama", '{"name": function name, "parameters": dictionary of argument name and its value}',
-        "llama3_json", None, ("<|python_tag|>",), forced=False,
-    ),
-    "mistral": Family(
-        "mistral", "[TOOL_CALLS][]", "mistral", None, ("[TOOL_CALLS]",), forced=False
-    ),
-    "deepseek-v3": Family(
-        "deepseek_v3", _wide("<|tool▁calls▁begin|>function<|tool▁sep|>name\n```json\n{}\n```"),
-        "deepseek_v3", None,
-        tuple(_wide(f"<|{name}|>") for name in (
-            "tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")),
-        sizes=_EXPERTS | {
-            "num_key_value_heads": 2, "q_lora_rank": None, "first_k_dense_replace": 1,
-            "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
-        },
-    ),
-    "glm4-moe": Family(
-        "glm4_moe", "<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>",
-        "glm47", "glm47",
-        (*_THINK, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-         "</arg_value>"),
-        _ASKED_NOT_TO, sizes=_EXPERTS | {"n_group": 1, "topk_group": 1},
-    ),
-    # MiniMax M2 is not here: vLLM 0.29 corrupts its own memory with it on CPUs.
-    "granite": Family("granite", "<|tool_call|>[]", "granite", None, ("<|tool_call|>",)),
-    "seed-oss": Family(
-        "seed_oss", "<seed:tool_call><function=f></function></seed:tool_call> <seed:think>",
-        "seed_oss", "seed_oss",
-        ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"), forced=False,
-    ),
-    "phi4-mini": Family("phi3", 'functools[{"name": "f", "arguments": {}}]', "phi4_mini_json"),
-    "gemma3": Family(
-        "gemma3_text", "[func_name1(params_name1=params_value1)]", "pythonic",
-        sizes={"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 64},
-    ),
-}  # fmt: skip
+_LISTED = tomllib.loads((Path(__file__).parent / "families.toml").read_text())
+FAMILIES = {name: Family(**said) for name, said in _LISTED.items()}

@@ -1,6 +1,7 @@
 """A model of each family on real engines, with tools, by every API."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import httpx
 import pytest
 
 from conserve.launch import Launch, require_free
+from tests.checkout import ROOT
 from tests.engines.applications import START_S, URL
+from tests.engines.clients.clients import INSTALLED
 from tests.engines.models.families import FAMILIES, Family
-
-pytestmark = pytest.mark.full
 
 NAME = "of-a-family"
 PARAMETERS = {
@@ -46,8 +47,15 @@ def test_a_family_is_served_with_tools(machine_alone: None, tmp_path: Path, name
     """None was, but the embedded model: vLLM takes no parser by itself."""
     require_free(URL)
     family = FAMILIES[name]
-    family.make(tmp_path / "model")
+    environment: dict[str, str] = {}
+    if family.torchvision:
+        torchvision = INSTALLED / "torchvision"
+        if not (torchvision / ".installed").exists():
+            pytest.skip("vLLM imports torchvision for this model: `make test-models` fetches it")
+        path = [str(torchvision), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
     arguments = [
+        *family.make(tmp_path / "model"),
         f"model={tmp_path / 'model'}",
         f"served_model_name={NAME}",
         # One engine, for a quick start.
@@ -57,7 +65,7 @@ def test_a_family_is_served_with_tools(machine_alone: None, tmp_path: Path, name
         'engine.structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": true}',
     ]
     log = tmp_path / "serve.log"
-    with Launch(arguments, log) as application:
+    with Launch(arguments, log, environment) as application:
         application.wait_until_serving(URL, 0, 1, timeout_s=START_S)
         said = log.read_text()
         assert f"tool calls: {family.tool} (by " in said

@@ -257,13 +257,17 @@ def test_any_answer_becomes_an_error_that_can_be_sent(status: int, body: Any) ->
 
 # --- What does not fit ---------------------------------------------------------------------------
 
-# vLLM 0.29's wordings of a prompt of 9,000 or 8,192 tokens and a context of 8,192, as its modules
-# print them.
+# vLLM 0.32's wordings of a prompt of 9,000 or 8,192 tokens and a context of 8,192, as its modules
+# print them, and `deployments.engine.refusals`'.
 TOO_LONG = {
-    "renderers/params.py, tokens": (
+    "deployments/engine/refusals.py": (
         "This model's maximum context length is 8192 tokens. However, you requested 16 output "
-        "tokens and your prompt contains 9000 input tokens, for a total of 9016 tokens. Please "
-        "reduce the length of the input prompt or the number of requested output tokens."
+        "tokens and your prompt contains 9000 input tokens."
+    ),
+    "renderers/params.py, tokens": (
+        "This model's maximum context length is 8192 tokens. However, your prompt contains at "
+        "least 9000 input tokens, which exceeds this limit even without any output tokens. Please "
+        "reduce the length of the input prompt."
     ),
     "entrypoints/serve/utils/api_utils.py": (
         "Input length (9000) exceeds model's maximum context length (8192)."
@@ -282,10 +286,9 @@ NO_ROOM_LEFT = (
     "than the number of text tokens (prompt + requested output tokens)."
 )
 IN_CHARACTERS = (
-    "This model's maximum context length is 8192 tokens. However, you requested 0 output tokens "
-    "and your prompt contains 99999 characters (more than 81920 characters, which is the upper "
-    "bound for 8192 input tokens). Please reduce the length of the input prompt or the number of "
-    "requested output tokens."
+    "This model's maximum context length is 8192 tokens. However, your prompt contains 99999 "
+    "characters (more than 81920 characters, which is the upper bound for 8192 input tokens). "
+    "Please reduce the length of the input prompt."
 )
 
 

@@ -1,5 +1,6 @@
 """The choice of vLLM's parsers for a model, by its chat template and its architecture."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -66,6 +67,7 @@ V31_CALL = "<\uff5ctool▁calls▁begin\uff5c>f<\uff5ctool▁sep\uff5c>{}"
         ("GraniteForCausalLM", "<|tool_call|>[{}]", "unsaid", "granite", None),
         ("GraniteForCausalLM", "<|tool_call|>Here is my thought process:", "unsaid", "granite",
          "granite"),
+        ("GraniteForCausalLM", XML_CALL, "on", "qwen3_coder", "granite_thinking_parser"),
         ("GraniteMoeHybridForCausalLM", JSON_CALL, "unsaid", "granite4", None),
         ("NemotronHForCausalLM", XML_CALL, "on", "qwen3_coder", "nemotron_v3"),
         ("Step3p5ForCausalLM", XML_CALL, "on", "step3p5", "step3p5"),
@@ -74,6 +76,11 @@ V31_CALL = "<\uff5ctool▁calls▁begin\uff5c>f<\uff5ctool▁sep\uff5c>{}"
         ("JambaForCausalLM", "<tool_calls>[{}]</tool_calls>", "unsaid", "jamba", None),
         ("Lfm2ForCausalLM", "List of tools: <|tool_list_start|>", "unsaid", "lfm2", None),
         ("Olmo3ForCausalLM", "<function_calls>f()</function_calls>", "on", "olmo3", "olmo3"),
+        ("Plamo3ForCausalLM", "<|plamo:begin_tool_requests:plamo|><|plamo:begin_think:plamo|>",
+         "unsaid", "plamo3", "plamo3"),
+        ("K2HorizonForCausalLM", "<ifm|tool_calls><ifm|think>", "unsaid", "k2_horizon",
+         "k2_horizon"),
+        ("MiniCPMV4_7ForConditionalGeneration", XML_CALL, "on", "qwen3_coder", "minicpmv"),
         # By many hands.
         ("AprielForCausalLM", "<tool_calls>[{}]</tool_calls>", "unsaid", "hunyuan_a13b", None),
         ("SmolLM3ForCausalLM", JSON_CALL + "enable_thinking", "on", "hermes", "qwen3"),
@@ -98,6 +105,7 @@ def test_the_template_says_which(
         # vLLM renders these prompts by code of its own.
         ("DeepseekV32ForCausalLM", "deepseek_v32", "deepseek_v3"),
         ("DeepseekV4ForCausalLM", "deepseek_v4", "deepseek_v4"),
+        ("DeepseekV41ForCausalLM", "deepseek_v41", "deepseek_v41"),
         ("KimiK3ForConditionalGeneration", "kimi_k3", "kimi_k3"),
         ("InklingForConditionalGeneration", "inkling", "inkling"),
     ],
@@ -262,7 +270,7 @@ def test_the_embedded_model_keeps_its_own() -> None:
 
 
 def test_tokens_are_those_of_parsers_in_the_table() -> None:
-    every = [*FORMATS, *ARCHITECTURES.values()]
+    every = [*FORMATS, *chain(*ARCHITECTURES.values())]
     tools = {one.tool for one in every}
     reasoning = {name for one in every for name in (one.reasoning, one.on_request)}
     assert set(TOOL_TOKENS) <= tools
@@ -271,6 +279,6 @@ def test_tokens_are_those_of_parsers_in_the_table() -> None:
 
 def test_the_page_names_every_parser() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    every = [*FORMATS, *ARCHITECTURES.values()]
+    every = [*FORMATS, *chain(*ARCHITECTURES.values())]
     names = {name for one in every for name in (one.tool, one.reasoning, one.on_request) if name}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []

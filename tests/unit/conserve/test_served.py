@@ -123,6 +123,15 @@ def test_a_refusal_is_what_was_said() -> None:
     assert as_served(chat(kept, USER), CHAT)["messages"][1]["content"] == "but yes"
 
 
+def test_thinking_is_bounded_by_the_cap_on_output_alone() -> None:
+    asked = {"type": "enabled", "budget_tokens": 1024}
+    served = as_served(chat(thinking=asked), MESSAGES)["thinking"]
+    assert served == {**asked, "type": "adaptive"}
+    for other in (None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": "x"}):
+        body = chat(thinking=other)
+        assert as_served(body, MESSAGES) is body
+
+
 def test_a_schema_that_is_none_is_any_objects() -> None:
     def wanted(schema: Any) -> Json:
         named = {"name": "n", "strict": None, **schema}

@@ -67,7 +67,7 @@ def test_every_command_is_there_and_has_a_help_of_its_own(name: str) -> None:
     assert f"Usage: conserve {name} " in shown.output
 
 
-@pytest.mark.parametrize("name", ["serve", "demo", "doctor", "power"])
+@pytest.mark.parametrize("name", ["serve", "demo", "doctor", "keys"])
 def test_the_help_says_what_the_command_says_of_itself(name: str) -> None:
     shown = CliRunner(env={"COLUMNS": "120"}).invoke(cli, [name, "--help"])
     _, line = COMMANDS[name]

@@ -69,8 +69,8 @@ def test_simulate() -> None:
 
 
 def test_experiments() -> None:
-    lines = _piped("experiments.tokenizing", "--rounds", "1")
-    (head,) = [line for line in lines if "in pieces, none seen" in line]
+    lines = _piped("experiments.energy", "--conversations", "2")
+    (head,) = [line for line in lines if "heterogeneous: " in line]
     assert len(head) > 80
 
 

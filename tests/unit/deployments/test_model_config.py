@@ -20,7 +20,7 @@ from tests.unit.hetero.shapes import GEMMA3_4B, JAMBA, NEMOTRON_H_8B, QWEN3_8B
 GIB = 2**30
 # Each has all that it needs as its class says it by default, but for kinds of layers.
 PLAIN = (
-    "afmoe apertus bailing_hybrid cohere2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma2 gemma3_text"
+    "afmoe apertus cohere2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma2 gemma3_text"
     " gemma3n_text gemma4_text glm4_moe glm_moe_dsa gpt_oss jamba kimi_linear llama llama4_text"
     " longcat_flash minimax minimax_m2 mistral mixtral nemotron_h olmo3 olmo_hybrid qwen2 qwen3"
     " qwen3_5_text qwen3_next recurrent_gemma seed_oss smollm3 zamba"

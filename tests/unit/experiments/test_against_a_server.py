@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,41 +11,9 @@ from conserve.apis import CHAT
 from conserve.media import Lifted, name_of, places
 from conserve.settings import MediaSettings, Settings
 from deployments.router.media import MediaReader
-from experiments import appends, overhead, seeing, stages, tenants, unkind, warm
+from experiments import appends, overhead, seeing, stages, unkind, warm
 from experiments.harness import Experiment
 from tests.unit.experiments.chat import Chat
-
-
-def test_a_tenant_sends_what_it_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    chat = Chat()
-
-    @contextlib.contextmanager
-    def serving(self: Experiment, *settings: str) -> Iterator[str]:
-        assert settings == (f"keys_file={self.logs / 'keys.json'}",)
-        yield "url"
-
-    async def measure(experiment: Experiment, _: str, keys: dict[str, str]) -> Any:
-        return await chat.serve(lambda url: measured(experiment, url, keys))
-
-    measured = tenants.measure
-    monkeypatch.setattr(Experiment, "serving", serving)
-    monkeypatch.setattr(tenants, "measure", measure)
-    tenants.main(["--rounds", "2", "--words", "20", "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "tenants.json").read_text())
-    assert {name: len(times) for name, times in found["times_s"].items()} == dict.fromkeys(
-        (tenants.UNSENT, tenants.OTHERS, tenants.OWN), 2
-    )
-    assert found["ratios"][tenants.UNSENT] == [1.0, 1.0, 1.0]
-    # Three rounds, one of them to warm up; each a first prompt and three probes, which are ended.
-    assert len(chat.seen) == len(set(chat.ended)) == 12
-    for number in range(0, 12, 4):
-        first, *probes = chat.seen[number : number + 4]
-        said = [
-            (one.headers["Authorization"] == first.headers["Authorization"],
-             one.body["messages"] == first.body["messages"])
-            for one in probes
-        ]  # fmt: skip
-        assert sorted(said) == [(False, False), (False, True), (True, True)]
 
 
 def test_what_is_appended_is_measured_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Doors: that two of an experiment differ in one thing alone, and requests carry what they need."""
+"""Doors: the two routers of an experiment differ in one thing alone."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,9 +9,8 @@ import ray
 import uvicorn
 
 from conserve.settings import Settings
-from conserve.tenants import KeyRing
 from deployments.router.frontdoor import FrontDoor
-from experiments import doors, keys, later_turns, warm
+from experiments import appends, doors
 
 pytestmark = pytest.mark.usefixtures("ray_as_before")
 
@@ -39,60 +38,28 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[list[warm.System]]:
-    """What would be compared."""
-    seen: list[list[warm.System]] = []
-    monkeypatch.setattr(warm, "compare", lambda experiment, systems: seen.append(systems))
-    return seen
-
-
-def test_doors_differ_in_their_keys_alone(
+def test_doors_differ_in_where_appends_are_prefilled(
     served: list[tuple[Any, dict[str, Any]]],
     opened: list[tuple[Any, ...]],
-    compared: list[list[warm.System]],
-) -> None:
-    keys.main([])
-    ((experiment, both),) = opened
-    assert experiment.module == keys.__name__
-    for door in both:
-        keys.main(["--door", "1", *door.arguments])
-    (off, how), (on, same) = served
-    assert how == same
-    assert isinstance(off, FrontDoor)
-    assert isinstance(on, FrontDoor)
-    assert off._settings.keys_file is None
-    assert on._settings.model_copy(update={"keys_file": None}) == off._settings
-    ((bare, with_keys),) = compared
-    assert bare == warm.System("no keys", "http://no keys")
-    key = with_keys.headers["Authorization"].removeprefix("Bearer ")
-    caller = KeyRing(experiment.logs / "keys.json", 0.0).find(key, 0.0)
-    assert caller is not None
-    # All are set, so that all are looked at.
-    assert None not in [getattr(caller.limits, name) for name in caller.limits.__struct_fields__]
-
-
-def test_doors_differ_in_their_memory_alone(
-    served: list[tuple[Any, dict[str, Any]]],
-    opened: list[tuple[Any, ...]],
-    compared: list[list[warm.System]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[Settings, Any]] = []
+    async def measure(experiment: Any, urls: dict[str, str]) -> dict[str, Any]:
+        assert list(urls) == [appends.HOME, appends.WHEREVER]
+        return {}
 
-    def make(settings: Settings, table: Any, router_id: str, *, homes: Any) -> None:
-        made.append((settings, homes))
-
-    monkeypatch.setattr(later_turns, "FrontDoor", make)
-    later_turns.main([])
-    ((_, both),) = opened
-    assert [one.name for one in compared[0]] == [door.name for door in both]
+    monkeypatch.setattr(appends, "measure", measure)
+    monkeypatch.setattr(appends, "report", lambda results, experiment: None)
+    appends.main([])
+    ((experiment, both, *_),) = opened
+    assert experiment.module == appends.__name__
     for door in both:
-        later_turns.main(["--door", "1", *door.arguments])
-    (settings, forgets), (same, remembers) = made
-    assert settings == same
-    assert served[0] == served[1]
-    assert (forgets._most, remembers._most > 100) == (0, True)
+        appends.main(["--door", "1", *door.arguments])
+    (home, how), (wherever, same) = served
+    assert how == same
+    assert isinstance(home, FrontDoor)
+    assert isinstance(wherever, FrontDoor)
+    assert not home._settings.pausing
+    assert wherever._settings == home._settings.model_copy(update={"pausing": True})
 
 
 def test_the_table_is_found_among_the_actors(monkeypatch: pytest.MonkeyPatch) -> None:

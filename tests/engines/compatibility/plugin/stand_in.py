@@ -44,9 +44,11 @@ repo_utils.hf_api = _NoHub
 
 
 def _speaks_to_a_server(item: pytest.Item) -> bool:
+    if "watermarked" in item.name:
+        return False  # It wants a server with `--watermark-config`.
     function = getattr(item, "function", None)
     fixtures = getattr(item, "fixturenames", [])
-    return bool({"server", "client"}.intersection(fixtures)) or (
+    return bool({"server", "client", "tool_use_server"}.intersection(fixtures)) or (
         function is not None and "RemoteOpenAIServer" in function.__code__.co_names
     )
 

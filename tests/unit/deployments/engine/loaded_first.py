@@ -8,10 +8,3 @@ def tell(sender: Connection) -> None:
     """Send the name by which this file was run in this process before anything else."""
     main = sys.modules["__mp_main__"]
     sender.send(main.__name__ if main.__doc__ == __doc__ else "another file")
-
-
-def tell_who_allocates(sender: Connection) -> None:
-    """Send the name of the module whose function makes vLLM's KV space in this process."""
-    from vllm.v1.worker import gpu_model_runner
-
-    sender.send(gpu_model_runner.allocate_kv_cache.__module__)

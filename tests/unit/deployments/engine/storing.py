@@ -5,7 +5,6 @@ in, which steps write to, and LMCache's server, which reads it some steps after 
 fills it, or fails to, with KV that it is said to have.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -50,6 +49,7 @@ class Storing(StandIn):
     Attributes:
         spoiled: what was read from memory and was not what the request had computed.
         told: whose prompts were said to be stored, and whether they were.
+        loaded: requests whose loads have begun, each time.
     """
 
     kind: str = "vllm"
@@ -61,6 +61,7 @@ class Storing(StandIn):
     copies: list[Copy] = field(default_factory=list)
     spoiled: list[Any] = field(default_factory=list)
     told: list[tuple[str, bool]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,25 +93,30 @@ class Storing(StandIn):
 
     def _connector(self) -> tuple[Any, Any]:
         """The scheduler's half, and the worker's."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+            KVConnectorBase_V1,
+            KVConnectorRole,
+        )
 
-        from deployments.engine.lmcache_client import Connection
         from deployments.engine.lmcache_connector import ResilientMPConnector
         from deployments.engine.stores import groups_that_give_up
+        from deployments.upstream.lost_server import Connection
 
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         give_up = groups_that_give_up(SimpleNamespace(kv_cache_groups=groups))
         assert len(give_up) == self.window
         front, back = (object.__new__(ResilientMPConnector) for _ in range(2))
-        for one in (front, back):
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=True))
+        roles = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+        for one, role in zip((front, back), roles, strict=True):
+            KVConnectorBase_V1.__init__(one, config, role, self.scheduler.kv_cache_config)
             one.lazy_offload, one._can_store, one.dispatcher = False, True, None
-            one._connector_metadata, one._report_request_errors = None, False
+            one._report_request_errors = len(groups) > 1
             one._group_tokens_per_block = [BLOCK_TOKENS] * len(groups)
             one._connector_stats = SimpleNamespace(
                 record_lookup=lambda took_s: None,
                 clone_and_reset=lambda: SimpleNamespace(is_empty=lambda: True, data={}),
             )
-        front._role, back._role = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
         front.request_trackers, front._kv_cache_events = {}, []
         front._save_decode_cache = front._reserve_last_token_for_lookup = False
         front._hit_alignment_tokens = BLOCK_TOKENS
@@ -118,7 +124,7 @@ class Storing(StandIn):
         front.scheduler_adapter = _Found(self.found_tokens)
         front._prepare_scheduler(1, give_up)
         back.worker_adapter = self
-        back._prepare_worker(Connection(threading.Event()), reports=bool(give_up))
+        back._prepare_worker(Connection(), reports=bool(give_up))
         back._stores.tell = self._hear
         # Time goes by for who waits, and nothing else.
         back._stores.sleep = lambda _: self._copy(lambda copy: True)
@@ -160,10 +166,12 @@ class Storing(StandIn):
     ) -> None:
         for request_id, op in zip(request_ids, ops, strict=True):
             self.loads[request_id] = op, self.steps + self.takes_steps
+            self.loaded.append(request_id)
             self.retrieve_futures[request_id] = SimpleNamespace(query=bool), op.flat_block_ids
 
     retrieve_futures: dict[str, Any] = field(default_factory=dict)
     error_block_ids: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
     def get_finished(self, ids: set[str]) -> tuple[set[str], set[str]]:
         over = {one for one, (_, due) in self.loads.items() if due <= self.steps}
@@ -172,6 +180,7 @@ class Storing(StandIn):
             _, block_ids = self.retrieve_futures.pop(request_id)
             if request_id in self.fail:
                 self.error_block_ids.update(block_ids)
+                self.failed.add(request_id)
                 continue
             for group, block_ids in enumerate(op.block_ids):
                 for position in range(op.start + op.skip_first_n_tokens, op.end):
@@ -181,7 +190,11 @@ class Storing(StandIn):
         return set(), over
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self.error_block_ids = self.error_block_ids, set()
+        failed, self.error_block_ids, self.failed = self.error_block_ids, set(), set()
+        return failed
+
+    def get_failed_request_ids(self) -> set[str]:
+        failed, self.error_block_ids, self.failed = self.failed, set(), set()
         return failed
 
     def _reads(self, op: Any) -> Iterator[tuple[int, int, Any]]:
@@ -207,14 +220,14 @@ class Storing(StandIn):
         self._copy(lambda copy: copy.due <= self.steps)
         back.handle_preemptions(metadata)
         back.bind_connector_metadata(metadata)
-        back.start_load_kv(None)
         self._compute(output)
-        if output.num_scheduled_tokens:
-            back.wait_for_save()
-        sent, received = back.get_finished(output.finished_req_ids)
+        back.start_load_kv(None)
+        back.wait_for_save()
+        results = back.get_transfer_results(output.finished_req_ids)
         said = KVConnectorOutput(
-            finished_sending=sent,
-            finished_recving=received,
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
             invalid_block_ids=back.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=back.build_connector_worker_meta(),
         )

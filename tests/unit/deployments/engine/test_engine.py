@@ -41,6 +41,44 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
         await server._load_engine(None)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("engine_scheduler", ["vllm", "conversation", "conversation_lane"])
+async def test_an_altered_vllm_is_refused_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, engine_scheduler: str
+) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from conserve.settings import load
+    from deployments.engine.engine import EngineServer
+    from deployments.upstream import patches
+    from deployments.upstream.patch import PatchError
+
+    owner, name, patch = {
+        "vllm": (shm_broadcast, "sched_yield", "spinning_wait"),
+        "conversation": (BlockPool, "touch", "scheduler"),
+        "conversation_lane": (AttentionGroup, "create_metadata_builders", "prefill_lane"),
+    }[engine_scheduler]
+    monkeypatch.setattr(patches, "_applied", set())
+    monkeypatch.delattr(owner, name)
+
+    class Server(EngineServer):
+        def __del__(self) -> None:
+            """Serve would await an engine's; nothing was started here."""
+
+    settings = load({"engine_scheduler": engine_scheduler})
+    tier = SimpleNamespace(sm_slots=None)
+    with pytest.raises(PatchError) as refused:
+        await Server.__init__(
+            object.__new__(Server), {}, role="decoder", settings=settings, tier=tier, deployment=""
+        )
+    said = str(refused.value)
+    assert said.startswith(f"patch {patch} is for vllm ==0.32.0, and vllm ")
+    assert f"{name} (" in said
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize(
     ("blocks", "counted", "expected"),
     [

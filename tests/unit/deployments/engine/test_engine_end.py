@@ -1,4 +1,4 @@
-"""The plugin that leaves nothing behind of an engine whose processes end."""
+"""The plugin that ends an engine's processes with the one that started them."""
 
 import signal
 import subprocess
@@ -6,12 +6,12 @@ import sys
 import time
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from deployments.engine import engine_end
+from deployments.upstream.patches import patch_engine
 
 # A replica, its core, and the core's worker, which says who all three are.
 _REPLICA = """
@@ -37,9 +37,10 @@ if __name__ == "__main__":
 """
 
 
-def test_vllm_finds_the_plugin() -> None:
+def test_vllm_finds_the_plugins() -> None:
     found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
-    assert found["conserve_engine_end"].load() is engine_end.register
+    assert found["conserve_engine_end"].load() is engine_end.end_with_parent
+    assert found["conserve_patches"].load() is patch_engine
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -71,48 +72,3 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, killed: in
             if process.is_running():
                 process.kill()
         replica.communicate()
-
-
-_SIZE = 100_000
-
-# vLLM's own buffer in another process, opened as its workers open it.
-_READER = f"""
-import sys
-from deployments.engine import engine_end
-engine_end.share_without_names()
-from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
-buffer = ShmRingBuffer(1, {_SIZE}, 2, sys.argv[1])
-with buffer.get_data(1) as data:
-    data[:5] = bytes(reversed(data[:5]))
-"""
-
-
-def test_what_vllm_shares_is_in_no_folder() -> None:
-    """Its own ring buffer, written by one process and read by another."""
-    code = f"""
-import os, subprocess, sys
-from conserve.shared_memory import mapped
-from deployments.engine import engine_end
-engine_end.share_without_names()
-from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
-buffer = ShmRingBuffer(1, {_SIZE}, 2)
-with buffer.get_data(1) as data:
-    data[:5] = b"token"
-subprocess.run([sys.executable, "-c", {_READER!r}, buffer.handle()[3]], check=True)
-with buffer.get_data(1) as data:
-    print(bytes(data[:5]).decode(), len(mapped([os.getpid()])))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["nekot", "0"], done.stderr
-
-
-def test_another_vllm_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = SimpleNamespace()
-    package = "vllm.distributed.device_communicators"
-    monkeypatch.setitem(sys.modules, package, SimpleNamespace(shm_broadcast=other))
-    monkeypatch.setattr(engine_end.logger, "propagate", True)
-    engine_end.share_without_names()
-    assert vars(other) == {}
-    assert "adapt deployments/engine/engine_end.py" in caplog.text

@@ -369,8 +369,8 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
     from lmcache.v1.multiprocess.futures import MessagingFuture
 
-    from deployments.engine.lmcache_client import Connection
     from deployments.engine.lmcache_connector import ResilientMPConnector
+    from deployments.upstream.lost_server import Connection
 
     stores = []
 
@@ -386,7 +386,7 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     connector.lazy_offload = False
     connector._can_store = True
     connector._connector_metadata = None
-    connection = Connection(threading.Event())
+    connection = Connection()
     connector._prepare_worker(connection)
     connector.connection = connection
     return connector, stores
@@ -690,33 +690,26 @@ def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str)
     assert [one.step for one in (first, second, third, fourth)] == [0, 1, 2, 3]
 
 
-def test_a_last_chunk_that_lmcache_comes_to_later_is_waited_for() -> None:
-    """Of a prompt that vLLM has all of, its account lacks the last tokens, until they are there."""
-    connector, requests, _ = _scheduling("kv_both", a=384)
-    tracker = connector.request_trackers["a"]
-    # All but the last block's, and the last token is computed again.
-    tracker.num_vllm_hit_tokens = 368
-    connector._hit_alignment_tokens = 16
+@pytest.mark.parametrize(("begins", "tokens", "stores"), [(383, 1, 384), (256, 16, 256)])
+def test_what_vllm_has_when_a_request_begins_is_stored_and_no_more(
+    begins: int, tokens: int, stores: int
+) -> None:
+    """LMCache's account is rounded; vLLM may begin where groups of layers agree."""
+    connector, _, _ = _scheduling("kv_both", a=384)
+    connector.request_trackers["a"].num_vllm_hit_tokens = 368
     output = SimpleNamespace(
-        scheduled_new_reqs=[_new("a", 383)],
+        scheduled_new_reqs=[_new("a", begins)],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
         ),
-        num_scheduled_tokens={"a": 1},
+        num_scheduled_tokens={"a": tokens},
         preempted_req_ids=set(),
         scheduled_encoder_inputs={},
         finished_req_ids=set(),
     )
-    assert not connector.build_connector_meta(output).notes.whole
-    # So many tokens of the answer later it is stored.
-    tracker.num_scheduled_tokens += 14
-    output.scheduled_new_reqs, output.scheduled_cached_reqs = [], SimpleNamespace(
-        req_ids=["a"], new_block_ids=[None], resumed_req_ids=set(), num_computed_tokens=[398]
-    )  # fmt: skip
-    requests["a"].append_output_token_ids([1] * 15)
     metadata = connector.build_connector_meta(output)
-    assert [(one.op.start, one.op.end) for one in metadata.requests] == [(256, 384)]
-    assert dict(metadata.notes.whole) == {"a": ["a", 0]}
+    assert [(one.op.start, one.op.end) for one in metadata.requests] == [(0, stores)]
+    assert dict(metadata.notes.whole) == ({"a": ["a", 0]} if stores == 384 else {})
 
 
 def test_an_engine_that_stores_nothing_keeps_nobody_waiting() -> None:

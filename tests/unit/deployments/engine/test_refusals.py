@@ -27,7 +27,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses import api_router as responses
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.renderers import TokenizeParams, renderer_from_config
+from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -36,13 +36,17 @@ from conserve.apis import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.embedded import model_path
 from conserve.errors import from_engine
 from deployments.engine.check import RequestCheck, make_checkable
-from deployments.engine.refusals import explain_refusals
+from deployments.engine.http_server import explain_refusals
 from deployments.engine.tokenizing import keep_tokens
+from deployments.upstream import prompt_lengths
+from tests.unit.deployments.upstream.originals import unpatched
 
 MODEL = "m"
 CONTEXT = 2048
 U = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+patched = unpatched(prompt_lengths.PATCH, then=True)
 
 
 class Client:
@@ -226,9 +230,10 @@ def test_a_chats_older_cap_is_named_too(server: RequestCheck) -> None:
 def test_token_ids_are_judged_alike(server: RequestCheck) -> None:
     told = refused(server, COMPLETIONS, {"prompt": [5] * 1500, "max_tokens": 600})
     assert (told["code"], told["param"]) == ("invalid_value", "max_tokens")
-    told = refused(server, COMPLETIONS, {"prompt": [5] * 2048, "max_tokens": 1})
-    assert told["code"] == "context_length_exceeded"
-    assert "2048 tokens" in told["message"]
+    for cap in ({"max_tokens": 1}, {"max_tokens": None}):
+        told = refused(server, COMPLETIONS, {"prompt": [5] * 2048, **cap})
+        assert told["code"] == "context_length_exceeded"
+        assert "2048 tokens" in told["message"]
 
 
 def test_what_cannot_fit_is_not_tokenized(server: RequestCheck) -> None:
@@ -264,12 +269,6 @@ def test_a_prompt_that_is_to_be_cut_is_cut(server: RequestCheck) -> None:
     assert len(reply.json()["prompts"][0]) == CONTEXT - 48
     told = refused(server, RESPONSES, {**body, "max_output_tokens": CONTEXT + 1})
     assert (told["code"], told["param"]) == ("invalid_value", "max_output_tokens")
-
-
-def test_another_vllm_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(TokenizeParams, "_token_len_check")
-    with pytest.raises(RuntimeError, match="_token_len_check"):
-        explain_refusals(FastAPI())
 
 
 # --- Bodies that are none ------------------------------------------------------------------------

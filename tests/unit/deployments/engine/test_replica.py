@@ -3,16 +3,13 @@
 import subprocess
 import sys
 
-import pytest
-
 from tests.checkout import ROOT
 
 # As where another replica registers connectors between Ray's look and its call.
 _OTHERS_REGISTER = """
-import sys
 from ray.llm._internal.serve.utils.registry import ComponentRegistry
 
-registers, left = ComponentRegistry.register, int(sys.argv[1])
+registers, left = ComponentRegistry.register, 4
 
 def register(self, name, value):
     global left
@@ -28,10 +25,9 @@ print(EngineServer.__name__)
 """
 
 
-@pytest.mark.parametrize("connectors", [0, 4])
-def test_connectors_that_others_register_are_no_error(connectors: int) -> None:
+def test_connectors_that_others_register_are_no_error() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _OTHERS_REGISTER, str(connectors)],
+        [sys.executable, "-c", _OTHERS_REGISTER],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.stdout.split()[-1:] == ["EngineServer"], done.stderr

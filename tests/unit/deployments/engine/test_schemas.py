@@ -9,8 +9,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from conserve.apis import CHAT, MESSAGES
 from conserve.errors import ApiError
+from deployments.upstream import message_prefill
 from tests.published_schemas import WORD, Case, cases, fields
 from tests.unit.deployments.engine.vllm_server import Server
+from tests.unit.deployments.upstream.originals import unpatched
 
 # Fields by which a request asks for what is not served.
 REFUSED = {
@@ -37,6 +39,8 @@ SERVED_KINDS = {
     MESSAGES: {"text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result",
                "tool_reference", "custom", "base64", "url", "any", "auto", "none", "tool"},
 }  # fmt: skip
+patched = unpatched(message_prefill.PATCH, then=True)
+
 PROTOCOLS = {CHAT: ChatCompletionRequest, MESSAGES: AnthropicMessagesRequest}
 
 

@@ -1,6 +1,5 @@
 """An engine's worker on leased SMs: vLLM's own class, against a stand-in for CUDA's driver."""
 
-import dataclasses
 import functools
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from deployments.engine.sm_slots import lease as leasing
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.lease import SLOT_WORKER, lease_of, said_of, tell_worker, told
 from deployments.engine.sm_slots.pairs import SlotPairs, slot_pairs
-from deployments.engine.sm_slots.worker import SlotWorker, capture_where_it_runs
+from deployments.engine.sm_slots.worker import SlotWorker
 from hetero import green_contexts, sm_means
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import GreenContexts
@@ -161,57 +160,6 @@ def test_a_lease_of_one_unit_is_shared(current: Callable[[], Stream]) -> None:
     bound = made.bind(8)
     assert made.sizes_sms == (8,)
     assert bound.decode_stream is bound.lane_stream
-
-
-# --- captures --------------------------------------------------------------------------------
-
-
-class _Group:
-    def graph_capture(self, context: Any) -> Any:
-        return parallel_state.GroupCoordinator.graph_capture(self, context)
-
-    device_communicator = None
-
-
-def test_graphs_are_captured_where_they_are_to_run(
-    current: Callable[[], Stream], unpatched: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered: list[Stream] = []
-
-    class Entered:
-        def __init__(self, stream: Stream) -> None:
-            entered.append(stream)
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: Any) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "stream", Entered)
-    for name in ("get_tp_group", "get_pp_group", "get_dp_group"):
-        monkeypatch.setattr(parallel_state, name, _Group)
-    with parallel_state.graph_capture(torch.device("cpu")) as context:
-        assert context.stream is not current()  # As vLLM has it.
-    capture_where_it_runs()
-    capture_where_it_runs()
-    for _ in range(2):  # Wherever it runs by then.
-        torch.cuda.set_stream(Stream())  # type: ignore[arg-type]
-        entered.clear()
-        with parallel_state.graph_capture(torch.device("cpu")) as context:
-            assert context.stream is current()
-        assert set(entered) == {current()}
-
-
-def test_a_vllm_that_captures_in_another_way_is_refused(
-    unpatched: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @dataclasses.dataclass
-    class Another:
-        stream: Any
-        pool: Any
-
-    monkeypatch.setattr(parallel_state, "GraphCaptureContext", Another)
-    with pytest.raises(RuntimeError, match=r"made for vLLM 0\.32.*leave sm_slots out"):
-        capture_where_it_runs()
 
 
 # --- the worker ------------------------------------------------------------------------------

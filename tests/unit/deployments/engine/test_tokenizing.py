@@ -16,10 +16,12 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 
 from conserve.embedded import model_path
 from conserve.tokenizing import TokenCache
-from deployments.engine.check import _counting
-from deployments.engine.refusals import judge_whole_prompts
 from deployments.engine.tokenizing import keep_tokens
+from deployments.upstream.prompt_lengths import PATCH, counting
 from tests.unit.conserve.tokenizing import tokenizers as kinds
+from tests.unit.deployments.upstream.originals import unpatched
+
+patched = unpatched(PATCH, then=True)
 
 LONG = "open the file and read it. " * 30
 HISTORY = [
@@ -120,11 +122,11 @@ def test_a_salt_that_nobody_has_looked_at_is_none(
 def test_what_is_only_counted_is_not_kept(kept: tuple[OnlineRenderer, TokenCache]) -> None:
     """vLLM drops the salt of it."""
     renderer, cache = kept
-    token = _counting.set(True)
+    token = counting.set(True)
     try:
         chat(renderer, HISTORY)
     finally:
-        _counting.reset(token)
+        counting.reset(token)
     assert cache.held_bytes == 0
     chat(renderer, HISTORY)
     assert cache.held_bytes > 0
@@ -158,7 +160,6 @@ def test_a_prompt_that_is_cut_off_is_cut_off_as_ever(
 def test_a_prompt_that_is_too_long_is_refused_in_the_same_words(
     plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
 ) -> None:
-    judge_whole_prompts()
     said = []
     for which, times in ((plain, 40), (kept[0], 40), (kept[0], 40), (plain, 80), (kept[0], 80)):
         with pytest.raises(Exception, match="maximum context length") as error:

@@ -28,10 +28,8 @@ from conserve.history import TurnKey
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from deployments.engine.check import RequestCheck, make_checkable
-from deployments.engine.cut_calls import tell_of_cut_calls
 from deployments.engine.load import LoadMeter
-from deployments.engine.messages import answer_as_anthropic
-from deployments.engine.observer import TurnObserver, observe_engine, told_of_caches
+from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.vision.failures import FailedImages
 from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
@@ -114,9 +112,6 @@ class Server:
         app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
         init_exception_handler(app)
         self.messages = app.state.anthropic_serving_messages
-        no_responses = SimpleNamespace(responses_full_generator=None)
-        tell_of_cut_calls(app.state.openai_serving_chat, self.messages, no_responses)
-        answer_as_anthropic(self.messages, told_of_caches)
         observer = TurnObserver(app, self.holdings, Desk(self.holdings, 60))
         make_checkable(self, self.online, ("generate",), lambda _: 0)
         self.app = RequestCheck(observer)

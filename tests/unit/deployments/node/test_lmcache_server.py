@@ -188,7 +188,7 @@ def test_every_run_of_a_server_is_another_cache() -> None:
 
 
 def test_sharing_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_server, "NIXL_MODULES", ("conserve_no_such_module",))
+    monkeypatch.setattr(lmcache_server, "NIXL", "conserve_no_such_module")
     with pytest.raises(RuntimeError, match=r"pip install '.\[nodes\]'"):
         require_nixl()
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.router.router import Connection
 
@@ -75,14 +76,16 @@ class Application:
 
 
 @contextmanager
-def listening(loop: Literal["asyncio", "uvloop"]) -> Iterator[tuple[Application, int]]:
+def listening(
+    loop: Literal["asyncio", "uvloop"], protocol: type[HttpToolsProtocol] = Connection
+) -> Iterator[tuple[Application, int]]:
     """An application and the port that it listens on."""
     application = Application()
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
             application,
-            http=Connection,
+            http=protocol,
             loop=loop,
             lifespan="off",
             log_level="warning",
@@ -114,6 +117,17 @@ def asked(port: int, path: str, body: bytes = b"hello") -> http.client.HTTPConne
 def half_close(client: http.client.HTTPConnection) -> None:
     assert client.sock is not None
     client.sock.shutdown(socket.SHUT_WR)
+
+
+def test_with_uvicorn_alone_who_waits_gets_no_answer() -> None:
+    with listening("asyncio", HttpToolsProtocol) as (application, port):
+        client = asked(port, "/whole")
+        assert application.began.wait(MISSED_S)
+        half_close(client)
+        assert application.left.wait(MISSED_S)
+        application.goes_on.set()
+        with pytest.raises(http.client.RemoteDisconnected):
+            client.getresponse()
 
 
 def test_who_waits_gets_an_answer(served: tuple[Application, int]) -> None:

@@ -191,7 +191,7 @@ def test_a_preflight_of_an_origin_that_is_admitted(origin: str) -> None:
 
 EXPOSED = (
     "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, Request-Id, "
-    "Idempotent-Replayed, Retry-After, X-Should-Retry"
+    "Retry-After, X-Should-Retry"
 )
 
 

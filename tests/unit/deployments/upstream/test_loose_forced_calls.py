@@ -9,18 +9,15 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionToolsParam,
 )
 from vllm.parser import abstract_parser
-from vllm.tool_parsers import structural_tag_registry as registry
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from deployments.upstream.loose_forced_calls import PATCH
+from tests.unit.deployments.upstream.originals import unpatched
 
 NAMED = ChatCompletionNamedToolChoiceParam(function=ChatCompletionNamedFunction(name="look_up"))
 
 
-@pytest.fixture(autouse=True)
-def undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (registry, abstract_parser):
-        monkeypatch.setattr(module, "resolve_tool_strictness", registry.resolve_tool_strictness)
+restored = unpatched(PATCH)
 
 
 def strictness(choice: Any, strict: bool | None = None) -> list[bool] | None:

@@ -128,6 +128,8 @@ class Engine:
         self.cached: dict[str, int] = {}
         self.ended: set[str] = set()
         self.times: dict[str, StageTimes] = {}
+        # How many of the lane's prefills a test has failed. Others would go on inline, unseen.
+        self.fails = 0
         # With its first step the worker tells the lane what it can do.
         self.add("first", "go" if model else words(0, 8), 1)
         self.drain()
@@ -193,10 +195,11 @@ class Engine:
         """Go on until nothing is left, of the lane's neither.
 
         Raises:
-            AssertionError: something never ends.
+            AssertionError: something never ends, or a chunk has failed that no test has failed.
         """
         for _ in range(most_steps):
             if not self.scheduler.has_requests():
+                assert self.policy.failed == self.fails, "a chunk of the lane has failed"
                 return
             self.step()
         raise AssertionError(f"{sorted(self.scheduler.requests)} never end")

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from conserve.engine_scheduling import PrefillLane, Stages
 from conserve.wire import Encoded
 from deployments.engine.lane.images import EncodeEnd, LaneImages
+from deployments.engine.lane.scheduler_lane import Job
 from deployments.engine.lane.worker import LaneForward
 from tests import machines
 from tests.engines.vision.model import Tower, make_vision_model
@@ -449,3 +450,15 @@ def test_random_turns_have_the_same_tokens_with_the_lane_and_without(
     engine: Engine, encodes: list[str]
 ) -> None:
     require_same_tokens(engine, encodes)
+
+
+@pytest.mark.parametrize("numbers", [3, 4])
+def test_a_position_has_as_many_numbers_as_the_model_takes(numbers: int) -> None:
+    """Three for most models, and four for HunYuan-VL."""
+    forward: Any = object.__new__(LaneForward)
+    places = torch.arange(numbers * 40).view(numbers, 40)
+    forward._model = SimpleNamespace(get_mrope_input_positions=lambda tokens, images: (places, 0))
+    forward._model_config = SimpleNamespace(uses_mrope=True, mrope_num_dims=numbers)
+    forward._placed, forward._most_tokens, forward._device = None, 16, torch.device("cpu")
+    found = forward._positions(Job("long", range(40), [], 0, 40), 8, 24, torch.arange(8, 24))
+    assert found.equal(places[:, 8:24])

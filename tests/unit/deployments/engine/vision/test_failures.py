@@ -1,73 +1,18 @@
 """Images on which an encoder fails end their turns, and no others."""
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
-from vllm.multimodal.inputs import PlaceholderRange
 
-from deployments.engine.vision import failures as module
-from deployments.engine.vision.failures import (
-    FailedImages,
-    ImageNotEncoded,
-    WorkersFailures,
-    encode_what_can_be,
-)
+from deployments.engine.vision.failures import FailedImages, ImageNotEncoded, WorkersFailures
 
 
-@pytest.fixture
-def failures(monkeypatch: pytest.MonkeyPatch) -> WorkersFailures:
-    own = WorkersFailures()
-    monkeypatch.setattr(module, "failures", own)
-    return own
-
-
-REQUESTS = {"a": ["good", "bad"], "b": ["bad too"], "c": ["fine"]}
-
-
-def images(request_id: str) -> list[Any]:
-    place = PlaceholderRange(offset=0, length=3)
-    return [SimpleNamespace(identifier=one, mm_position=place) for one in REQUESTS[request_id]]
-
-
-def encode(inputs: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
-    encoded: dict[str, torch.Tensor] = {}
-
-    def run(given: Mapping[str, Sequence[int]]) -> None:
-        for request_id, numbers in given.items():
-            for number in numbers:
-                identifier = REQUESTS[request_id][number]
-                if identifier.startswith("bad"):
-                    raise RuntimeError("out of memory")
-                encoded[identifier] = torch.ones(3, 8)
-
-    def zeros(tokens: int, width: int | None) -> torch.Tensor:
-        return torch.zeros(tokens, width or 4)
-
-    encode_what_can_be(run, inputs, images, encoded, zeros)
-    return encoded
-
-
-def test_images_that_fail_do_not_keep_others_from_being_encoded(failures: WorkersFailures) -> None:
-    encoded = encode({"a": [0, 1], "b": [0], "c": [0]})
-    assert {name: bool(one.all()) for name, one in encoded.items()} == {
-        "good": True, "bad": False, "bad too": False, "fine": True,
-    }  # fmt: skip
-    # As wide as the others.
-    assert {tuple(one.shape) for one in encoded.values()} == {(3, 8)}
+def test_failures_are_told_once_and_remembered() -> None:
+    failures = WorkersFailures()
+    for one in ("bad", "bad too"):
+        failures.add(one)
     assert failures.take_untold() == ["bad", "bad too"]
     assert failures.take_untold() == []
-    # What is computed of these is stored nowhere.
+    # KV that is computed of these is stored nowhere.
     assert failures.include(["good", "bad"])
-    assert failures.include(["bad too"])
-    assert not failures.include(["good", "fine"])
-
-
-def test_where_all_goes_well_nothing_is_noted(failures: WorkersFailures) -> None:
-    assert set(encode({"a": [0], "c": [0]})) == {"good", "fine"}
-    assert failures.take_untold() == []
     assert not failures.include(["good", "fine"])
 
 

@@ -218,33 +218,30 @@ def test_the_start_says_how_much_is_freed(caplog: pytest.LogCaptureFixture) -> N
 def test_a_worker_offloads_once_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    monkeypatch.setattr(Worker, "load_model", lambda worker, **options: worker.load(**options))
-    module.offload_when_loaded()
-    module.offload_when_loaded()
+    from deployments.engine.vision.connector import prepare_worker
+
+    def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
+        self.loaded = True
 
     def loaded(kept: int | None, **compilation: bool) -> Any:
+        monkeypatch.setattr(Worker, "load_model", load_model)
         model, told = Model(), {TOWER_LAYERS: kept}
-        transfer = SimpleNamespace(get_from_extra_config=told.get)
         plain = {"compile_mm_encoder": False, "cudagraph_mm_encoder": False}
-        worker = SimpleNamespace(
-            vllm_config=SimpleNamespace(
-                ec_transfer_config=transfer,
-                compilation_config=SimpleNamespace(**(plain | compilation)),
-            ),
-            device=CPU,
-            get_model=lambda: model,
-            loads=[],
+        config: Any = SimpleNamespace(
+            ec_transfer_config=SimpleNamespace(get_from_extra_config=told.get),
+            parallel_config=SimpleNamespace(world_size=1),
+            compilation_config=SimpleNamespace(**(plain | compilation)),
         )
-        worker.load = lambda **options: worker.loads.append(options)
+        prepare_worker(config)
+        worker = SimpleNamespace(device=CPU, get_model=lambda: model, loaded=False)
         Worker.load_model(worker, load_dummy_weights=True)
-        assert worker.loads == [{"load_dummy_weights": True}]
+        assert worker.loaded
         return model
 
     plain = Layer.forward
     assert loaded(None).visual.blocks[0].forward.__func__ is plain
     swapped = loaded(2).visual.blocks
     assert swapped[0].forward.__wrapped__.__func__ is plain
-    assert not hasattr(swapped[0].forward.__wrapped__, "__wrapped__")
     with pytest.raises(RuntimeError, match=r"compile_mm_encoder would run .* unset one of them"):
         loaded(2, compile_mm_encoder=True)
     loaded(None, compile_mm_encoder=True)

@@ -1,0 +1,37 @@
+"""Has vLLM's processes share memory without a name in /dev/shm.
+
+They pass messages through POSIX shared memory, up to 400 MB for each engine. If all of them are
+killed it stays, and containers have 64 MB for it. Without a name it is freed with the last of them.
+"""
+
+import threading
+from types import SimpleNamespace
+
+from deployments.upstream.patch import Patch
+from deployments.upstream.unnamed_memory import UnnamedMemory
+
+
+def apply() -> None:
+    import tqdm
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.shared_memory = SimpleNamespace(SharedMemory=UnnamedMemory)
+    # tqdm's own lock, for bars of several processes, is a semaphore in /dev/shm.
+    tqdm.tqdm.set_lock(threading.RLock())
+
+
+PATCH = Patch(
+    name="named_shared_memory",
+    package="vllm",
+    seams=(
+        "vllm.distributed.device_communicators.shm_broadcast:shared_memory.SharedMemory",
+        "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer.__init__",
+    ),
+    why="an engine that is killed leaves up to 400 MB in /dev/shm, which then fills up",
+    upstream=(
+        "not reported: ShmRingBuffer could use memfd_create and /proc/<pid>/fd/<n> as its name, "
+        "which no killed process leaves behind and /dev/shm's size does not limit"
+    ),
+    process="engine",
+    apply=apply,
+)
