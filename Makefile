@@ -142,7 +142,7 @@ test-compatibility: $(INSTALLED) ## Try vLLM's own tests, and Open Responses', o
 		$(if $(VLLM),--vllm '$(VLLM)') $(if $(OPENRESPONSES),--openresponses '$(OPENRESPONSES)') $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)
-	@scripts/test_cluster.sh $(ARGS)
+	@scripts/test_cluster.sh
 
 test-next: $(INSTALLED) ## Try the newest vLLM, LMCache and Ray in .venv-next, and say what fails by patch (half an hour)
 	@$(BIN)/python -m scripts.test_next .venv-next $(ARGS)

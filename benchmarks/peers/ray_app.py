@@ -13,9 +13,12 @@ import ray
 import ray.serve.llm
 from ray import serve
 
+from conserve.ray_token import keep_token
+
 
 def main() -> None:
     builder, port, cpus, arguments = sys.argv[1:]
+    keep_token()
     # RAY_ADDRESS would have it join another peer's Ray.
     ray.init(address="local", namespace="serve", num_cpus=int(cpus), include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})

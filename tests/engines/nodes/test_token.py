@@ -17,6 +17,7 @@ import ray
 from conserve.settings import load
 from deployments.app import start_ray
 start_ray(load({"device": "cpu", "prefillers": 0}))
+ray.get(ray.remote(type("Actor", (), {"answer": lambda self: 1})).remote().answer.remote())
 print("Ray:", ray.get_runtime_context().gcs_address, ray._private.worker._global_node._session_dir)
 input()
 """
