@@ -221,7 +221,8 @@ def main() -> None:
     other, pinned = released(given.package, given.version), installed(given.package)
     here = distribution_of(given.package)
     title = f"{given.package} {here.version if here else ''} and {given.version}"
-    table = Table("patch", "seams", "", "of them changed or gone", title=title, box=MARKDOWN)
+    table = Table("patch", "seams", "", title=title, box=MARKDOWN)
+    table.add_column("of them changed or gone", overflow="fold")
     console, differences = Console(), []
     for patch, seams in concerned.items():
         found = [*verdicts(pinned, other, seams)]
