@@ -184,7 +184,6 @@ def test_rays_store_fits_a_container(
     monkeypatch.setattr(building, "_shm_bytes", lambda: shm_bytes)
     building.start_ray(load({"device": "cpu"}))
     assert options.get("object_store_memory") == expected
-    # It joins no Ray of `ray start`.
     assert options["address"] == "local"
     monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 64 << 20)
     with pytest.raises(ValueError, match="exceeds /dev/shm size"):

@@ -99,13 +99,10 @@ def test_a_finding_of_a_node_names_it() -> None:
     ],
 )
 def test_nodes_that_differ(change: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert check_nodes([HEAD]) == []
     findings = check_nodes([HEAD, dataclasses.replace(WORKER, **change)])
     assert bad(findings) == expected
     assert all(finding.node == "10.0.0.2" for finding in findings if finding.level != "ok")
-
-
-def test_one_machine_has_nothing_to_agree_with() -> None:
-    assert check_nodes([HEAD]) == []
 
 
 def test_a_tier_that_no_node_offers_is_named_with_those_there_are() -> None:
