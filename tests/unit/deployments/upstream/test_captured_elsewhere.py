@@ -1,5 +1,6 @@
 """The stream on which vLLM captures CUDA graphs; streams are stand-ins, since there is no GPU."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,14 +11,8 @@ from vllm.utils import torch_utils
 from deployments.upstream.captured_elsewhere import capture_where_it_runs
 
 
-class Stream:
-    def __init__(self, device: Any = None) -> None: ...
-
+class Stream(contextlib.nullcontext[None]):
     def wait_stream(self, other: "Stream") -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
 
 
 class Group:
@@ -29,7 +24,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _current())
     made = parallel_state.GraphCaptureContext
