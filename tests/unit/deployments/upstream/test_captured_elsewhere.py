@@ -1,6 +1,5 @@
 """The stream on which vLLM captures CUDA graphs; streams are stand-ins, since there is no GPU."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,13 @@ from vllm.utils import torch_utils
 from deployments.upstream.captured_elsewhere import capture_where_it_runs
 
 
-class Stream(contextlib.nullcontext[None]):
+class Stream:
+    def __init__(self, device: Any = None) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
     def wait_stream(self, other: "Stream") -> None: ...
 
 
@@ -24,7 +29,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _current())
     made = parallel_state.GraphCaptureContext
@@ -44,7 +49,6 @@ def test_vllm_captures_on_a_new_stream() -> None:
 
 
 def test_patched_vllm_captures_on_the_stream_that_is_current_then() -> None:
-    capture_where_it_runs()
     capture_where_it_runs()
     for _ in range(2):
         torch_utils._current_stream_tls.value = Stream()
