@@ -230,7 +230,7 @@ def _require_cluster() -> None:
             require_ray(address)
             find_ray(address)
         except ConnectionError as error:
-            refuse(f"RAY_ADDRESS: no usable Ray cluster at {address}: {error}")
+            refuse(f"RAY_ADDRESS: no usable Ray at {address}: {error}")
 
 
 def _of_cluster() -> list[GpuNode]:

@@ -15,7 +15,6 @@ from ray.serve import Application
 from autoscale.capacity.served import stage_shares, with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
-from conserve.ray_token import keep_token
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
@@ -25,6 +24,7 @@ from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus
 from deployments.joining import find_ray
 from deployments.prompting import parsers_of
+from deployments.ray_token import keep_token
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
 from deployments.tier_nodes import wait_for_nodes

@@ -2,7 +2,7 @@
 
 import os
 
-from conserve.ray_token import NO_TOKEN, answer
+from deployments.ray_token import NO_TOKEN, answer
 from deployments.upstream.outer_address import find_on_loopback
 from deployments.upstream.seams import require_seams
 

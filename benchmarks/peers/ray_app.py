@@ -13,7 +13,7 @@ import ray
 import ray.serve.llm
 from ray import serve
 
-from conserve.ray_token import keep_token
+from deployments.ray_token import keep_token
 
 
 def main() -> None:

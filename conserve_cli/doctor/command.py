@@ -67,7 +67,7 @@ def _examined(
 
         return examine_cluster(settings, address, on_progress)
     except ConnectionError as error:
-        refuse(f"--address: no usable Ray cluster at {address}: {error}")
+        refuse(f"--address: no usable Ray at {address}: {error}")
 
 
 def _patches() -> Table:

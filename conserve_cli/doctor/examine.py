@@ -10,11 +10,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from conserve import ray_token
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import Finding, NodeFacts, ok, warning, wrong
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
+from deployments import ray_token
 from deployments.joining import find_ray
 from deployments.messages import HEAD_NODE
 

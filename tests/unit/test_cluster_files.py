@@ -170,17 +170,16 @@ def test_every_node_has_the_heads_token_for_its_user_alone(name: str, tmp_path: 
     (tmp_path / "conserve" / ".venv").symlink_to(sys.prefix)
     (making,) = [line for line in commands if "get-auth-token" in line]
     assert commands.index(making) < commands.index(starting[0])
-    texts = set()
-    for _ in range(2):
+    for kept in ("", "a" * 64):
         done = subprocess.run(
             ["bash", "-c", making], env={**os.environ, "HOME": str(tmp_path)}, check=True,
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert token.stat().st_mode & 0o777 == 0o600
-        texts.add(token.read_text())
+        assert token.read_text().startswith(kept)
         assert token.read_text() not in done.stdout + done.stderr
+        token.write_text("a" * 64)
         token.chmod(0o644)
-    assert len(texts) == 1
 
 
 def test_every_tier_of_the_cloud_application_is_a_type_of_node() -> None:
@@ -190,8 +189,3 @@ def test_every_tier_of_the_cloud_application_is_a_type_of_node() -> None:
     (found,) = read("deployments/cluster-aws-app.yaml")["applications"]
     settings = load(found["args"])
     assert {settings.prefillers.tier, settings.decoders.tier} == offered
-
-
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_requirements_hold_what_moves_kv(kind: str) -> None:
-    assert "\nnixl-cu12==" in (ROOT / f"requirements-{kind}.txt").read_text()

@@ -289,6 +289,6 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(monkeypatch: pytest.Monk
         done = CliRunner().invoke(cli, plan)
         assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr == (
-            "RAY_ADDRESS: no usable Ray cluster at 127.0.0.1:1: nothing listens there (Connection "
+            "RAY_ADDRESS: no usable Ray at 127.0.0.1:1: nothing listens there (Connection "
             "refused)\n"
         )

@@ -12,6 +12,7 @@ import pytest
 
 import conserve
 from conserve.settings import Settings, SettingsError, load
+from deployments.ray_token import keep_token
 from hetero.gpu_layout import with_counts, with_memory
 from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of
@@ -183,7 +184,6 @@ def test_rays_store_fits_a_container(
     monkeypatch.setattr(building, "_shm_bytes", lambda: shm_bytes)
     building.start_ray(load({"device": "cpu"}))
     assert options.get("object_store_memory") == expected
-    # It joins no Ray of `ray start`.
     assert options["address"] == "local"
     monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 64 << 20)
     with pytest.raises(ValueError, match="exceeds /dev/shm size"):
@@ -362,3 +362,25 @@ def test_engines_add_their_spans_where_turns_are_traced(monkeypatch: pytest.Monk
     # What an operator has set stays.
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     assert "OTEL_SERVICE_NAME" not in told("prefiller", **here)[1]
+
+
+def test_the_token_is_kept_for_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".ray" / "auth_token"
+    for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "a"}.items():
+        with monkeypatch.context() as set_by_user:
+            set_by_user.setenv(name, value)
+            keep_token()
+    assert not file.exists()
+    keep_token()
+    token = file.read_text()
+    assert len(token) == 64
+    assert (file.stat().st_mode & 0o777, caplog.text) == (0o600, "")
+    # As Ray writes it.
+    file.chmod(0o644)
+    keep_token()
+    assert (file.read_text(), file.stat().st_mode & 0o777) == (token, 0o600)
+    assert f"{file} was open to other users" in caplog.text
+    assert token not in caplog.text

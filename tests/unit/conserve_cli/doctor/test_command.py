@@ -43,8 +43,7 @@ def test_where_there_is_no_cluster_it_says_so() -> None:
     )  # fmt: skip
     assert refused.returncode == 2
     assert refused.stderr == (
-        "--address: no usable Ray cluster at 127.0.0.1:1: nothing listens there (Connection "
-        "refused)\n"
+        "--address: no usable Ray at 127.0.0.1:1: nothing listens there (Connection refused)\n"
     )
 
 
@@ -84,8 +83,7 @@ def test_what_is_no_ray_is_told_in_one_line(kind: str) -> None:
     assert refused.stdout == ""
     (line,) = refused.stderr.splitlines()
     assert line == (
-        f"--address: no usable Ray cluster at {address}: what listens there is not a Ray "
-        "cluster's head"
+        f"--address: no usable Ray at {address}: what listens there is not a Ray cluster's head"
     )
     assert took_s < 30
 
@@ -97,6 +95,6 @@ def test_what_is_no_address_is_told_at_once(address: str) -> None:
     refused = CliRunner().invoke(cli, ["doctor", "--address", address])
     assert refused.exit_code == 2
     assert refused.stderr == (
-        f"--address: no usable Ray cluster at {address}: give HOST:PORT of its head (Ray's own "
-        "port is 6379), or auto\n"
+        f"--address: no usable Ray at {address}: give HOST:PORT of its head (Ray's own port is "
+        "6379), or auto\n"
     )

