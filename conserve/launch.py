@@ -221,6 +221,9 @@ def _errors(log: str) -> list[str]:
             bare = re.sub(r"^(\([^)]*\)\s*)+", "", re.sub(r"\x1b\[[0-9;]*m", "", line))
             found.setdefault(re.sub(r"\d+", "", bare), bare)
     lines = list(found.values())
+    # It says all by itself, and the others only where it came from.
+    if refused := [line for line in lines if "PatchError: " in line]:
+        return [refused[0].partition("PatchError: ")[2]]
     return lines if len(lines) <= 10 else [*lines[:6], "...", *lines[-4:]]
 
 

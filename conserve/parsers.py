@@ -163,10 +163,8 @@ ARCHITECTURES: dict[str, tuple[Format, ...]] = {
         " InternS2PreviewForConditionalGeneration",
         Format("qwen3_coder", ("<tool_call>", "<function="), "qwen3"),
     ),
-    **_of(
-        "MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration",
-        Format("qwen3_coder", ("<tool_call>", "<function="), "minicpmv"),
-    ),
+    **_of("MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration",
+          Format("qwen3_coder", ("<tool_call>", "<function="), "minicpmv")),
     **_of("AfmoeForCausalLM", _QWEN_CODER),
     **_of(
         "NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3"
@@ -218,12 +216,9 @@ ARCHITECTURES: dict[str, tuple[Format, ...]] = {
     ),
     **_of("MiniMaxM2ForCausalLM", _MINIMAX_M2),
     **_of("MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3),
-    **_of(
-        "GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
-        _GRANITE,
-        # Granite 4.2.
-        Format("qwen3_coder", ("<tool_call>", "<function="), "granite_thinking_parser"),
-    ),
+    # The second is Granite 4.2's.
+    **_of("GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM", _GRANITE,
+          Format("qwen3_coder", ("<tool_call>", "<function="), "granite_thinking_parser")),
     **_of("GraniteMoeHybridForCausalLM", Format("granite4", ("<tool_call>",))),
     **_of("Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration",
           Format("ernie45", ("<tool_call>",), "ernie45")),

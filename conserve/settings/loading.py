@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 import json
 from typing import Any
 
@@ -11,7 +10,6 @@ from pydantic import ValidationError
 from conserve.settings.application import Settings, SettingsError
 from conserve.settings.expected import expected_of, line_of
 from conserve.settings.files import read_file
-from conserve.settings.removed import REMOVED
 
 _ROLES = ("prefillers", "decoders", "encoders")
 
@@ -45,16 +43,13 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
     given = copy.deepcopy(arguments or {})
     path = given.pop("config", None)
     nested = _like(_over(_nested(given), {} if path is None else _nested(read_file(path))))
-    problems = _take_removed(nested)
     try:
-        settings = Settings.model_validate(nested)
-        if not problems:
-            return settings
+        return Settings.model_validate(nested)
     except ValidationError as error:
-        for item in error.errors(include_url=False, include_input=False):
-            problems += line_of(item).split("\n")
-    # A value that is none of several types has an error for each.
-    raise SettingsError(*dict.fromkeys(problems)) from None
+        errors = error.errors(include_url=False, include_input=False)
+        problems = [line for item in errors for line in line_of(item).split("\n")]
+        # A value that is none of several types has an error for each.
+        raise SettingsError(*dict.fromkeys(problems)) from None
 
 
 def _over(given: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
@@ -81,26 +76,6 @@ def _like(nested: dict[str, Any]) -> dict[str, Any]:
         if isinstance(given, dict):
             given.setdefault("replicas", value)
     return nested
-
-
-def _take_removed(nested: dict[str, Any]) -> list[str]:
-    """Take settings of earlier versions out, and return what replaces each."""
-    tiers = nested.get("tiers")
-    names = {
-        "ROLE": ("prefillers", "decoders"),
-        "NAME": tuple(tiers) if isinstance(tiers, dict) else (),
-    }
-    problems = []
-    for removed, instead in REMOVED.items():
-        *path, last = removed.split(".")
-        for whole in itertools.product(*(names.get(part, (part,)) for part in path)):
-            group: Any = nested
-            for part in whole:
-                group = group.get(part) if isinstance(group, dict) else None
-            if isinstance(group, dict) and last in group:
-                del group[last]
-                problems.append(f"{'.'.join((*whole, last))}: was removed; {instead}")
-    return problems
 
 
 def _nested(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import yaml
 from conserve.hints import NAMES
 from conserve.identity import AGENT_HEADERS, SOURCES
 from conserve.settings import load
-from conserve.settings.removed import REMOVED
 from tests.checkout import ROOT
 
 IDS = (ROOT / "docs" / "ids.md").read_text()
@@ -28,18 +27,6 @@ def test_the_settings_table_is_up_to_date() -> None:
     """`python -m scripts.settings_table` rewrites it."""
     command = [sys.executable, "-m", "scripts.settings_table", "--check"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-
-
-def test_nothing_tells_of_settings_that_were_removed() -> None:
-    """But the changelog, which says what to set instead."""
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    texts = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
-    for name in REMOVED:
-        assert f"| `{name}` |" in changes
-        # A word that means something else, too, is a setting where it is given a value.
-        given = rf"\b{name}(=|: (on|off|true|false)\b)" if name == "parking" else rf"`{name}[`=:]"
-        for file, text in {**texts, "README.md": README}.items():
-            assert not re.search(given, text), f"{file} tells of {name}"
 
 
 def test_the_configuration_file_is_accepted() -> None:

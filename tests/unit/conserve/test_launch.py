@@ -48,6 +48,11 @@ def test_a_start_says_what_it_waits_for_and_how_long_it_did(application: Launch)
     assert all(took_s > 0 for took_s in phases.values())
 
 
+def test_a_patch_that_does_not_fit_is_all_that_is_said() -> None:
+    log = "RayTaskError(x)\nraise PatchError(\na.b.PatchError: patch one is for vllm\nRuntimeError"
+    assert launch._errors(log) == ["patch one is for vllm"]
+
+
 def test_a_start_waits_for_encoders_that_are_wanted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """Settings are checked once, and refused by name."""
 
-import copy
 import json
 from typing import Any
 
@@ -13,9 +12,8 @@ from conserve.placement import (
     ElasticPlacement,
     Prefiller,
 )
-from conserve.settings import RoleSettings, Settings, SettingsError, TierSettings, load
+from conserve.settings import Settings, SettingsError, load
 from conserve.settings.loading import LIKE
-from conserve.settings.removed import REMOVED
 
 
 def refusal(**arguments: Any) -> str:
@@ -171,57 +169,6 @@ def test_an_unknown_setting_is_named_and_a_close_one_suggested(
     assert field in message
     assert "no such setting" in message
     assert f"did you mean {meant}?" in message
-
-
-def _given(name: str) -> dict[str, Any]:
-    """A removed setting, as a command line gives it."""
-    return {_whole(name): "1"}
-
-
-def _whole(name: str) -> str:
-    return name.replace("tiers.NAME", "tiers.some").replace("ROLE", "prefillers")
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_is_refused_with_what_replaces_it(name: str) -> None:
-    said = f"{_whole(name)}: was removed; {REMOVED[name]}"
-    assert refusal_of(_given(name)) == said
-    # As a file gives it, which stays as it is.
-    path, _, last = _whole(name).rpartition(".")
-    nested: Any = {last: 1}
-    for part in reversed(path.split(".") if path else []):
-        nested = {part: nested}
-    given = copy.deepcopy(nested)
-    assert said in refusal_of(nested)
-    assert nested == given
-    assert said.count(". ") == 0
-
-
-def test_all_removed_settings_of_a_group_are_told() -> None:
-    lines = refusal(lmcache={"timeout_s": 1, "http_port": 2}).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["lmcache.timeout_s", "lmcache.http_port"]
-    assert len(refusal(queue_limit=1, parking=False).splitlines()) == 2
-
-
-def test_what_else_is_wrong_is_told_beside_removed_settings() -> None:
-    lines = refusal(
-        queue_limit=1, decoders={"resources": {}, "replica": 2}, lmcache={"timeout_s": 1}, port=-1
-    ).splitlines()
-    assert [line.split()[0] for line in lines] == [
-        *("queue_limit:", "lmcache.timeout_s:", "decoders.resources:"),
-        *("decoders.replica:", "port:"),
-    ]
-
-
-def test_no_removed_setting_is_one() -> None:
-    for name in REMOVED:
-        group: Any = Settings
-        *path, last = name.replace("tiers.NAME", "NAME").split(".")
-        for part in path:
-            group = {"NAME": TierSettings, "ROLE": RoleSettings}.get(part) or (
-                group.model_fields[part].annotation
-            )
-        assert last not in group.model_fields, name
 
 
 def test_nothing_is_suggested_where_nothing_is_close() -> None:
@@ -541,6 +488,12 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
+
+
+def test_loading_changes_nothing_of_the_arguments() -> None:
+    given = {"like": "mars", "decoders": {"num_cpus": 2}}
+    load(given)
+    assert given == {"like": "mars", "decoders": {"num_cpus": 2}}
 
 
 @pytest.mark.parametrize("like", LIKE)

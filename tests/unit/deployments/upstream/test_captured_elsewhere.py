@@ -13,11 +13,11 @@ from deployments.upstream.captured_elsewhere import capture_where_it_runs
 class Stream:
     def __init__(self, device: Any = None) -> None: ...
 
-    def wait_stream(self, other: "Stream") -> None: ...
-
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, other: "Stream") -> None: ...
 
 
 class Group:
@@ -50,8 +50,5 @@ def test_vllm_captures_on_a_new_stream() -> None:
 
 def test_patched_vllm_captures_on_the_stream_that_is_current_then() -> None:
     capture_where_it_runs()
-    capture_where_it_runs()
-    for _ in range(2):
-        torch_utils._current_stream_tls.value = Stream()
-        with parallel_state.graph_capture(torch.device("cpu")) as context:
-            assert context.stream is _current()
+    with parallel_state.graph_capture(torch.device("cpu")) as context:
+        assert context.stream is _current()

@@ -29,7 +29,7 @@ def test_each_file_has_its_patch_and_two_tests(name: str) -> None:
     assert patch.name == name
     assert patch.apply is not None or patch.used_by
     tests = ROOT / "tests" / "unit" / "deployments" / "upstream" / f"test_{name}.py"
-    assert tests.read_text().count("\ndef test_") + tests.read_text().count("async def test_") >= 2
+    assert tests.read_text().count("def test_") >= 2
 
 
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.name)
@@ -59,6 +59,7 @@ def test_the_table_loads_nothing_of_what_it_changes() -> None:
 
 def test_another_release_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "version_of", lambda package: "0.99.1")
+    monkeypatch.delenv(records.ANY_VERSION, raising=False)
     with pytest.raises(PatchError) as refused:
         require(seams()["scheduler"])
     said = str(refused.value)
@@ -84,16 +85,7 @@ def test_an_altered_copy_is_refused_by_the_patch_that_it_breaks(
         apply_patches("engine")
 
 
-@pytest.mark.parametrize(
-    ("seam", "told"),
-    [
-        ("shutil:copyfile", None),
-        ("shutil:copy_file", "shutil:copy_file (module"),
-        ("shutils:copyfile", "shutils:copyfile (No module"),
-        ("threading:Thread._target", None),
-        ("threading:Thread._aim", "threading:Thread._aim (type object"),
-    ],
-)
-def test_what_is_missing_is_told(seam: str, told: str | None) -> None:
-    found = missing(seam)
-    assert found is None if told is None else found is not None and found.startswith(told)
+def test_what_is_missing_is_told() -> None:
+    assert missing("shutil:copyfile") is missing("threading:Thread._target") is None
+    for seam in ("shutil:copy_file", "shutils:copyfile", "threading:Thread._aim"):
+        assert str(missing(seam)).startswith(f"{seam} (")
