@@ -216,7 +216,7 @@ class Probe:
         ``prefill_s`` is the fitted time of a prefill of new tokens after cached ones.
         """
         prompt = self._prompt(tokens)
-        await self._prefill(self._prefiller, prompt)
+        await self._stored(COMPLETIONS, self._completion(prompt))
         seen = await self._prefill(self._decoder, prompt)
         found = seen.handed_off_tokens
         if not found:
@@ -238,15 +238,7 @@ class Probe:
 
     async def encode(self, pixels: int) -> EncodingPoint:
         """Time the prefill of a prompt with an image, of this width and height, and little else."""
-        body, url = self._image_turn(pixels), self._prefiller + wire.PREFILL_PREFIX + CHAT
-        sent_s = time.perf_counter()
-        with reaching("a prompt with an image failed"):
-            async with self._session.post(url, json=body) as answer:
-                text = await answer.text()
-        seconds = time.perf_counter() - sent_s
-        if answer.status != 200:
-            raise MeasureError(f"a prompt with an image was refused: {text[:300]}")
-        done = msgspec.json.decode(text, type=Prefilled)
+        done, seconds = await self._stored(CHAT, self._image_turn(pixels))
         if not done.encoded.tokens:
             raise MeasureError("the prefiller encoded no image; see whether others use it")
         return EncodingPoint(done.encoded.tokens, done.prompt_tokens, seconds)
@@ -271,7 +263,7 @@ class Probe:
             engines_s = (await self.append(new_tokens, first_tokens)).seconds
         else:
             prompt = self._prompt(first_tokens)
-            engines_s = (await self._prefill(self._prefiller, prompt)).seconds
+            _, engines_s = await self._stored(COMPLETIONS, self._completion(prompt))
             engines_s += (await self._prefill(self._decoder, prompt)).seconds
         name = str(next(self._conversations))
         prompt = self._prompt(first_tokens)
@@ -316,23 +308,34 @@ class Probe:
             await self._prefill(self._decoder, prompt)
         return prompts
 
+    async def _stored(self, path: str, body: dict[str, Any]) -> tuple[Prefilled, float]:
+        """Have the prefiller compute a prompt and store its KV, as for a first turn, and time it.
+
+        An answer on an engine's other paths may come before its prompt is stored.
+        """
+        sent_s = time.perf_counter()
+        with reaching("a prefill failed"):
+            url = self._prefiller + wire.PREFILL_PREFIX + path
+            async with self._session.post(url, json=body) as answer:
+                text = await answer.text()
+        seconds = time.perf_counter() - sent_s
+        if answer.status != 200:
+            raise MeasureError(f"a prefill was refused: {text[:300]}")
+        return msgspec.json.decode(text, type=Prefilled), seconds
+
+    def _completion(self, prompt: list[int]) -> dict[str, Any]:
+        return {**self._common, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+
     async def _prefill(
         self, url: str, prompt: list[int], prompt_tokens: int | None = None
     ) -> "_Prefill":
         """Send a prompt, and wait for the one token that comes with its prefill.
 
         For a later turn, ``prompt_tokens`` of the first are sent as live turns send them, so that
-        LMCache
-        is not asked in vain.
+        LMCache is not asked in vain.
         """
-        body = {
-            **self._common,
-            "prompt": prompt,
-            "max_tokens": 1,
-            "temperature": 0,
-            "kv_transfer_params": wire.transfer_params(prompt_tokens),
-        }
-        data = msgspec.json.encode(body)
+        told = {"kv_transfer_params": wire.transfer_params(prompt_tokens)}
+        data = msgspec.json.encode(self._completion(prompt) | told)
         headers = {"Content-Type": "application/json"}
         sent_s = time.perf_counter()
         with reaching(f"a prompt of {len(prompt)} tokens failed"):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autoscale.capacity.fit import DecodePoint, MixedPoint, PrefillPoint, TurnPoint
+from autoscale.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
 from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
 from conserve_cli.profile import command as module
@@ -241,11 +241,13 @@ class _Router:
         self._keeps = keeps
         self._prompts: dict[str, list[int]] = {}
         self._asked = 0
+        self._stored: list[list[int]] = []
         self.transfer_params: list[dict[str, object]] = []
 
     def routes(self) -> list[web.RouteDef]:
         return [
             web.post("/v1/completions", self._answer),
+            web.post(wire.PREFILL_PREFIX + "/v1/completions", self._prefill),
             web.get("/v1/conversations/{id}", self._state),
             web.delete("/v1/conversations/{id}", self._release),
         ]
@@ -257,6 +259,8 @@ class _Router:
             # Asked as an engine; the decoder has the beginning of an append.
             self.transfer_params.append(body["kv_transfer_params"])
             cached = {"num_vllm_cached_tokens": 600 if len(prompt) > 600 else 0}
+            if prompt in self._stored:
+                cached["num_lmcache_extra_cached_tokens"] = len(prompt) // 128 * 128
             await asyncio.sleep(0.01)
             return web.json_response({"kv_transfer_params": {"cached_token_stats": cached}})
         self._prompts.setdefault(request.headers["X-Conversation-Id"], []).append(len(prompt))
@@ -269,6 +273,13 @@ class _Router:
             await asyncio.sleep(self.after_token_s)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _prefill(self, request: web.Request) -> web.Response:
+        """Answer once the prompt is stored, which the path of turns does not wait for."""
+        prompt = (await request.json())["prompt"]
+        await asyncio.sleep(0.01)
+        self._stored.append(prompt)
+        return web.json_response({"prompt_tokens": len(prompt), "lmcache_tokens": 0})
 
     async def _state(self, request: web.Request) -> web.Response:
         prompts = self._prompts[request.match_info["id"]]
@@ -301,6 +312,14 @@ def test_appends_are_asked_for_as_live_turns_are() -> None:
     first, append = router.transfer_params[-2:]
     assert first == wire.transfer_params()
     assert append == wire.transfer_params(600)
+
+
+def test_a_handoff_is_measured_once_the_prompt_is_stored() -> None:
+    async def measured() -> HandoffPoint:
+        async with _probe(_Router().routes()) as probe:
+            return await probe.handoff(600, lambda new, cached: 0.0)
+
+    assert asyncio.run(measured()).tokens == 512
 
 
 @asynccontextmanager
