@@ -32,10 +32,10 @@ MOST_TOKENIZE_BYTES = 512 * 1024
 MOST_TOKEN_STRS_BYTES = 64 * 1024
 # Token ids to detokenize: as many as in a prompt, each with at most 15 digits and spaces.
 MOST_DETOKENIZE_BYTES = 2 * 1024 * 1024
-# The engine makes grammars of these before it answers other requests, at some 2 ms a KiB.
+# Engines compile grammars of these, within bounds of their own (`deployments.engine.grammars`).
 _GRAMMARS = ("response_format", "structured_outputs", "output_config", "text")
 MOST_GRAMMAR_CHARS = 32 * 1024
-# The same for tools if one must be called, at some 0.7 ms a KiB.
+# The same for tools if one must be called.
 MOST_TOOL_CHARS = 64 * 1024
 # Counted at a time, while other threads wait.
 _PIECE_BYTES = 64 * 1024

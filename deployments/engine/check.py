@@ -59,6 +59,13 @@ class _Check:
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
 
 
+def refuse_check(error: Exception) -> None:
+    """Have the current check, if this is one, answer an error with its status."""
+    if (check := _current.get()) is not None:
+        # A stream would answer 200, and tell the error in its first event.
+        check.refusal = create_error_response(error)
+
+
 def make_checkable(
     client: Any,
     renderer: Any,
@@ -96,8 +103,7 @@ def make_checkable(
                 **{name: options[name] for name in known if name in options},
             )
         except Exception as error:
-            # A stream would answer 200, and tell the error in its first event.
-            check.refusal = create_error_response(error)
+            refuse_check(error)
             raise
         ids = list(asked.prompt_token_ids or ())
         check.prompts.append(ids)
@@ -170,8 +176,7 @@ async def _prefilled(
                 async for said in _answer(output.request_id, ids, choices):
                     yield said
     except Exception as error:
-        # Here, too, a stream would answer 200.
-        check.refusal = create_error_response(error)
+        refuse_check(error)
         raise
 
 

@@ -24,6 +24,7 @@ from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
 from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.grammars import Grammars
 from deployments.engine.observer import TurnObserver
 from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_tokens
@@ -62,6 +63,7 @@ class EngineHttp:
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         stores = client.vllm_config.kv_transfer_config is not None
         make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
+        Grammars(client.vllm_config, renderer.renderer.tokenizer).bound(client)
         keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
         self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
         self._host = settings.engine_host
