@@ -2,7 +2,7 @@
 
 Agents stream answers, turn after turn, from one ConServe. Meanwhile unkind clients, in a process of
 their own, send one kind of body over and over, on several connections: the largest, the deepest,
-the one with the most messages, and so on. None of them is work for an engine's model: each is
+the one with the most messages, and so on. Hardly any is work for an engine's model: most are
 refused, by the router or by the engine. Rounds go through all kinds and "none" in random order; for
 each kind the table has the median over rounds of its round's p95 less the p95 of "none" in the same
 round, with a bootstrap interval of 95 %.
@@ -32,6 +32,7 @@ import aiohttp
 from PIL import Image
 
 from conserve import budget
+from conserve.apis import CHAT, COMPLETIONS, TOKENIZE
 from conserve.settings import Settings
 from experiments.agents import MODEL, Agent, clients
 from experiments.harness import Experiment, median_interval, percentile, rounds
@@ -39,8 +40,6 @@ from experiments.warm import WarmTurns
 
 NONE = "none"
 VARYING_BYTES = 8
-_CHAT = "/v1/chat/completions"
-_COMPLETION = "/v1/completions"
 # Room for the rest of a body beside what fills it.
 _SLACK_BYTES = 1024
 
@@ -59,12 +58,20 @@ class Unkind(NamedTuple):
 
 def _chat(**fields: Any) -> Unkind:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
-    return Unkind(_CHAT, json.dumps(body | fields).encode())
+    return Unkind(CHAT, json.dumps(body | fields).encode())
 
 
 def _completion(prompt: Any) -> Unkind:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-    return Unkind(_COMPLETION, json.dumps(body).encode())
+    return Unkind(COMPLETIONS, json.dumps(body).encode())
+
+
+def _schema(**rule: Any) -> Unkind:
+    """Return a request for an object by a schema that no other request has."""
+    own = "x" * VARYING_BYTES
+    schema = {"name": "own", "schema": {"type": "object", "properties": {own: rule}}}
+    asked = _chat(response_format={"type": "json_schema", "json_schema": schema})
+    return asked._replace(varies=[asked.body.index(own.encode())])  # type: ignore[union-attr]
 
 
 def _nested(depth: int) -> Any:
@@ -87,18 +94,21 @@ def kinds(settings: Settings) -> dict[str, Unkind]:
     """Return the requests, by what they are made of."""
     room = settings.max_body_bytes - _SLACK_BYTES
     picture = {"type": "image_url", "image_url": {"url": _picture(settings.media.bytes)}}
-    deep = budget.DEEPEST - 3
+    deep, flat = budget.DEEPEST - 3, budget.MOST_TOKENIZE_BYTES - _SLACK_BYTES
     messages = [{"role": "user", "content": "a few words of it"}] * budget.MOST_ITEMS
     nested = [_nested(deep)] * (budget.MOST_CONTAINERS // deep - 1)
     return {
         "longest text": _chat(messages=[{"role": "user", "content": "a " * (room // 2)}]),
-        "most arrays, unbounded": Unkind(_CHAT, b'{"messages":[' + b"[]," * (room // 3) + b"[]]}"),
+        "most arrays, unbounded": Unkind(CHAT, b'{"messages":[' + b"[]," * (room // 3) + b"[]]}"),
         "most values": _chat(tools=[[0] * 127] * (budget.MOST_VALUES // 128 - 1)),
         # The engine refuses the temperature.
         "deepest": _chat(metadata=nested, temperature=-1),
         "most messages": _chat(messages=messages),
         "most token ids": _completion([1] * budget.MOST_TOKEN_IDS),
         "most prompts": _completion(["a b " * 10_000] * budget.MOST_CHOICES),
+        "slowest schema": _schema(type="string", pattern="^[a-z]{1,9999}$"),
+        "a new schema each": _schema(enum=[f"value-{n}" for n in range(1000)]),
+        "flattest text": Unkind(TOKENIZE, json.dumps({"prompt": " " * flat}).encode()),
         # The engine's model reads text only.
         "largest image": _chat(messages=[{"role": "user", "content": [picture]}]),
         "most listed": Unkind("/v1/conversations?limit=10000", None),
