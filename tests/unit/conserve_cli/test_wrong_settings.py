@@ -211,6 +211,14 @@ def test_a_file_that_cannot_be_one(name: str, content: str, said: str, tmp_path:
     assert said in line
 
 
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_a_file_may_begin_with_a_byte_order_mark(name: str, tmp_path: Path) -> None:
+    """Windows' editors write one; what is wrong is said of what follows."""
+    file = tmp_path / name
+    file.write_text('{"ports": 8000}', "utf-8-sig")
+    assert _refused("--config", str(file)).startswith("ports:")
+
+
 def test_several_problems_are_a_line_each(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("decoders: three\nprefilers: 2\n")

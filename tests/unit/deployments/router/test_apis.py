@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from starlette.requests import Request
 
 from conserve import identity, wire
 from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
@@ -353,6 +354,62 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
     items = asked(previous_response_id="resp_1", input=[result])["input"]
     assert items[0]["content"][0]["image_url"] == part["image_url"]
     assert items[-1]["output"][0]["image_url"] == part["image_url"]
+
+
+def listed(stored: StoredResponses, id_: str, query: str = "", tenant: str | None = None) -> Json:
+    caller = Caller("key", tenant, False, Limits(), "") if tenant else None
+    scope = {"type": "http", "path_params": {"id": id_}, "query_string": query.encode(),
+             "headers": [], "conserve.caller": caller}  # fmt: skip
+    return json.loads(asyncio.run(stored.input_items(Request(scope))).body)  # type: ignore[no-any-return]
+
+
+def test_the_input_of_a_response_is_listed() -> None:
+    store = ResponseStore(100_000)
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    keep(store, "resp_1", "hello")
+    text = {"type": "input_text", "text": "hello"}
+    message = {"id": "msg_1_in_0", "type": "message", "role": "user", "content": [text]}
+    whole = {"object": "list", "data": [message], "has_more": False}
+    assert listed(stored, "resp_1") == {**whole, "first_id": "msg_1_in_0", "last_id": "msg_1_in_0"}
+    call, result = {**CALL, "id": "fc_x"}, {"type": "function_call_output", "output": "x"}
+    given = [{"role": "user", "content": "hello"}, call, result, {**SAID, "id": "fc_x"}]
+    keep(store, "resp_2", [{"role": "assistant", "content": "a"}, *given, *given[:1] * 20])
+    pages, query = [], "order=asc&limit=10"
+    while not pages or pages[-1]["has_more"]:
+        pages.append(listed(stored, "resp_2", query))
+        query = f"order=asc&limit=10&after={pages[-1]['last_id']}"
+    assert [len(page["data"]) for page in pages] == [10, 10, 5]
+    items = [item for page in pages for item in page["data"]]
+    assert items[0]["content"] == [{"type": "output_text", "text": "a"}]
+    assert items[2:5] == [call, {**result, "id": "item_2_in_3"}, given[3]]
+    assert len({item["id"] for item in items}) == 24
+    assert listed(stored, "resp_2")["data"] == items[:4:-1]
+    # Of two items with one id, the last counts: so no client turns in a circle.
+    assert listed(stored, "resp_2", "order=asc&after=fc_x&limit=1")["data"] == items[5:6]
+    assert listed(stored, "resp_2", f"after={items[0]['id']}")["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("id_", "query", "tenant", "status", "param"),
+    [
+        ("resp_2", "", None, 404, "id"),
+        ("resp_1", "", "acme", 404, "id"),
+        ("resp_1", "limit=0", None, 400, "limit"),
+        ("resp_1", "limit=101", None, 400, "limit"),
+        ("resp_1", "limit=", None, 400, "limit"),
+        ("resp_1", "order=up", None, 400, "order"),
+        ("resp_1", "after=msg_1_0", None, 400, "after"),
+    ],
+)
+def test_an_input_is_not_listed(
+    id_: str, query: str, tenant: str | None, status: int, param: str
+) -> None:
+    store = ResponseStore(10_000)
+    keep(store, "resp_1", "hello")
+    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as error:
+        listed(stored, id_, query, tenant)
+    assert (error.value.status, error.value.param) == (status, param)
 
 
 def test_a_history_may_not_be_longer_than_a_body() -> None:
