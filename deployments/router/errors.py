@@ -31,7 +31,7 @@ ENDING = ApiError(
     retry_after_s=30,
 )
 
-# Compressions of bodies that are undone, and the error's code for others.
+# For bodies of requests.
 CODINGS = ("gzip", "deflate")
 UNKNOWN_CODING = "unsupported_content_encoding"
 
@@ -66,14 +66,9 @@ def error_response(error: ApiError, path: str) -> Response:
 async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str) -> None:
     """Answer with an error and nothing else."""
     response = error_response(error, path)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": [*response.raw_headers, *own_headers],
-        }
-    )
-    await send({"type": "http.response.body", "body": response.body})
+    response.raw_headers += own_headers
+    # It is written whole, without a look at what comes.
+    await response({"type": "http"}, None, send)  # type: ignore[arg-type]
 
 
 async def hold_back(error: ApiError, arrived_s: float) -> None:

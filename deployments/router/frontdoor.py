@@ -124,7 +124,7 @@ class FrontDoor:
                 Exception: _bug,
             },
         )
-        # A redirect would lose what a proxy has removed from the path.
+        # It would lose a proxy's prefix.
         self._paths.router.redirect_slashes = False
         keyed = settings.keys_file is not None
         self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts, keyed)
@@ -208,10 +208,7 @@ class FrontDoor:
 
 
 def _normalised(scope: Scope) -> str:
-    """Return a request's path without empty parts, for base URLs with a slash too many.
-
-    An escaped slash belongs to a name, and stays.
-    """
+    """Return a request's path without empty parts; an escaped slash is one of a name, and stays."""
     raw = scope.get("raw_path") or quote(scope["path"]).encode()
     if b"//" not in raw and not raw.endswith(b"/"):
         return str(scope["path"])
@@ -230,16 +227,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"no such path: {path[:100]}"
         if (meant := _meant(request)) is not None:
             message += (
-                f"; {meant[:100]} is one. Correct the client's base URL, or have the proxy remove "
-                "the prefix that it adds"
+                f"; use {meant[:100]}. Correct the base URL, or have the proxy strip its prefix"
             )
             path = meant
-    elif error.status_code == 405:
+    else:
         # Starlette names those of one route, and a path may have several.
         headers["Allow"] = ", ".join(sorted(_methods(request, path)))
         message = f"{request.method} is not possible on {path[:100]}; it has {headers['Allow']}"
-    else:
-        message = f"{request.method} is not possible here"
     response = error_response(ApiError(error.status_code, message), path)
     response.headers.update(headers)
     return response

@@ -4,6 +4,7 @@ Long ones are understood in a thread, one at a time, beside other turns' tokens.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import zlib
@@ -113,9 +114,7 @@ def _without_halves(escapes: re.Match[bytes]) -> bytes:
 async def read_body(
     headers: Mapping[str, str], receive: Receive, limit: int, *, short: bool = False
 ) -> bytes:
-    """Read a body of at most ``limit`` bytes to its end, and decompress it to as many at most.
-
-    A ``short`` one has less time.
+    """Read a body, of at most ``limit`` bytes as it is sent and when it is decompressed.
 
     Raises:
         ApiError: 413, it is longer; 408, it is not whole in time; 415, its coding is not known.
@@ -164,14 +163,13 @@ def _decompressed(raw: bytes, coding: str, limit: int) -> bytes:
     # Some clients leave out zlib's header, whose first byte ends in an 8.
     bare = coding == "deflate" and raw[0] & 15 != 8
     decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
-    try:
+    body = b""
+    with contextlib.suppress(zlib.error):
         body = decoder.decompress(raw, limit + 1)
-    except zlib.error:
-        raise ApiError(400, f"the body is not {coding}, as its Content-Encoding says") from None
     if len(body) > limit:
         raise too_long(limit)
     if decoder.unused_data or not decoder.eof:
-        raise ApiError(400, f"the body is cut, or more than one {coding} stream")
+        raise ApiError(400, f"the body is not {coding}, or not one whole stream of it")
     return body
 
 

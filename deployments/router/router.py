@@ -212,9 +212,8 @@ class Connection(HttpToolsProtocol):
     until something is sent: a client that has left altogether resets the connection, and one that
     waits reads on. So bytes are sent that mean nothing to a client of HTTP/1.1.
 
-    A request that offers another protocol is read as one that does not
-    (https://www.rfc-editor.org/rfc/rfc9110#section-7.8). Java's clients offer HTTP/2 with each one;
-    httptools takes what follows its head for HTTP/2, and uvicorn drops it.
+    It ignores offers of other protocols (https://www.rfc-editor.org/rfc/rfc9110#section-7.8).
+    Java's clients offer HTTP/2 with each request, and httptools takes the body for HTTP/2.
     """
 
     _ended = False

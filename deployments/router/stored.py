@@ -275,7 +275,7 @@ def _page(
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise ApiError(400, "after must be the id of an item of this list", param="after")
-    # Behind the last of that id: a client may have given several items one.
+    # A client may have given several items this id; the last one leads on.
     begin = 0 if after is None else len(ids) - ids[::-1].index(after)
     shown = ids[begin : begin + limit] or [None]
     page = items[begin : begin + limit]
@@ -284,7 +284,6 @@ def _page(
 
 
 def _with_id(item: dict[str, Any], response_id: str, position: int) -> dict[str, Any]:
-    """Return an item of an input as OpenAI lists it: with an id, and with a text as a part."""
     kind = item.get("type", "message")
     own = {"id": item_id(f"{response_id}_in", kind, position), "type": kind, **item}
     if kind == "message" and isinstance(text := own["content"], str):

@@ -1,6 +1,5 @@
 """Valid keys, while their file changes, breaks and is removed."""
 
-import codecs
 import logging
 import os
 from pathlib import Path
@@ -69,6 +68,8 @@ def test_a_file_that_breaks_leaves_the_last_good_keys_and_is_complained_of_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     content, (key,) = put(path)
+    # As editors on Windows write it.
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     ring = KeyRing(path, 0.0)
     with caplog.at_level(logging.ERROR, "ray.serve"):
         path.write_text("{")
@@ -82,12 +83,6 @@ def test_a_file_that_breaks_leaves_the_last_good_keys_and_is_complained_of_once(
     assert key not in caplog.text
     keyfile.write(path, content.without_key(key))
     assert ring.find(key, 5.0) is None
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(path: Path) -> None:
-    _, (key,) = put(path)
-    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-    assert KeyRing(path, 0.0).find(key, 1.0) is not None
 
 
 def test_without_a_usable_file_there_is_no_ring(path: Path) -> None:
