@@ -119,7 +119,13 @@ def test_a_compressed_body_is_read(coding: str, raw: bytes) -> None:
     ("coding", "raw", "status", "said"),
     [
         ("gzip", gzip.compress(BODY + b" "), 413, f"longer than {LIMIT} bytes"),
-        ("deflate", zlib.compress(b" " * 30_000_000), 413, f"longer than {LIMIT} bytes"),
+        # It is not read to its end, where the checksum is wrong.
+        (
+            "deflate",
+            zlib.compress(b" " * 30_000_000)[:-1] + b"x",
+            413,
+            f"longer than {LIMIT} bytes",
+        ),
         ("gzip", GZIP[:-1], 400, "not one whole"),
         ("gzip", GZIP + b"x", 400, "not one whole"),
         ("gzip", GZIP + GZIP, 400, "not one whole"),
