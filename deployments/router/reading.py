@@ -163,14 +163,22 @@ def _decompressed(raw: bytes, coding: str, limit: int) -> bytes:
     # Some clients leave out zlib's header, whose first byte ends in an 8.
     bare = coding == "deflate" and raw[0] & 15 != 8
     decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
-    body = b""
+    parts: list[bytes] = []
+    length = read = 0
     with contextlib.suppress(zlib.error):
-        body = decoder.decompress(raw, limit + 1)
-    if len(body) > limit:
-        raise too_long(limit)
-    if decoder.unused_data or not decoder.eof:
+        while read < len(raw) and not decoder.eof:
+            rest = raw[read : read + _UNPACED_BYTES]
+            read += len(rest)
+            while rest:
+                # zlib holds the GIL while it joins the output of one call.
+                parts.append(decoder.decompress(rest, _UNPACED_BYTES))
+                rest = decoder.unconsumed_tail
+                length += len(parts[-1])
+                if length > limit:
+                    raise too_long(limit)
+    if not decoder.eof or decoder.unused_data or read < len(raw):
         raise ApiError(400, f"the body is not {coding}, or not one whole stream of it")
-    return body
+    return b"".join(parts)
 
 
 async def disconnected(receive: Receive) -> None:
