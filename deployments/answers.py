@@ -326,6 +326,13 @@ class InputTokens(Answer, tag_field="object", tag="response.input_tokens"):
     input_tokens: Count
 
 
+class InputItems(Answer, tag_field="object", tag="list"):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class ResponseDeleted(Answer, tag_field="object", tag="response"):
     id: str
     deleted: Literal[True]

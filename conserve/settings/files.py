@@ -30,7 +30,8 @@ def read_file(given: Any) -> dict[str, Any]:
     if len(raw) > _LONGEST_BYTES:
         raise SettingsError(f"config: {path} is over 1 MiB, which no file of settings is")
     try:
-        text = raw.decode()
+        # Editors on Windows put a byte-order mark first.
+        text = raw.decode("utf-8-sig")
         found = _json(text) if path.suffix == ".json" else _yaml(text)
     except UnicodeDecodeError:
         raise SettingsError(f"config: {path} is not text in UTF-8") from None

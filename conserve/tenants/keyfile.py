@@ -5,6 +5,7 @@ random bits. It has one secret, from which prefix caches' salts are derived, so 
 read it.
 """
 
+import codecs
 import contextlib
 import fcntl
 import hashlib
@@ -134,7 +135,7 @@ def read(path: Path) -> KeyFile:
 def parsed(raw: bytes, path: Path) -> KeyFile:
     """Parse a key file that came from ``path``; KeyFileError if it is not usable."""
     try:
-        found = msgspec.json.decode(raw, type=KeyFile)
+        found = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8), type=KeyFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KeyFileError(f"the key file {path} is not usable: {error}") from None
     for name in found.tenants:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 PATH = "/dashboard"
@@ -44,6 +44,9 @@ class Dashboard:
         name = request.path_params.get("file", "index.html")
         if name not in self._files or request.url.path not in PATHS:
             raise HTTPException(404)
+        if name == "index.html" and request.scope.get("raw_path", b"").endswith(b"/"):
+            # The page's links lead from the path without a slash, whatever a proxy puts before it.
+            return RedirectResponse(f"..{PATH}")
         return self._files[name].answer(request.headers.get("if-none-match", ""))
 
 

@@ -31,6 +31,10 @@ ENDING = ApiError(
     retry_after_s=30,
 )
 
+# For bodies of requests.
+CODINGS = ("gzip", "deflate")
+UNKNOWN_CODING = "unsupported_content_encoding"
+
 _FREE_S = 0.025
 _TIMES = 4
 _LONGEST_S = 4.0
@@ -51,6 +55,9 @@ def error_response(error: ApiError, path: str) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.code == UNKNOWN_CODING:
+        # https://www.rfc-editor.org/rfc/rfc9110#section-15.5.16
+        headers["Accept-Encoding"] = ", ".join(CODINGS)
     if error.final:
         headers["x-should-retry"] = "false"
     return JSONResponse(error.body(path), status_code=error.status, headers=headers)
@@ -59,14 +66,9 @@ def error_response(error: ApiError, path: str) -> Response:
 async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str) -> None:
     """Answer with an error and nothing else."""
     response = error_response(error, path)
-    await send(
-        {
-            "type": "http.response.start",
-            "status": response.status_code,
-            "headers": [*response.raw_headers, *own_headers],
-        }
-    )
-    await send({"type": "http.response.body", "body": response.body})
+    response.raw_headers += own_headers
+    # It is written whole, without a look at what comes.
+    await response({"type": "http"}, None, send)  # type: ignore[arg-type]
 
 
 async def hold_back(error: ApiError, arrived_s: float) -> None:

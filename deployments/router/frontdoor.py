@@ -1,9 +1,11 @@
 """The HTTP interface: what each path does, and how errors look."""
 
 import logging
+import re
 import time
 from datetime import UTC, datetime
 from typing import Literal
+from urllib.parse import quote, unquote
 
 import msgspec
 from starlette.applications import Starlette
@@ -43,12 +45,14 @@ _ANTHROPIC_HEADER = "anthropic-version"
 
 
 class _Name(PathConvertor):
-    """A name that may hold slashes, and is not empty: `/v1/models/` is `/v1/models`."""
+    """A name that may hold slashes, and is not empty."""
 
     regex = ".+"
 
 
 register_url_convertor("name", _Name())
+# A 404 looks for a path behind a shorter prefix, which a proxy may have put before it.
+_MOST_PARTS = 4
 
 
 class FrontDoor:
@@ -98,6 +102,7 @@ class FrontDoor:
                 Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
                 Route("/v1/responses/{id}", stored.retrieve, methods=get),
                 Route("/v1/responses/{id}", stored.delete, methods=delete),
+                Route("/v1/responses/{id}/input_items", stored.input_items, methods=get),
                 Route("/v1/responses/{id}/cancel", stored.cancel, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:name}", self._model, methods=get),
@@ -119,6 +124,8 @@ class FrontDoor:
                 Exception: _bug,
             },
         )
+        # It would lose a proxy's prefix.
+        self._paths.router.redirect_slashes = False
         keyed = settings.keys_file is not None
         self._guarded = Guard(self._admitted, settings.host, settings.allowed_hosts, keyed)
 
@@ -129,6 +136,7 @@ class FrontDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            scope = {**scope, "path": _normalised(scope)}
             send = with_headers(named(scope), send)
         await self._guarded(scope, receive, send)
 
@@ -199,6 +207,14 @@ class FrontDoor:
         return answer_response(health, 200 if healthy else 503)
 
 
+def _normalised(scope: Scope) -> str:
+    """Return a request's path without empty parts; an escaped slash is one of a name, and stays."""
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    if b"//" not in raw and not raw.endswith(b"/"):
+        return str(scope["path"])
+    return unquote(re.sub(b"/+", b"/", raw).rstrip(b"/").decode()) or "/"
+
+
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error, request.url.path)
@@ -206,23 +222,39 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, headers = request.url.path, dict(error.headers or {})
+    path, headers = request.scope["path"], dict(error.headers or {})
     if error.status_code == 404:
         message = f"no such path: {path[:100]}"
-    elif error.status_code == 405:
-        # Starlette names those of one route, and a path may have several.
-        headers["Allow"] = ", ".join(sorted(_methods(request)))
-        message = f"{request.method} is not possible on {path[:100]}; it has {headers['Allow']}"
+        if (meant := _meant(request)) is not None:
+            message += (
+                f"; use {meant[:100]}. Correct the base URL, or have the proxy strip its prefix"
+            )
+            path = meant
     else:
-        message = f"{request.method} is not possible here"
+        # Starlette names those of one route, and a path may have several.
+        headers["Allow"] = ", ".join(sorted(_methods(request, path)))
+        message = f"{request.method} is not possible on {path[:100]}; it has {headers['Allow']}"
     response = error_response(ApiError(error.status_code, message), path)
     response.headers.update(headers)
     return response
 
 
-def _methods(request: Request) -> set[str]:
+def _meant(request: Request) -> str | None:
+    """Return the path that is probably meant: behind a prefix, or with /v1 before it."""
+    path = request.scope["path"]
+    parts = path.split("/", _MOST_PARTS)
+    for skipped in range(1, len(parts)):
+        behind = "/" + "/".join(parts[skipped:])
+        for meant in (behind, "/v1" + behind):
+            if meant != path and _methods(request, meant):
+                return meant
+    return None
+
+
+def _methods(request: Request, path: str) -> set[str]:
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    on_it = (route for route in routes if route.matches(request.scope)[0] != Match.NONE)
+    scope = {**request.scope, "path": path}
+    on_it = (route for route in routes if route.matches(scope)[0] != Match.NONE)
     return {method for route in on_it for method in route.methods or ()}
 
 

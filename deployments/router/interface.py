@@ -61,7 +61,7 @@ _STATUSES = {
     "409": "The name is another environment's, or the environment could not be prepared; or no "
     "other engine can take the conversations.",
     "413": "The body is too long.",
-    "415": "The body is not `application/json`.",
+    "415": "The body is not `application/json`, or has an unknown `Content-Encoding`.",
     "421": "The `Host` is not one of this server's.",
     "422": "The engine cannot process the request.",
     "429": "There is no room, or a limit is reached; see `Retry-After`.",
@@ -244,6 +244,16 @@ PATHS: Json = {
         "delete": _operation(
             "deleteResponse", "Have a response forgotten", answers.ResponseDeleted, "404"
         ),
+    },
+    "/v1/responses/{id}/input_items": {
+        "get": _operation(
+            "listInputItems",
+            "The input of a response that a decoder keeps, the newest item first",
+            answers.InputItems,
+            "400",
+            "404",
+            parameters=["items", "item", "order"],
+        )
     },
     "/v1/responses/{id}/cancel": {
         "post": _operation(

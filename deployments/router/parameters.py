@@ -158,6 +158,11 @@ PARAMETERS: Json = {
         {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 1000},
         "Most conversations that are listed.",
     ),
+    "items": _in_query(
+        "limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Most items."
+    ),
+    "item": _in_query("after", TEXT, "The id of the last item that is known."),
+    "order": _in_query("order", {**TEXT, "enum": ["asc", "desc"], "default": "desc"}, "By age."),
     "after": _in_query(
         "after",
         {**COUNT, "maximum": 10**events.MOST_DIGITS - 1},

@@ -4,8 +4,10 @@ Long ones are understood in a thread, one at a time, beside other turns' tokens.
 """
 
 import asyncio
+import contextlib
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ from conserve.apis import COMPLETIONS, DETOKENIZE, TOKENIZE
 from conserve.errors import ApiError, unknown_model
 from conserve.media import Lifted
 from conserve.settings import Settings
+from deployments.router.errors import CODINGS, UNKNOWN_CODING
 
 _TIMEOUT_S = 120.0
 _SHORT_TIMEOUT_S = 30.0
@@ -111,16 +114,22 @@ def _without_halves(escapes: re.Match[bytes]) -> bytes:
 async def read_body(
     headers: Mapping[str, str], receive: Receive, limit: int, *, short: bool = False
 ) -> bytes:
-    """Read a body of at most ``limit`` bytes to its end; a ``short`` one has less time.
+    """Read a body, of at most ``limit`` bytes as it is sent and when it is decompressed.
 
     Raises:
-        ApiError: 413, it is longer; 408, it is not whole in time.
+        ApiError: 413, it is longer; 408, it is not whole in time; 415, its coding is not known.
         ClientDisconnect: the client left while it sent.
     """
     timeout_s = _SHORT_TIMEOUT_S if short else _TIMEOUT_S
     try:
         async with asyncio.timeout(timeout_s):
-            return await _body(headers, receive, limit)
+            raw = await _body(headers, receive, limit)
+            coding = headers.get("content-encoding", "").strip().lower()
+            if not raw or coding in ("", "identity"):
+                return raw
+            body = await _aside(_decompressed, raw, coding, limit)
+            await asyncio.sleep(max(0, len(body) - _UNPACED_BYTES) / _PACE_BYTES_S)
+            return body
     except TimeoutError:
         raise ApiError(408, f"the request was not whole after {timeout_s:g} s", "timeout") from None
 
@@ -142,6 +151,34 @@ async def _body(headers: Mapping[str, str], receive: Receive, limit: int) -> byt
             return b"".join(parts) if length <= _UNPACED_BYTES else await _aside(b"".join, parts)
         if length > _UNPACED_BYTES:
             await asyncio.sleep(len(parts[-1]) / _PACE_BYTES_S)
+
+
+def _decompressed(raw: bytes, coding: str, limit: int) -> bytes:
+    if coding not in CODINGS:
+        raise ApiError(
+            415,
+            f"Content-Encoding {coding[:100]!r} is not served; send {', '.join(CODINGS)}, or none",
+            UNKNOWN_CODING,
+        )
+    # Some clients leave out zlib's header, whose first byte ends in an 8.
+    bare = coding == "deflate" and raw[0] & 15 != 8
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+    parts: list[bytes] = []
+    length = read = 0
+    with contextlib.suppress(zlib.error):
+        while read < len(raw) and not decoder.eof:
+            rest = raw[read : read + _UNPACED_BYTES]
+            read += len(rest)
+            while rest:
+                # zlib holds the GIL while it joins the output of one call.
+                parts.append(decoder.decompress(rest, _UNPACED_BYTES))
+                rest = decoder.unconsumed_tail
+                length += len(parts[-1])
+                if length > limit:
+                    raise too_long(limit)
+    if not decoder.eof or decoder.unused_data or read < len(raw):
+        raise ApiError(400, f"the body is not {coding}, or not one whole stream of it")
+    return b"".join(parts)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -214,6 +251,8 @@ def too_long(limit: int) -> ApiError:
 def _parsed(raw: bytes) -> Any:
     try:
         return json.loads(raw)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body must be JSON in UTF-8") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON") from None
 

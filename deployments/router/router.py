@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import select
+import sys
 from typing import Any
 
 import ray
@@ -69,7 +70,7 @@ class Router:
         self, settings: Settings, deployment: str, *engines: DeploymentHandle
     ) -> None:
         context = serve.get_replica_context()
-        require_seams("half_closed")
+        require_seams("half_closed", "ignored_upgrade")
         require(sigterm_exits.PATCH)
         apply_patches("ray")
         give_way_soon()
@@ -191,6 +192,7 @@ def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         door,
         http=Connection,
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -209,10 +211,36 @@ class Connection(HttpToolsProtocol):
     (https://github.com/Kludex/uvicorn/issues/1264), and turns end then. To TCP both look alike,
     until something is sent: a client that has left altogether resets the connection, and one that
     waits reads on. So bytes are sent that mean nothing to a client of HTTP/1.1.
+
+    It ignores offers of other protocols (https://www.rfc-editor.org/rfc/rfc9110#section-7.8).
+    Java's clients offer HTTP/2 with each request, and httptools takes the body for HTTP/2.
     """
 
     _ended = False
     _looking: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        """Read what has come; again the head of a request with an offer, without the offer."""
+        rest = memoryview(data)
+        while rest and not self.transport.is_closing():
+            self._again, self._behind = b"", len(rest)
+            super().data_received(rest)  # type: ignore[arg-type]  # httptools takes both.
+            rest = rest[self._behind :]
+            if self._again:
+                super().data_received(self._again)
+
+    def _should_upgrade(self) -> bool:
+        """Let uvicorn ignore the head of a request with an offer, and then call the next method."""
+        return self.parser.get_method() != b"CONNECT"
+
+    def handle_websocket_upgrade(self) -> None:
+        """Have the head read again that httptools has stopped behind."""
+        offer = sys.exception()
+        assert offer is not None
+        self._behind = offer.args[0]
+        line = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+        headers = (b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade")
+        self._again = b"%b %b HTTP/%b\r\n%b\r\n" % (*line, b"".join(headers))
 
     def eof_received(self) -> bool:  # type: ignore[override]  # None would close, as uvicorn does.
         """Say whether the connection is kept: where a whole request is still unanswered."""

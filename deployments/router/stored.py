@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from conserve import budget, identity, wire
 from conserve.errors import ApiError
-from conserve.items import REFERENCE, response_of
+from conserve.items import REFERENCE, item_id, response_of
 from conserve.media import Lifted
 from conserve.settings import Settings
 from deployments import answers
@@ -32,6 +32,7 @@ PREVIOUS = "previous_response_id"
 # A response is kept with its history, so the newest has the items of the others. A history that was
 # edited again and again may need several.
 _MOST_LOOKED_UP = 16
+_LIMIT = re.compile("[1-9][0-9]?|100", re.ASCII)
 
 
 @dataclass(eq=False)
@@ -158,6 +159,20 @@ class StoredResponses:
         response = lifted.put_back(bytes(found.response))
         return Response(response, media_type="application/json")
 
+    async def input_items(self, request: Request) -> Response:
+        """``GET /v1/responses/{id}/input_items``."""
+        query = request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not _LIMIT.fullmatch(limit):
+            raise ApiError(400, "limit must be a number from 1 to 100", param="limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, "order must be asc or desc", param="order")
+        lifted = Lifted(b"")
+        found = await self._require(request, lifted)
+        asked = (request.path_params["id"], query.get("after"), int(limit), order == "desc")
+        page = await understood(lifted, _page, found, *asked, more=_size(found))
+        return Response(lifted.put_back(page), media_type="application/json")
+
     async def cancel(self, request: Request) -> Response:
         """``POST /v1/responses/{id}/cancel``."""
         await self._require(request, Lifted(b""))
@@ -249,6 +264,32 @@ def _kept(found: wire.StoredResponse) -> list[Any]:
     before = json.loads(bytes(found.request)).get("input")
     output: list[Any] = json.loads(bytes(found.response))["output"]
     return [*_items(before), *output]
+
+
+def _page(
+    found: wire.StoredResponse, response_id: str, after: str | None, limit: int, newest_first: bool
+) -> bytes:
+    given = _items(json.loads(bytes(found.request)).get("input"))
+    items = [_with_id(item, response_id, position) for position, item in enumerate(given)]
+    items = items[::-1] if newest_first else items
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, "after must be the id of an item of this list", param="after")
+    # A client may have given several items this id; the last one leads on.
+    begin = 0 if after is None else len(ids) - ids[::-1].index(after)
+    shown = ids[begin : begin + limit] or [None]
+    page = items[begin : begin + limit]
+    more = begin + limit < len(items)
+    return msgspec.json.encode(answers.InputItems(page, shown[0], shown[-1], more))
+
+
+def _with_id(item: dict[str, Any], response_id: str, position: int) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    own = {"id": item_id(f"{response_id}_in", kind, position), "type": kind, **item}
+    if kind == "message" and isinstance(text := own["content"], str):
+        part = "output_text" if own["role"] == "assistant" else "input_text"
+        own["content"] = [{"type": part, "text": text}]
+    return own
 
 
 def _by_id(found: wire.StoredResponse) -> dict[str, Any]:

@@ -278,8 +278,9 @@ def test_a_file_reaches_the_application(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("conserve_cli.serve.laid_out", lambda settings: settings)
     monkeypatch.setattr("conserve_cli.serve.launched", launched)
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("decoders: {env: {TOKEN: secret}}\n")
-    done = CliRunner().invoke(cli, ["serve", "--config", "mine.yaml", "port=9000"])
+    # As editors on Windows write it.
+    Path("mine.json").write_text('{"decoders": {"env": {"TOKEN": "secret"}}}', "utf-8-sig")
+    done = CliRunner().invoke(cli, ["serve", "--config", "mine.json", "port=9000"])
     assert done.exit_code == 7, done.output
     assert given[0] == given[1] == load({"decoders.env.TOKEN": "secret", "port": 9000})
 

@@ -68,6 +68,8 @@ def test_a_file_that_breaks_leaves_the_last_good_keys_and_is_complained_of_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     content, (key,) = put(path)
+    # As editors on Windows write it.
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     ring = KeyRing(path, 0.0)
     with caplog.at_level(logging.ERROR, "ray.serve"):
         path.write_text("{")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -35,7 +36,10 @@ PATHS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/nowhere"),
-    ("GET", "/health/"),
+    ("GET", "//v1//models/"),
+    ("POST", "//v1//engines//d%231//drain/"),
+    ("GET", "/%2Fhealth"),
+    ("GET", "/health%2F"),
 ]
 
 
@@ -106,7 +110,8 @@ def ask(
     scope = {
         "type": "http",
         "method": method,
-        "path": path,
+        "path": unquote(path),
+        "raw_path": quote(path, safe="/%").encode(),
         "query_string": query.encode(),
         "headers": [
             (b"content-type", b"application/json"),
@@ -153,6 +158,7 @@ def test_nothing_is_told_or_done_without_a_good_key(
 
 def test_health_needs_no_key(keys: Keys) -> None:
     assert ask(keys.settings, "GET", "/health")[0] == 200
+    assert ask(keys.settings, "GET", "//health/")[0] == 200
 
 
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer  {} ", "x-api-key"])
@@ -178,9 +184,9 @@ def test_an_engine_is_drained_with_an_admin_key_alone(
 ) -> None:
     table = Table()
     headers = {} if who is None else bearer(getattr(keys, who))
-    path = "/v1/engines/d#1/drain"
-    assert ask(keys.settings, "POST", path, headers, peer=peer, table=table)[0] == status
-    assert table.asked == ([("drain", "d#1")] if status == 200 else [])
+    for path in ("/v1/engines/d#1/drain", "//v1//engines//d%231/drain/"):
+        assert ask(keys.settings, "POST", path, headers, peer=peer, table=table)[0] == status
+    assert table.asked == ([("drain", "d#1")] * 2 if status == 200 else [])
 
 
 def test_without_keys_an_engine_is_drained_from_this_machine_alone() -> None:
@@ -189,7 +195,7 @@ def test_without_keys_an_engine_is_drained_from_this_machine_alone() -> None:
     assert ask(Settings(), "POST", path, peer="127.0.0.1")[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines"])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics//targets/", "//v1//engines"])
 @pytest.mark.parametrize(
     ("who", "peer", "status"),
     [
@@ -406,7 +412,7 @@ def test_a_long_history_is_not_written_anew_for_its_salt(keys: Keys) -> None:
 # --- Without keys --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines"])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics//targets/", "//v1//engines"])
 def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(path: str) -> None:
     closed, open_ = load({}), load({"host": "0.0.0.0", "unauthenticated": True})
     assert ask(closed, "GET", path, peer="127.0.0.1")[0] == 200

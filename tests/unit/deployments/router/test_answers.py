@@ -25,7 +25,11 @@ ANTHROPIC = {"anthropic-version": "2023-06-01"}
 CONVERSATION = "/v1/conversations/a%2Fb"
 ENVIRONMENTS = CONVERSATION + "/environments"
 # Where `test_apis` has the answer of a router with engines compared.
-ELSEWHERE = {("POST", "/v1/responses/input_tokens"), ("DELETE", "/v1/responses/{id}")}
+ELSEWHERE = {
+    ("POST", "/v1/responses/input_tokens"),
+    ("GET", "/v1/responses/{id}/input_items"),
+    ("DELETE", "/v1/responses/{id}"),
+}
 
 
 class Table(StubTable):

@@ -535,11 +535,12 @@ def at_the_door(
         if upstream is not None and hasattr(owner, "upstream"):
             owner.upstream = upstream
     given = {"content-type": "application/json", **headers}
+    path, _, query = path.partition("?")
     scope = {
         "path": path,
         "raw_path": path.encode(),
         "method": method,
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": [(name.replace("_", "-").encode(), v.encode()) for name, v in given.items()],
     }
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -615,6 +616,58 @@ def test_a_response_is_retrieved_and_forgotten() -> None:
     for method, where in (("GET", path), ("DELETE", path), ("POST", path + "/cancel")):
         status, told = at_the_door(method, where, {}, upstream)
         assert (status, told["error"]["code"]) == (404, "response_not_found")
+
+
+def test_the_input_of_a_response_is_listed() -> None:
+    store = ResponseStore(100_000)
+
+    def listed(id_: str, query: str = "") -> Json:
+        path = f"{RESPONSES}/{id_}/input_items?{query}"
+        return at_the_door("GET", path, upstream=Upstream(d1=store))[1]
+
+    keep(store, "resp_1", "hello")
+    text = {"type": "input_text", "text": "hello"}
+    message = {"id": "msg_1_in_0", "type": "message", "role": "user", "content": [text]}
+    whole = {"object": "list", "data": [message], "has_more": False}
+    assert listed("resp_1") == {**whole, "first_id": "msg_1_in_0", "last_id": "msg_1_in_0"}
+    call, result = {**CALL, "id": "fc_x"}, {"type": "function_call_output", "output": "x"}
+    given = [{"role": "user", "content": "hello"}, call, result, {**SAID, "id": "fc_x"}]
+    keep(store, "resp_2", [{"role": "assistant", "content": "a"}, *given, *given[:1] * 20])
+    pages, query = [], "order=asc&limit=10"
+    while not pages or pages[-1]["has_more"]:
+        pages.append(listed("resp_2", query))
+        query = f"order=asc&limit=10&after={pages[-1]['last_id']}"
+    assert [len(page["data"]) for page in pages] == [10, 10, 5]
+    items = [item for page in pages for item in page["data"]]
+    assert items[0]["content"] == [{"type": "output_text", "text": "a"}]
+    assert items[2:5] == [call, {**result, "id": "item_2_in_3"}, given[3]]
+    assert len({item["id"] for item in items}) == 24
+    assert listed("resp_2")["data"] == items[:4:-1]
+    # Of two items with one id, the last counts: so no client turns in a circle.
+    assert listed("resp_2", "order=asc&after=fc_x&limit=1")["data"] == items[5:6]
+    assert listed("resp_2", f"after={items[0]['id']}")["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "param"),
+    [
+        ("resp_2", 404, "id"),
+        ("resp_acme", 404, "id"),
+        ("resp_1?limit=0", 400, "limit"),
+        ("resp_1?limit=101", 400, "limit"),
+        ("resp_1?limit=", 400, "limit"),
+        ("resp_1?order=up", 400, "order"),
+        ("resp_1?after=msg_1_0", 400, "after"),
+    ],
+)
+def test_an_input_is_not_listed(asked: str, status: int, param: str) -> None:
+    store = ResponseStore(10_000)
+    keep(store, "resp_1", "hello")
+    keep(store, "resp_acme", "hello", identity.scoped("acme", "c"))
+    id_, _, query = asked.partition("?")
+    path = f"{RESPONSES}/{id_}/input_items?{query}"
+    found, told = at_the_door("GET", path, upstream=Upstream(d1=store))
+    assert (found, told["error"]["param"]) == (status, param)
 
 
 def test_models_are_listed_in_the_shape_that_is_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""Clients that close their side of a connection: who waits is answered, who left is missed."""
+"""Connections whose client closes its side, and those whose client offers another protocol."""
 
 import asyncio
 import http.client
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -14,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.router.router import Connection
+from tests.unit.deployments.router.test_certificate import Files, trusting
 
 # In which a connection is looked after several times.
 WHILE_S = 0.5
@@ -77,7 +79,9 @@ class Application:
 
 @contextmanager
 def listening(
-    loop: Literal["asyncio", "uvloop"], protocol: type[HttpToolsProtocol] = Connection
+    loop: Literal["asyncio", "uvloop"],
+    protocol: type[HttpToolsProtocol] = Connection,
+    **options: Any,
 ) -> Iterator[tuple[Application, int]]:
     """An application and the port that it listens on."""
     application = Application()
@@ -90,6 +94,7 @@ def listening(
             lifespan="off",
             log_level="warning",
             timeout_graceful_shutdown=1,
+            **options,
         )
     )
     thread = threading.Thread(target=server.run, args=([listener],))
@@ -227,3 +232,69 @@ def test_older_clients_are_sent_nothing_that_they_do_not_know(
         client.shutdown(socket.SHUT_WR)
         assert client.recv(100) == b""
     assert application.left.wait(MISSED_S)
+
+
+# --- Offers of other protocols --------------------------------------------------------------------
+
+SETTINGS = "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"
+OFFERS = [
+    f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n{SETTINGS}",
+    "upgrade: TLS/1.2\r\nConnection: upgrade",
+    "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13",
+]
+
+
+def asking(offer: str, body: str = "", framing: str = "", method: str = "POST") -> bytes:
+    if framing == "chunked":
+        body = "".join(f"1;x=1\r\n{one}\r\n" for one in body) + "0\r\nX-Trailer: 1\r\n\r\n"
+    how = "Transfer-Encoding: chunked" if framing == "chunked" else f"Content-Length: {len(body)}"
+    return f"{method} /whole HTTP/1.1\r\nHost: x\r\n{offer}\r\n{how}\r\n\r\n{body}".encode()
+
+
+def exchanged(client: socket.socket, sent: bytes, piece: int) -> list[bytes]:
+    """Return the statuses and bodies of answers, after a request that ends the connection."""
+    sent += asking("Connection: close", "last")
+    for at in range(0, len(sent), piece):
+        client.sendall(sent[at : at + piece])
+    read = b"".join(iter(lambda: client.recv(4096), b""))
+    answers = [one.partition(b"\r\n\r\n") for one in read.split(b"HTTP/1.1 ")[1:]]
+    return [head[:4] + body for head, _, body in answers]
+
+
+def test_with_uvicorn_alone_a_request_with_an_offer_loses_its_body() -> None:
+    with listening("asyncio", HttpToolsProtocol) as (application, port):
+        application.goes_on.set()
+        with socket.create_connection(("127.0.0.1", port), timeout=MISSED_S) as client:
+            client.sendall(asking(OFFERS[0], "hello"))
+            assert client.recv(4096).endswith(b"content-length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize("piece", [1, 10**6], ids=["bytes", "all"])
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "TLS", "websocket"])
+def test_an_offer_is_ignored(served: tuple[Application, int], offer: str, piece: int) -> None:
+    """Several requests share a connection, as one packet or byte by byte."""
+    application, port = served
+    application.goes_on.set()
+    sent = asking(offer, "one") + asking(offer, "two", "chunked") + asking(offer, method="GET")
+    with socket.create_connection(("127.0.0.1", port), timeout=MISSED_S) as client:
+        answers = exchanged(client, sent + asking("X: 1", "4") + asking(offer, "5"), piece)
+    assert answers == [b"200 one", b"200 two", b"200 ", b"200 4", b"200 5", b"200 last"]
+
+
+def test_an_offer_is_ignored_over_tls(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    options = {"ssl_certfile": str(files.cert), "ssl_keyfile": str(files.key)}
+    with listening("asyncio", **options) as (application, port):
+        application.goes_on.set()
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=MISSED_S) as raw,
+            trusting(files).wrap_socket(raw, server_hostname="localhost") as client,
+        ):
+            answers = exchanged(client, asking(OFFERS[0], "one", "chunked"), 10**6)
+    assert answers == [b"200 one", b"200 last"]
+
+
+def test_an_offer_hides_no_wrong_request(served: tuple[Application, int]) -> None:
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=MISSED_S) as client:
+        (answer,) = exchanged(client, asking(OFFERS[0] + "\r\nTransfer-Encoding: x"), 10**6)
+    assert answer.startswith(b"400 ")

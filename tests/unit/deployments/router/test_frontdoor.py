@@ -3,7 +3,7 @@
 import asyncio
 import json
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -51,7 +51,8 @@ def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def answer(method: str, path: str, received: list[dict[str, Any]], **scope: Any) -> Any:
     """Send any other request."""
     door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    return sent_by(door, received, method=method, path=path, **scope)
+    paths = {"path": unquote(path), "raw_path": path.encode()}
+    return sent_by(door, received, method=method, **paths, **scope)
 
 
 def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +110,10 @@ def test_a_client_that_leaves_while_it_sends_is_no_failure_of_ours() -> None:
     assert start["status"] < 500
 
 
-def ask(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+def ask(method: str, path: str, query: str = "") -> tuple[int, dict[str, str], bytes]:
     """Return status, headers and body of the answer to a request without a body."""
     headers = [(b"host", b"localhost:8000"), (b"content-type", b"application/json")]
-    address = {"scheme": "http", "server": ("127.0.0.1", 8000)}
+    address = {"query_string": query.encode(), "scheme": "http", "server": ("127.0.0.1", 8000)}
     start, body = answer(method, path, [NOTHING], headers=headers, **address)
     return start["status"], dict(_text(start["headers"])), body["body"]
 
@@ -122,19 +123,38 @@ def _text(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
+    ("method", "path", "status", "said"),
     [
-        ("GET", "/v1/models"),
-        ("GET", "/v1/conversations"),
-        ("GET", "/v1/engines"),
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/responses/input_tokens"),
+        ("GET", "/live/", 200, "ok"),
+        ("GET", "//v1///conversations//?limit=x", 400, "limit must be"),
+        ("GET", "/v1/models//a%2F%2Fb%2F", 404, "the model 'a//b/' is not"),
+        ("POST", "/v1/chat/completions/", 400, "not valid JSON"),
+        ("POST", "//v1//messages/", 400, '"type":"invalid_request_error","message":"the body'),
+        ("POST", "/v1/responses/input_tokens/", 400, "not valid JSON"),
+        ("GET", "/%2Fv1/models", 404, "no such path"),
+        ("GET", "/v1/models%2F", 404, "no such path"),
+        ("GET", "/nowhere/" + "a/" * 20_000, 404, "no such path: /nowhere/a/a"),
+        # What a base URL or a proxy has got wrong is named, in the shape of the API that is meant.
+        ("POST", "/chat/completions", 404, "; use /v1/chat/completions. Correct the base URL"),
+        ("POST", "/v1/v1/messages", 404, 'error","message":"no such path: /v1/v1/messages; use /v'),
+        ("POST", "/v1/v1/messages", 404, '"type":"not_found_error"'),
+        ("POST", "/llm/prod/v1/responses/", 404, "; use /v1/responses. "),
+        ("GET", "/llm/health", 404, "or have the proxy strip its prefix"),
+        ("GET", "/models/a%2Fb", 404, "; use /v1/models/a/b. "),
+        ("GET", "/dashboard/nothing", 404, 'no such path: /dashboard/nothing"'),
     ],
 )
-def test_a_slash_at_the_end_leads_to_the_path_without(method: str, path: str) -> None:
-    """It is not the name of a model, or of a conversation, that is empty."""
-    status, headers, _ = ask(method, path + "/")
-    assert (status, headers["location"]) == (307, f"http://localhost:8000{path}")
+def test_paths_as_clients_write_them(method: str, path: str, status: int, said: str) -> None:
+    path, _, query = path.partition("?")
+    found, headers, body = ask(method, path, query)
+    assert (found, "location" in headers) == (status, False)
+    assert said in body.decode()
+
+
+def test_the_dashboards_links_need_its_path_as_it_is() -> None:
+    """A redirect that is relative keeps what a proxy puts before the path."""
+    status, headers, _ = ask("GET", "/dashboard/")
+    assert (status, headers["location"]) == (307, "../dashboard")
 
 
 @pytest.mark.parametrize(

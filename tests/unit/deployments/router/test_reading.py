@@ -1,13 +1,18 @@
-"""Bodies whose strings have half a surrogate pair."""
+"""Bodies whose strings have half a surrogate pair, and those that are compressed."""
 
+import asyncio
+import gzip
 import json
+import zlib
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.router.reading import whole_characters
+from conserve.errors import ApiError
+from deployments.router.errors import error_response
+from deployments.router.reading import read_body, whole_characters
 
 PIECES = st.sampled_from(
     ["a", "\\", "\\u", '"', "\n", "u", "ud83d", "é", "한", "😀", "\ufffd",
@@ -73,3 +78,67 @@ def test_a_half_becomes_one_replacement_character(text: str, whole: str) -> None
 def test_what_is_no_json_stays_none(raw: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         json.loads(whole_characters(raw))
+
+
+# --- Compressed bodies ----------------------------------------------------------------------------
+
+BODY = json.dumps({"messages": ["größer"] * 100}).encode()
+LIMIT = len(BODY)
+GZIP = gzip.compress(BODY)
+
+
+def body_of(raw: bytes, coding: str) -> bytes:
+    """Return a body that comes in two parts, as the router reads it."""
+    half = {"type": "http.request", "body": raw[:99], "more_body": True}
+    messages = [half, {"type": "http.request", "body": raw[99:]}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    return asyncio.run(read_body({"content-encoding": coding}, receive, LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("coding", "raw"),
+    [
+        ("gzip", GZIP),
+        (" GZip", GZIP),
+        ("deflate", zlib.compress(BODY)),
+        # Without zlib's header, as some clients have it.
+        ("deflate", zlib.compress(BODY, wbits=-15)),
+        ("identity", BODY),
+        ("", BODY),
+    ],
+)
+def test_a_compressed_body_is_read(coding: str, raw: bytes) -> None:
+    assert body_of(raw, coding) == BODY
+    assert body_of(b"", coding) == b""
+
+
+@pytest.mark.parametrize(
+    ("coding", "raw", "status", "said"),
+    [
+        ("gzip", gzip.compress(BODY + b" "), 413, f"longer than {LIMIT} bytes"),
+        # It is not read to its end, where the checksum is wrong.
+        (
+            "deflate",
+            zlib.compress(b" " * 10**6)[:-1] + b"x",
+            413,
+            f"longer than {LIMIT} bytes",
+        ),
+        ("gzip", GZIP[:-1], 400, "not one whole"),
+        ("gzip", GZIP + b"x", 400, "not one whole"),
+        ("gzip", GZIP + GZIP, 400, "not one whole"),
+        ("gzip", GZIP[:-8] + b"\0" * 8, 400, "is not gzip"),
+        ("gzip", BODY, 400, "is not gzip"),
+        ("deflate", BODY, 400, "is not deflate"),
+        ("zstd", BODY, 415, "'zstd' is not served; send gzip, deflate, or none"),
+        ("gzip, gzip", gzip.compress(GZIP), 415, "send gzip"),
+    ],
+)
+def test_a_compressed_body_is_refused(coding: str, raw: bytes, status: int, said: str) -> None:
+    with pytest.raises(ApiError, match=said) as error:
+        body_of(raw, coding)
+    assert error.value.status == status
+    headers = error_response(error.value, "/v1/responses").headers
+    assert headers.get("accept-encoding") == ("gzip, deflate" if status == 415 else None)

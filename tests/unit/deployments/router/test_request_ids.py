@@ -50,7 +50,7 @@ JSON = {"content-type": "application/json"}
         ("GET", "/v1/models", {}, 200),
         ("GET", "/nowhere", {}, 404),
         ("PUT", "/v1/models", {}, 405),
-        ("GET", "/v1/models/", {}, 307),
+        ("GET", "/v1/models/", {}, 200),
         ("GET", "/v1/models", {"host": "somewhere.example"}, 421),
         ("POST", "/v1/chat/completions", {}, 415),
         ("POST", "/v1/chat/completions", JSON, 400),
