@@ -35,6 +35,7 @@ class Form:
         token: occurs once in each event with output; None if nearly all events have some.
         tool_call: occurs in an answer that calls a tool; its quotes would be escaped in a text.
         after_error: what follows an error.
+        keep_alive: an event without content, for a stream that would be silent.
     """
 
     ends: tuple[bytes, ...]
@@ -43,6 +44,7 @@ class Form:
     token: bytes | None = None
     tool_call: bytes = b""
     after_error: bytes = b""
+    keep_alive: bytes = b": keep-alive\n\n"
 
     def shows_output(self, part: bytes) -> bool:
         """Return whether a part of a stream has an event that comes after the first token."""
@@ -70,6 +72,7 @@ _MESSAGES = Form(
     error=b"event: error\n",
     token=b"event: content_block_delta\n",
     tool_call=b'"type":"tool_use"',
+    keep_alive=b'event: ping\ndata: {"type": "ping"}\n\n',
 )
 _RESPONSES = Form(
     ends=(

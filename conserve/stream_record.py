@@ -12,6 +12,8 @@ _CREATED = re.compile(rb'"created(?:_at)?":\d+')
 # The first event of Messages and the last but one say what was found in caches. A decoder that goes
 # on with a stream has found something else, which is not told.
 _SAYS_USAGE = b"event: message_delta\n"
+# Comments and pings of the engine's; the router has its own.
+_KEEPS_ALIVE = (b":", b"event: ping\n")
 _COUNTED_ONCE = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 # vLLM's own event tells of the classes in which it has failed to read another one.
 _FAILED = ApiError(
@@ -43,7 +45,7 @@ class StreamRecord:
         self.done = False
         self._path = path
         self._form = apis.form_of(path)
-        self._rest = b""
+        self._rest = self._note = b""
         self._passed = 0
         # How many of the passed events came before anything was generated.
         self._opened = 0
@@ -62,7 +64,7 @@ class StreamRecord:
         """Note that the stream begins anew, at another decoder."""
         self._skip = self._passed
         self._resumed = self._passed > 0
-        self._rest, self.error = b"", None
+        self._rest, self._note, self.error = b"", b"", None
 
     def take(self, part: bytes) -> bytes:
         """Return the events that the next bytes complete, for the client."""
@@ -72,12 +74,16 @@ class StreamRecord:
     def _take_event(self, event: bytes) -> bytes:
         if self.error is not None:
             return b""  # vLLM puts its end behind it.
-        note = b""
-        if event.startswith(wire.NOTE_MARK):
-            note, _, event = event.partition(b"\n")
-            if note.startswith(wire.SUMMARY_MARK):
-                self.summary = wire.read_summary(note.removeprefix(wire.NOTE_MARK))
-                note = b""
+        note, self._note = self._note, b""
+        if event.startswith(wire.SUMMARY_MARK):
+            told, _, event = event.partition(b"\n")
+            self.summary = wire.read_summary(told.removeprefix(wire.NOTE_MARK))
+        elif event.startswith(wire.NOTE_MARK + b"["):
+            noted, _, event = event.partition(b"\n")
+            note += noted + b"\n"
+        if event.startswith(_KEEPS_ALIVE):
+            self._note = note  # These outputs are in the next event.
+            return b""
         if event.startswith(self._form.error):
             if self._path == apis.MESSAGES:
                 event = _FAILED.event(self._path).removesuffix(END_OF_EVENT)
@@ -98,8 +104,7 @@ class StreamRecord:
             event = _CREATED.sub(self._created, event, count=1)
         elif self._resumed and self._start is not None and event.startswith(_SAYS_USAGE):
             event = _with_usage(event, self._start)
-        if note:
-            self.notes += note + b"\n"
+        self.notes += note
         if event.startswith(self._form.opens):
             self._opened += 1
         self._passed += 1

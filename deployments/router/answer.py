@@ -1,17 +1,26 @@
 """Passes an engine's answer on to the client: bytes, as they come, unread."""
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import aiohttp
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from conserve import wire
 from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
 from conserve.stream_record import END_OF_EVENT, StreamRecord
 from deployments.router.errors import RawHeaders, refuse
+
+# Proxies close a connection that is silent for a while: nginx and AWS's load balancers after 60 s.
+_SILENCE_S = 15.0
+_OF_STREAMS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 
 class AnsweredWithError(Exception):
@@ -39,8 +48,8 @@ class RelayedAnswer:
             an answer in one piece.
 
     Attributes:
+        begun: whether a stream's status is sent, so that an error can only be an event.
         started: whether the client has some of it, so that it cannot be given anew.
-        streamed: whether it comes as events, and not in one piece.
         ttft_s: time from the request to a stream's first event with output; None: none came.
         tbt_s: gaps between a stream's events that hold output.
         first_s: when this engine's first output came, by `time.perf_counter`; None: none came, or
@@ -58,15 +67,37 @@ class RelayedAnswer:
         self._arrived_s = arrived_s
         self._send = send
         self.record = record
+        self.begun = False
         self.started = False
-        self.streamed = False
         self.ttft_s: float | None = None
         self.tbt_s: list[float] = []
         self.first_s: float | None = None
         self.summary: wire.TurnSummary | None = None
         self.effective = False
         self._calls_tool = False
-        self._beginning: Message | None = None
+        # A stream is written to by its relay, and by `wait`.
+        self._writing = asyncio.Lock()
+        self._wrote_s = 0.0
+        self._ended = False
+
+    async def wait(
+        self, ends: set["asyncio.Future[Any]"], own_headers: Callable[[], RawHeaders]
+    ) -> None:
+        """Wait until one of ``ends`` is done; meanwhile a stream is never silent for long.
+
+        Nothing is sent of a stream within its first `_SILENCE_S`, so most refusals have their own
+        status. Then it begins, with a comment.
+        """
+        loop = asyncio.get_running_loop()
+        self._wrote_s = loop.time()
+        left_s = None if self.record is None else _SILENCE_S
+        while not (await asyncio.wait(ends, timeout=left_s, return_when="FIRST_COMPLETED"))[0]:
+            left_s = self._wrote_s + _SILENCE_S - loop.time()
+            if left_s <= 0:
+                left_s = _SILENCE_S
+                # A write that is not over waits for the client to read.
+                if not self._ended and not self._writing.locked():
+                    await self._write(self._form.keep_alive, own_headers())
 
     def forget_engine(self) -> None:
         """Note that another engine is asked."""
@@ -79,8 +110,7 @@ class RelayedAnswer:
             AnsweredWithError: the engine could not go on, and has told the client.
             StreamBroken: it could not, and another one can; the client has not been told.
         """
-        self.streamed = response.content_type == "text/event-stream"
-        if self.streamed:
+        if response.content_type == "text/event-stream":
             await self._relay_stream(response, own_headers)
             return
         # It is read whole before the first byte is sent, so that another engine can serve the turn
@@ -91,7 +121,9 @@ class RelayedAnswer:
         self.effective = is_dialogue(self._path) and self._form.tool_call not in whole
         self.started = True
         length = (b"content-length", str(len(whole)).encode())
-        await self._send(_start(response, [*own_headers, *_passed_on(response), length]))
+        headers = [*own_headers, *_passed_on(response), length]
+        start = {"type": "http.response.start", "status": response.status, "headers": headers}
+        await self._send(start)
         await self._send({"type": "http.response.body", "body": whole})
 
     async def _relay_stream(
@@ -100,8 +132,6 @@ class RelayedAnswer:
         ending: deque[bytes] = deque(maxlen=3)
         last_s = 0.0
         record, form = self.record, self._form
-        uncached = (b"cache-control", b"no-cache")
-        self._beginning = _start(response, [*own_headers, *_passed_on(response), uncached])
         if record is not None:
             record.resume()
         async for part in response.content.iter_any():
@@ -114,8 +144,7 @@ class RelayedAnswer:
             elif not self.started and part.startswith(form.error):
                 raise StreamBroken(part.partition(END_OF_EVENT)[0] + END_OF_EVENT)
             now_s = time.perf_counter()
-            if not self.started:
-                await self._begin()
+            self.started = True
             self._events += part.count(b"\n\n")
             if self.first_s is None:
                 if form.shows_output(part):
@@ -128,43 +157,42 @@ class RelayedAnswer:
                 last_s = now_s
             self._calls_tool = self._calls_tool or form.tool_call in part
             ending.append(part)
-            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            await self._write(part, own_headers)
         if record is not None:
             self.summary = record.summary
-        if record is not None and not record.done and (record.can_resume or record.error):
-            raise StreamBroken(record.error)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            goes_on = record.can_resume or not self.started
+            if not record.done and (goes_on or record.error):
+                raise StreamBroken(record.error)
+        await self._write(b"", own_headers, more=False)
         # Nothing may be awaited after that: the server takes the exchange for over, and the turn
         # would count as one whose client has left.
         if form.error in b"".join(ending):
             raise AnsweredWithError
         self.effective = is_dialogue(self._path) and not self._calls_tool
 
-    async def end_with_event(self, event: bytes) -> None:
+    async def end_with_event(self, event: bytes, own_headers: RawHeaders) -> None:
         """End a stream with the engine's own last event."""
-        if not self.started:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._write(event, own_headers, more=False)
 
-    async def _begin(self) -> None:
-        assert self._beginning is not None
-        self.started = True
-        await self._send(self._beginning)
+    async def _write(self, part: bytes, own_headers: RawHeaders, *, more: bool = True) -> None:
+        """Send whole events of a stream, the first ones behind its headers."""
+        async with self._writing:
+            if not self.begun:
+                self.begun = True
+                headers = [*own_headers, *_OF_STREAMS]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._ended = not more
+            await self._send({"type": "http.response.body", "body": part, "more_body": more})
+            self._wrote_s = asyncio.get_running_loop().time()
 
     async def end_with(self, error: ApiError, own_headers: RawHeaders) -> None:
         """End with an error: as the response, or where that has begun, as its last event."""
-        if not self.started:
+        if self.begun:
+            await self.end_with_event(error.event(self._path, self._events), own_headers)
+        elif not self.started:
             await refuse(error, own_headers, self._send, self._path)
-            return
-        if self.streamed:
-            await self.end_with_event(error.event(self._path, self._events))
-            return
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _start(response: aiohttp.ClientResponse, headers: RawHeaders) -> Message:
-    return {"type": "http.response.start", "status": response.status, "headers": headers}
+        else:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _passed_on(response: aiohttp.ClientResponse) -> Iterable[tuple[bytes, bytes]]:

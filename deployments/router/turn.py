@@ -189,7 +189,7 @@ class Turn:
         serving = asyncio.ensure_future(self._serve())
         leaving = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await self._answer.wait({serving, leaving}, self._own_headers)
             if not serving.done():
                 serving.cancel()
             outcome = await self._outcome(serving)
@@ -263,9 +263,9 @@ class Turn:
             try:
                 return await self._place_once()
             except ApiError as error:
-                # A stream that has begun cannot be sent again: it waits for another decoder, and
-                # for room there.
-                waits = self._sent is not None and error.status in (429, 503)
+                # A stream that has begun, and had a decoder, cannot be sent again: it waits for
+                # another one, and for room there.
+                waits = self._answer.begun and self._let_in and error.status in (429, 503)
                 if not waits or time.monotonic() > deadline_s:
                     raise
             if self._plan is not None:
@@ -535,7 +535,8 @@ class Turn:
                 refusal = None if self._answer.started else error_of_event(broken.event)
                 if refusal is not None:
                     raise refusal from None
-                await self._answer.end_with_event(broken.event + form_of(path).after_error)
+                ending = broken.event + form_of(path).after_error
+                await self._answer.end_with_event(ending, self._own_headers())
                 raise AnsweredWithError from None
             raise EngineUnreachable(f"decoder {decoder_id}: {broken}") from None
 
@@ -551,8 +552,8 @@ class Turn:
 
     def _own_headers(self) -> RawHeaders:
         headers = []
-        if self._history_id is not None:
-            own_id = identity.own_id(self._history_id)
+        if (history_id := self._history_id or self._stated_id) is not None:
+            own_id = identity.own_id(history_id)
             headers.append((b"x-conversation-id", own_id.encode()))
         if self._plan is not None:
             headers.append((b"x-conserve-decoder", self._plan.decoder_id.encode()))

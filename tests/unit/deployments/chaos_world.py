@@ -417,11 +417,12 @@ class Asked:
             assert self._status in (408, 429, 503) or final, error
             raise Broken(f"{self._status} {error['code']}")
         name = self._headers[b"x-conversation-id"].decode()
-        if self._headers[b"x-conserve-decoder"].startswith(b"prefiller"):
+        # A stream that began with a comment, while it waited, had no decoder then.
+        if self._headers.get(b"x-conserve-decoder", b"").startswith(b"prefiller"):
             self._world.on_prefillers.add(name)
         if not self._headers[b"content-type"].startswith(b"text/event-stream"):
             return json.loads(whole)["choices"][0]["message"]["content"], name
-        events = [line[6:] for line in whole.split(b"\n\n") if line]
+        events = [line[6:] for line in whole.split(b"\n\n") if line[:6] == b"data: "]
         texts = []
         for event in events:
             parsed = {} if event == b"[DONE]" else json.loads(event)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from conserve import identity, wire
+from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, form_of
 from conserve.errors import ApiError
 from conserve.history import TurnKey
 from conserve.settings import Settings, load
@@ -22,6 +23,7 @@ from deployments.router.access import Access
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
 from tests.unit.deployments.stub_table import StubTable
+from tests.unit.deployments.table import virtual_time
 
 PROMPT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -156,6 +158,7 @@ def exchange(
     key: str = "",
     headers: dict[str, str] | None = None,
     path: str = "/v1/chat/completions",
+    run: Callable[[Any], None] = asyncio.run,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """All that is sent in answer to one turn."""
@@ -177,7 +180,7 @@ def exchange(
     scope = {"type": "http", "path": path, "headers": sent_headers}
     if access is not None:
         access.admit(scope)
-    asyncio.run(endpoint(scope, receive, send))
+    run(endpoint(scope, receive, send))
     return sent
 
 
@@ -423,9 +426,9 @@ def test_a_turn_that_is_refused_names_the_error_and_not_its_text() -> None:
 
 @dataclass
 class Stream:
-    """A decoder's answer, that breaks off after so many events."""
+    """A decoder's answer, that breaks off after so many events; numbers are seconds of silence."""
 
-    events: list[bytes]
+    events: Sequence[bytes | int]
     breaks: Exception | None = None
     status = 200
     content_type = "text/event-stream"
@@ -437,7 +440,10 @@ class Stream:
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         for event in self.events:
-            yield event
+            if isinstance(event, int):
+                await asyncio.sleep(event)
+            else:
+                yield event
         if self.breaks is not None:
             raise self.breaks
 
@@ -616,6 +622,112 @@ def test_a_stream_waits_for_a_decoder_where_there_is_none_or_none_with_room(
     table, engines = Alone(), Streams(die=set(), after={"d1": 2})
     assert _streamed(table, engines) == ("".join(ANSWER), ["done"])
     assert table.refusals == 4
+
+
+# --- streams that wait ----------------------------------------------------------------------------
+
+# Bodies of streamed turns, and the beginning of an event with output.
+ASKED = {
+    CHAT: (STREAMED, b""),
+    COMPLETIONS: ({"prompt": "hello", "stream": True}, b""),
+    MESSAGES: ({**STREAMED, "max_tokens": 9}, b"event: content_block_delta\n"),
+    RESPONSES: ({"input": "hello", "stream": True}, b"event: response.x.delta\n"),
+}
+
+
+@dataclass
+class Waiting(Table):
+    """Takes 40 s or so for a method, and knows no engine for a while once one is lost."""
+
+    slow: str = "place"
+    wait_s: int = 40
+    refuses: bool = False
+    polls: int = 0
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        if method == "begin" and self.lost and self.polls < 3:
+            self.polls += 1
+            return Refusal(503, "no engine is ready", "unavailable", 5)
+        if method == self.slow:
+            await asyncio.sleep(self.wait_s)
+            if self.refuses:
+                return Refusal(429, "no room in time", "queue_timeout", 5)
+        return await super().call(method, *arguments)
+
+
+@dataclass
+class Scripted(Engines):
+    """Decoders that send these parts each; one is lost if its last part is silence."""
+
+    scripts: list[list[bytes | int]] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+        self._serve(url)
+        parts = self.scripts.pop(0)
+        if isinstance(parts[-1], int):
+            self.dead.add(self.served[-1])
+            yield Stream(parts, EngineUnreachable("gone"))
+        else:
+            yield Stream(parts)
+            # It takes a while to give the connection back.
+            await asyncio.sleep(40)
+
+
+# 1 and 2 are events with output, ( and ) the halves of the first, ~ is silence of 7 s, k a comment
+# or ping of the router's, c and p are the engine's own, and E ends a stream.
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(
+    ("slow", "decoders", "got"),
+    [
+        ("begin", ["12E"], "kk12E"),
+        ("place", ["12E"], "kk12E"),
+        ("", ["~~1~~2~~E"], "12E"),
+        ("", ["~~~~~~1~~~~~~2~~~E"], "kk1kk2kE"),
+        ("", ["(~~~~~~)2E"], "kk12E"),
+        ("", ["~c~p~~1p2E"], "k12E"),
+        ("", ["~~~", "12E"], "k12E"),
+        ("", ["~(~~", "12E"], "k12E"),
+        ("", ["c", "12E"], "12E"),
+    ],
+)
+def test_a_stream_is_never_silent_for_long(
+    path: str, slow: str, decoders: list[str], got: str
+) -> None:
+    body, begins = ASKED[path]
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+    kept_alive = ping if path == MESSAGES else b": keep-alive\n\n"
+    one, end = begins + b"data: {1}\n\n", form_of(path).ends[0].strip() + b"\n\n"
+    sent = {"1": one, "2": one.replace(b"1", b"2"), "(": one[:8], ")": one[8:], "E": end}
+    sent |= {"k": kept_alive, "c": b": processing\n\n", "p": ping}
+    scripts = [[sent.get(part, 7) for part in script] for script in decoders]
+    table, engines = Waiting(slow=slow), Scripted(set(), scripts=scripts)
+    named = {"x-conversation-id": "c"}
+    start, *parts = exchange(table, engines, body, headers=named, path=path, run=virtual_time.run)
+    assert b"".join(part["body"] for part in parts) == b"".join(sent[part] for part in got)
+    headers = dict(start["headers"])
+    assert (start["status"], headers[b"x-conversation-id"]) == (200, b"c")
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert (b"x-conserve-decoder" in headers) == (not slow)
+    timing = table.told[-1][1]
+    assert (timing.outcome, len(timing.tbt_s)) == ("completed", 1)
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(("stream", "wait_s"), [(True, 14), (True, 40), (False, 40)])
+def test_a_refusal_has_its_status_unless_the_stream_has_begun(
+    path: str, stream: bool, wait_s: int
+) -> None:
+    table, body = Waiting(wait_s=wait_s, refuses=True), {**ASKED[path][0], "stream": stream}
+    start, *alive, told = exchange(table, Engines(set()), body, path=path, run=virtual_time.run)
+    begun = stream and wait_s > 15
+    assert (start["status"], len(alive)) == ((200, 2) if begun else (429, 0))
+    assert (b"retry-after" in dict(start["headers"])) == (not begun)
+    error = json.loads(told["body"].rpartition(b"data: ")[2])
+    error = error.get("error", error)
+    assert error["message"] == "no room in time"
+    assert error.get("code", error["type"]) in ("queue_timeout", "rate_limit_error")
+    assert [given.outcome for name, given in table.told if name == "observe"] == ["refused"]
 
 
 def test_half_a_first_event_is_not_put_before_the_next_decoders() -> None:
