@@ -203,7 +203,7 @@ def plan(
         refuse(str(error))
     _show(demand, made, plans, alternatives)
     if off := own.off_on(cpu_dtype()[0]):
-        console.print(f"[yellow]dtype{escape(off)}.[/yellow]", highlight=False)
+        console.print(f"[yellow]{escape(off[2:])}.[/yellow]", highlight=False)
 
 
 def _other(own: Profile, source: str) -> Profile:

@@ -93,8 +93,7 @@ def _require_fit(
         )
     if taken > memory.total_bytes:
         images = f" + {gib(encoded)} for encoded images" if encoded else ""
-        wide = settings.engine.get("dtype") == "float32"
-        halved = "engine.dtype=bfloat16 (slower, half the weights) " if wide else ""
+        halved = "engine.dtype=bfloat16, " if settings.engine.get("dtype") == "float32" else ""
         raise SettingsError(
             f"decoders: engines on CPUs do not fit: {' + '.join(lines)} + "
             f"{settings.lmcache.size_gb:g} for LMCache{images} = {taken / GIB:.1f} GiB, and "

@@ -262,8 +262,7 @@ class Profile(_Strict):
 
     def off_on(self, dtype: str) -> str:
         """Return in words that its times are not those of a CPU for this dtype; empty: alike."""
-        # Those without a dtype are of CPUs with kernels for bfloat16.
-        of = self.hardware.get("cpu_dtype", "bfloat16")
+        of = self.hardware.get("cpu_dtype", "bfloat16")  # Older ones are of such CPUs.
         if self.hardware.get("gpus") or of == dtype:
             return ""
         said = f"profile {self.name} is of a CPU with kernels for {of} ({self.hardware.get('cpu')})"

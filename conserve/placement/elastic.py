@@ -275,15 +275,13 @@ def cheapest(
         there = shared.there(home)
         past = min(shared.found(home), tokens - 1)
         prefill_s = prefill_cost_s(work[home], tokens - past, past, shared.encode_tokens)
-        here_s = costs.handoff_s(past - there) + prefill_s + later_s
-        here = round(here_s, _DIGITS), later_s
+        here = round(costs.handoff_s(past - there) + prefill_s + later_s, _DIGITS), later_s
         if best is None or here < best[0]:
             best = here, Placement(home, None)
         way_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
         for one in (id for id in two_least if id != home):
             comes_s = elsewhere[one] + way_s
-            moved_s = comes_s + held_up_s(work[home], comes_s) + later_s
-            moved = round(moved_s, _DIGITS), later_s
+            moved = round(comes_s + held_up_s(work[home], comes_s) + later_s, _DIGITS), later_s
             if best_moved is None or moved < best_moved[0]:
                 doubt_s = _doubt_s(work[home], prefill_s, work[one], elsewhere[one])
                 best_moved = moved, Placement(home, one), doubt_s
