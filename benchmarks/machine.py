@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from hetero.container import cpu_dtype
 from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
 # Each under the names of the distributions that it comes in.
@@ -30,6 +31,7 @@ def environment() -> dict[str, Any]:
         | {name: _version(names) for name, names in _PACKAGES.items()},
         "machine": {
             "cpu": _cpu_model(),
+            "cpu_dtype": cpu_dtype()[0],
             "cores": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
             "gpus": gpu_names(),

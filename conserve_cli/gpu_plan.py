@@ -188,6 +188,7 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         if plan.weights_bytes is not None:
             said += f" and all together {gib(plan.weights_bytes)} GiB of weights"
         there = f"; {plan.memory.said()}"
+        console.print(f"dtype: {escape(plan.dtype)}.", highlight=False)
     console.print(
         f"{said}. Host memory for handoffs: {settings.lmcache.size_gb:g} GiB a node{there}.",
         highlight=False,

@@ -71,6 +71,8 @@ def laid_out(settings: Settings) -> Settings:
     settled, plan = examined(settings, planning=False)
     if isinstance(plan, GpuPlan):
         show(settled, plan)
+    elif plan is not None:
+        console.print(f"dtype: {plan.dtype}.", highlight=False, markup=False)
     return settled
 
 

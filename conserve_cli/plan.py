@@ -30,6 +30,7 @@ from conserve_cli.workload_options import (
     ScaleTokens,
     Seed,
 )
+from hetero.container import cpu_dtype
 
 cli = typer.Typer(
     help="Plan prefillers, decoders and slots from a profile and a workload.",
@@ -201,6 +202,8 @@ def plan(
     except (DemandError, PlanError, ProfileError, WorkloadError) as error:
         refuse(str(error))
     _show(demand, made, plans, alternatives)
+    if off := own.off_on(cpu_dtype()[0]):
+        console.print(f"[yellow]{escape(off[2:])}.[/yellow]", highlight=False)
 
 
 def _other(own: Profile, source: str) -> Profile:

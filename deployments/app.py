@@ -21,7 +21,7 @@ from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_nodes import nodes_with_gpus
-from deployments.gpu_plans import planned, planned_on_cpus
+from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import find_ray
 from deployments.prompting import parsers_of
 from deployments.ray_token import keep_token
@@ -163,6 +163,8 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
             logger.warning("%s", note)
     else:
         _say_nothing_gained(settings)
+        settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
+        logger.info("dtype: %s", dtype)
         if alone:
             settings, _ = planned_on_cpus(settings)
     settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})

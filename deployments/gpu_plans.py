@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
+from autoscale.capacity.served import profile_off
 from conserve.settings import Settings, SettingsError
 from deployments.engine_arguments import require_one_split
 from deployments.model_files import ModelMissing, model_shape
 from hetero import cpu_plan
 from hetero.cards import cards_here
-from hetero.container import host_memory
+from hetero.container import cpu_dtype, host_memory
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, plan
@@ -62,8 +64,29 @@ def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
     Raises:
         SettingsError: vLLM would not start the engines, or there is no such model.
     """
+    settings, dtype = with_cpu_dtype(settings, model_is_here=True)
     shape, _ = _looked_for(settings, model_is_here=True)
-    return cpu_plan.plan(settings, shape, host_memory())
+    settings, made = cpu_plan.plan(settings, shape, host_memory())
+    return settings, replace(made, dtype=dtype)
+
+
+def with_cpu_dtype(settings: Settings, model_is_here: bool) -> tuple[Settings, str]:
+    """Return the settings with the dtype of all engines on CPUs, unless it is set, and why.
+
+    It is this CPU's also on several nodes: handed-over KV is taken as it was stored.
+    """
+    dtype, why = cpu_dtype()
+    off = profile_off(settings, dtype)
+    arguments = settings.engine | settings.decoders.engine
+    if (given := arguments.get("dtype")) is not None:
+        return settings, f"{given} as set; {why}{off}"
+    if dtype == "float32":
+        shape, unknown = _looked_for(settings, model_is_here)
+        # Most methods of quantisation refuse float32.
+        if shape is None or shape.quantised or "quantization" in arguments:
+            dtype, why = "bfloat16", f"{unknown or 'the model is quantised'}; {why}, so it is slow"
+    engine = {**settings.engine, "dtype": dtype}
+    return settings.model_copy(update={"engine": engine}), f"{dtype}: {why}{off}"
 
 
 def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | None, str]:

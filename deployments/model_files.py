@@ -24,7 +24,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from conserve.engines import model_source
-from conserve.settings import Settings, SettingsError
+from conserve.settings import EMBEDDED_MODELS, Settings, SettingsError
 from deployments.model_config import with_defaults
 from hetero.model_shape import ModelShape, ModelUnknown, shape_of
 from hetero.vision_tower import ENCODERS
@@ -62,6 +62,8 @@ def model_shape(settings: Settings) -> ModelShape:
     # Where it matters, roles have the same (`conserve.settings.engine_arguments`).
     arguments = settings.engine | settings.decoders.engine
     config, weights, processor = _files(source, arguments.get("revision"))
+    if settings.model not in EMBEDDED_MODELS:  # They lack no value, and this takes seconds.
+        config = with_defaults(config)
     processor |= arguments.get("mm_processor_kwargs") or {}
     overrides = arguments.get("hf_overrides")
     if isinstance(overrides, dict):
@@ -141,7 +143,7 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
             config = _config(folder / "config.json")
         except ModelUnknown as error:
             raise ModelMissing(str(error)) from None
-        return with_defaults(config), _weights_in(folder), _processor_in(folder)
+        return config, _weights_in(folder), _processor_in(folder)
     if folder.is_file():
         raise ModelUnknown(f"{folder} is a file, without a configuration beside it")
     cached = (
@@ -152,10 +154,10 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
     if isinstance(cached, str):
         path = Path(cached)
         config = _config(path)
-        return with_defaults(config), _weights_in(path.parent), _processor_in(path.parent)
+        return config, _weights_in(path.parent), _processor_in(path.parent)
     config = _fetched(source, revision)
     found = _processor_on_hub(source, revision) if any(map(config.get, ENCODERS)) else {}
-    return with_defaults(config), _weights_on_hub(source, revision), found
+    return config, _weights_on_hub(source, revision), found
 
 
 def _is_hub_id(source: str) -> bool:

@@ -14,6 +14,11 @@ from pathlib import Path
 import psutil
 
 _ROOT = Path("/")
+# Flags of CPUs for which oneDNN has kernels for bfloat16. Without them prefills take about three
+# times as long as in float32 with AVX-512, and four to eight times with AVX2.
+_BFLOAT16 = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
+# Values of oneDNN's variable that keep it from those kernels.
+_LESS = re.compile(r"sse41|avx|avx2\w*|avx512_core(_vnni)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,17 @@ def usable_cpus(root: Path = _ROOT) -> float:
         if quota is not None:
             cpus = min(cpus, quota)
     return cpus
+
+
+def cpu_dtype(root: Path = _ROOT) -> tuple[str, str]:
+    """Return the dtype that this machine's CPU has kernels for, and why."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    if _LESS.fullmatch(limit):
+        return "float32", f"ONEDNN_MAX_CPU_ISA={limit} leaves out the kernels for bfloat16"
+    flags = {flag for line in _lines(root / "proc/cpuinfo") for flag in line.split()}
+    if has := [name for flag, name in _BFLOAT16.items() if flag in flags]:
+        return "bfloat16", f"this CPU has bfloat16 kernels ({' and '.join(has)})"
+    return "float32", "this CPU has no bfloat16 kernels (neither AVX512-BF16 nor AMX)"
 
 
 def _quota(folder: Path) -> float | None:

@@ -24,6 +24,7 @@ class CpuPlan:
     size_gb: float  # Of LMCache's server.
     memory: HostMemory
     images: str = ""  # Host memory for images, in words; empty: the model reads text only.
+    dtype: str = ""  # What engines compute in, and why.
 
 
 def plan(
@@ -92,10 +93,11 @@ def _require_fit(
         )
     if taken > memory.total_bytes:
         images = f" + {gib(encoded)} for encoded images" if encoded else ""
+        halved = "engine.dtype=bfloat16, " if settings.engine.get("dtype") == "float32" else ""
         raise SettingsError(
             f"decoders: engines on CPUs do not fit: {' + '.join(lines)} + "
             f"{settings.lmcache.size_gb:g} for LMCache{images} = {taken / GIB:.1f} GiB, and "
-            f"{memory.said()}; set fewer engines (prefillers=0 decoders=1 is the least), or a "
-            "smaller model"
+            f"{memory.said()}; set fewer engines (prefillers=0 decoders=1 is the least), {halved}"
+            "or a smaller model"
         )
     return weights

@@ -72,6 +72,7 @@ class ModelShape:
     max_model_len: int | None
     recurrent: bool = False  # Whether layers keep a state (Mamba, linear attention).
     windowed: bool = False  # Whether a long sequence may take less KV than is counted.
+    quantised: bool = False
     tower: Tower | None = None  # Counted in the weights.
     tower_unknown: str = ""  # Why an encoder is not counted; empty: it is, or there is none.
 
@@ -166,6 +167,7 @@ def shape_of(
         max_model_len=_first(own, _LENGTHS),
         recurrent=_is_recurrent(own),
         windowed=_is_windowed(own),
+        quantised=bool(own.get("quantization_config")),
         tower=tower,
         tower_unknown=tower_unknown,
     )

@@ -260,6 +260,14 @@ class Profile(_Strict):
         caps = sorted([*others, power], key=lambda one: one.cap_w, reverse=True)
         return self.model_copy(update={"power": tuple(caps)})
 
+    def off_on(self, dtype: str) -> str:
+        """Return in words that its times are not those of a CPU for this dtype; empty: alike."""
+        of = self.hardware.get("cpu_dtype", "bfloat16")  # Older ones are of such CPUs.
+        if self.hardware.get("gpus") or of == dtype:
+            return ""
+        said = f"profile {self.name} is of a CPU with kernels for {of} ({self.hardware.get('cpu')})"
+        return f"; {said}, and its times may be far off here: measure them with conserve profile"
+
     def require_serves(self, model: str, versions: Mapping[str, str | None]) -> None:
         """Raise `ProfileError` if this profile is of another model or package version."""
         if model != self.model:

@@ -33,6 +33,13 @@ def with_profile(settings: Settings) -> Settings:
     return settings.model_copy(update={"profile": str(path.resolve())})
 
 
+def profile_off(settings: Settings, dtype: str) -> str:
+    """Return `Profile.off_on` of the settings' profile; empty also if that cannot be read."""
+    with contextlib.suppress(ProfileError):
+        return load_profile(settings.profile).off_on(dtype) if settings.profile else ""
+    return ""
+
+
 def engine_versions() -> dict[str, str | None]:
     """Return the versions of the packages that run an engine; None if not installed."""
     found: dict[str, str | None] = {}

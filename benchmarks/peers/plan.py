@@ -12,6 +12,7 @@ from benchmarks import machine
 from conserve import engines
 from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError, load
 from deployments.node.lmcache_server import free_port as free_listening_port
+from hetero.container import cpu_dtype
 
 # What `conserve bench` sends by itself. A peer that can be told a name is told this one.
 CONVERSATION_HEADER = "X-Conversation-Id"
@@ -102,6 +103,7 @@ def engine_arguments(options: Options) -> dict[str, Any]:
     """Return vLLM's arguments for every engine of every peer: those of ConServe's own engines."""
     return {
         **engines.engine_arguments(options.model, options.gpu),
+        **({} if options.gpu else {"dtype": cpu_dtype()[0]}),
         "enable_prefix_caching": True,
         **options.engine,
     }

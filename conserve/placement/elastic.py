@@ -23,6 +23,9 @@ _LEAST_DECODING_S = 0.5
 # Rates of about the last minute tell nothing beyond the next one. Without this bound a conversation
 # would live for ever where none has come of late, and a home would count for more than any prefill.
 _MOST_LIFE_S = 60.0
+# Digits after the point of the seconds that are compared: below a microsecond, costs are equal, and
+# no choice turns on how a sum was rounded.
+_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,29 +266,29 @@ def cheapest(
         new_tokens = tokens - past
         pushed_out = new_tokens - room.get(one, new_tokens)
         elsewhere[one] = prefill_cost_s(work[one], new_tokens, past, shared.encode_tokens)
-        elsewhere[one] += again_s(work[one], pushed_out)
+        elsewhere[one] = round(elsewhere[one] + again_s(work[one], pushed_out), _DIGITS)
     two_least = sorted(elsewhere, key=elsewhere.__getitem__)[:2]
     best: tuple[tuple[float, float], Placement] | None = None
     best_moved: tuple[tuple[float, float], Placement, float] | None = None
-    for home, later_s in homes.items():
-        costs = work[home].costs
+    for home, exact_s in homes.items():
+        costs, later_s = work[home].costs, round(exact_s, _DIGITS)
         there = shared.there(home)
         past = min(shared.found(home), tokens - 1)
         prefill_s = prefill_cost_s(work[home], tokens - past, past, shared.encode_tokens)
-        here = costs.handoff_s(past - there) + prefill_s + later_s, later_s
+        here = round(costs.handoff_s(past - there) + prefill_s + later_s, _DIGITS), later_s
         if best is None or here < best[0]:
             best = here, Placement(home, None)
         way_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
         for one in (id for id in two_least if id != home):
             comes_s = elsewhere[one] + way_s
-            moved = comes_s + held_up_s(work[home], comes_s) + later_s, later_s
+            moved = round(comes_s + held_up_s(work[home], comes_s) + later_s, _DIGITS), later_s
             if best_moved is None or moved < best_moved[0]:
                 doubt_s = _doubt_s(work[home], prefill_s, work[one], elsewhere[one])
                 best_moved = moved, Placement(home, one), doubt_s
     if best is None or best_moved is None:
         return None if best is None else best[1]
     (moved_s, _), placement, doubt_s = best_moved
-    return placement if moved_s + doubt_s < best[0][0] else best[1]
+    return placement if round(moved_s + doubt_s, _DIGITS) < best[0][0] else best[1]
 
 
 def _doubt_s(home: Work, here_s: float, other: Work, there_s: float) -> float:

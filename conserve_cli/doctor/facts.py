@@ -50,6 +50,7 @@ class MachineFacts:
     open_files: int
     memory_limited: bool = False  # Whether the total is a container's limit.
     cpus: float | None = None
+    dtype: tuple[str, str] = ("bfloat16", "")  # What the CPU has kernels for, and why.
     lockable_bytes: int | None = None  # None: unlimited.
     rdma: bool = False  # Whether a network card reads memory by itself.
     expandable: tuple[str, ...] = ()  # Variables that switch PyTorch's expandable segments on.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from autoscale.capacity.served import profile_off
 from conserve.settings import Settings
 from conserve_cli.doctor.facts import (
     CardFacts,
@@ -45,6 +46,7 @@ def check_machine(
     has_engines: bool = True,
     crowd: Crowd | None = None,
     several: bool = False,
+    dtype: str | None = None,
 ) -> Iterator[Finding]:
     """Check whether a machine has what ConServe needs.
 
@@ -53,6 +55,7 @@ def check_machine(
         has_engines: whether any engine, and so an LMCache server, can be here.
         crowd: the engines that may be on its GPUs; None: none.
         several: whether KV moves between this node and others.
+        dtype: of engines on its CPU, unless one is set; None: it has none.
     """
     if has_engines:
         yield _memory(facts, settings, cpu_engines)
@@ -60,6 +63,8 @@ def check_machine(
     yield from _disk(facts)
     yield from _huge_pages(facts)
     yield _open_files(facts)
+    if dtype:
+        yield _dtype(facts, settings, dtype)
     if facts.open_token:
         seen = f"other users may read {facts.open_token}, with which they can have Ray run code"
         to_do = (
@@ -133,6 +138,16 @@ def _cpus(cpus: float, crowd: Crowd) -> Finding:
             f"{advised} CPUs, if time between tokens matters",
         )
     return ok("CPUs", f"{seen} for {count}")
+
+
+def _dtype(facts: MachineFacts, settings: Settings, dtype: str) -> Finding:
+    own, why = facts.dtype
+    served = (settings.engine | settings.decoders.engine).get("dtype", dtype)
+    seen = f"engines compute in {served}; {why}"
+    if own == "float32" and served not in ("float32", "float"):
+        return warning("dtype", seen, "set engine.dtype=float32, unless the model is quantised")
+    off = profile_off(settings, own)
+    return Finding("warning" if off else "ok", "dtype", seen + off)
 
 
 def _allocator(facts: MachineFacts) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ from deployments.environments.processes import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import LOCK
 from deployments.node.lmcache_server import SERVER_MODULE, is_free
-from hetero.container import host_memory, usable_cpus
+from hetero.container import cpu_dtype, host_memory, usable_cpus
 from hetero.nvml import Gpu, MigDevice, NoDriver, Nvml, NvmlError
 
 # Distributions whose requirements are compared with what is installed.
@@ -107,6 +107,7 @@ def observe_machine() -> MachineFacts:
         open_files=soft,
         memory_limited=memory.limited,
         cpus=usable_cpus(),
+        dtype=cpu_dtype(),
         lockable_bytes=_lockable_bytes(),
         rdma=bool(glob.glob("/dev/infiniband/uverbs*")),
         expandable=tuple(allocator_environment(os.environ)),

@@ -51,6 +51,7 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
                 has_engines=has_engines,
                 crowd=most_on_node(laid_out, _gpus_of(node)) if has_gpus else None,
                 several=several,
+                dtype=nodes[0].machine.dtype[0] if has_engines and on_cpu else None,
             ),
             *check_ports(node.ports),
             *check_environments(node.environments),

@@ -55,10 +55,7 @@ def unnamed_afterwards() -> Iterator[None]:
 def _load() -> None:
     gc.disable()
     try:
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cpu():
-            pass
+        from vllm.platforms import current_platform  # noqa: F401
 
         import deployments.engine.lmcache_connector  # noqa: F401
     finally:
