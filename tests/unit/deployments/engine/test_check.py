@@ -185,24 +185,20 @@ def test_an_engine_that_fails_a_prefill_says_so_though_a_stream_has_begun() -> N
     assert "too large an image" in answer["error"]["message"]
 
 
-def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
+async def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
     engine = Engine(hangs=True)
-
-    async def leave() -> None:
-        serving = asyncio.ensure_future(
-            RequestCheck(engine.app)(
-                {"type": "http", "path": wire.PREFILL_PREFIX + "/v1/completions"},
-                None,
-                None,  # type: ignore[arg-type]
-            )
+    serving = asyncio.ensure_future(
+        RequestCheck(engine.app)(
+            {"type": "http", "path": wire.PREFILL_PREFIX + "/v1/completions"},
+            None,
+            None,  # type: ignore[arg-type]
         )
-        await asyncio.sleep(0.01)
-        assert engine.ran
-        serving.cancel()
-        await asyncio.wait([serving])
-        assert engine.closed == 1
-
-    asyncio.run(leave())
+    )
+    await asyncio.sleep(0.01)
+    assert engine.ran
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert engine.closed == 1
 
 
 def test_what_only_counts_tokens_leaves_the_cache_of_media_alone() -> None:

@@ -776,7 +776,7 @@ def test_a_call_counts_though_another_engine_has_ended_the_stream() -> None:
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, "/v1/chat/completions"])
-def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> None:
+async def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> None:
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -784,13 +784,9 @@ def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> Non
 
     relayed = answer.RelayedAnswer(path, 0.0, send)
     first = event("response.created")
-
-    async def run() -> None:
-        await relayed.relay(Answer([first]), [])  # type: ignore[arg-type]
-        sent.clear()
-        await relayed.end_with(ApiError(503, "lost", "engine_lost"), [])
-
-    asyncio.run(run())
+    await relayed.relay(Answer([first]), [])  # type: ignore[arg-type]
+    sent.clear()
+    await relayed.end_with(ApiError(503, "lost", "engine_lost"), [])
     data = json.loads(sent[0].partition(b"data: ")[2])
     assert sent[0].endswith(b"\n\n")
     if path == MESSAGES:

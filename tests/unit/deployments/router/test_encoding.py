@@ -251,22 +251,19 @@ async def _no() -> bool:
     return False
 
 
-def test_what_a_turn_that_has_left_wanted_is_no_longer_an_encoders_work() -> None:
-    async def scenario() -> None:
-        engines = Vision(die=set(), encoder_hangs=True)
-        encoders = Encoders()
-        encoders.update([Encoder("e", "http://d1:9")])
-        turn = Turn({"a": b"{}", "b": b"{}"})
-        asked = asyncio.create_task(Encoding(engines, encoders).encode(turn, "http://d1"))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        assert engines.log == ["encode d1"] * 2
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert encoders.lacks("a")
-        assert encoders._running == {}
-
-    asyncio.run(scenario())
+async def test_what_a_turn_that_has_left_wanted_is_no_longer_an_encoders_work() -> None:
+    engines = Vision(die=set(), encoder_hangs=True)
+    encoders = Encoders()
+    encoders.update([Encoder("e", "http://d1:9")])
+    turn = Turn({"a": b"{}", "b": b"{}"})
+    asked = asyncio.create_task(Encoding(engines, encoders).encode(turn, "http://d1"))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert engines.log == ["encode d1"] * 2
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert encoders.lacks("a")
+    assert encoders._running == {}
 
 
 @dataclass
