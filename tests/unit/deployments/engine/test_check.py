@@ -19,6 +19,7 @@ from conserve.apis import COUNT_TOKENS, MESSAGES
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.messages import Prefilled
 from deployments.router.upstream import Checked
+from tests.unit.deployments.asgi import exchange
 
 PROMPT = [1, 2, 3]
 # As a turn may want its output.
@@ -98,20 +99,7 @@ class Engine:
 
 def ask(engine: Engine, path: str) -> tuple[int, Any]:
     """Status and body of the answer."""
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"{}"}
-
-    async def exchange() -> None:
-        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-        await RequestCheck(engine.app)(scope, receive, send)
-
-    asyncio.run(exchange())
-    start, body = sent
+    start, body = exchange(RequestCheck(engine.app), b"{}", method="POST", path=path)
     return start["status"], json.loads(body["body"])
 
 

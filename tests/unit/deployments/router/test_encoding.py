@@ -23,6 +23,7 @@ from deployments.router.encoding import Encoding
 from deployments.router.media import MediaReader
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
+from tests.unit.deployments.asgi import exchange
 from tests.unit.deployments.router.test_direct import Decoders, Placing
 from tests.unit.deployments.router.test_turn import Table, told_by
 
@@ -93,20 +94,7 @@ def endpoint_of(table: Table, engines: Vision, *nodes: str, **settings: Any) -> 
 
 def ask(endpoint: TurnEndpoint, given: dict[str, Any], path: str = CHAT) -> int:
     """The status of the answer to one turn."""
-    received = [{"type": "http.request", "body": json.dumps(given).encode()}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if not received:
-            await asyncio.Event().wait()
-        return received.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": path, "headers": []}
-    asyncio.run(endpoint(scope, receive, send))
-    return int(sent[0]["status"])
+    return int(exchange(endpoint, given, path=path)[0]["status"])
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])

@@ -21,6 +21,7 @@ from deployments.router.media import MediaReader
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
+from tests.unit.deployments.asgi import exchanged, told
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -78,24 +79,9 @@ async def post(
     door: FrontDoor, path: str, body: Any, headers: tuple[tuple[bytes, bytes], ...] = ()
 ) -> tuple[int, Any]:
     """Status and JSON of the answer."""
-    sent: list[dict[str, Any]] = []
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": raw}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), *headers],
-    }
-    await door(scope, receive, send)
-    return sent[0]["status"], json.loads(b"".join(part.get("body", b"") for part in sent[1:]))
+    given = [(b"content-type", b"application/json"), *headers]
+    status, _, answer = told(await exchanged(door, body, method="POST", path=path, headers=given))
+    return status, json.loads(answer)
 
 
 def asked(path: str, body: Any, *table: dict[str, Any]) -> tuple[int, Any]:

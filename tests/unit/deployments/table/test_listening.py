@@ -72,11 +72,7 @@ async def test_what_happens_is_told_in_order() -> None:
     assert by_kind["prefilled", "c"]["loaded_tokens"] == 100
     text = (await service.metrics()).decode()
     # The prefiller computed all but 100, and the decoder what was not in LMCache.
-    counted = {
-        "computed": TOKENS - 100 + TOKENS - 512,
-        "cached": 512 - (TOKENS - 100),
-        "output": 5,
-    }
+    counted = {"computed": TOKENS - 100 + TOKENS - 512, "cached": 512 - (TOKENS - 100), "output": 5}
     for kind, tokens in counted.items():
         line = f'conserve_tokens_total{{kind="{kind}",tenant=""}} {tokens}.0'
         assert line in text.splitlines()

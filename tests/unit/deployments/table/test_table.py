@@ -41,13 +41,53 @@ def engine(role: str) -> EngineInfo:
     )
 
 
-async def a_full_service() -> TableService:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+async def a_service(queue_limit: int | None = None, **settings: Any) -> TableService:
+    """A prefiller and a decoder."""
+    limit = {} if queue_limit is None else {"queue_limit": queue_limit}
+    service = TableService(Settings(**{"decoders": {"replicas": 1}, **settings}), **limit)
     for role in ("prefiller", "decoder"):
         await service.register(engine(role))
-    assert isinstance(await service.begin(BeginTurn("r", "full", [])), Unplaced)
-    assert isinstance(await service.place(PlaceTurn("r", "full", TOKENS)), TurnPlan)
     return service
+
+
+async def a_full_service() -> TableService:
+    service = await a_service()
+    await placed(service, "full")
+    return service
+
+
+async def begun(service: TableService, name: str = "c") -> TurnPlan:
+    """Begin a turn of a history that is bound."""
+    plan = await service.begin(BeginTurn("r", name, []))
+    assert isinstance(plan, TurnPlan)
+    return plan
+
+
+async def unplaced(service: TableService, name: str = "c") -> Unplaced:
+    asked = await service.begin(BeginTurn("r", name, []))
+    assert isinstance(asked, Unplaced)
+    return asked
+
+
+async def placed(service: TableService, name: str = "c", tokens: int = TOKENS) -> TurnPlan:
+    """Begin a first turn, for which there is room."""
+    await unplaced(service, name)
+    plan = await service.place(PlaceTurn("r", name, tokens))
+    assert isinstance(plan, TurnPlan)
+    return plan
+
+
+async def queued(service: TableService, name: str = "c", tokens: int = TOKENS) -> Any:
+    """Return the call of a first turn that has begun, and waits for room."""
+    waiting = asyncio.create_task(service.place(PlaceTurn("r", name, tokens)))
+    await asyncio.sleep(0)
+    return waiting
+
+
+async def shown_of(service: TableService, name: str = "c") -> Any:
+    shown = await service.conversation(name)
+    assert shown is not None
+    return shown
 
 
 async def test_health_says_what_engines_do_that_are_not_ready() -> None:
@@ -65,9 +105,8 @@ async def test_health_says_what_engines_do_that_are_not_ready() -> None:
 async def test_a_conversation_waits_once_for_room() -> None:
     """A second turn that was told to place it, the first having seemed lost, is turned away."""
     service = await a_full_service()
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    await unplaced(service)
+    first = await queued(service)
     second = await service.place(PlaceTurn("r", "c", TOKENS))
     assert isinstance(second, Refusal)
     assert (second.status, second.code) == (429, "conversation_busy")
@@ -85,11 +124,10 @@ async def test_a_slow_turn_says_why_until_a_quick_one_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = await a_full_service()
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    await unplaced(service)
     now_s = time.time()
     monkeypatch.setattr("deployments.table.placing.unix_s", lambda: now_s)
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    waiting = await queued(service)
     now_s += 3.0
     await service.release("full")
     plan = await waiting
@@ -100,20 +138,18 @@ async def test_a_slow_turn_says_why_until_a_quick_one_follows(
     ):
         stats = TurnStats(prompt_tokens, 10, found_tokens, 0)
         assert await service.advance(plan.turn, plan.decoder_id, stats, ())
-        shown = await service.conversation("c")
-        assert shown is not None
+        shown = await shown_of(service)
         assert shown.last_turn.why == shown.histories[0].last_turn.why == why
         ended = [one for one in shown.events if dict(one)["kind"] == "end"]
         assert ended[-1].get("why", msgspec.UNSET) == why
-        plan = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(plan, TurnPlan)
+        plan = await begun(service)
     await service.release("c")
     assert not service._accounts.why
 
 
 async def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
     service = await a_full_service()
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    await unplaced(service)
     waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS, 5.0)))
     await asyncio.sleep(0)
     await service.release("full")
@@ -124,11 +160,8 @@ async def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() 
         timing = TurnTiming("completed", 1.0, 0.5, (), turn, ago_s)
         await service.observe(timing)
 
-    async def ttfet_s() -> float | None:
-        shown = await service.conversation("c")
-        assert shown is not None
-        found: float | None = shown.ttfet_s
-        return found
+    async def ttfet_s() -> Any:
+        return (await shown_of(service)).ttfet_s
 
     await seen(None)  # A tool call.
     assert await ttfet_s() is None
@@ -148,8 +181,7 @@ async def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.Monk
         now_s = time.time() + jump_s
         monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
         await service._tidy(time.monotonic())
-        shown = await service.conversation("full")
-        assert shown is not None
+        shown = await shown_of(service, "full")
         assert 0 <= shown.age_s < 3600
 
 
@@ -159,12 +191,9 @@ async def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
     held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
     await service.register(engine("prefiller"))
     await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-    plan = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(plan, TurnPlan)
+    plan = await begun(service)
     await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
-    shown = await service.conversation("c")
-    assert shown is not None
-    assert shown.ttfet_s is None
+    assert (await shown_of(service)).ttfet_s is None
     assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
 
 
@@ -177,8 +206,7 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
     settings = Settings(placement="conversation", decoders={"replicas": 1})  # type: ignore[arg-type]
     service = TableService(settings)
     for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
-        placed = dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",))
-        await service.register(placed)
+        await service.register(dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",)))
 
     async def beat(prefiller_j: float, decoder_j: float) -> None:
         for role, joules in (("prefiller", prefiller_j), ("decoder", decoder_j)):
@@ -186,16 +214,11 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
             energy = EngineEnergy(joules, "epoch", False, (gpu,))
             await service.beat(f"{role}#1", energy)
 
-    async def told_j() -> float | None:
-        shown = await service.conversation("c")
-        assert shown is not None
-        found: float | None = shown.energy_estimate_j
-        return found
+    async def told_j() -> Any:
+        return (await shown_of(service)).energy_estimate_j
 
     await beat(0, 0)
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    plan = await service.place(PlaceTurn("r", "c", 500))
-    assert isinstance(plan, TurnPlan)
+    plan = await placed(service, "c", 500)
     assert await told_j() is None
     now_s += 1
     await service.prefilled(plan, Prefilled(500, 0))
@@ -227,9 +250,7 @@ async def test_without_gpus_nothing_is_said_of_them() -> None:
     service = await a_full_service()
     await service.beat("decoder#1")
     assert b"gpu" not in await service.metrics()
-    shown = await service.conversation("full")
-    assert shown is not None
-    assert shown.energy_estimate_j is None
+    assert (await shown_of(service, "full")).energy_estimate_j is None
 
 
 # --- Turns that are not bound yet ----------------------------------------------------------------
@@ -238,15 +259,12 @@ async def test_without_gpus_nothing_is_said_of_them() -> None:
 async def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
     """Its client left; the next turn of the same conversation waits in its own right."""
     service = await a_full_service()
-    asked = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(asked, Unplaced)
-    first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    asked = await unplaced(service)
+    first = await queued(service)
     await service.forgo("c", asked.claim)
     # Before the first call has noticed.
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    second = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    await unplaced(service)
+    second = await queued(service)
     with pytest.raises(asyncio.CancelledError):
         await first
     await service.release("full")
@@ -256,19 +274,12 @@ async def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
 
 
 async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
-    settings = Settings(decoders={"replicas": 1}, queue_timeout_s=0.05)  # type: ignore[arg-type]
-    service = TableService(settings)
-    for role in ("prefiller", "decoder"):
-        await service.register(engine(role))
-    for name, tokens in (("full", TOKENS), ("large", 900)):
-        assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
-        if name == "full":
-            assert isinstance(await service.place(PlaceTurn("r", name, tokens)), TurnPlan)
+    service = await a_service(queue_timeout_s=0.05)
+    await placed(service, "full")
+    await unplaced(service, "large")
     large = asyncio.create_task(service.place(PlaceTurn("r", "large", 900)))
     await asyncio.sleep(0.03)
-    assert isinstance(await service.begin(BeginTurn("r", "small", [])), Unplaced)
-    small = await service.place(PlaceTurn("r", "small", 300))
-    assert isinstance(small, TurnPlan)
+    await placed(service, "small", 300)
     refused = await large
     assert isinstance(refused, Refusal)
     assert (refused.status, refused.code) == (429, "queue_timeout")
@@ -277,15 +288,11 @@ async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> 
 
 
 async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
-    settings = Settings(decoders={"replicas": 1})  # type: ignore[arg-type]
-    service = TableService(settings, queue_limit=1)
-    for role in ("prefiller", "decoder"):
-        await service.register(engine(role))
+    service = await a_service(queue_limit=1)
     for name in ("full", "waits", "late"):
-        assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
+        await unplaced(service, name)
     assert isinstance(await service.place(PlaceTurn("r", "full", 900)), TurnPlan)
-    waits = asyncio.create_task(service.place(PlaceTurn("r", "waits", 900)))
-    await asyncio.sleep(0)
+    waits = await queued(service, "waits", 900)
     refused = await service.place(PlaceTurn("r", "late", 900))
     assert isinstance(refused, Refusal)
     assert (refused.status, refused.code) == (429, "queue_full")
@@ -299,7 +306,7 @@ async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
 async def test_the_longest_wait_changes_in_place() -> None:
     service = await a_full_service()
     await service.router_beat("r", Timeouts(queue_timeout_s=0.05, idle_timeout_s=1800.0))
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    await unplaced(service)
     refused = await asyncio.wait_for(service.place(PlaceTurn("r", "c", TOKENS)), 30)
     assert isinstance(refused, Refusal)
     assert refused.code == "queue_timeout"
@@ -319,9 +326,7 @@ async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
 
 
 async def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next() -> None:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-    for role in ("prefiller", "decoder"):
-        await service.register(engine(role))
+    service = await a_service()
     # `begin` was another table's.
     assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
     assert not service._pending
@@ -338,10 +343,8 @@ async def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the
 async def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
     """All before the call that waits for room has noticed."""
     service = await a_full_service()
-    asked = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(asked, Unplaced)
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    asked = await unplaced(service)
+    waiting = await queued(service)
     await service.release("full")  # Room for it.
     await service.forgo("c", asked.claim)
     await service.engine_lost("decoder#1", "as it happens")
@@ -349,39 +352,31 @@ async def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_
     assert b"conserve_queue_length 0.0" in await service.metrics()
     await service.register(engine("decoder"))
     assert not service._pending
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
+    await placed(service)
 
 
 async def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
     """The second comes after room was found for the first, and before the first has noticed."""
     service = await a_full_service()
-    asked = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(asked, Unplaced)
-    first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    asked = await unplaced(service)
+    first = await queued(service)
     await service.release("full")
     await service.forgo("c", asked.claim)
     second = await service.begin(BeginTurn("r", "c", []))
     # Nobody wants the first one any more, and it is over.
     assert isinstance(await first, Refusal)
     assert isinstance(second, Unplaced)
-    placed = await service.place(PlaceTurn("r", "c", TOKENS))
-    assert isinstance(placed, TurnPlan)
-    found = await service.conversation("c")
-    assert found is not None
-    assert found.phase == "reasoning"
-    assert await service.advance(placed.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
-    found = await service.conversation("c")
-    assert found is not None
-    assert found.phase == "acting"
+    plan = await service.place(PlaceTurn("r", "c", TOKENS))
+    assert isinstance(plan, TurnPlan)
+    assert (await shown_of(service)).phase == "reasoning"
+    assert await service.advance(plan.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
+    assert (await shown_of(service)).phase == "acting"
 
 
 async def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
     service = await a_full_service()
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    await unplaced(service)
+    waiting = await queued(service)
     await service.release("full")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -392,10 +387,8 @@ async def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> 
 
 async def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
     service = await a_full_service()
-    asked = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(asked, Unplaced)
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    asked = await unplaced(service)
+    waiting = await queued(service)
     await service.forgo("c", asked.claim + 1)
     await service.forgo("c", 0)
     assert not waiting.done()
@@ -429,13 +422,12 @@ async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -
 async def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() -> None:
     service = await a_full_service()
     await service.release("full")
-    assert isinstance(await service.begin(BeginTurn("r", "huge", [])), Unplaced)
+    await unplaced(service, "huge")
     refused = await service.place(PlaceTurn("r", "huge", 1001))
     assert isinstance(refused, Refusal)
     assert (refused.status, refused.code) == (400, "context_length_exceeded")
     assert "1001 tokens" in refused.message
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    assert isinstance(await service.place(PlaceTurn("r", "c", 1000)), TurnPlan)
+    await placed(service, "c", 1000)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -511,9 +503,7 @@ async def test_a_turn_is_told_to_park_where_there_is_host_memory(
     for role in ("prefiller", "decoder"):
         await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
     service._recovery.complete.set()  # No engine is still to report what it has.
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    plan = await service.place(PlaceTurn("r", "c", TOKENS))
-    assert isinstance(plan, TurnPlan)
+    plan = await placed(service)
     assert plan.parks == parks
     # What a prefiller has computed is there, whether the decoder parks or not.
     await service.prefilled(plan, Prefilled(TOKENS, 0))
@@ -545,15 +535,13 @@ async def test_engines_of_one_node_share_its_host_memory() -> None:
 async def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
     service = await a_full_service()
     assert await service.report_tool("unknown", ToolReport("bash")) is None
-    plan = await service.begin(BeginTurn("r", "full", []))
-    assert isinstance(plan, TurnPlan)
+    plan = await begun(service, "full")
     stats = TurnStats(TOKENS, 10, 0, 0, "bash")
     assert await service.advance(plan.turn, "decoder#1", stats, ())
     assert await service.report_tool("full", ToolReport("bash", "1")) == 1
     assert await service.report_tool("full", ToolReport("bash", "2")) == 2
     assert await service.report_tool("full", ToolReport("bash", "1", ended=True)) == 1
-    shown = await service.conversation("full")
-    assert shown is not None
+    shown = await shown_of(service, "full")
     assert shown.running_tools == 1
     (history,) = shown.histories
     assert history.called == "bash"
@@ -567,10 +555,8 @@ async def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
     ]  # fmt: skip
     assert ["wall_s" in one for one in told] == [False, False, True]
     # No start without an end outlives the next turn, or the conversation.
-    assert isinstance(await service.begin(BeginTurn("r", "full", [])), TurnPlan)
-    shown = await service.conversation("full")
-    assert shown is not None
-    assert shown.running_tools == 0
+    await begun(service, "full")
+    assert (await shown_of(service, "full")).running_tools == 0
     await service.report_tool("full", ToolReport("bash"))
     await service.release("full")
     assert len(service._table.tools) == 0
@@ -602,8 +588,7 @@ async def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPa
     stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
     assert await service.advance(first, "decoder#1", stats, ())
     now_s[0] += 10
-    plan = await service.begin(BeginTurn("r", "full", []))
-    assert isinstance(plan, TurnPlan)
+    plan = await begun(service, "full")
     now_s[0] += 10
     # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
     again = TurnStats(750, 100, 200, 0, decode_s=5.0)
@@ -640,21 +625,14 @@ async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_th
         info = engine(role)
         await service.register(dataclasses.replace(info, capacity_tokens=100_000))
 
-    async def plan_of(name: str) -> TurnPlan:
-        unplaced = await service.begin(BeginTurn("r", name, []))
-        assert isinstance(unplaced, Unplaced)
-        plan = await service.place(PlaceTurn("r", name, TOKENS))
-        assert isinstance(plan, TurnPlan)
-        return plan
-
-    first, second = await plan_of("a"), await plan_of("b")
+    first, second = await placed(service, "a"), await placed(service, "b")
     assert [(one.prefiller_id, one.looks_up) for one in (first, second)] == [(None, False)] * 2
     # A prompt that is handed over is looked up, and so is all that comes after it.
     await service.beat("decoder#1", None, EngineLoad(decodes=30, step_s=0.02))
-    handed_over = await plan_of("c")
+    handed_over = await placed(service, "c")
     assert (handed_over.prefiller_id, handed_over.looks_up) == ("prefiller#1", True)
     await service.beat("decoder#1", None, EngineLoad())
-    fourth = await plan_of("d")
+    fourth = await placed(service, "d")
     assert (fourth.prefiller_id, fourth.looks_up) == (None, True)
 
 
@@ -663,7 +641,5 @@ async def test_an_engine_that_has_served_before_may_have_had_something_stored() 
     held = History("b", 2, 0.0, 0.0, decoder_id="decoder#1")
     await service.register(engine("prefiller"))
     await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-    assert isinstance(await service.begin(BeginTurn("r", "a", [])), Unplaced)
-    plan = await service.place(PlaceTurn("r", "a", TOKENS))
-    assert isinstance(plan, TurnPlan)
+    plan = await placed(service, "a")
     assert plan.looks_up

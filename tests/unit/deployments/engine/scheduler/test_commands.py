@@ -10,12 +10,7 @@ from vllm.v1.engine.core import EngineCore
 from conserve.direct import Notice
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.wire import history_key
-from deployments.engine.scheduler.commands import (
-    Command,
-    Release,
-    SchedulerClient,
-    offer_commands,
-)
+from deployments.engine.scheduler.commands import Command, Release, SchedulerClient, offer_commands
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
 
 
