@@ -237,7 +237,7 @@ def _require_cluster() -> None:
 def _of_cluster() -> list[GpuNode]:
     import ray
 
-    from deployments.gpu_nodes import nodes_with_gpus
+    from deployments.tier_nodes import nodes_with_gpus
 
     ray.init(namespace="serve", log_to_driver=False, logging_level="warning")
     try:

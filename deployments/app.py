@@ -20,14 +20,13 @@ from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
-from deployments.gpu_nodes import nodes_with_gpus
 from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import find_ray
 from deployments.prompting import parsers_of
 from deployments.ray_token import keep_token
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
-from deployments.tier_nodes import wait_for_nodes
+from deployments.tier_nodes import nodes_with_gpus, wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
 from deployments.upstream.outer_address import start_on_loopback
 from deployments.upstream.spinning_wait import WAITING
@@ -226,12 +225,7 @@ def _require_cuda_build() -> None:
 
 
 def _engines(
-    role: Role,
-    settings: Settings,
-    own: RoleSettings,
-    gpu: bool,
-    waiting: int,
-    deployment: str,
+    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int, deployment: str
 ) -> Application:
     config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)

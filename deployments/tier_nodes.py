@@ -1,20 +1,26 @@
-"""Waits until the cluster has nodes for each role."""
+"""Waits until the cluster has nodes for each role, and asks which GPUs they have."""
 
 import logging
 import time
 
 import ray
 from ray.autoscaler.sdk import request_resources
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings, SettingsError
 from hetero import tiers
+from hetero.cards import Card, cards_here
+from hetero.container import HostMemory, host_memory
 from hetero.gpu_layout import roles, workers
+from hetero.gpu_plan import GpuNode
 from hetero.gpu_room import short_of_gpus
 from hetero.tiers import role_tier
 
 logger = logging.getLogger("ray.serve")
 
 _LOOK_S = 1.0
+# How long a node may take to answer; a first task there starts a process.
+_ANSWER_S = 120.0
 
 
 def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
@@ -65,3 +71,25 @@ def _ask_autoscaler(settings: Settings, gpu: bool) -> None:
             bundles.append({"CPU": 1, **gpus, **place.resources})
             labels.append(dict(place.labels))
     request_resources(bundles=bundles, bundle_label_selectors=labels)
+
+
+def nodes_with_gpus() -> list[GpuNode]:
+    """Return the nodes of the cluster that have GPUs; each is asked what it has."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    own = ray.get_runtime_context().get_node_id()
+    look = ray.remote(num_cpus=0)(_look)
+    asked = {}
+    for node in nodes:
+        if node["NodeID"] != own:
+            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked[node["NodeID"]] = look.options(scheduling_strategy=place).remote()
+    found = []
+    for node, offer in zip(nodes, tiers.offers(nodes), strict=True):
+        task = asked.get(node["NodeID"])
+        cards, memory = _look() if task is None else ray.get(task, timeout=_ANSWER_S)
+        found.append(GpuNode(offer, cards, memory.available_bytes, memory))
+    return found
+
+
+def _look() -> tuple[tuple[Card, ...], HostMemory]:
+    return cards_here(), host_memory()

@@ -122,8 +122,7 @@ def _without_mm_cache(render: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
     @functools.wraps(render)
     async def rendered(*given: Any, skip_mm_cache: bool = False, **more: Any) -> Any:
         check = _current.get()
-        only_read = counting.get() or (check is not None and not check.prefills)
-        skip = skip_mm_cache or only_read
+        skip = skip_mm_cache or (counting.get() or (check is not None and not check.prefills))
         return await render(*given, skip_mm_cache=skip, **more)
 
     return rendered
@@ -221,8 +220,7 @@ class RequestCheck:
                 parts.append(message.get("body", b""))
 
         _current.set(check)
-        inner = {**scope, "path": path, "raw_path": path.encode()}
-        await self._app(inner, receive, keep)
+        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, keep)
         if check.refusal is not None:
             refusal = check.refusal
             answer: Response = JSONResponse(refusal.model_dump(), refusal.error.code)

@@ -232,8 +232,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         """
         params = request.kv_transfer_params or {}
         if request.mm_features:
-            images = [image.identifier for image in request.mm_features]
-            self._images[request.request_id] = images
+            self._images[request.request_id] = [image.identifier for image in request.mm_features]
         # Of one that was preempted, workers may have told already.
         if STORED_TO in params and not request.num_preemptions:
             self._to_tell[request.request_id] = params[STORED_TO]

@@ -72,6 +72,25 @@ class _Observation:
     # The prompt's tokens that its client is told caches had; set by the first output that says it.
     told_cached_tokens: int | None = None
 
+    def tell_engine(self, prompt: Any, sampling_params: Any, schedules: bool) -> None:
+        """Tell a request's connector and scheduler of the turn, before the engine gets it."""
+        # These also ask LMCacheMPConnector for its statistics.
+        extra = dict(sampling_params.extra_args or {})
+        prefilled = self.asked.prefill_cached_tokens is not None
+        params = wire.transfer_params(self.stored_tokens, self.parks, prefilled=prefilled)
+        extra["kv_transfer_params"] = {**(extra.get("kv_transfer_params") or {}), **params}
+        if schedules:
+            history_key = wire.history_key(self.key.history_id, self.key.incarnation)
+            extra["kv_transfer_params"] |= wire.scheduled_turn(
+                history_key, self.asked.resume_s, self.asked.last
+            )
+        sampling_params.extra_args = extra
+        self.started += 1
+        # An answer in one piece tells nothing before its end, which it may not reach.
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        self.prompt_tokens = max(self.prompt_tokens, len(given or ()))
+        self.notes &= self.started == 1 and can_be_continued(prompt, sampling_params)
+
     def see(self, output: Any, delta: bool) -> None:
         self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
         for choice in output.outputs:
@@ -192,65 +211,40 @@ def observe_engine(
     ) -> AsyncIterator[Any]:
         observation = _current.get()
         images = images_of(prompt)
-        encode_tokens = missing_tokens(images)
         identifiers = {identifier for identifier, _ in images}
-        if observation is None:
-            stream = generate(prompt, sampling_params, request_id, **options)
-            expecting = meter.expecting(request_id, 0, encode_tokens)
-            with failed.watching(request_id, identifiers) as watched:
-                async with expecting, contextlib.aclosing(stream):
-                    async for output in stream:
-                        if identifiers:
-                            # vLLM tells of failures after it has passed outputs on.
-                            await asyncio.sleep(0)
-                        watched.require_encoded()
-                        yield output
-            return
-        # These also ask LMCacheMPConnector for its statistics.
-        extra = dict(sampling_params.extra_args or {})
-        extra["kv_transfer_params"] = {
-            **(extra.get("kv_transfer_params") or {}),
-            **wire.transfer_params(
-                observation.stored_tokens,
-                observation.parks,
-                prefilled=observation.asked.prefill_cached_tokens is not None,
-            ),
-        }
-        if schedules:
-            key, asked = observation.key, observation.asked
-            extra["kv_transfer_params"] |= wire.scheduled_turn(
-                wire.history_key(key.history_id, key.incarnation), asked.resume_s, asked.last
-            )
-        sampling_params.extra_args = extra
-        stream = generate(prompt, sampling_params, request_id, **options)
-        observation.started += 1
-        # An answer in one piece tells nothing before its end, which it may not reach.
-        given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        observation.prompt_tokens = max(observation.prompt_tokens, len(given or ()))
+        if observation is not None:
+            observation.tell_engine(prompt, sampling_params, schedules)
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
-        observation.notes &= observation.started == 1 and can_be_continued(prompt, sampling_params)
 
         def see(output: Any) -> None:
             watched.require_encoded()
-            _require_an_answer(output, sampling_params, observation)
-            observation.see(output, delta)
+            if observation is not None:
+                _require_an_answer(output, sampling_params, observation)
+                observation.see(output, delta)
 
-        if observation.sent:
+        stream: Any
+        resumes = observation is not None and bool(observation.sent)
+        if observation is not None and resumes:
             run = functools.partial(generate, request_id=request_id, **options)
             sent, tokenizer = observation.sent, client.tokenizer
             # It calls `see` with the engine's outputs, and yields others.
             stream = continued(
                 sent, prompt, sampling_params, request_id, tokenizer, generate=run, see=see
             )
-        expecting = meter.expecting(request_id, observation.expected_tokens, encode_tokens)
+        else:
+            stream = generate(prompt, sampling_params, request_id, **options)
+        expected_tokens = 0 if observation is None else observation.expected_tokens
+        expecting = meter.expecting(request_id, expected_tokens, missing_tokens(images))
         with failed.watching(request_id, identifiers) as watched:
             async with expecting, contextlib.aclosing(stream):
                 async for output in stream:
                     if identifiers:
+                        # vLLM tells of failures after it has passed outputs on.
                         await asyncio.sleep(0)
-                    if not observation.sent:
+                    if not resumes:
                         see(output)
-                    observation.put_out(output)
+                    if observation is not None:
+                        observation.put_out(output)
                     yield output
 
     client.generate = observed

@@ -14,7 +14,7 @@ import functools
 import itertools
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,26 +110,18 @@ def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
     def held(
         prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[Any]:
-        extra = sampling_params.extra_args or {}
-        params = extra.get("kv_transfer_params") or {}
-        if not params.get(PARK):
-            passed: AsyncIterator[Any] = generate(prompt, sampling_params, request_id, **options)
-            return passed
-        return hold(prompt, sampling_params, request_id, extra, params, options)
+        run = functools.partial(generate, prompt, sampling_params, request_id, **options)
+        told = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
+        return hold(run, sampling_params, request_id) if told.get(PARK) else run()
 
     async def hold(
-        prompt: Any,
-        sampling_params: Any,
-        request_id: str,
-        extra: dict[str, Any],
-        params: dict[str, Any],
-        options: dict[str, Any],
+        run: Callable[[], Any], sampling_params: Any, request_id: str
     ) -> AsyncIterator[Any]:
+        extra = sampling_params.extra_args
         with prompts.expected(sampling_params.n) as stored:
-            told = {**params, STORED_TO: list(stored.address)}
+            told = {**extra["kv_transfer_params"], STORED_TO: list(stored.address)}
             sampling_params.extra_args = {**extra, "kv_transfer_params": told}
-            stream = generate(prompt, sampling_params, request_id, **options)
-            async with contextlib.aclosing(stream):
+            async with contextlib.aclosing(run()) as stream:
                 async for output in stream:
                     if output.finished and not _is_aborted(output):
                         await _wait(client, stored, request_id, timeout_s)

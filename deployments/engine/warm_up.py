@@ -103,8 +103,7 @@ class WarmUp:
         chat = {"model": self._model, "messages": [{"role": "user", "content": prompt}]}
         # A model without a chat template refuses the first two, and is warmed up by the third.
         await _post(session, CHECK_PREFIX + "/v1/chat/completions", chat)
-        streamed = {**chat, "max_tokens": 8, "stream": True}
-        await _post(session, "/v1/chat/completions", streamed)
+        await _post(session, "/v1/chat/completions", {**chat, "max_tokens": 8, "stream": True})
         completion = {"model": self._model, "prompt": prompt, "max_tokens": 4}
         await _post(session, "/v1/completions", completion)
 

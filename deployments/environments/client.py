@@ -14,10 +14,7 @@ from deployments.environments.service import EnvironmentService
 from deployments.messages import unrefused
 
 _RESTARTING = ApiError(
-    503,
-    "the manager of environments is being restarted; try again",
-    "unavailable",
-    retry_after_s=2,
+    503, "the manager of environments is being restarted; try again", "unavailable", retry_after_s=2
 )
 _CUT = ApiError(
     503,

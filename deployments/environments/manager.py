@@ -10,15 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from conserve.clock import unix_s
-from conserve.environments import (
-    Conflict,
-    Environment,
-    Ledger,
-    QuotaExceeded,
-    Run,
-    Spec,
-    SpecError,
-)
+from conserve.environments import Conflict, Environment, Ledger, QuotaExceeded, Run, Spec, SpecError
 from conserve.errors import ApiError
 from conserve.events import Kind
 from conserve.settings import EnvironmentSettings
@@ -302,7 +294,6 @@ class Manager:
                 await self._blocking(backend.tidy, kept)
 
     async def close(self) -> None:
-        """Remove every environment."""
         for conversation_id in list(self._ledger.conversations()):
             for one in self._ledger.of(conversation_id):
                 self._ledger.let_go(conversation_id, one.spec.name)

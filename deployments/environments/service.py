@@ -63,7 +63,6 @@ class EnvironmentService:
         self._runs: dict[str, asyncio.Task[Any]] = {}
 
     async def beat(self) -> None:
-        """Note that a router lives."""
         self._last_beat_s = time.monotonic()
         # Not in the constructor: Ray runs that outside of the actor's event loop.
         if self._housekeeping is None or self._housekeeping.done():
@@ -147,8 +146,7 @@ class EnvironmentService:
         ledger.recover(self._journal.found, unix_s())
         self._journal.rewrite(ledger.snapshot())
         self._journal.found = ledger.snapshot()
-        backends = await asyncio.to_thread(self._backends)
-        manager = Manager(settings, ledger, backends, self._tell)
+        manager = Manager(settings, ledger, await asyncio.to_thread(self._backends), self._tell)
         await manager.tidy()
         self._ledger, self._manager = ledger, manager
         self._ready.set()
@@ -165,8 +163,7 @@ class EnvironmentService:
                 "the setting environments.isolation say `limits` if those do"
             )
         try:
-            engine = find_engine()
-            backends["container"] = Containers(engine, self._root, self._settings)
+            backends["container"] = Containers(find_engine(), self._root, self._settings)
         except SandboxError as error:
             backends["container"] = str(error)
         return backends

@@ -60,8 +60,7 @@ class CacheDirectory:
         )
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
         return f"http://{host}:{port}"
 
@@ -71,8 +70,7 @@ class CacheDirectory:
 
     async def _list(self, request: web.Request) -> web.Response:
         others = [_described(cache) for cache in self._seen.current(time.monotonic())]
-        own = [] if self._own is None else [self._own]
-        return web.json_response({"instances": own + others})
+        return web.json_response({"instances": ([] if self._own is None else [self._own]) + others})
 
     async def _register(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -10,14 +10,17 @@ from starlette.routing import Route
 from conserve import identity
 from conserve.environments.spec import MOST_STDIN_CHARS
 from conserve.errors import ApiError
+from conserve.pausing import ToolReport
+from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments import answers
 from deployments.environments.client import EnvironmentClient
 from deployments.router.access import caller_of
 from deployments.router.errors import answer_response
 from deployments.router.reading import disconnected, read_short
-from deployments.router.tool_reports import read_report
 from deployments.table.table_client import TableClient
 
+MOST_CALL_ID_CHARS = 128
+EVENTS = ("start", "end")
 _ALL = "/v1/conversations"
 _ENVIRONMENTS = _ALL + "/{id:path}/environments"
 _LISTED_AT_MOST = 10_000
@@ -85,20 +88,17 @@ class Conversations:
     async def _release(self, request: Request) -> Response:
         if not await self._table.release(_id(request)):
             raise _unknown_conversation()
-        own_id = request.path_params["id"]
-        return answer_response(answers.ConversationEnded(own_id, True))
+        return answer_response(answers.ConversationEnded(request.path_params["id"], True))
 
     async def _report_tool(self, request: Request) -> Response:
         id_ = _id(request)
-        report = read_report(await _short_object(request))
-        running = await self._table.report_tool(id_, report)
+        running = await self._table.report_tool(id_, _read_report(await _short_object(request)))
         if running is None:
             raise _unknown_conversation()
         return answer_response(answers.ToolsRunning(running))
 
     async def _release_program(self, request: Request) -> Response:
-        body = await _short_object(request)
-        program_id = body.get("program_id")
+        program_id = (await _short_object(request)).get("program_id")
         if not isinstance(program_id, str) or not program_id:
             raise ApiError(400, "program_id must be a non-empty string", param="program_id")
         try:
@@ -106,8 +106,7 @@ class Conversations:
         except identity.InvalidConversationId as error:
             raise ApiError(400, str(error), param="program_id") from None
         id_ = identity.scoped(_tenant(request), program_id.strip())
-        released = await self._table.release(id_)
-        return answer_response(answers.ProgramReleased(program_id, released))
+        return answer_response(answers.ProgramReleased(program_id, await self._table.release(id_)))
 
     # --- environments -------------------------------------------------------------------------
 
@@ -125,8 +124,7 @@ class Conversations:
 
     async def _list_environments(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
-        found = await client.listed(conversation_id)
-        return answer_response(answers.Environments(found))
+        return answer_response(answers.Environments(await client.listed(conversation_id)))
 
     async def _show_environment(self, request: Request) -> Response:
         client, conversation_id = self._asked(request)
@@ -198,3 +196,26 @@ def _unknown_conversation() -> ApiError:
         "no live conversation has this id; it was never seen, or has ended",
         "conversation_not_found",
     )
+
+
+def _read_report(body: dict[str, Any]) -> ToolReport:
+    """Read a report that a tool begins, or has ended."""
+    event = body.get("event")
+    if event not in EVENTS:
+        raise ApiError(400, 'event must be "start" or "end"', param="event")
+    tool = _named("tool", body.get("tool"), MOST_NAME_CHARS)
+    call_id = body.get("call_id")
+    if call_id is not None:
+        call_id = _named("call_id", call_id, MOST_CALL_ID_CHARS)
+    return ToolReport(tool, call_id, ended=event == "end")
+
+
+def _named(param: str, name: Any, most: int) -> str:
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= most
+        or not (name.isascii() and name.isprintable())
+    ):
+        message = f"{param} must be a text of 1 to {most} characters of printable ASCII"
+        raise ApiError(400, message, param=param)
+    return name

@@ -62,11 +62,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        host: str,
-        allowed_hosts: Collection[str] = (),
-        keyed: bool = False,
+        self, app: ASGIApp, host: str, allowed_hosts: Collection[str] = (), keyed: bool = False
     ) -> None:
         self._app = app
         self._checks_names = is_loopback(host)

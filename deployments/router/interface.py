@@ -1,20 +1,22 @@
 """The router's paths in OpenAPI's words; `openapi` adds vLLM's fields of requests.
 
-A new path of `frontdoor` gets its entry here. `deployments.answers` has what paths answer.
+A new path of `frontdoor` gets a line in `_OPERATIONS`. `deployments.answers` has what paths answer.
 """
 
 import re
-from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-from conserve import apis, identity
+from conserve import apis, budget, hints, identity
+from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.errors import AnthropicError, Error
+from conserve.events import KINDS
+from conserve.pausing.tools import MOST_NAME_CHARS
+from conserve.served import UNSERVED
 from deployments import answers
-from deployments.router import dashboard
-from deployments.router.parameters import BODIES, ID, PARAMETERS, TEXT, TURN_PARAMETERS
-from deployments.router.probes import HEALTHZ, LIVE, READY, VERSION
+from deployments.router import conversations, dashboard, events, request_ids
 
 Json = dict[str, Any]
 
@@ -25,376 +27,328 @@ one that is listed 405. Every answer has `X-Request-Id`: the request's own, or o
 router's; under `/v1/messages` `request-id`, too. Preflights (CORS) of origins that are admitted \
 are answered on every path, without a key."""
 
-_COMPONENTS = "#/components"
+TEXT: Json = {"type": "string"}
+# An id as `conserve.identity` takes it.
+ID: Json = {"type": "string", "maxLength": identity.MAX_ID_CHARS, "pattern": r"^[\x20-\x7e]*$"}
+_NOT_EMPTY: Json = {**TEXT, "minLength": 1}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _object(optional: Json | None = None, /, **required: Json) -> Json:
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "required": [*required], "properties": properties}
+
+
+def _printable(most: int) -> Json:
+    return {**_NOT_EMPTY, "maxLength": most, "pattern": r"^[\x20-\x7e]+$"}
+
+
+def _whole(least: int, most: float) -> Json:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _one_of(*values: str) -> Json:
+    return {"type": "string", "enum": [*values]}
+
+
+# --- bodies of ConServe's own paths ---------------------------------------------------------------
+
+_ENVIRONMENT = Spec.model_json_schema()
+_ENVIRONMENT["properties"]["limits"] = _or_null(LimitsAsked.model_json_schema())
+del _ENVIRONMENT["$defs"]  # The limits of a whole application.
+
+BODIES: Json = {
+    "EnvironmentAsked": _ENVIRONMENT,
+    "CommandAsked": Run.model_json_schema(),
+    "ToolReport": _object(
+        {"call_id": _or_null(_printable(conversations.MOST_CALL_ID_CHARS))},
+        event=_one_of(*conversations.EVENTS),
+        tool=_printable(MOST_NAME_CHARS),
+    ),
+    "ReleaseAsked": _object(program_id={**ID, "minLength": 1, "pattern": r"^[\x21-\x7e]+$"}),
+}
+
+# --- parameters -----------------------------------------------------------------------------------
+
+_WITHIN_A_DAY: Json = {"type": "number", "minimum": 0, "maximum": hints.MOST_S}
+# The schemas of hints that must be valid.
+_HINTS: Json = {
+    "priority": _whole(-hints.MOST_PRIORITY - 1, hints.MOST_PRIORITY),
+    **dict.fromkeys(("deadline_s", "first_token_s", "expected_resume_s"), _WITHIN_A_DAY),
+    "last_step": _one_of("true", "false"),
+    "expected_output_tokens": _whole(0, hints.MOST_OUTPUT_TOKENS),
+}
+_NAMES = "The conversation's id. The first that is not empty wins, of " + ", ".join(
+    "body." * source.in_body + source.name for source in identity.SOURCES
+)
+
+
+def _in(where: str, name: str, schema: Json, description: str = "") -> Json:
+    needed = {"required": True} if where == "path" else {}
+    return {"name": name, "in": where, **needed, "schema": schema, "description": description}
+
+
+_OF_TURNS = [
+    *(
+        _in("header", source.name, ID if source.strict else TEXT, _NAMES)
+        for source in identity.SOURCES
+        if not source.in_body
+    ),
+    *(
+        _in("header", name, TEXT, f"An agent within the conversation. {sender}.")
+        for name, sender in identity.AGENT_HEADERS.items()
+        if name not in identity.HEADERS
+    ),
+    *(
+        _in("header", hint.name, _HINTS[hint.meaning] if hint.must_be else TEXT, hint.meaning)
+        for hint in hints.NAMES
+        if not hint.in_body and hint.name != identity.FINAL_HEADER
+    ),
+    _in("header", identity.FINAL_HEADER, TEXT, "`true`: the turn ends its conversation."),
+    _in("header", request_ids.HEADER, TEXT, "Names the request in its answer and in logs."),
+]
+PARAMETERS: Json = {
+    **{header["name"]: header for header in _OF_TURNS},
+    "model": _in("path", "model", TEXT),
+    "conversation": _in("path", "id", _NOT_EMPTY, "Percent-encoded."),
+    "engine": _in("path", "id", _NOT_EMPTY),
+    "env": _in("path", "env", {**TEXT, "pattern": _ENVIRONMENT["properties"]["name"]["pattern"]}),
+    "file": _in("path", "file", _one_of(*dashboard.FILES)),
+    "response": _in("path", "id", {**TEXT, "pattern": r"^[\w.-]{1,100}$"}),
+    "limit": _in("query", "limit", {**_whole(1, 10_000), "default": 1000}, "Most that are listed."),
+    "items": _in("query", "limit", {**_whole(1, 100), "default": 20}, "Most items."),
+    "item": _in("query", "after", TEXT, "The id of the last item that is known."),
+    "order": _in("query", "order", {**TEXT, "enum": ["asc", "desc"], "default": "desc"}, "By age."),
+    "after": _in(
+        "query", "after", _whole(0, 10**events.MOST_DIGITS - 1), "The last event that is known."
+    ),
+    "kind": _in("query", "kind", {"type": "array", "items": _one_of(*KINDS)}, "Only these kinds."),
+    "of": _in("query", "conversation", TEXT, "Events of this conversation alone."),
+    "tenant": _in("query", "tenant", TEXT, "Events of this tenant's conversations alone."),
+}
+
+# --- fields of turns' bodies ----------------------------------------------------------------------
+
+# Fields that are not vLLM's, and one of vLLM's that a client cannot set.
+BODY_FIELDS: Json = {
+    **{name: {**_or_null(ID), "description": _NAMES} for name in identity.BODY_FIELDS},
+    "kv_transfer_params": {"description": "Dropped.", "deprecated": True},
+}
+# Fields that may hold ids or hints. Any value passes, and vLLM's own schema of a field stands.
+READ_FIELDS: Json = {
+    each.name.split(".")[0]: {"description": "May name the conversation, or hold hints about it."}
+    for each in (*identity.SOURCES, *hints.NAMES)
+    if each.in_body and each.name not in identity.BODY_FIELDS
+}
+_FUNCTION = _object(name=TEXT)
+# The values that vLLM takes, and `allowed_tools`.
+_ALLOWED = _object(
+    mode=_one_of("auto", "required"),
+    tools={"type": "array", "minItems": 1, "items": _object(function=_FUNCTION)},
+)
+_TOOL_CHOICE = {
+    "anyOf": [
+        _one_of("none", "auto", "required"),
+        _object(type={"const": "function"}, function=_FUNCTION),
+        _object(type={"const": "allowed_tools"}, allowed_tools=_ALLOWED),
+        {"type": "null"},
+    ]
+}
+_UNSERVED: dict[str, Json] = {
+    path: {
+        name: {"description": f"Not served: {instead}.", "enum": [None]}
+        for name, instead in fields.items()
+    }
+    for path, fields in UNSERVED.items()
+}
+# Fields of one path that have another meaning here than in vLLM.
+CHANGED: dict[str, Json] = {
+    apis.CHAT: {**_UNSERVED[apis.CHAT], "tool_choice": _TOOL_CHOICE},
+    apis.MESSAGES: _UNSERVED[apis.MESSAGES],
+    apis.RESPONSES: {
+        **_UNSERVED[apis.RESPONSES],
+        "background": {"description": "Not served.", "enum": [False, None]},
+        "request_id": {"description": "Dropped. The router names responses.", "deprecated": True},
+    },
+}
+# Fields without which a request is refused, and what they must be.
+NEEDED: dict[str, dict[str, Json]] = {
+    apis.CHAT: {"messages": {"minItems": 1}},
+    apis.MESSAGES: {"messages": {"minItems": 1}},
+    apis.COUNT_TOKENS: {"messages": {"minItems": 1}},
+    apis.COMPLETIONS: {"prompt": {}},
+    apis.RESPONSES: {"input": {}},
+    apis.DETOKENIZE: {"tokens": {"items": _whole(0, 2**31 - 1), "maxItems": budget.MOST_TOKEN_IDS}},
+}
+
+# --- paths ----------------------------------------------------------------------------------------
+
+# Method and path with its query; name; body>answers, which are schemas or media types; statuses
+# beside those of its kind (`_paths`); summary.
+_OPERATIONS = """
+post /v1/chat/completions createChatCompletion ChatCompletion | A turn of a conversation
+post /v1/completions createCompletion Completion | A bare completion
+post /v1/messages createMessage Message | A turn, by Anthropic's API
+post /v1/messages/count_tokens countTokens TokenCount | Tokens that a turn's prompt would have
+post /v1/responses createResponse Response | A turn, by OpenAI's Responses API
+post /v1/responses/input_tokens countInputTokens InputTokens | Tokens of a response's prompt
+get /v1/responses/{id} getResponse Response 400 | A response that a decoder keeps
+get /v1/responses/{id}/input_items?items?item?order listInputItems InputItems 400 | Its input, the \
+newest item first
+delete /v1/responses/{id} deleteResponse ResponseDeleted | Have a response forgotten
+post /v1/responses/{id}/cancel cancelResponse Response 400 408 413 415 | Cancel one; none can be
+post /tokenize tokenize Tokens | Tokens of a text or of messages, as an engine has them
+post /detokenize detokenize Text | Text of tokens, as an engine has it
+get /v1/models listModels Models,AnthropicModels | The model served
+get /v1/models/{model} getModel Model,AnthropicModel | One model
+get /v1/conversations?limit listConversations Conversations 400 | Live ones, those used last first
+get /v1/conversations/{id} getConversation Conversation | One conversation
+delete /v1/conversations/{id} endConversation ConversationEnded | End a conversation
+post /v1/conversations/{id}/tools reportTool ToolReport>ToolsRunning | Say that a tool runs or ended
+post /v1/conversations/{id}/environments createEnvironment EnvironmentAsked>Environment 409 429 \
+501 | Make an environment for tools, if the setting environments.enabled allows it
+get /v1/conversations/{id}/environments listEnvironments Environments | The conversation's own
+get /v1/conversations/{id}/environments/{env} getEnvironment Environment | One environment
+delete /v1/conversations/{id}/environments/{env} removeEnvironment EnvironmentRemoved | Give it up
+post /v1/conversations/{id}/environments/{env}/run runCommand CommandAsked>CommandDone 409 429 \
+501 | Run a command in an environment
+get /v1/engines listEngines Engines | Prefillers and decoders
+post /v1/engines/{id}/drain drainEngine EngineDraining 409 415 | Give an engine nothing new, and \
+have its conversations move between their turns
+get /v1/events?after?kind?of?tenant listenToEvents text/event-stream 400 429 | What happens from \
+now on, or has happened since; it has no end
+get /dashboard getDashboard text/html | A page that shows all of this as it happens
+get /dashboard/{file} getDashboardFile text/javascript,text/css | A part of that page
+post /programs/release releaseProgram ReleaseAsked>ProgramReleased | End a conversation, by its id \
+as a program
+get /health getHealth Health | Whether a prefiller and a decoder can serve
+get /live getLive Live | That this router's process answers
+get /ready getReady Readiness | Whether this router can serve turns now
+get /-/healthz getHealthz text/plain | The same in Ray Serve's words: `success`, or why not
+get /version getVersion Versions | What is installed, and the model
+get /metrics getMetrics text/plain | Prometheus metrics
+get /metrics/targets listMetricsTargets TargetsList | Addresses of metrics, for `http_sd_configs`
+get /openapi.json getOpenapi Document | This document
+"""
+# Answers with 503 that are no errors: there is nothing that can serve.
+_UNAVAILABLE = {"/health": "Health,Error", "/ready": "Readiness", "/-/healthz": "text/plain"}
+
+# Statuses of any path, of those that read a body, and of those that ask an engine.
+_ANY = ("401", "403", "421", "500", "503")
+_BODY = ("400", "408", "413", "415")
+_ENGINE = ("404", "422", "429", "501", "504", *_BODY)
+
+
+def _ref(section: str, name: str) -> Json:
+    return {"$ref": f"#/components/{section}/{name}"}
+
+
 _STRUCTS = [
     one
     for one in (*vars(answers).values(), Error, AnthropicError)
     if isinstance(one, type) and issubclass(one, msgspec.Struct)
 ]
 SCHEMAS: Json = {
-    **msgspec.json.schema_components(_STRUCTS, ref_template=f"{_COMPONENTS}/schemas/{{name}}")[1],
+    **msgspec.json.schema_components(_STRUCTS, ref_template="#/components/schemas/{name}")[1],
     **BODIES,
+    "TargetsList": {"type": "array", "items": _ref("schemas", "Targets")},
+    "Document": {"type": "object"},
 }
 
 
-def _ref(section: str, name: str) -> Json:
-    return {"$ref": f"{_COMPONENTS}/{section}/{name}"}
-
-
-def _content(*kinds: type | str) -> Json:
-    """Return the content of a body of one of these schemas."""
-    names = [kind if isinstance(kind, str) else kind.__name__ for kind in kinds]
-    schemas = [_ref("schemas", name) for name in names]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"application/json": {"schema": schema}}
-
-
-# --- errors and headers ---------------------------------------------------------------------------
-
-_STATUSES = {
-    "400": "The request is wrong, or too long for the model's context.",
-    "401": "A key is missing or not valid.",
-    "403": "A web page of another origin asked, or the key may not do this.",
-    "404": "There is no such thing: model, conversation, response or path.",
-    "405": "The path does not have this method; `Allow` has those that it has.",
-    "408": "The request was not whole in time.",
-    "409": "The name is another environment's, or the environment could not be prepared; or no "
-    "other engine can take the conversations.",
-    "413": "The body is too long.",
-    "415": "The body is not `application/json`, or has an unknown `Content-Encoding`.",
-    "421": "The `Host` is not one of this server's.",
-    "422": "The engine cannot process the request.",
-    "429": "There is no room, or a limit is reached; see `Retry-After`.",
-    "500": "The request failed here. With `x-should-retry: false`, it would fail again.",
-    "501": "The model or the engine does not support this.",
-    "503": "Nothing can serve this now; see `Retry-After`.",
-    "504": "The engine was silent for too long.",
-}
-# Prefix of the names of errors in Anthropic's shape.
-_ANTHROPIC = "anthropic-"
+def _content(names: str) -> Json:
+    """Return the content of a body of one of these schemas or media types."""
+    medias = {name: {"schema": TEXT} for name in names.split(",") if "/" in name}
+    schemas = [_ref("schemas", name) for name in names.split(",") if "/" not in name]
+    if schemas:
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        medias["application/json"] = {"schema": schema}
+    return medias
 
 
 def _error(status: str, kind: type) -> Json:
-    names = ["Retry-After", "x-should-retry"] + ["Allow"] * (status == "405")
-    headers = {name: _ref("headers", name) for name in names}
-    return {"description": _STATUSES[status], "headers": headers, "content": _content(kind)}
+    headers = {name: _ref("headers", name) for name in ("Retry-After", "x-should-retry")}
+    content = _content(kind.__name__)
+    return {"description": HTTPStatus(int(status)).phrase, "headers": headers, "content": content}
 
-
-_ERRORS = {
-    **{status: _error(status, Error) for status in _STATUSES},
-    **{_ANTHROPIC + status: _error(status, AnthropicError) for status in _STATUSES},
-}
-# Errors of any path, of those that read a body, and of those that ask an engine.
-_ANY = ("401", "403", "421", "500", "503")
-_BODY = ("400", "408", "413", "415")
-_ENGINE = ("404", "422", "429", "501", "504", *_BODY)
-
-_HEADERS: Json = {
-    "Allow": {"schema": TEXT},
-    "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
-    "x-should-retry": {
-        "description": "`false`: the same request will not do any better later.",
-        "schema": {"type": "string", "enum": ["false"]},
-    },
-    "x-conversation-id": {
-        "description": "The conversation that the turn belongs to.",
-        "required": True,
-        "schema": ID,
-    },
-    "x-conserve-decoder": {
-        "description": "The decoder that serves the turn.",
-        "required": True,
-        "schema": TEXT,
-    },
-    "x-conserve-unserved-tools": {
-        "description": "Kinds of tools that the request offers and the model is not shown, "
-        "separated by commas.",
-        "schema": TEXT,
-    },
-}
 
 COMPONENTS: Json = {
     "schemas": SCHEMAS,
-    "responses": _ERRORS,
-    "headers": _HEADERS,
+    "responses": {
+        shape + status: _error(status, kind)
+        for shape, kind in (("", Error), ("anthropic-", AnthropicError))
+        for status in (*_ANY, *_ENGINE, "409")
+    },
+    "headers": {
+        "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}},
+        "x-should-retry": {"schema": {"type": "string", "enum": ["false"]}},
+        "x-conversation-id": {"required": True, "schema": ID},
+        "x-conserve-decoder": {"required": True, "schema": TEXT},
+        "x-conserve-unserved-tools": {
+            "description": "Kinds of tools that the model is not shown, separated by commas.",
+            "schema": TEXT,
+        },
+    },
     "parameters": PARAMETERS,
 }
 
-# --- paths ----------------------------------------------------------------------------------------
 
-
-def _operation(
-    name: str,
-    summary: str,
-    answer: Json | type | str,
-    *errors: str,
-    parameters: Sequence[str] = (),
-    body: str = "",
-    shape: str = "",
-) -> Json:
-    """Describe one method of a path.
-
-    Args:
-        answer: the schema's struct or name, or the content.
-        errors: statuses beside those of any path, and of any with a body.
-        body: the name of the body's schema; empty: it has none, or `openapi` adds it.
-        shape: prefix of the errors' names.
-    """
-    content = answer if isinstance(answer, dict) else _content(answer)
-    statuses = {*errors, *_ANY, *(_BODY if body else ())}
-    return {
-        "operationId": name,
-        "summary": summary,
-        "parameters": [_ref("parameters", one) for one in parameters],
-        **({"requestBody": {"required": True, "content": _content(body)}} if body else {}),
-        "responses": {
-            "200": {"description": "", "content": content},
-            **{status: _ref("responses", shape + status) for status in sorted(statuses)},
-        },
-    }
-
-
-def _turn(name: str, summary: str, answer: type, end: str = "[DONE]", shape: str = "") -> Json:
-    """Describe a path that takes turns.
-
-    Args:
-        end: the last event of a stream.
-    """
-    content = {**_content(answer), "text/event-stream": {}}
-    turn = _operation(name, summary, content, *_ENGINE, parameters=TURN_PARAMETERS, shape=shape)
-    conversation = "$response.header.x-conversation-id"
+def _turns_answer(path: str, content: Json) -> Json:
+    """Describe a turn's answer: its stream, its headers, and requests that may follow it."""
+    ends = " or ".join(f"`{end.decode().strip()}`" for end in apis.form_of(path).ends)
+    headers = ["x-conversation-id", "x-conserve-decoder"]
+    headers += ["x-conserve-unserved-tools"] * (path == apis.RESPONSES)
     following = (
         ("conversation", "getConversation", "id"),
         ("next turn", "createChatCompletion", identity.HEADERS[0]),
         ("end", "endConversation", "id"),
     )
-    turn["responses"]["200"] |= {
-        "description": "The answer; with `stream`, server-sent events, of which the last is "
-        f"`{end}`, or an error where the turn could not be ended.",
-        "headers": {
-            header: _ref("headers", header)
-            for header in ("x-conversation-id", "x-conserve-decoder")
-        },
+    return {
+        "description": f"With `stream`, events; the last begins with {ends}, or is an error.",
+        "content": {**content, "text/event-stream": {}},
+        "headers": {header: _ref("headers", header) for header in headers},
         "links": {
-            link: {"operationId": operation, "parameters": {parameter: conversation}}
-            for link, operation, parameter in following
+            link: {"operationId": operation, "parameters": {name: f"$response.header.{headers[0]}"}}
+            for link, operation, name in following
         },
     }
-    return {"post": turn}
 
 
-def _tokens(name: str, summary: str, answer: type, shape: str = "") -> Json:
-    return {"post": _operation(name, summary, answer, *_ENGINE, shape=shape)}
+def _paths() -> Json:
+    paths: Json = {}
+    for line in _OPERATIONS.strip().splitlines():
+        operation, _, summary = line.partition(" | ")
+        method, asked, name, kinds, *statuses = operation.split()
+        path, *parameters = asked.split("?")
+        body, _, answer = kinds.rpartition(">")
+        content = _content(answer)
+        turn = path in apis.TURN_PATHS
+        if turn or path in (*apis.TOKEN_PATHS, apis.COUNT_INPUT):
+            statuses += _ENGINE
+        statuses += [*_ANY, *(_BODY if body else ()), *(("404",) if "{" in path else ())]
+        shape = "anthropic-" if apis.is_anthropic(path) else ""
+        responses = {
+            "200": _turns_answer(path, content) if turn else {"description": "", "content": content}
+        }
+        responses |= {status: _ref("responses", shape + status) for status in sorted(statuses)}
+        if path in _UNAVAILABLE:
+            unavailable = _content(_UNAVAILABLE[path])
+            responses["503"] = {"description": "Nothing can serve now.", "content": unavailable}
+        parameters += [header["name"] for header in _OF_TURNS if turn]
+        # An id is that of one of what the path lists.
+        kind = path.split("/")[2].rstrip("s") if "{id}" in path else ""
+        parameters += [kind if each == "id" else each for each in re.findall(r"{(\w+)}", path)]
+        paths.setdefault(path, {})[method] = {
+            "operationId": name,
+            "summary": summary,
+            "parameters": [_ref("parameters", each) for each in parameters],
+            **({"requestBody": {"required": True, "content": _content(body)}} if body else {}),
+            "responses": responses,
+        }
+    return paths
 
 
-_RESPONSES = _turn(
-    "createResponse",
-    "A turn, by OpenAI's Responses API",
-    answers.Response,
-    "response.completed` or `response.incomplete",
-)
-_RESPONSES["post"]["responses"]["200"]["headers"] |= {
-    "x-conserve-unserved-tools": _ref("headers", "x-conserve-unserved-tools")
-}
-
-_HEALTH = _operation("getHealth", "Whether a prefiller and a decoder can serve", answers.Health)
-_HEALTH["responses"]["503"] = {
-    "description": "No engine can serve requests now, or the table is being restarted.",
-    "content": _content(answers.Health, Error),
-}
-
-_READY = _operation("getReady", "Whether this router can serve turns now", answers.Readiness)
-_READY["responses"]["503"] = {
-    "description": "It cannot, or drains.",
-    "content": _content(answers.Readiness),
-}
-_HEALTHZ = _operation(
-    "getHealthz",
-    "The same in Ray Serve's words: `success`, or why not",
-    {"text/plain": {"schema": TEXT}},
-)
-_HEALTHZ["responses"]["503"] = {
-    "description": "It cannot, or drains.",
-    "content": {"text/plain": {"schema": TEXT}},
-}
-
-_ENVIRONMENTS = "/v1/conversations/{id}/environments"
-_ASKED_OF_ENVIRONMENTS = ("404", "409", "429", "501")
-
-_PAGE = {"text/html": {"schema": TEXT}}
-_PAGE_PART = {"text/javascript": {"schema": TEXT}, "text/css": {"schema": TEXT}}
-
-PATHS: Json = {
-    apis.CHAT: _turn("createChatCompletion", "A turn of a conversation", answers.ChatCompletion),
-    "/v1/completions": _turn("createCompletion", "A bare completion", answers.Completion),
-    apis.MESSAGES: _turn(
-        "createMessage", "A turn, by Anthropic's API", answers.Message, "message_stop", _ANTHROPIC
-    ),
-    apis.COUNT_TOKENS: _tokens(
-        "countTokens", "Tokens that a turn's prompt would have", answers.TokenCount, _ANTHROPIC
-    ),
-    apis.RESPONSES: _RESPONSES,
-    apis.COUNT_INPUT: _tokens(
-        "countInputTokens", "Tokens that a response's prompt would have", answers.InputTokens
-    ),
-    "/v1/responses/{id}": {
-        "get": _operation(
-            "getResponse", "A response that a decoder keeps", answers.Response, "400", "404"
-        ),
-        "delete": _operation(
-            "deleteResponse", "Have a response forgotten", answers.ResponseDeleted, "404"
-        ),
-    },
-    "/v1/responses/{id}/input_items": {
-        "get": _operation(
-            "listInputItems",
-            "The input of a response that a decoder keeps, the newest item first",
-            answers.InputItems,
-            "400",
-            "404",
-            parameters=["items", "item", "order"],
-        )
-    },
-    "/v1/responses/{id}/cancel": {
-        "post": _operation(
-            "cancelResponse",
-            "Cancel a response in the background; none is served",
-            answers.Response,
-            "404",
-            *_BODY,
-        )
-    },
-    apis.TOKENIZE: _tokens(
-        "tokenize", "Tokens of a text or of messages, as an engine has them", answers.Tokens
-    ),
-    apis.DETOKENIZE: _tokens("detokenize", "Text of tokens, as an engine has it", answers.Text),
-    "/v1/models": {
-        "get": _operation(
-            "listModels", "The model served", _content(answers.Models, answers.AnthropicModels)
-        )
-    },
-    "/v1/models/{model}": {
-        "get": _operation(
-            "getModel", "One model", _content(answers.Model, answers.AnthropicModel), "404"
-        )
-    },
-    "/v1/conversations": {
-        "get": _operation(
-            "listConversations",
-            "Live conversations, those used last first",
-            answers.Conversations,
-            "400",
-            parameters=["limit"],
-        )
-    },
-    "/v1/conversations/{id}": {
-        "get": _operation("getConversation", "One conversation", answers.Conversation, "404"),
-        "delete": _operation(
-            "endConversation", "End a conversation", answers.ConversationEnded, "404"
-        ),
-    },
-    "/v1/conversations/{id}/tools": {
-        "post": _operation(
-            "reportTool",
-            "Say that a tool begins or is done, so that the conversation's room is kept for it",
-            answers.ToolsRunning,
-            "404",
-            body="ToolReport",
-        )
-    },
-    _ENVIRONMENTS: {
-        "post": _operation(
-            "createEnvironment",
-            "Make an environment for the conversation's tools, if the setting "
-            "environments.enabled allows it",
-            answers.Environment,
-            *_ASKED_OF_ENVIRONMENTS,
-            body="EnvironmentAsked",
-        ),
-        "get": _operation(
-            "listEnvironments", "The conversation's environments", answers.Environments, "404"
-        ),
-    },
-    _ENVIRONMENTS + "/{env}": {
-        "get": _operation("getEnvironment", "One environment", answers.Environment, "404"),
-        "delete": _operation(
-            "removeEnvironment", "Give an environment up", answers.EnvironmentRemoved, "404"
-        ),
-    },
-    _ENVIRONMENTS + "/{env}/run": {
-        "post": _operation(
-            "runCommand",
-            "Run a command in an environment",
-            answers.CommandDone,
-            *_ASKED_OF_ENVIRONMENTS,
-            body="CommandAsked",
-        )
-    },
-    "/v1/engines": {"get": _operation("listEngines", "Prefillers and decoders", answers.Engines)},
-    "/v1/engines/{id}/drain": {
-        "post": _operation(
-            "drainEngine",
-            "Give an engine nothing new, and have its conversations move between their turns",
-            answers.EngineDraining,
-            "404",
-            "409",
-            "415",
-        )
-    },
-    "/v1/events": {
-        "get": _operation(
-            "listenToEvents",
-            "What happens from now on, or has happened since; it has no end",
-            {"text/event-stream": {"schema": TEXT}},
-            "400",
-            "429",
-            parameters=["after", "kind", "of", "tenant"],
-        )
-    },
-    dashboard.PATH: {
-        "get": _operation("getDashboard", "A page that shows all of this as it happens", _PAGE)
-    },
-    dashboard.PATH + "/{file}": {
-        "get": _operation("getDashboardFile", "A part of that page", _PAGE_PART, "404")
-    },
-    "/programs/release": {
-        "post": _operation(
-            "releaseProgram",
-            "End a conversation, by its id as a program",
-            answers.ProgramReleased,
-            body="ReleaseAsked",
-        )
-    },
-    "/health": {"get": _HEALTH},
-    LIVE: {"get": _operation("getLive", "That this router's process answers", answers.Live)},
-    READY: {"get": _READY},
-    HEALTHZ: {"get": _HEALTHZ},
-    VERSION: {
-        "get": _operation("getVersion", "What is installed, and the model", answers.Versions)
-    },
-    "/metrics": {
-        "get": _operation("getMetrics", "Prometheus metrics", {"text/plain": {"schema": TEXT}})
-    },
-    "/metrics/targets": {
-        "get": _operation(
-            "listMetricsTargets",
-            "Where engines and LMCache servers have metrics, for `http_sd_configs`",
-            {
-                "application/json": {
-                    "schema": {"type": "array", "items": _ref("schemas", "Targets")}
-                }
-            },
-        )
-    },
-    "/openapi.json": {
-        "get": _operation(
-            "getOpenapi", "This document", {"application/json": {"schema": {"type": "object"}}}
-        )
-    },
-}
-for _path, _operations in PATHS.items():
-    _id = "response" if _path.startswith(apis.RESPONSES) else "conversation"
-    _id = "engine" if _path.startswith("/v1/engines/") else _id
-    _names = [_id if name == "id" else name for name in re.findall(r"\{(\w+)\}", _path)]
-    for _one in _operations.values():
-        _one["parameters"] += [_ref("parameters", name) for name in _names]
+PATHS: Json = _paths()

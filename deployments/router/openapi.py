@@ -1,7 +1,8 @@
 """Serves `/openapi.json`: `interface`, and vLLM's own schemas of the bodies that engines get."""
 
 import copy
-from collections.abc import Iterator
+import json
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from conserve.apis import COUNT_INPUT, RESPONSES, TOKEN_PATHS, TURN_PATHS
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.router import interface, parameters
+from deployments.router import interface
 from deployments.router.tokens import by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table.table_client import TableClient
@@ -63,14 +64,12 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
     for path in (*TURN_PATHS, *TOKEN_PATHS):
         body = copy.deepcopy(theirs["paths"][path]["post"]["requestBody"])
         paths[path]["post"]["requestBody"] = body
-        for name in _references(body):
+        for name in _refers(body):
             _complete(schemas[name], path, model_id)
     # The body is read as that of the turn.
-    paths[COUNT_INPUT]["post"]["requestBody"] = copy.deepcopy(
-        paths[RESPONSES]["post"]["requestBody"]
-    )
-    components = {**interface.COMPONENTS, "schemas": {**schemas, **interface.SCHEMAS}}
-    used = _used(paths, components)
+    paths[COUNT_INPUT]["post"]["requestBody"] = paths[RESPONSES]["post"]["requestBody"]
+    components = interface.COMPONENTS
+    used = _used([paths, components["responses"]], {**schemas, **interface.SCHEMAS})
     return {
         "openapi": "3.1.0",
         "info": {
@@ -79,10 +78,7 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
             "description": interface.DESCRIPTION,
         },
         "paths": paths,
-        "components": {
-            **components,
-            "schemas": {k: v for k, v in components["schemas"].items() if k in used},
-        },
+        "components": {**components, "schemas": used},
     }
 
 
@@ -91,45 +87,30 @@ def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
     properties = schema["properties"]
     properties["model"] = {"type": "string", "enum": [model_id]}
     if path in TURN_PATHS:
-        properties |= parameters.BODY_FIELDS | {
-            name: field for name, field in parameters.READ_FIELDS.items() if name not in properties
-        }
-        for name, why in parameters.DROPPED.items():
-            properties[name] = {"description": f"Dropped. {why}", "deprecated": True}
-    properties |= parameters.CHANGED.get(path, {})
-    needed = parameters.NEEDED[path]
+        properties |= interface.BODY_FIELDS
+        for name, field in interface.READ_FIELDS.items():
+            properties.setdefault(name, field)
+    properties |= interface.CHANGED.get(path, {})
+    needed = interface.NEEDED.get(path, {})
     # Where a client names no model, the router does.
     schema["required"] = sorted({*schema.get("required", ()), *needed} - {"model"})
     for name, more in needed.items():
-        properties[name] = {**_not_null(properties[name]), **more}
+        properties[name] |= more
+        if "anyOf" in properties[name]:
+            kinds = properties[name]["anyOf"]
+            properties[name]["anyOf"] = [one for one in kinds if one.get("type") != "null"]
 
 
-def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
-    if "anyOf" not in schema:
-        return schema
-    return {**schema, "anyOf": [one for one in schema["anyOf"] if one.get("type") != "null"]}
+def _refers(part: Any) -> set[str]:
+    """Return the names of the schemas that a part of the document refers to."""
+    return set(re.findall(f'"{_SCHEMAS}([^"]+)"', json.dumps(part)))
 
 
-def _used(paths: dict[str, Any], components: dict[str, Any]) -> set[str]:
-    """Return the names of the schemas that the paths refer to, directly or not."""
+def _used(parts: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas that the parts refer to, directly or not."""
     used: set[str] = set()
-    rest = [paths, *(part for name, part in components.items() if name != "schemas")]
-    while rest:
-        for name in _references(rest.pop()):
-            if name not in used:
-                used.add(name)
-                rest.append(components["schemas"][name])
-    return used
-
-
-def _references(part: Any) -> Iterator[str]:
-    if isinstance(part, list):
-        for inner in part:
-            yield from _references(inner)
-    elif isinstance(part, dict):
-        for name, inner in part.items():
-            if name in ("$ref", "mapping"):
-                values = [inner] if name == "$ref" else inner.values()
-                yield from (v.removeprefix(_SCHEMAS) for v in values if v.startswith(_SCHEMAS))
-            else:
-                yield from _references(inner)
+    new = _refers(parts)
+    while new:
+        used |= new
+        new = _refers([schemas[name] for name in new]) - used
+    return {name: schemas[name] for name in sorted(used)}

@@ -165,7 +165,6 @@ def _is_leading(message: Any) -> bool:
 
 
 def _common_length(one: list[int], other: list[int]) -> int:
-    """Return the length of the longest common beginning."""
     return bisect_left(
         range(1, min(len(one), len(other)) + 1), True, key=lambda n: one[:n] != other[:n]
     )

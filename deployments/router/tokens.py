@@ -81,8 +81,7 @@ class TokensEndpoint:
             checked = await self._ask(
                 RESPONSES, lambda url: self.upstream.check(url, RESPONSES, turn.raw)
             )
-        tokens = sum(map(len, checked.prompts))
-        return answer_response(answers.InputTokens(tokens))
+        return answer_response(answers.InputTokens(sum(map(len, checked.prompts))))
 
     async def _answered(self, request: Request) -> Response:
         path = request.url.path
@@ -169,10 +168,7 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
 
 
 def _tokenize(
-    salt: str | None,
-    media: MediaReader,
-    lifted: Lifted,
-    fetched: Mapping[str, bytes] | None = None,
+    salt: str | None, media: MediaReader, lifted: Lifted, fetched: Mapping[str, bytes] | None = None
 ) -> bytes:
     body = read_lifted(lifted, TOKENIZE, media.settings)
     budget.check_tokenize(body, len(lifted.raw))
@@ -187,10 +183,7 @@ def _detokenize(salt: str | None, media: MediaReader, lifted: Lifted) -> bytes:
 
 
 def _count_tokens(
-    salt: str | None,
-    media: MediaReader,
-    lifted: Lifted,
-    fetched: Mapping[str, bytes] | None = None,
+    salt: str | None, media: MediaReader, lifted: Lifted, fetched: Mapping[str, bytes] | None = None
 ) -> bytes:
     settings = media.settings
     body = read_lifted(lifted, COUNT_TOKENS, settings)

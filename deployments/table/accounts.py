@@ -72,7 +72,6 @@ class Accounts:
         )
 
     def render_metrics(self) -> bytes:
-        """Return the text that `/metrics` answers."""
         self.look()
         return self.metrics.render()
 
@@ -142,8 +141,7 @@ class Accounts:
             self.look(plan.decoder_id)
             # Of several turns at once the first has what the history holds.
             tokens = history.held_tokens if len(history.running) == 1 else 0
-            had_tokens = history.last_tokens
-            self._costs.begin(plan.turn, plan.decoder_id, tokens, had_tokens, now_s)
+            self._costs.begin(plan.turn, plan.decoder_id, tokens, history.last_tokens, now_s)
 
     def turn_ends(self, turn: TurnKey, stats: TurnStats | None = None) -> None:
         """A turn has ended, however it did."""

@@ -115,41 +115,33 @@ SCHEDULERS: tuple[Row[Registry], ...] = (
     _scheduler(GAUGE, "pinned_blocks", "Blocks that are kept between turns."),
     _scheduler(GAUGE, "free_blocks", "Unused blocks; what is cached in them may be evicted."),
     _scheduler(
-        GAUGE,
-        "tpot_seconds",
-        "Recent time per output token while prefills and decodes share steps.",
-        field="tpot_s",
+        GAUGE, "tpot_seconds",
+        "Recent time per output token while prefills and decodes share steps.", field="tpot_s",
     ),
     _scheduler(
-        GAUGE,
-        "tpot_bound_seconds",
+        GAUGE, "tpot_bound_seconds",
         "Bound that conserve_engine_tpot_seconds is kept below by cutting prefills.",
         field="tpot_bound_s",
     ),
     _scheduler(
-        GAUGE,
-        "prefill_budget_tokens",
-        "Tokens that a step may prefill beside decodes.",
+        GAUGE, "prefill_budget_tokens", "Tokens that a step may prefill beside decodes.",
         field="budget_tokens",
     ),
     _scheduler(GAUGE, "lane_waiting", "Calls that wait for the prefill lane."),
     _scheduler(GAUGE, "lane_running", "Calls whose prompt is computed in the prefill lane."),
     _scheduler(GAUGE, "lane_tokens", "Tokens that are left to compute in the prefill lane."),
     _scheduler(
-        COUNTER,
-        "lane_prefills",
-        "Prefills that were in the lane: done, or failed and computed inline.",
-        "outcome",
+        COUNTER, "lane_prefills",
+        "Prefills that were in the lane: done, or failed and computed inline.", "outcome",
     ),
     _scheduler(
         COUNTER, "lane_computed_tokens", "Prompt tokens that were computed in the prefill lane."
     ),
     _scheduler(
-        GAUGE,
-        "decode_sms",
+        GAUGE, "decode_sms",
         "SMs that an engine's steps have; its prefill lane has the others of its slots.",
     ),
-)
+)  # fmt: skip
 
 
 # --- energy ---------------------------------------------------------------------------------------
@@ -172,12 +164,9 @@ def _each_gpu(book: EnergyBook) -> Iterable[tuple[GpuReading, tuple[str, str, st
 
 def _gpu(name: str, help: str, read: Callable[[GpuReading], float | None]) -> Row[EnergyBook]:
     return Row(
-        GAUGE,
-        f"conserve_gpu_{name}",
-        help,
-        ("gpu", "role", "tier"),
+        GAUGE, f"conserve_gpu_{name}", help, ("gpu", "role", "tier"),
         lambda book: [(*labels, read(gpu)) for gpu, labels in _each_gpu(book)],
-    )
+    )  # fmt: skip
 
 
 ENERGY: tuple[Row[EnergyBook], ...] = (

@@ -127,8 +127,7 @@ class Membership:
         if engine is None:
             return
         self.running.engine_lost(engine_id)
-        unbound = self._remove(engine)
-        self.accounts.engine_gone(engine, len(unbound), why)
+        self.accounts.engine_gone(engine, len(self._remove(engine)), why)
 
     def leave(self, engine_id: str, overdue: bool) -> bool:
         engine = self.registry.engines.get(engine_id)
@@ -201,8 +200,7 @@ class Membership:
         engine = self.registry.engines.get(engine_id)
         if engine is not None:
             self.running.engine_lost(engine_id)
-            unbound = self._remove(engine)
-            self.accounts.engine_gone(engine, len(unbound))
+            self.accounts.engine_gone(engine, len(self._remove(engine)))
 
     def _remove(self, engine: EngineInfo) -> list[str]:
         self._drained.discard(engine.id)

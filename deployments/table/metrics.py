@@ -57,135 +57,118 @@ class Metrics:
             self._registry.register(group)
         self.described: list[Described] = []
 
+        def described(kind: str, name: str, help: str, label: str) -> list[str]:
+            labels = [label] if label else []
+            self.described.append(Described(name, kind, labels, help))
+            return labels
+
         def counter(name: str, help: str, label: str = "", values: Sequence[str] = ()) -> Counter:
             """Return a counter, which is 0 from the start for these values of its label.
 
             Otherwise `increase()` would not see the first event, since there was no 0 before it.
             """
-            labels = [label] if label else []
-            self.described.append(Described(f"{name}_total", "counter", labels, help))
+            name = f"conserve_{name}"
+            labels = described("counter", f"{name}_total", help, label)
             made = Counter(name, help, labels, registry=self._registry)
             for value in values:
                 made.labels(value)
             return made
 
-        def histogram(
-            name: str, help: str, label: str = "", *, buckets: Sequence[float]
+        def seconds(
+            name: str, help: str, label: str = "", buckets: Sequence[float] = _LATENCY_BUCKETS
         ) -> Histogram:
-            labels = [label] if label else []
-            self.described.append(Described(name, "histogram", labels, help))
+            name = f"conserve_{name}_seconds"
+            labels = described("histogram", name, help, label)
             return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
 
-        self.handoffs = counter(
-            "conserve_handoffs", "Conversations whose KV a decoder took from LMCache."
-        )
+        self.handoffs = counter("handoffs", "Conversations whose KV a decoder took from LMCache.")
         self.handoff_tokens = counter(
-            "conserve_handoff_tokens", "Tokens of KV that decoders took from LMCache."
+            "handoff_tokens", "Tokens of KV that decoders took from LMCache."
         )
         self.late_handoffs = counter(
-            "conserve_late_handoffs",
+            "late_handoffs",
             "Prompts just stored by a prefiller that a decoder had to look up more than once.",
         )
         self.missed_handoffs = counter(
-            "conserve_missed_handoffs",
+            "missed_handoffs",
             "Prompts just stored by a prefiller of which a decoder did not find all.",
         )
         self.missed_handoff_tokens = counter(
-            "conserve_missed_handoff_tokens",
+            "missed_handoff_tokens",
             "Tokens that decoders did not find of such prompts, and computed again.",
         )
         self.encoded_images = counter(
-            "conserve_encoded_images", "Images that engines encoded for completed turns."
+            "encoded_images", "Images that engines encoded for completed turns."
         )
         self.node_images = counter(
-            "conserve_node_images",
+            "node_images",
             "Images of completed turns that engines took from their node's memory, encoded.",
         )
         self.cold_prefills = counter(
-            "conserve_cold_prefills", "First turns' prompts prefilled on a prefiller."
+            "cold_prefills", "First turns' prompts prefilled on a prefiller."
         )
         self.cold_prefill_tokens = counter(
-            "conserve_cold_prefill_tokens", "Input tokens of first turns prefilled on a prefiller."
+            "cold_prefill_tokens", "Input tokens of first turns prefilled on a prefiller."
         )
         self.cold_prefill_failures = counter(
-            "conserve_cold_prefill_failures",
+            "cold_prefill_failures",
             "Remote prefills that failed; the decoder then prefilled by itself.",
         )
         self.later_prefills = counter(
-            "conserve_later_prefills",
+            "later_prefills",
             "Later turns prefilled on a prefiller; none under placement conversation.",
         )
         self.prefiller_loaded_tokens = counter(
-            "conserve_prefiller_loaded_tokens", "Tokens of KV that prefillers took from LMCache."
+            "prefiller_loaded_tokens", "Tokens of KV that prefillers took from LMCache."
         )
         self.prompt_tokens = counter(
-            "conserve_prompt_tokens", "Prompt tokens of completed turns, history included."
+            "prompt_tokens", "Prompt tokens of completed turns, history included."
         )
         self.cached_tokens = counter(
-            "conserve_decoder_cached_tokens",
+            "decoder_cached_tokens",
             "Prompt tokens of completed turns found in the decoder's own prefix cache.",
         )
-        self.output_tokens = counter(
-            "conserve_output_tokens", "Tokens generated in completed turns."
-        )
+        self.output_tokens = counter("output_tokens", "Tokens generated in completed turns.")
         self.moves = counter(
-            "conserve_moves",
+            "moves",
             "Conversations bound to another decoder, because theirs was lost, left or had no room.",
         )
-        self.continued = counter(
-            "conserve_stream_moves", "Streams that went on at another decoder."
-        )
-        self.engines_lost = counter(
-            "conserve_engines_lost", "Engines found dead.", "role", get_args(Role)
-        )
+        self.continued = counter("stream_moves", "Streams that went on at another decoder.")
+        self.engines_lost = counter("engines_lost", "Engines found dead.", "role", get_args(Role))
         self.ended = counter(
-            "conserve_conversations_ended", "Conversations that ended, by reason.", "reason"
+            "conversations_ended", "Conversations that ended, by reason.", "reason"
         )
-        self.turns = counter(
-            "conserve_turns", "Turns, by outcome.", "outcome", get_args(TurnOutcome)
-        )
+        self.turns = counter("turns", "Turns, by outcome.", "outcome", get_args(TurnOutcome))
         self.later_turns = counter(
-            "conserve_later_turns",
+            "later_turns",
             "Later turns begun at a history's decoder: direct, or after the table was asked.",
-            "way",
-            ("direct", "asked"),
-        )
+            "way", ("direct", "asked"),
+        )  # fmt: skip
         self.refusals = counter(
-            "conserve_queue_refusals",
+            "queue_refusals",
             "Conversations refused for lack of room: the queue was full (queue_full), or the wait "
             "too long (timeout).",
-            "reason",
-            QUEUE_REASONS,
-        )
-        self.ttft_s = histogram(
-            "conserve_ttft_seconds",
-            "Time to first token of streamed turns.",
-            buckets=_LATENCY_BUCKETS,
-        )
-        self.ttfet_s = histogram(
-            "conserve_ttfet_seconds",
+            "reason", QUEUE_REASONS,
+        )  # fmt: skip
+        self.ttft_s = seconds("ttft", "Time to first token of streamed turns.")
+        self.ttfet_s = seconds(
+            "ttfet",
             "Time to first effective token: from a conversation's first request to the first token "
             "of its first answer that is not a tool call.",
-            buckets=_LATENCY_BUCKETS,
         )
-        self.tbt_s = histogram(
-            "conserve_tbt_seconds", "Time between tokens of streamed turns.", buckets=_TBT_BUCKETS
+        self.tbt_s = seconds("tbt", "Time between tokens of streamed turns.", buckets=_TBT_BUCKETS)
+        self.turn_latency_s = seconds(
+            "turn_latency", "Turn latency, from the request's arrival to its last byte."
         )
-        self.turn_latency_s = histogram(
-            "conserve_turn_latency_seconds",
-            "Turn latency, from the request's arrival to its last byte.",
-            buckets=_LATENCY_BUCKETS,
-        )
-        self.stage_s = histogram(
-            "conserve_stage_seconds",
+        self.stage_s = seconds(
+            "stage",
             "Time of completed turns in each stage on their decoder: until it had encoded their "
             "images (encode_wait) and encoding (encode), prefilling beside decodes (prefill), and "
             "from the first token to the last (decode). Only turns with a stage count.",
             "stage",
-            buckets=_LATENCY_BUCKETS,
         )
-        self.queue_wait_s = histogram(
-            "conserve_queue_wait_seconds",
+        self.queue_wait_s = seconds(
+            "queue_wait",
             "Time that new conversations waited for a decoder with room.",
             buckets=_WAIT_BUCKETS,
         )

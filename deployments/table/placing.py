@@ -104,8 +104,7 @@ class Placing:
     async def _others_are_bound(self, history_id: str) -> None:
         """Return when no turn of the conversation is pending, or one has been for too long."""
         while (pending := self.room.pending.get(history_id)) is not None:
-            patience_s = self.admission.line.timeout_s + PLACING_S
-            await asyncio.wait([pending.settled], timeout=patience_s)
+            await asyncio.wait([pending.settled], timeout=self.admission.line.timeout_s + PLACING_S)
             if not pending.settled.done():
                 if not pending.waits:
                     # A router that died in between never settles it.

@@ -140,7 +140,6 @@ class Registry:
             self.note_forgotten(history.decoder_id, history.id, history.incarnation)
 
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
-        """Have a decoder told to forget a history."""
         if decoder_id in self._ended:
             self._ended[decoder_id].append((history_id, incarnation))
             self._table.notices.give_up(decoder_id, history_id, incarnation, ended=True)

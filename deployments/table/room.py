@@ -199,7 +199,6 @@ class Room:
             pending.settled.set_result(None)
 
     def give_up(self, pending: PendingTurn) -> None:
-        """Give up placing a turn."""
         if pending.granted is None:
             self.settle(pending)
         elif not pending.granted.done():
@@ -213,7 +212,6 @@ class Room:
     # --- room --------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admit the waiting turns that fit."""
         for admitted in self.admission.admit(unix_s()):
             self.accounts.bound(admitted)
             granted = self.pending[admitted.history.id].granted

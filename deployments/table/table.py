@@ -175,7 +175,6 @@ class TableService:
         return [(one.history_id, one.incarnation, one.for_s) for one in holds]
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
-        """Remove an engine that is dead."""
         self._membership.lost(engine_id, why)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
@@ -269,8 +268,7 @@ class TableService:
             return None
         try:
             history = self._table.tools.meant(found, report)
-            in_turn = bool(history.running)
-            wall_s = self._table.tools.report(history.id, report, unix_s(), in_turn)
+            wall_s = self._table.tools.report(history.id, report, unix_s(), bool(history.running))
         except TooManyTools:
             return refusals.TOO_MANY_TOOLS
         self._accounts.tool_reported(history, report, wall_s)

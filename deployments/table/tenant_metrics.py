@@ -30,11 +30,9 @@ class TenantCounts:
         self._named: set[str] = set()
 
     def turn(self, tenant: str, outcome: str) -> None:
-        """Count a turn that has ended."""
         self.turns[self.label(tenant), outcome] += 1
 
     def refused(self, tenant: str, limit: str) -> None:
-        """Count a turn that was refused because of a limit."""
         self.refusals[self.label(tenant), limit] += 1
 
     def begins(self, tenant: str | None) -> None:
@@ -71,7 +69,6 @@ class TenantCounts:
         return tenant
 
     def any(self) -> bool:
-        """Return whether there are tenants."""
         return bool(self.usage.tenants() or self.turns or self.refusals)
 
 

@@ -35,11 +35,7 @@ _PARSER = "vllm.renderers.chat_utils:AsyncMultiModalContentParser"
 PATCH = Patch(
     name="media_names",
     package="vllm",
-    seams=(
-        f"{_PARSER}.parse_image",
-        f"{_PARSER}.parse_audio",
-        f"{_PARSER}.parse_video",
-    ),
+    seams=(f"{_PARSER}.parse_image", f"{_PARSER}.parse_audio", f"{_PARSER}.parse_video"),
     why="each turn decodes and hashes its history's images, which the node's cache does not know",
     upstream=(
         "not reported: Messages and Responses ignore uuid on image blocks, which Chat Completions "

@@ -81,7 +81,6 @@ def distribution_of(package: str) -> importlib.metadata.Distribution | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a project, or None."""
     found = distribution_of(package)
     return None if found is None else found.version
 

@@ -11,7 +11,6 @@ _RECORDS = Path(__file__).with_name("seams.toml")
 
 @cache
 def seams() -> dict[str, Patch]:
-    """Return the records by their names."""
     return {
         name: Patch(
             name=name,

@@ -65,8 +65,7 @@ class LaneConnecting(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM's types 
         if self.lane is not None and num_external_tokens and request.request_id in self._promised:
             self._promised.remove(request.request_id)
             found_tokens = request.num_tokens - 1 - num_external_tokens
-            ids = blocks.get_block_ids()[0]
-            self.lane.takes(request, found_tokens, num_external_tokens, ids)
+            self.lane.takes(request, found_tokens, num_external_tokens, blocks.get_block_ids()[0])
             num_external_tokens = 0
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 

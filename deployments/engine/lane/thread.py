@@ -211,8 +211,7 @@ class LaneThread:
             if one.error:
                 first, size = one.until // self._block_tokens, self._block_tokens
                 missing.update(one.job.block_ids[first : -(-one.job.end // size)])
-        told = computed or failed or end
-        report = LaneReport(computed, failed, encode=end) if told else None
+        report = LaneReport(computed, failed, encode=end) if (computed or failed or end) else None
         return {one.job.request_id for one in over}, missing, report
 
     def end(self) -> None:

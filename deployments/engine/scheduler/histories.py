@@ -213,8 +213,7 @@ class Histories:
         self._pool.free_blocks(reversed(blocks))
 
     def _blocks_of(self, request: Any) -> list[Any]:
-        groups = self._manager.get_blocks(request.request_id).blocks
-        return _in_order(groups)
+        return _in_order(self._manager.get_blocks(request.request_id).blocks)
 
     def _cached(self, one: _History) -> tuple[list[Any], int]:
         if not one.hashes:

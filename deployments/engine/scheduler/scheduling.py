@@ -109,8 +109,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self._set_limit(waits, now_s)
         output = super().schedule(throttle_prefills)
         if ranks:
-            left_out = (*self.waiting._heap, *self.kv_holding_waiting._heap)
-            self._waits.look(self, left_out, now_s)
+            self._waits.look(self, (*self.waiting._heap, *self.kv_holding_waiting._heap), now_s)
         elif not waits:
             self._waits.nobody()
         if self.passed_over_tokens:
@@ -178,8 +177,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
 
     def _note(self, output: Any, now_s: float) -> None:
         began: set[str] = {one.req_id for one in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        began.update(cached.resumed_req_ids)
+        began.update(output.scheduled_cached_reqs.resumed_req_ids)
         prefill_tokens = decodes = 0
         for request_id, tokens in output.num_scheduled_tokens.items():
             if tokens <= self._decode_tokens and request_id not in began:

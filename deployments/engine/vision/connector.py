@@ -83,9 +83,7 @@ class NodeEncoderCache(ECConnectorBase):  # type: ignore[misc]
         return self._images.get(identifier) if found is None else found
 
     def took(self, request_id: str, took: Encoded) -> None:
-        """Count what a request's images took."""
-        before = self._took.get(request_id, NOTHING_ENCODED)
-        self._took[request_id] = before.plus(took)
+        self._took[request_id] = self._took.get(request_id, NOTHING_ENCODED).plus(took)
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
         wanted, self._to_load = self._to_load, {}

@@ -23,8 +23,6 @@ from tests.engines.client import Agent, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
-
 # The head has a place for the prefiller; each other node has one for a decoder.
 _HEAD_ID = "f" * 51 + "00000"
 _PORT = 6399

@@ -15,7 +15,6 @@ from tests.engines.processes import kill, processes
 from tests.engines.stage import Stage
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.full,
     pytest.mark.application(MAIN, last=True),
     pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (Debian: chromium)"),

@@ -11,7 +11,6 @@ from tests.engines.lone import LONE_PORT
 from tests.engines.stage import Stage
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.full,
     pytest.mark.application(MAIN, last=True),
 ]

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
 
+from conserve.identity import FINAL_HEADER
+
 BOTH = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 CHAT, COMPLETION = "POST /v1/chat/completions", "POST /v1/completions"
 MESSAGE, RESPONSE = "POST /v1/messages", "POST /v1/responses"
@@ -387,7 +389,7 @@ def short_turns(document: dict[str, Any]) -> dict[str, Any]:
         schema["additionalProperties"] = False
     short["paths"] = {path: short["paths"][path] for path in _CONVERSATIONS}
     turn = short["paths"]["/v1/chat/completions"]["post"]
-    turn["parameters"].remove({"$ref": "#/components/parameters/final"})
+    turn["parameters"].remove({"$ref": f"#/components/parameters/{FINAL_HEADER}"})
     return short
 
 

@@ -40,7 +40,6 @@ def _other_threads_may_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lambda_sources, "sys", still)
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(4 * 3600)
 async def test_no_request_takes_anything_down(
     application: str,

@@ -31,8 +31,6 @@ from tests.engines.lmcache import worker as bare_worker
 from tests.engines.lmcache.worker import CHUNK_TOKENS, MODEL
 from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
-
 _SHARED = Path("/dev/shm")
 MODES = ("engine_driven", "lmcache_driven")
 

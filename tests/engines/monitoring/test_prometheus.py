@@ -21,7 +21,6 @@ from tests.engines.processes import kill, processes
 from tests.engines.waiting import eventually
 
 pytestmark = [
-    pytest.mark.anyio,
     pytest.mark.full,
     pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (Debian: prometheus)"),
 ]

@@ -12,8 +12,6 @@ from tests.engines.client import Agent, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
 
-pytestmark = pytest.mark.anyio
-
 # A decoder has room for 3,072 tokens.
 FIRST = 600
 START_S = 900.0

@@ -16,8 +16,6 @@ from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from tests.engines.applications import START_S, URL
 from tests.engines.client import Reply, chat, new_client, prose
 
-pytestmark = pytest.mark.anyio
-
 TENANTS = ("acme", "umbrella", "sharing1", "sharing2", "limited")
 # A shorter first prompt is prefilled by its decoder, which asks LMCache for it.
 REMOTE_FROM_TOKENS = 350

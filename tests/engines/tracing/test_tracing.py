@@ -20,8 +20,6 @@ from tests.engines.processes import kill, processes
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually
 
-pytestmark = [pytest.mark.anyio]
-
 LOGS = Path("/tmp/ray/session_latest/logs")
 PARENT = "00f067aa0ba902b7"
 # vLLM's own span of a request.

@@ -18,8 +18,6 @@ from conserve.launch import Launch
 from tests.engines.applications import MAIN, START_S, URL
 from tests.engines.processes import processes
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("autoscale", "conserve", "deployments", "hetero")
 AGENTS = 16

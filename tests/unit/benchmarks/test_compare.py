@@ -28,14 +28,7 @@ from benchmarks.compare import (
 from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Run
 from benchmarks.latencies import Samples, samples
 from benchmarks.objectives import reference
-from benchmarks.plots import (
-    against_rate,
-    distribution,
-    draw_all,
-    draw_ratios,
-    failures,
-    of_ratios,
-)
+from benchmarks.plots import against_rate, distribution, draw_all, draw_ratios, failures, of_ratios
 from benchmarks.records import RecordWriter, TurnRecord, read_records, write_parquet
 from benchmarks.report import (
     Report,
@@ -410,10 +403,7 @@ def test_tables_say_what_there_is() -> None:
         "conserve_moves_total": 1.0, "conserve_cold_prefill_tokens_total": 2100.0,
         "vllm:prefix_cache_hits_total": 1.0, "vllm:prefix_cache_queries_total": 4.0,
     }  # fmt: skip
-    text = _shown(
-        show_run,
-        _report("ConServe", records=records, counters=counted, energy_j=50.0),
-    )
+    text = _shown(show_run, _report("ConServe", records=records, counters=counted, energy_j=50.0))
     for part in (
         "2 of 60 turns failed", "failure: [red] HTTP 500 1", "failure: timeout 1", "turns failed 1",
         "turns timed out 1",

@@ -218,20 +218,16 @@ def test_the_duration_ends_a_run() -> None:
     assert [record.outcome for record in run.records] == ["unfinished"]
 
 
-def test_being_cancelled_records_and_propagates() -> None:
+async def test_being_cancelled_records_and_propagates() -> None:
     stub = Stub({"slow": hang})
     records: list[TurnRecord] = []
-
-    async def run() -> None:
-        async with serving(stub):
-            plan = [(0.0, Planned("c", _turns("slow")))]
-            driving = asyncio.ensure_future(drive(_endpoint(stub), plan, on_record=records.append))
-            await stub.hanging.wait()
-            driving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await driving
-
-    asyncio.run(run())
+    async with serving(stub):
+        plan = [(0.0, Planned("c", _turns("slow")))]
+        driving = asyncio.ensure_future(drive(_endpoint(stub), plan, on_record=records.append))
+        await stub.hanging.wait()
+        driving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await driving
     assert [record.outcome for record in records] == ["unfinished"]
 
 

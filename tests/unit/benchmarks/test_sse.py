@@ -50,13 +50,7 @@ def _read(*parts: bytes) -> AnswerStream:
 
 
 def test_a_completion() -> None:
-    chunks: list[Chunk | str] = [
-        _text("Hel"),
-        _text("lo"),
-        _text("", "length"),
-        USAGE,
-        "[DONE]",
-    ]
+    chunks: list[Chunk | str] = [_text("Hel"), _text("lo"), _text("", "length"), USAGE, "[DONE]"]
     stream = _read(*map(_event, chunks))
     assert stream.answer.content == "Hello"
     assert stream.answer.tool_calls == ()

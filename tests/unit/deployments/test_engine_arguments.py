@@ -122,10 +122,7 @@ def test_only_kv_that_is_the_same_on_each_worker_may_be_split_otherwise(tmp_path
         {"engine.tensor_parallel_size": 2},
         {"decoders.engine.tensor_parallel_size": 1},
         {"decoders.engine.tensor_parallel_size": 2, "placement": "collocated"},
-        {
-            "decoders.engine.tensor_parallel_size": 2,
-            "prefillers.engine.tensor_parallel_size": "2",
-        },
+        {"decoders.engine.tensor_parallel_size": 2, "prefillers.engine.tensor_parallel_size": "2"},
     ],
 )
 def test_vllm_is_not_asked_where_roles_agree(

@@ -125,9 +125,7 @@ def test_version_one_by_the_hosts_path(groups: Groups, above: str) -> None:
         memory__stat=f"active_file 5\ntotal_active_file {SMALL // 4}\ntotal_inactive_file 0",
     )
     groups.write(
-        f"/sys/fs/cgroup/cpu,cpuacct{folder}",
-        cpu__cfs_quota_us=25000,
-        cpu__cfs_period_us=100000,
+        f"/sys/fs/cgroup/cpu,cpuacct{folder}", cpu__cfs_quota_us=25000, cpu__cfs_period_us=100000
     )
     assert groups.memory() == HostMemory(SMALL, SMALL // 2 + SMALL // 4, True)
     assert usable_cpus(groups.root) == 0.25

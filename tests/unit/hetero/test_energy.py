@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.history import TurnKey
-from hetero.energy import (
-    BusyShare,
-    EnergyBook,
-    EnergyMeter,
-    EngineEnergy,
-    GpuReading,
-    divide,
-)
+from hetero.energy import BusyShare, EnergyBook, EnergyMeter, EngineEnergy, GpuReading, divide
 from hetero.nvml import NotSupported, Nvml
 from tests.nvml import standin
 from tests.nvml.standin import Machine, StandInGpu

@@ -186,11 +186,7 @@ def test_an_estimate_of_weights_is_called_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "block", "chunk"),
-    [
-        ({}, 1024, 1024),
-        ({"engine.block_size": 544}, 544, 544),
-    ],
+    ("given", "block", "chunk"), [({}, 1024, 1024), ({"engine.block_size": 544}, 544, 544)]
 )
 def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
     given: dict[str, Any], block: int, chunk: int

@@ -27,11 +27,7 @@ def node(gpus: float, name: str = "10.0.0.1", **resources: float) -> NodeOffer:
         ({"decoders": {"replicas": 1, "max_replicas": 9}}, [2]),
         # Large ones first: else a small one would be in their way.
         (
-            {
-                "prefillers.num_gpus": 0.5,
-                "decoders": 1,
-                "decoders.engine.tensor_parallel_size": 2,
-            },
+            {"prefillers.num_gpus": 0.5, "decoders": 1, "decoders.engine.tensor_parallel_size": 2},
             [2, 1],
         ),
     ],

@@ -13,11 +13,7 @@ def scaled(**changes: Any) -> Settings:
     return Settings(
         prefillers={"max_replicas": 2},  # type: ignore[arg-type]
         **(
-            {
-                "model": "Qwen/Qwen3-0.6B",
-                "placement": "conversation",
-                "profile": "a40-qwen3-0.6b",
-            }
+            {"model": "Qwen/Qwen3-0.6B", "placement": "conversation", "profile": "a40-qwen3-0.6b"}
             | changes
         ),
     )

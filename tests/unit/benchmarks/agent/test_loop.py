@@ -20,8 +20,6 @@ from benchmarks.agent import (
 )
 from benchmarks.agent.tasks import call_message
 
-pytestmark = pytest.mark.anyio
-
 SESSION = make_session(2, "held-out")
 TASK = SESSION.tasks[0]
 QUESTION: list[Message] = [

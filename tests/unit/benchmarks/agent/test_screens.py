@@ -53,7 +53,6 @@ def _shown(content: list[Message]) -> bytes:
     return picture.tobytes()
 
 
-@pytest.mark.anyio
 async def test_each_click_leads_on_and_is_counted() -> None:
     walk = Walk.draw(5, "held-out", 2)
     right = walk.screens[0].target()

@@ -23,13 +23,7 @@ from benchmarks.peers import PEERS, Options, PeerUnavailable, start, systems
 from benchmarks.peers.__main__ import peers
 from benchmarks.peers.chunks import iterations, largest_chunk
 from benchmarks.peers.pinning import pin, share_out
-from benchmarks.peers.plan import (
-    Part,
-    PeerPlan,
-    engine_arguments,
-    engine_environment,
-    free_port,
-)
+from benchmarks.peers.plan import Part, PeerPlan, engine_arguments, engine_environment, free_port
 from benchmarks.peers.running import answers, last_words, serves, until_ready, warm_up
 from conserve.launch import Launch
 from conserve.settings import load

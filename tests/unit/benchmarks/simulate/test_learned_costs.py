@@ -107,12 +107,7 @@ def excess(
     records: list[TurnRecord] = []
     monkeypatch.setattr(cluster, "make_policy", make_policy)
     system = System(
-        "s",
-        "elastic",
-        (prefiller,),
-        (decoder,),
-        prior_error=prior_error,
-        queue_timeout_s=600.0,
+        "s", "elastic", (prefiller,), (decoder,), prior_error=prior_error, queue_timeout_s=600.0
     )
     one = Cluster(system, records.extend)
 

@@ -196,8 +196,7 @@ answers = st.builds(
     Answer,
     st.text(max_size=8),
     st.lists(
-        st.builds(called, st.sampled_from(["look", "find", ""]), arguments, st.just("")),
-        max_size=3,
+        st.builds(called, st.sampled_from(["look", "find", ""]), arguments, st.just("")), max_size=3
     ).map(tuple),
 )
 following = st.lists(st.text(max_size=5), max_size=3)
@@ -206,13 +205,10 @@ following = st.lists(st.text(max_size=5), max_size=3)
 @settings(max_examples=150, deadline=None)
 @given(
     turns=st.lists(
-        st.tuples(answers, following, following).filter(lambda turn: turn[1] or turn[2]),
-        max_size=5,
+        st.tuples(answers, following, following).filter(lambda turn: turn[1] or turn[2]), max_size=5
     )
 )
-def test_any_answers_make_a_valid_chat(
-    turns: list[tuple[Answer, list[str], list[str]]],
-) -> None:
+def test_any_answers_make_a_valid_chat(turns: list[tuple[Answer, list[str], list[str]]]) -> None:
     messages = [say("system", "s"), say("user", "u")]
     for number, (answer, results, users) in enumerate(turns):
         turn = RecordedTurn(tuple(say("user", text) for text in users), tuple(results), 9)

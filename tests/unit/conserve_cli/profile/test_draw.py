@@ -128,28 +128,22 @@ def test_each_phase_has_the_draw_of_its_role() -> None:
     run(scenario())
 
 
-def test_joules_that_stand_still_are_no_power() -> None:
-    async def scenario() -> None:
-        application = Application(Gpu("prefiller", draw_w=0), Gpu("decoder", draw_w=0))
-        async with application.serving() as url:
-            with pytest.raises(NoDraw, match="the decoder's joules did not advance"):
-                await DrawMeter(url).mean_w("decoder", lambda: asyncio.sleep(0.05), phase_s=1)
-
-    asyncio.run(scenario())
+async def test_joules_that_stand_still_are_no_power() -> None:
+    application = Application(Gpu("prefiller", draw_w=0), Gpu("decoder", draw_w=0))
+    async with application.serving() as url:
+        with pytest.raises(NoDraw, match="the decoder's joules did not advance"):
+            await DrawMeter(url).mean_w("decoder", lambda: asyncio.sleep(0.05), phase_s=1)
 
 
-def test_what_fails_while_power_is_measured_is_not_swallowed() -> None:
+async def test_what_fails_while_power_is_measured_is_not_swallowed() -> None:
     async def refused() -> None:
         raise MeasureError("a prompt of 128 tokens was refused")
 
-    async def scenario() -> None:
-        async with Application(Gpu("decoder")).serving() as url:
-            with pytest.raises(MeasureError, match="was refused"):
-                await DrawMeter(url).mean_w("decoder", refused, phase_s=2)
-        with pytest.raises(MeasureError, match="does not answer"):
-            await DrawMeter(url).energy()
-
-    asyncio.run(scenario())
+    async with Application(Gpu("decoder")).serving() as url:
+        with pytest.raises(MeasureError, match="was refused"):
+            await DrawMeter(url).mean_w("decoder", refused, phase_s=2)
+    with pytest.raises(MeasureError, match="does not answer"):
+        await DrawMeter(url).energy()
 
 
 @pytest.mark.parametrize(

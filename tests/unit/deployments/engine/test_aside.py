@@ -1,6 +1,5 @@
 """Media in long bodies are out of vLLM's way, and there where it decodes them."""
 
-import asyncio
 import base64
 import io
 import json
@@ -8,13 +7,13 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from starlette.datastructures import Headers
 
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.media import Medium
 from deployments.engine.vision import aside
 from deployments.engine.vision.aside import AsideConnector, MediaAside
+from tests.unit.deployments.asgi import exchange
 
 
 def _png(colour: str, side: int = 400) -> bytes:
@@ -68,12 +67,8 @@ def _seen(path: str, raw: bytes, headers: dict[str, str] | None = None) -> list[
             colours.append(image.getpixel((0, 0)))
         seen.extend((got, colours))
 
-    async def receive() -> Any:
-        return {"type": "http.request", "body": raw}
-
-    given = Headers({"content-length": str(len(raw)), **(headers or {})})
-    scope = {"type": "http", "path": path, "headers": given.raw}
-    asyncio.run(MediaAside(app)(scope, receive, None))  # type: ignore[arg-type]
+    given = {"content-length": str(len(raw)), **(headers or {})}
+    exchange(MediaAside(app), raw, path=path, headers=given)
     return seen
 
 

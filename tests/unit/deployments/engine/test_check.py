@@ -19,6 +19,7 @@ from conserve.apis import COUNT_TOKENS, MESSAGES
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.messages import Prefilled
 from deployments.router.upstream import Checked
+from tests.unit.deployments.asgi import exchange
 
 PROMPT = [1, 2, 3]
 # As a turn may want its output.
@@ -98,20 +99,7 @@ class Engine:
 
 def ask(engine: Engine, path: str) -> tuple[int, Any]:
     """Status and body of the answer."""
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"{}"}
-
-    async def exchange() -> None:
-        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-        await RequestCheck(engine.app)(scope, receive, send)
-
-    asyncio.run(exchange())
-    start, body = sent
+    start, body = exchange(RequestCheck(engine.app), b"{}", method="POST", path=path)
     return start["status"], json.loads(body["body"])
 
 
@@ -185,24 +173,20 @@ def test_an_engine_that_fails_a_prefill_says_so_though_a_stream_has_begun() -> N
     assert "too large an image" in answer["error"]["message"]
 
 
-def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
+async def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
     engine = Engine(hangs=True)
-
-    async def leave() -> None:
-        serving = asyncio.ensure_future(
-            RequestCheck(engine.app)(
-                {"type": "http", "path": wire.PREFILL_PREFIX + "/v1/completions"},
-                None,
-                None,  # type: ignore[arg-type]
-            )
+    serving = asyncio.ensure_future(
+        RequestCheck(engine.app)(
+            {"type": "http", "path": wire.PREFILL_PREFIX + "/v1/completions"},
+            None,
+            None,  # type: ignore[arg-type]
         )
-        await asyncio.sleep(0.01)
-        assert engine.ran
-        serving.cancel()
-        await asyncio.wait([serving])
-        assert engine.closed == 1
-
-    asyncio.run(leave())
+    )
+    await asyncio.sleep(0.01)
+    assert engine.ran
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert engine.closed == 1
 
 
 def test_what_only_counts_tokens_leaves_the_cache_of_media_alone() -> None:

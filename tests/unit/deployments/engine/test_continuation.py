@@ -105,44 +105,38 @@ def _shown(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
         {"skip_special_tokens": False, "spaces_between_special_tokens": False},
     ],
 )
-def test_a_stream_cut_anywhere_goes_on_as_if_it_had_not_been_cut(
+async def test_a_stream_cut_anywhere_goes_on_as_if_it_had_not_been_cut(
     tokenizer: Any, options: dict[str, Any]
 ) -> None:
     prompt_ids = tokenizer.encode("a prompt, and é")
     answer = [*tokenizer.encode(TEXT, add_special_tokens=False), tokenizer.eos_token_id]
     prompt = {"type": "token", "prompt_token_ids": prompt_ids}
-
-    async def play() -> None:
-        params = _params(**options)
-        assert can_be_continued(prompt, params)
-        whole = await _all(Engine(tokenizer, prompt_ids, answer).generate(prompt, params))
-        assert len(whole) > 20
-        emitted = [
-            Emitted(
-                one.outputs[0].token_ids, one.outputs[0].finish_reason, one.outputs[0].stop_reason
-            )
-            for one in whole
-        ]
-        for cut in range(1, len(whole) + 1):
-            sent = read_notes(b"".join(note([one]) for one in emitted[:cut]))
-            engine = Engine(tokenizer, prompt_ids, answer)
-            seen: list[Any] = []
-            stream = continued(
-                sent, prompt, params, "r", tokenizer, generate=engine.generate, see=seen.append
-            )
-            assert _shown(await _all(stream)) == _shown(whole), cut
-            # The engine had what was sent as its prompt, and all it did was seen to its end.
-            ((ids, asked),) = engine.asked
-            # (Of a finished answer without its last one, which had no KV either.)
-            assert len(ids) == len(prompt_ids) + cut - (cut == len(whole))
-            assert seen[-1].finished
-            assert engine.closed
-            assert asked.max_tokens == (1 if cut == len(whole) else params.max_tokens - cut)
-        # What the client asked for is left as it was.
-        assert params.max_tokens == options.get("max_tokens", 400)
-        assert params.detokenize
-
-    asyncio.run(play())
+    params = _params(**options)
+    assert can_be_continued(prompt, params)
+    whole = await _all(Engine(tokenizer, prompt_ids, answer).generate(prompt, params))
+    assert len(whole) > 20
+    emitted = [
+        Emitted(one.outputs[0].token_ids, one.outputs[0].finish_reason, one.outputs[0].stop_reason)
+        for one in whole
+    ]
+    for cut in range(1, len(whole) + 1):
+        sent = read_notes(b"".join(note([one]) for one in emitted[:cut]))
+        engine = Engine(tokenizer, prompt_ids, answer)
+        seen: list[Any] = []
+        stream = continued(
+            sent, prompt, params, "r", tokenizer, generate=engine.generate, see=seen.append
+        )
+        assert _shown(await _all(stream)) == _shown(whole), cut
+        # The engine had what was sent as its prompt, and all it did was seen to its end.
+        ((ids, asked),) = engine.asked
+        # (Of a finished answer without its last one, which had no KV either.)
+        assert len(ids) == len(prompt_ids) + cut - (cut == len(whole))
+        assert seen[-1].finished
+        assert engine.closed
+        assert asked.max_tokens == (1 if cut == len(whole) else params.max_tokens - cut)
+    # What the client asked for is left as it was.
+    assert params.max_tokens == options.get("max_tokens", 400)
+    assert params.detokenize
 
 
 def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: Any) -> None:

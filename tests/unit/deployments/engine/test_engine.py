@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("server_fails", [True, False])
 @pytest.mark.parametrize("engine_fails", [True, False])
 async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
@@ -41,7 +40,6 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
         await server._load_engine(None)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("engine_scheduler", ["vllm", "conversation", "conversation_lane"])
 async def test_an_altered_vllm_is_refused_before_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch, engine_scheduler: str

@@ -1,6 +1,5 @@
 """What an engine says of its work, by what vLLM tells of requests and iterations."""
 
-import asyncio
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -47,34 +46,26 @@ def test_choices_have_one_prompt() -> None:
     assert one.load(0).prefill_tokens == 950
 
 
-def test_what_caches_should_have_does_not_count() -> None:
+async def test_what_caches_should_have_does_not_count() -> None:
     one = meter(a=Request("a", 900), b=Request("b", 40))
-
-    async def scenario() -> None:
+    async with one.expecting("a", 850):
+        assert one.load(0).prefill_tokens == 90
+        async with one.expecting("b", ALL_TOKENS):
+            assert one.load(0).prefill_tokens == 50
+    assert one.load(0).prefill_tokens == 940
+    with pytest.raises(ConnectionError):
         async with one.expecting("a", 850):
-            assert one.load(0).prefill_tokens == 90
-            async with one.expecting("b", ALL_TOKENS):
-                assert one.load(0).prefill_tokens == 50
-        assert one.load(0).prefill_tokens == 940
-        with pytest.raises(ConnectionError):
-            async with one.expecting("a", 850):
-                raise ConnectionError
-        assert one.load(0).prefill_tokens == 940
-
-    asyncio.run(scenario())
+            raise ConnectionError
+    assert one.load(0).prefill_tokens == 940
 
 
-def test_images_that_have_to_be_encoded_count_until_the_first_token() -> None:
+async def test_images_that_have_to_be_encoded_count_until_the_first_token() -> None:
     first, other = Request("a", 900), Request("a", 900)
     one = meter(a=first, b=other)
-
-    async def scenario() -> None:
-        async with one.expecting("a", 0, 64):
-            assert one.load(0).encode_tokens == 64
-            first.is_prefilling = other.is_prefilling = False
-            assert one.load(0).encode_tokens == 0
-
-    asyncio.run(scenario())
+    async with one.expecting("a", 0, 64):
+        assert one.load(0).encode_tokens == 64
+        first.is_prefilling = other.is_prefilling = False
+        assert one.load(0).encode_tokens == 0
 
 
 def test_iterations_are_told_of_once_and_make_means() -> None:

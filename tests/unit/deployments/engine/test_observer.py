@@ -25,6 +25,7 @@ from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.response_store import TURN
 from deployments.engine.vision.failures import FailedImages, ImageNotEncoded
+from tests.unit.deployments.asgi import exchange, receiver, scope_of
 
 PROMPT = [5, 6, 7]
 
@@ -140,17 +141,7 @@ class Decoder:
         given = [
             (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
         ]
-        received = [{"type": "http.request", "body": sent + b"{}"}]
-        messages: list[Any] = []
-
-        async def receive() -> dict[str, Any]:
-            return received.pop(0)
-
-        async def send(message: Any) -> None:
-            messages.append(message)
-
-        scope = {"type": "http", "path": path, "headers": given}
-        asyncio.run(self.observer(scope, receive, send))  # type: ignore[arg-type]
+        messages = exchange(self.observer, sent + b"{}", path=path, headers=given)
         return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
 
     def turn(self, sent: bytes = b"", prefill_cached: int | None = None, **more: Any) -> bytes:
@@ -387,14 +378,10 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
     async def send(message: Any) -> None:
         reported.append(len(more))
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"{}"}
-
-    headers = [(wire.TURN_HEADER.encode(), wire.DecoderTurn(FIRST).header().encode())]
+    headers = {wire.TURN_HEADER: wire.DecoderTurn(FIRST).header()}
     more: list[None] = []
     observer = TurnObserver(app, Holdings(), desk, lambda: more.append(None))
-    scope = {"type": "http", "path": path, "headers": headers}
-    asyncio.run(observer(scope, receive, send))
+    asyncio.run(observer(scope_of(headers, path=path), receiver(b"{}"), send))
     assert [one.completed for one in told(desk)] == [True]
     # The start, two events, the last of them, and the end of the body.
     assert reported == [0, 0, 0, 1, 1]
@@ -457,20 +444,11 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
             more = number < len(parts)
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"messages": [], "input": []}'}
-
     asked = wire.DecoderTurn(FIRST, recognises=True)
-    headers = [(wire.TURN_HEADER.encode(), asked.header().encode())]
+    headers = {wire.TURN_HEADER: asked.header()}
     holdings, desk = Holdings(), a_desk()
     observer = TurnObserver(app, holdings, desk)
-    scope = {"type": "http", "path": path, "headers": headers}
-    asyncio.run(observer(scope, receive, send))
+    sent = exchange(observer, {"messages": [], "input": []}, path=path, headers=headers)
     called = "bash" if reason == "stop" else None
     (ended,) = told(desk)
     assert ended.stats is not None
@@ -504,12 +482,8 @@ def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_r
 
     straight = wire.Straight("router", b"answered", "c")
     asked = wire.DecoderTurn(straight=straight, root=b"root")
-    raw = [(wire.TURN_HEADER.encode(), asked.header().encode())]
-    scope = {"type": "http", "method": "POST", "path": RESPONSES, "headers": raw}
-
-    async def nobody(*_: Any) -> Any:
-        raise AssertionError
-
-    asyncio.run(TurnObserver(app, holdings, desk)(scope, nobody, nobody))
+    headers = {wire.TURN_HEADER: asked.header()}
+    observer = TurnObserver(app, holdings, desk)
+    assert not exchange(observer, method="POST", path=RESPONSES, headers=headers)
     (found,) = seen
     assert (found.history_id, found.turn_id) == ("c", 257)

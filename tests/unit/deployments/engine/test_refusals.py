@@ -4,7 +4,6 @@ The server is vLLM's, on the embedded model's template and tokenizer, up to the 
 a request to the engine's core.
 """
 
-import asyncio
 import functools
 import json
 import re
@@ -39,6 +38,7 @@ from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.http_server import explain_refusals
 from deployments.engine.tokenizing import keep_tokens
 from deployments.upstream import prompt_lengths
+from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.upstream.originals import unpatched
 
 MODEL = "m"
@@ -127,12 +127,7 @@ def served(tokenizer_cache_mb: int) -> RequestCheck:
 
 
 def post(server: RequestCheck, path: str, body: Any) -> httpx.Response:
-    async def exchange() -> httpx.Response:
-        transport = httpx.ASGITransport(app=server, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.post(path, json={"model": MODEL, **body})
-
-    return asyncio.run(exchange())
+    return ask(server, "POST", path, json={"model": MODEL, **body})
 
 
 def refused(server: RequestCheck, path: str, body: Any) -> dict[str, Any]:
@@ -494,12 +489,7 @@ def test_a_field_of_responses_too(server: RequestCheck, body: Any, field: str, s
 def test_what_is_no_json_is_refused_too(
     server: RequestCheck, content: bytes, type_: str, said: str
 ) -> None:
-    async def exchange() -> httpx.Response:
-        transport = httpx.ASGITransport(app=server, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await client.post(CHAT, content=content, headers={"content-type": type_})
-
-    reply = asyncio.run(exchange())
+    reply = ask(server, "POST", CHAT, content=content, headers={"content-type": type_})
     assert reply.status_code == 400
     assert said in reply.json()["error"]["message"]
 

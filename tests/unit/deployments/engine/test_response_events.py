@@ -13,6 +13,7 @@ from conserve.history import TurnKey
 from conserve.items import response_of
 from conserve.recognition.apis import answers_of
 from deployments.engine.response_store import TURN, ResponseKeeper
+from tests.unit.deployments import asgi
 from tests.unit.deployments.engine.vllm_responses import CALL, RESPONSE_ID, Answered
 
 Json = dict[str, Any]
@@ -79,17 +80,7 @@ def told(answered: Answered, stream: bool, **request: Any) -> Told:
 def exchange(
     app: Any, method: str, path: str, headers: Any, body: bytes, turn: TurnKey | None = None
 ) -> list[Json]:
-    sent: list[Json] = []
-
-    async def receive() -> Json:
-        return {"type": "http.request", "body": body}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, TURN: turn}
-    asyncio.run(app(scope, receive, send))
-    return sent
+    return asgi.exchange(app, body, method=method, path=path, headers=headers, **{TURN: turn})
 
 
 def without_usage(event: Json) -> Json:

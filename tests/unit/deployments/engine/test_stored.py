@@ -14,7 +14,7 @@ from conserve import wire
 from deployments.engine.stored import hold_until_stored, tell_stored
 
 # A wrong store of answers may wait for ever.
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 class Client:

@@ -39,11 +39,7 @@ def renderer(tokenizer: Any = None) -> OnlineRenderer:
     if tokenizer is not None:
         inner.tokenizer = get_cached_tokenizer(tokenizer)
     return OnlineRenderer(
-        model,
-        inner,
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format="auto",
+        model, inner, request_logger=None, chat_template=None, chat_template_content_format="auto"
     )
 
 

@@ -57,7 +57,6 @@ class Engine:
         )
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("slow", [[1.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
 async def test_what_else_takes_the_machine_is_no_cost_of_handing_over(slow: list[float]) -> None:
     """The same prompt takes 2 s here and 4 s there, or the other way round."""
@@ -65,7 +64,6 @@ async def test_what_else_takes_the_machine_is_no_cost_of_handing_over(slow: list
     assert await engine.tried() == pytest.approx(STORE_S + 0.2)
 
 
-@pytest.mark.anyio
 async def test_a_load_that_finds_nothing_does_not_count() -> None:
     """Computing all of it again would make handing over look as dear as computing."""
     engine = Engine([1.0, 1.0], [False, True, False], [0.2])
@@ -74,7 +72,6 @@ async def test_a_load_that_finds_nothing_does_not_count() -> None:
     assert await engine.tried() is None
 
 
-@pytest.mark.anyio
 async def test_a_prompt_is_forgotten_before_it_is_taken_back() -> None:
     """An engine refuses while a request has blocks."""
     engine = Engine([1.0, 1.0], [True] * 3, [0.2] * 3, refusals=2)

@@ -1,6 +1,5 @@
 """vLLM's own HTTP server of chats and Messages, on an engine whose answers are known beforehand."""
 
-import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -31,8 +30,8 @@ from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.vision.failures import FailedImages
-from deployments.router.media import MediaReader
-from deployments.router.request import ClientRequest, read_request
+from deployments.router.request import ClientRequest
+from tests.unit.deployments.asgi import ask, read_turn
 
 MODEL = Settings().model_id
 
@@ -43,12 +42,7 @@ def read(path: str, body: Any) -> ClientRequest:
     Raises:
         ApiError: the router refuses it.
     """
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": json.dumps(body).encode()}
-
-    scope = {"type": "http", "path": path, "headers": []}
-    return asyncio.run(read_request(scope, receive, MediaReader(Settings())))
+    return read_turn(path, body)
 
 
 class Server:
@@ -166,14 +160,8 @@ class Server:
 
     def post(self, path: str, raw: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
         """Send a request to the engine."""
-
-        async def exchange() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-            given = {"content-type": "application/json", **(headers or {})}
-            async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-                return await client.post(path, content=raw, headers=given)
-
-        return asyncio.run(exchange())
+        given = {"content-type": "application/json", **(headers or {})}
+        return ask(self.app, "POST", path, content=raw, headers=given)
 
     def knows(self, path: str, body: Any) -> bool:
         """Whether a turn is plainly the next one of the history that was served here."""

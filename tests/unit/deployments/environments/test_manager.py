@@ -129,7 +129,6 @@ async def run(world: World, conversation: str = "a", **body: Any) -> Any:
     return await world.service.run(f"run-{conversation}-{body}", conversation, "main", body)
 
 
-@pytest.mark.anyio
 async def test_prepared_when_it_is_needed_soon(world: World) -> None:
     made = await world.service.declare("a", {"setup": "echo made > file"})
     assert made.state == "declared"
@@ -148,7 +147,6 @@ async def test_prepared_when_it_is_needed_soon(world: World) -> None:
     assert (await world.service.shown("a", "main")).status == 404
 
 
-@pytest.mark.anyio
 async def test_a_setup_that_fails(world: World) -> None:
     await world.service.declare("a", {"setup": "echo no such thing >&2; exit 3"})
     refused = await run(world)
@@ -162,7 +160,6 @@ async def test_a_setup_that_fails(world: World) -> None:
     assert (await run(world, command="echo ok")).stdout == "ok\n"
 
 
-@pytest.mark.anyio
 async def test_it_is_killed_and_followed(world: World) -> None:
     assert world.table.live is not None
     world.table.live |= {"a": LIVE, "b": LIVE}
@@ -181,7 +178,6 @@ async def test_it_is_killed_and_followed(world: World) -> None:
     await cut
 
 
-@pytest.mark.anyio
 async def test_a_folder_that_is_nobodys_is_removed(world: World) -> None:
     make_root(world.root)
     (world.root / "77" / "home").mkdir(parents=True)
@@ -189,7 +185,6 @@ async def test_a_folder_that_is_nobodys_is_removed(world: World) -> None:
     assert world.folders() == []
 
 
-@pytest.mark.anyio
 async def test_a_table_that_does_not_know_yet_ends_nobody(world: World) -> None:
     assert world.table.live is not None
     world.table.live["a"] = LIVE
@@ -207,7 +202,6 @@ async def test_a_table_that_does_not_know_yet_ends_nobody(world: World) -> None:
     await world.until(lambda: not world.folders())
 
 
-@pytest.mark.anyio
 async def test_a_call_is_carried_out_once(world: World) -> None:
     await world.service.declare("a", {})
     named = {"command": "echo ran >> file; sleep 0.5; cat file", "call_id": "c"}
@@ -217,7 +211,6 @@ async def test_a_call_is_carried_out_once(world: World) -> None:
     assert (await run(world, command="cat file")).stdout == "ran\n"
 
 
-@pytest.mark.anyio
 async def test_whoever_leaves_ends_the_command(world: World) -> None:
     await world.service.declare("a", {})
     asking = asyncio.ensure_future(
@@ -231,7 +224,6 @@ async def test_whoever_leaves_ends_the_command(world: World) -> None:
     await world.until(lambda: world.table.pressure.running_tools == 0)
 
 
-@pytest.mark.anyio
 async def test_commands_wait_for_their_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "BEAT_S", 0.05)
     _without_containers(monkeypatch)
@@ -250,7 +242,6 @@ async def test_commands_wait_for_their_turn(root: Path, monkeypatch: pytest.Monk
     await world.service._manager.close()
 
 
-@pytest.mark.anyio
 async def test_one_manager_at_a_time(world: World) -> None:
     await world.service.declare("a", {})
     other = world._new()
@@ -266,7 +257,6 @@ async def test_one_manager_at_a_time(world: World) -> None:
     other._housekeeping.cancel()
 
 
-@pytest.mark.anyio
 async def test_what_cannot_be_had(world: World) -> None:
     for body, code in (
         ({"ports": 99}, "invalid_environment"),

@@ -150,7 +150,6 @@ def test_open_ports_are_chosen_where_nobody_listens() -> None:
             listener.bind(("127.0.0.1", port))
 
 
-@pytest.mark.anyio
 async def test_a_port_that_another_program_keeps_is_named_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,44 +213,40 @@ def test_a_restarted_server_takes_its_predecessors_place() -> None:
     assert seen.current(2.0) == [successor]
 
 
-def test_the_directory_answers_as_a_coordinator() -> None:
+async def test_the_directory_answers_as_a_coordinator() -> None:
     """Register, list, heartbeat, leave; tests/engines/nodes does it with LMCache's own client."""
+    seen = SeenCaches()
+    directory = CacheDirectory(seen)
+    url = await directory.start()
+    assert url.startswith("http://127.0.0.1:")
+    own = {"instance_id": "a", "ip": "10.0.0.1", "p2p_advertised_url": "x:1", "mq_port": 2}
+    seen.saw("b", OTHER, asyncio.get_running_loop().time())
+    async with aiohttp.ClientSession(url) as session:
 
-    async def scenario() -> None:
-        seen = SeenCaches()
-        directory = CacheDirectory(seen)
-        url = await directory.start()
-        assert url.startswith("http://127.0.0.1:")
-        own = {"instance_id": "a", "ip": "10.0.0.1", "p2p_advertised_url": "x:1", "mq_port": 2}
-        seen.saw("b", OTHER, asyncio.get_running_loop().time())
-        async with aiohttp.ClientSession(url) as session:
+        async def listed() -> list[dict[str, Any]]:
+            async with session.get("/instances") as response:
+                found: list[dict[str, Any]] = (await response.json())["instances"]
+                return found
 
-            async def listed() -> list[dict[str, Any]]:
-                async with session.get("/instances") as response:
-                    found: list[dict[str, Any]] = (await response.json())["instances"]
-                    return found
+        async def beat(instance: str) -> int:
+            async with session.put(f"/instances/{instance}/heartbeat") as response:
+                return response.status
 
-            async def beat(instance: str) -> int:
-                async with session.put(f"/instances/{instance}/heartbeat") as response:
-                    return response.status
-
-            assert [cache["instance_id"] for cache in await listed()] == ["b"]
-            assert await beat("a") == 404
-            async with session.post("/instances", json=own) as response:
-                assert await response.json() == {"instance_id": "a", "re_registered": False}
-            assert await listed() == [
-                own,
-                {
-                    "instance_id": "b",
-                    "ip": "10.0.0.2",
-                    "mq_port": 7610,
-                    "p2p_advertised_url": "10.0.0.2:41000",
-                },
-            ]
-            assert await beat("a") == 200
-            async with session.delete("/instances/a") as response:
-                assert response.status == 204
-            assert [cache["instance_id"] for cache in await listed()] == ["b"]
-        await directory.stop()
-
-    asyncio.run(scenario())
+        assert [cache["instance_id"] for cache in await listed()] == ["b"]
+        assert await beat("a") == 404
+        async with session.post("/instances", json=own) as response:
+            assert await response.json() == {"instance_id": "a", "re_registered": False}
+        assert await listed() == [
+            own,
+            {
+                "instance_id": "b",
+                "ip": "10.0.0.2",
+                "mq_port": 7610,
+                "p2p_advertised_url": "10.0.0.2:41000",
+            },
+        ]
+        assert await beat("a") == 200
+        async with session.delete("/instances/a") as response:
+            assert response.status == 204
+        assert [cache["instance_id"] for cache in await listed()] == ["b"]
+    await directory.stop()

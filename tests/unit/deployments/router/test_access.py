@@ -1,12 +1,11 @@
 """Who may ask a router for what, with keys and without, and whose conversations it is about."""
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import pytest
 
@@ -17,8 +16,7 @@ from deployments.answers import Alive
 from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.media import MediaReader
-from deployments.router.request import read_request
+from tests.unit.deployments import asgi
 from tests.unit.deployments.stub_table import StubTable
 
 PATHS = [
@@ -97,35 +95,11 @@ def ask(
 ) -> tuple[int, dict[str, str], Any]:
     """Status, headers and body of a router's answer."""
     door = FrontDoor(settings, table or Table(), "router")  # type: ignore[arg-type]
-    sent: list[Any] = []
-    received = [{"type": "http.request", "body": body}]
-
-    async def receive() -> dict[str, Any]:
-        return received.pop(0) if received else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    path, _, query = path.partition("?")
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": unquote(path),
-        "raw_path": quote(path, safe="/%").encode(),
-        "query_string": query.encode(),
-        "headers": [
-            (b"content-type", b"application/json"),
-            *((k.lower().encode(), v.encode()) for k, v in (headers or {}).items()),
-        ],
-        "client": (peer, 5000),
-        "server": ("10.0.0.1", 8000),
-        "scheme": "http",
-    }
-    asyncio.run(door(scope, receive, send))
-    start, *parts = sent
-    raw = b"".join(part.get("body", b"") for part in parts)
-    found = {k.decode(): v.decode() for k, v in start["headers"]}
-    return start["status"], found, json.loads(raw) if raw.startswith(b"{") else raw
+    given = {"content-type": "application/json", **(headers or {})}
+    url = "http://10.0.0.1:8000" + quote(path, safe="/?=&%")
+    answer = asgi.ask(door, method, url, peer=peer, content=body, headers=given)
+    raw = answer.content
+    return answer.status_code, dict(answer.headers), json.loads(raw) if raw[:1] == b"{" else raw
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -318,23 +292,9 @@ def test_no_key_is_logged(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.DEBUG):
         door = FrontDoor(keys.settings, Broken(), "router")  # type: ignore[arg-type]
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/v1/conversations",
-            "query_string": b"",
-            "headers": [(b"authorization", b"Bearer " + keys.acme.encode())],
-            "client": ("10.0.0.9", 1),
-        }
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b""}
-
-        async def send(message: Any) -> None:
-            pass
-
+        asked = {"path": "/v1/conversations", "client": ("10.0.0.9", 1)}
         with pytest.raises(RuntimeError, match="a bug"):
-            asyncio.run(door(scope, receive, send))
+            asgi.exchange(door, b"", method="GET", headers=bearer(keys.acme), **asked)
     assert "unexpected error" in caplog.text
     assert keys.acme[17:] not in caplog.text
 
@@ -359,20 +319,10 @@ def test_a_key_file_that_is_missing_or_broken_is_said_at_start(keys: Keys) -> No
 def read(keys: Keys, key: str, body: Any, headers: dict[str, str] | None = None) -> Any:
     """The request as `read_request` has it, once the key was found good."""
     door = FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {**bearer(key), **(headers or {})}
-    scope = {
-        "type": "http",
-        "path": "/v1/chat/completions",
-        "headers": [(k.lower().encode(), v.encode()) for k, v in sent.items()],
-        "client": ("10.0.0.9", 1),
-    }
+    scope = asgi.scope_of(sent, path="/v1/chat/completions", client=("10.0.0.9", 1))
     door._access.admit(scope)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": raw}
-
-    return asyncio.run(read_request(scope, receive, MediaReader(keys.settings)))
+    return asgi.read_turn(scope.pop("path"), body, settings=keys.settings, **scope)
 
 
 CHAT = {"messages": [{"role": "user", "content": "grüße"}], "model": "conserve-embedded"}

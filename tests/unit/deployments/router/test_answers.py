@@ -95,7 +95,6 @@ async def client(world: World) -> Client:
     return Client(await a_busy_service(), world.service)
 
 
-@pytest.mark.anyio
 async def test_every_own_answer_is_as_described(client: Client) -> None:
     assert (await client("GET", "/health"))["starting"] == {"warming up": 1}
     engines = (await client("GET", "/v1/engines"))["data"]
@@ -141,7 +140,6 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
     assert client.seen | ELSEWHERE == own_operations()
 
 
-@pytest.mark.anyio
 async def test_every_error_is_as_described(client: Client) -> None:
     await client("GET", "/v1/models/other", 404)
     await client("GET", "/v1/conversations?limit=0", 400)
@@ -156,7 +154,6 @@ async def test_every_error_is_as_described(client: Client) -> None:
     assert "starting" in (await client("GET", "/ready", 503))["reason"]
 
 
-@pytest.mark.anyio
 async def test_an_application_without_engines_is_not_healthy(world: World) -> None:
     service = TableService(Settings())
     service._recovery.complete.set()

@@ -26,12 +26,12 @@ from deployments.answers import Engine
 from deployments.engine.response_store import MEDIA, TURN, ResponseKeeper, ResponseStore
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.media import MediaReader
-from deployments.router.request import ClientRequest, read_request
+from deployments.router.request import ClientRequest
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import Checked, EngineUnreachable
 from deployments.table.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
+from tests.unit.deployments import asgi
 from tests.unit.deployments.router import described
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
@@ -116,12 +116,8 @@ def read(
     whole: bool = True,
     **settings: Any,
 ) -> ClientRequest:
-    async def receive() -> Json:
-        return {"type": "http.request", "body": json.dumps(body).encode()}
-
-    given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    scope = {"type": "http", "path": path, "headers": given}
-    request = asyncio.run(read_request(scope, receive, MediaReader(Settings(**settings)), stored))
+    chosen = Settings(**settings)
+    request = asgi.read_turn(path, body, settings=chosen, stored=stored, headers=headers)
     # Without the data of long media.
     assert not whole or json.loads(request.raw) == request.body
     return request
@@ -219,13 +215,8 @@ def test_a_response_goes_on_with_its_conversation_whichever_history_it_is_of() -
 def test_a_response_that_is_named_in_escapes_is_not_passed_over() -> None:
     """It is looked for as it is written, and an engine would read it all the same."""
     raw = rb'{"input": "b", "previous\u005fresponse_id": "resp_1"}'
-
-    async def receive() -> Json:
-        return {"type": "http.request", "body": raw}
-
-    scope = {"type": "http", "path": RESPONSES, "headers": []}
     with pytest.raises(ApiError, match="without escapes") as error:
-        asyncio.run(read_request(scope, receive, MediaReader(Settings())))
+        asgi.read_turn(RESPONSES, raw)
     assert (error.value.status, error.value.param) == (400, "previous_response_id")
 
 
@@ -334,11 +325,7 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
     caller = Caller("key", "acme", admin=False, limits=Limits(), cache_salt="salt")
 
     def asked(**body: Any) -> Json:
-        async def receive() -> Json:
-            return {"type": "http.request", "body": json.dumps(body).encode()}
-
-        scope = {"type": "http", "path": RESPONSES, "headers": [], "conserve.caller": caller}
-        request = asyncio.run(read_request(scope, receive, MediaReader(Settings()), stored))
+        request = asgi.read_turn(RESPONSES, body, stored=stored, **{"conserve.caller": caller})
         assert request.body["cache_salt"] == "salt"
         return request.body
 
@@ -464,17 +451,7 @@ def exchange(app: Any, scope: Json, body: bytes = b"") -> tuple[int, Json, bytes
 
 
 async def exchanged(app: Any, scope: Json, body: bytes = b"") -> tuple[int, Json, bytes]:
-    sent: list[Json] = []
-
-    async def receive() -> Json:
-        return {"type": "http.request", "body": body}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await app({"type": "http", "headers": [], **scope}, receive, send)
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], headers, b"".join(one.get("body", b"") for one in sent[1:])
+    return asgi.told(await asgi.exchanged(app, body, **scope))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -829,7 +806,7 @@ def test_a_call_counts_though_another_engine_has_ended_the_stream() -> None:
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, "/v1/chat/completions"])
-def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> None:
+async def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> None:
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -837,13 +814,9 @@ def test_a_stream_that_has_begun_ends_with_an_error_of_its_api(path: str) -> Non
 
     relayed = answer.RelayedAnswer(path, 0.0, send)
     first = event("response.created")
-
-    async def run() -> None:
-        await relayed.relay(Answer([first]), [])  # type: ignore[arg-type]
-        sent.clear()
-        await relayed.end_with(ApiError(503, "lost", "engine_lost"), [])
-
-    asyncio.run(run())
+    await relayed.relay(Answer([first]), [])  # type: ignore[arg-type]
+    sent.clear()
+    await relayed.end_with(ApiError(503, "lost", "engine_lost"), [])
     data = json.loads(sent[0].partition(b"data: ")[2])
     assert sent[0].endswith(b"\n\n")
     if path == MESSAGES:

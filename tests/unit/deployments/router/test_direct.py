@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import io
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from deployments.messages import TurnPlan
 from deployments.router.access import Access
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
+from tests.unit.deployments.asgi import exchanged
 from tests.unit.deployments.router.test_turn import Engines, Table, Whole, told_by
 
 FIRST = [{"role": "user", "content": "hello"}]
@@ -99,23 +99,15 @@ def play(
 
     async def chat(asked: list[Any] | dict[str, Any]) -> None:
         body = {"messages": asked} if isinstance(asked, list) else asked
-        received = [{"type": "http.request", "body": json.dumps(body).encode()}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            if not received:
-                await asyncio.Event().wait()
-            return received.pop(0)
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         path = "/v1/chat/completions" if isinstance(asked, list) else "/v1/completions"
-        scope = {"type": "http", "path": path, "headers": headers}
-        if access is not None:
-            access.admit(scope)
-        await endpoint(scope, receive, send)  # type: ignore[arg-type]
+
+        async def admitted(scope: Any, receive: Any, send: Any) -> None:
+            if access is not None:
+                access.admit(scope)
+            await endpoint(scope, receive, send)
+
+        sent = await exchanged(admitted, body, path=path, headers=headers)
         assert sent[0]["status"] == 200, sent
         answers.append(dict(sent[0]["headers"]))
 

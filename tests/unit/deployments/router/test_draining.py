@@ -20,8 +20,6 @@ from deployments.router.router import Connection, changed_timeouts
 
 HOST = "127.0.0.1"
 
-pytestmark = pytest.mark.anyio
-
 
 @dataclass(eq=False)
 class Door:

@@ -23,6 +23,7 @@ from deployments.router.encoding import Encoding
 from deployments.router.media import MediaReader
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
+from tests.unit.deployments.asgi import exchange
 from tests.unit.deployments.router.test_direct import Decoders, Placing
 from tests.unit.deployments.router.test_turn import Table, told_by
 
@@ -93,20 +94,7 @@ def endpoint_of(table: Table, engines: Vision, *nodes: str, **settings: Any) -> 
 
 def ask(endpoint: TurnEndpoint, given: dict[str, Any], path: str = CHAT) -> int:
     """The status of the answer to one turn."""
-    received = [{"type": "http.request", "body": json.dumps(given).encode()}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if not received:
-            await asyncio.Event().wait()
-        return received.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": path, "headers": []}
-    asyncio.run(endpoint(scope, receive, send))
-    return int(sent[0]["status"])
+    return int(exchange(endpoint, given, path=path)[0]["status"])
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
@@ -251,22 +239,19 @@ async def _no() -> bool:
     return False
 
 
-def test_what_a_turn_that_has_left_wanted_is_no_longer_an_encoders_work() -> None:
-    async def scenario() -> None:
-        engines = Vision(die=set(), encoder_hangs=True)
-        encoders = Encoders()
-        encoders.update([Encoder("e", "http://d1:9")])
-        turn = Turn({"a": b"{}", "b": b"{}"})
-        asked = asyncio.create_task(Encoding(engines, encoders).encode(turn, "http://d1"))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        assert engines.log == ["encode d1"] * 2
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert encoders.lacks("a")
-        assert encoders._running == {}
-
-    asyncio.run(scenario())
+async def test_what_a_turn_that_has_left_wanted_is_no_longer_an_encoders_work() -> None:
+    engines = Vision(die=set(), encoder_hangs=True)
+    encoders = Encoders()
+    encoders.update([Encoder("e", "http://d1:9")])
+    turn = Turn({"a": b"{}", "b": b"{}"})
+    asked = asyncio.create_task(Encoding(engines, encoders).encode(turn, "http://d1"))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert engines.log == ["encode d1"] * 2
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert encoders.lacks("a")
+    assert encoders._running == {}
 
 
 @dataclass

@@ -35,7 +35,6 @@ def client(manager: Manager | None) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://127.0.0.1:8000")
 
 
-@pytest.mark.anyio
 async def test_they_are_off_unless_a_setting_says_otherwise() -> None:
     assert not Settings().environments.enabled
     async with client(None) as http:
@@ -50,7 +49,6 @@ async def test_they_are_off_unless_a_setting_says_otherwise() -> None:
             assert "environments.enabled=true" in answer.json()["error"]["message"]
 
 
-@pytest.mark.anyio
 async def test_what_is_asked_of_the_manager() -> None:
     manager = Manager()
     async with client(manager) as http:
@@ -80,7 +78,6 @@ async def test_what_is_asked_of_the_manager() -> None:
         ({}, b"x" * (2**21 + 1), 413),
     ],
 )
-@pytest.mark.anyio
 async def test_who_is_not_heard(
     path: str, headers: dict[str, str], body: bytes, status: int
 ) -> None:

@@ -86,40 +86,32 @@ def a_door(table: Table, settings: Settings | None = None) -> FrontDoor:
     return FrontDoor(settings or Settings(), table, "r")  # type: ignore[arg-type]
 
 
-def test_events_are_told_in_order_with_their_numbers() -> None:
+async def test_events_are_told_in_order_with_their_numbers() -> None:
     told = EventPage(9, 0, [(8, "place", b'{"number":8}'), (9, "start", b'{"number":9}')])
     table = Table(EventPage(7, 0, []), told, EventPage(12, 2, [(12, "end", b"{}")]))
-
-    async def scenario() -> None:
-        listener = await Listener(a_door(table)).until(lambda one: "event: end" in one.text)
-        assert listener.status == 200
-        headers = dict(listener.sent[0]["headers"])
-        assert headers[b"content-type"].startswith(b"text/event-stream")
-        assert listener.text.split("\n\n")[1:] == [
-            'id: 8\nevent: place\ndata: {"number":8}',
-            'id: 9\nevent: start\ndata: {"number":9}',
-            'event: missed\ndata: {"events":2}',
-            "id: 12\nevent: end\ndata: {}",
-            "",
-        ]
-        await listener.leave()
-
-    asyncio.run(scenario())
+    listener = await Listener(a_door(table)).until(lambda one: "event: end" in one.text)
+    assert listener.status == 200
+    headers = dict(listener.sent[0]["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert listener.text.split("\n\n")[1:] == [
+        'id: 8\nevent: place\ndata: {"number":8}',
+        'id: 9\nevent: start\ndata: {"number":9}',
+        'event: missed\ndata: {"events":2}',
+        "id: 12\nevent: end\ndata: {}",
+        "",
+    ]
+    await listener.leave()
     # First where the log is; then what has come since, and since that.
     assert [asked.after for asked in table.asked] == [None, 7, 9, 12]
     assert [asked.patience_s for asked in table.asked] == [0.0, *[events._QUIET_S] * 3]
 
 
-def test_a_stream_ends_with_its_router() -> None:
+async def test_a_stream_ends_with_its_router() -> None:
     """Its listener goes on at another one."""
-
-    async def scenario() -> None:
-        door = a_door(Table(EventPage(7, 0, []), EventPage(8, 0, [(8, "end", b"{}")])))
-        listener = Listener(door)
-        door.probes.drain()
-        await listener.until(lambda one: one.sent[-1].get("more_body") is False)
-
-    asyncio.run(scenario())
+    door = a_door(Table(EventPage(7, 0, []), EventPage(8, 0, [(8, "end", b"{}")])))
+    listener = Listener(door)
+    door.probes.drain()
+    await listener.until(lambda one: one.sent[-1].get("more_body") is False)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +125,14 @@ def test_a_stream_ends_with_its_router() -> None:
         ("tenant=acme&conversation=c", {}, (None, (), "acme", "acme\tc")),
     ],
 )
-def test_a_listener_says_of_what_it_wants_to_hear(
+async def test_a_listener_says_of_what_it_wants_to_hear(
     query: str, headers: dict[str, str], asked: tuple[Any, ...]
 ) -> None:
-    async def scenario() -> None:
-        table = Table(EventPage(30, 0, [(30, "end", b"{}")]))
-        listener = Listener(a_door(table), query, **headers)
-        await listener.until(lambda one: "event: end" in one.text)
-        assert table.asked[0] == EventQuery(*asked)
-        await listener.leave()
-
-    asyncio.run(scenario())
+    table = Table(EventPage(30, 0, [(30, "end", b"{}")]))
+    listener = Listener(a_door(table), query, **headers)
+    await listener.until(lambda one: "event: end" in one.text)
+    assert table.asked[0] == EventQuery(*asked)
+    await listener.leave()
 
 
 @pytest.mark.parametrize(
@@ -155,16 +144,13 @@ def test_a_listener_says_of_what_it_wants_to_hear(
         ("kind=x", "kind"),
     ],
 )
-def test_what_is_not_there_is_refused(query: str, says: str) -> None:
-    async def scenario() -> None:
-        listener = await Listener(a_door(Table()), query).until(lambda one: one.text)
-        assert listener.status == 400
-        assert json.loads(listener.text)["error"]["param"] == says
-
-    asyncio.run(scenario())
+async def test_what_is_not_there_is_refused(query: str, says: str) -> None:
+    listener = await Listener(a_door(Table()), query).until(lambda one: one.text)
+    assert listener.status == 400
+    assert json.loads(listener.text)["error"]["param"] == says
 
 
-def test_a_table_that_starts_anew_ends_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_table_that_starts_anew_ends_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     sleep = asyncio.sleep
 
@@ -172,44 +158,35 @@ def test_a_table_that_starts_anew_ends_no_stream(monkeypatch: pytest.MonkeyPatch
         slept.append(delay_s)
         await sleep(0)
 
-    async def scenario() -> None:
-        table = Table(TableUnavailable(), EventPage(3, 0, []), EventPage(3, 0, []))
-        listener = Listener(a_door(table))
-        monkeypatch.setattr(events.asyncio, "sleep", at_once)
-        await listener.until(lambda one: "nothing new" in one.text)
-        assert ": the conversation table is being restarted\n\n" in listener.text
-        assert slept.count(1) == 1
-        await listener.leave()
-
-    asyncio.run(scenario())
+    table = Table(TableUnavailable(), EventPage(3, 0, []), EventPage(3, 0, []))
+    listener = Listener(a_door(table))
+    monkeypatch.setattr(events.asyncio, "sleep", at_once)
+    await listener.until(lambda one: "nothing new" in one.text)
+    assert ": the conversation table is being restarted\n\n" in listener.text
+    assert slept.count(1) == 1
+    await listener.leave()
 
 
-def test_so_many_may_listen_and_who_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_many_may_listen_and_who_leaves_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(events, "_LISTENERS", 2)
-
-    async def scenario() -> None:
-        door = a_door(Table())
-        listening = [await Listener(door).until(lambda one: one.text) for _ in range(2)]
-        refused = await Listener(door).until(lambda one: one.text)
-        assert refused.status == 429
-        assert dict(refused.sent[0]["headers"])[b"retry-after"] == b"30"
-        await listening[0].leave()
-        assert (await Listener(door).until(lambda one: one.text)).status == 200
-
-    asyncio.run(scenario())
+    door = a_door(Table())
+    listening = [await Listener(door).until(lambda one: one.text) for _ in range(2)]
+    refused = await Listener(door).until(lambda one: one.text)
+    assert refused.status == 429
+    assert dict(refused.sent[0]["headers"])[b"retry-after"] == b"30"
+    await listening[0].leave()
+    assert (await Listener(door).until(lambda one: one.text)).status == 200
 
 
-def test_operators_alone_may_listen(tmp_path: Path) -> None:
+async def test_operators_alone_may_listen(tmp_path: Path) -> None:
     content, acme = KeyFile.new().with_key("acme", "2026-01-31")
     content, ops = content.with_key("ops", "2026-01-31", admin=True)
     path = tmp_path / "keys.json"
     keyfile.write(path, content)
     settings = Settings(host="0.0.0.0", keys_file=str(path))
-
-    async def scenario() -> None:
-        for key, status in ((ops, 200), (acme, 403)):
-            listener = Listener(a_door(Table(), settings), peer="10.0.0.9", x_api_key=key)
-            await listener.until(lambda one: one.text)
-            assert listener.status == status
-
-    asyncio.run(scenario())
+    for key, status in ((ops, 200), (acme, 403)):
+        listener = Listener(a_door(Table(), settings), peer="10.0.0.9", x_api_key=key)
+        await listener.until(lambda one: one.text)
+        assert listener.status == status

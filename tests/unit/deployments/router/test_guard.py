@@ -1,6 +1,5 @@
 """Which requests a router hears: what a web page could send is none of them."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from conserve.settings import Settings
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.guard import Guard
+from tests.unit.deployments.asgi import exchange
 
 JSON = {"content-type": "application/json"}
 
@@ -36,24 +36,12 @@ def answer(
     keyed: bool = False,
 ) -> list[Any]:
     """What the guard sends, or lets through from an application that answers 204."""
-    given = headers.items() if isinstance(headers, dict) else headers
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": "/v1/conversations/x",
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in given],
-    }
-    sent: list[Any] = []
 
     async def behind(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": [(b"x-own", b"1")]})
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     guard = Guard(behind, host, allowed, keyed)
-    asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
-    return sent
+    return exchange(guard, method=method, path="/v1/conversations/x", headers=headers)
 
 
 def cors(sent: list[Any]) -> dict[str, str]:
@@ -67,8 +55,7 @@ def cors(sent: list[Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["application/json", "Application/JSON; charset=utf-8", "application/vnd.a+json ;x=1"],
+    "kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.a+json ;x=1"]
 )
 def test_json_is_heard(kind: str) -> None:
     assert ask({"host": "localhost", "content-type": kind}) == (204, None)
@@ -278,17 +265,10 @@ def test_names_that_the_operator_allows() -> None:
 
 
 def test_it_stands_before_every_path() -> None:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     door = FrontDoor(Settings(), None, "router")  # type: ignore[arg-type]
     for method, path in (("POST", "/programs/release"), ("GET", "/metrics")):
-        headers = [(b"host", b"rebound.example"), (b"content-type", b"application/json")]
-        scope = {"type": "http", "method": method, "path": path, "headers": headers}
-        asyncio.run(door(scope, None, send))  # type: ignore[arg-type]
-    assert [one["status"] for one in sent if "status" in one] == [421, 421]
+        headers = {"host": "rebound.example", **JSON}
+        assert exchange(door, method=method, path=path, headers=headers)[0]["status"] == 421
 
 
 @pytest.mark.parametrize(
@@ -296,13 +276,6 @@ def test_it_stands_before_every_path() -> None:
 )
 def test_a_path_with_what_cannot_be_seen_is_none(path: str) -> None:
     """Routes match with a line break at the end, and what compares paths does not."""
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     door = FrontDoor(Settings(), None, "router")  # type: ignore[arg-type]
-    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
-    asyncio.run(door(scope, None, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == 404
+    headers = {"host": "127.0.0.1", **JSON}
+    assert exchange(door, method="GET", path=path, headers=headers)[0]["status"] == 404

@@ -11,6 +11,7 @@ from conserve.settings import Settings
 from deployments.answers import Engine
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableUnavailable
+from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 ENGINES = [
@@ -40,13 +41,8 @@ class Table(StubTable):
 def get(
     path: str, table: Table, peer: str = "127.0.0.1", headers: dict[str, str] | None = None
 ) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        door: Any = FrontDoor(Settings(unauthenticated=True, host="0.0.0.0"), table, "router")
-        transport = httpx.ASGITransport(door, client=(peer, 5000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            return await client.get(path, headers=headers)
-
-    return asyncio.run(ask())
+    door = FrontDoor(Settings(unauthenticated=True, host="0.0.0.0"), table, "router")
+    return ask(door, "GET", path, "router", peer, headers=headers)
 
 
 def listed(peer: str) -> list[tuple[list[str], dict[str, str]]]:

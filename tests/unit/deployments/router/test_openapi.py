@@ -1,6 +1,5 @@
 """The OpenAPI document: every path is in it, it is valid, it says what becomes of each field."""
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -21,6 +20,7 @@ from deployments.router.frontdoor import FrontDoor
 from deployments.router.interface import SCHEMAS
 from deployments.router.openapi import document
 from deployments.router.upstream import EngineUnreachable, Upstream
+from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 MODEL = "the-model"
@@ -140,13 +140,7 @@ def test_every_header_that_is_understood_is_in_it(whole: dict[str, Any]) -> None
     names = [described[one["$ref"].rsplit("/", 1)[1]]["name"].lower() for one in turn]
     assert len(names) == len(set(names))
     hinted = {hint.name for hint in NAMES if not hint.in_body}
-    understood = {
-        *HEADERS,
-        *AGENT_HEADERS,
-        *hinted,
-        FINAL_HEADER,
-        "x-request-id",
-    }
+    understood = {*HEADERS, *AGENT_HEADERS, *hinted, FINAL_HEADER, "x-request-id"}
     assert set(names) == {name.lower() for name in understood}
 
 
@@ -200,10 +194,4 @@ def test_without_an_engine_there_is_none_yet() -> None:
 
 def get(door: FrontDoor) -> httpx.Response:
     """Return the answer to a request for the document."""
-
-    async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(door)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-            return await http.get("/openapi.json")
-
-    return asyncio.run(asked())
+    return ask(door, "GET", "/openapi.json")

@@ -1,6 +1,5 @@
 """Probes: a router that lives, that can serve turns, that drains, and what it is made of."""
 
-import asyncio
 import importlib.metadata
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.probes import Probes
+from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.stub_table import StubTable
 
 # Its table fails a test that has it asked.
@@ -20,12 +20,7 @@ TABLE = StubTable()
 def asked(door: FrontDoor, path: str, host: str = "10.0.0.7:8000") -> httpx.Response:
     """Ask as Kubernetes does: from another machine, by the pod's address, without a key."""
 
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(door, client=("10.0.0.1", 4000))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
-            return await http.get(path)
-
-    return asyncio.run(ask())
+    return ask(door, "GET", path, host, "10.0.0.1")
 
 
 def a_door(can_serve: bool | None = None, settings: Settings | None = None) -> FrontDoor:

@@ -4,7 +4,6 @@ What a router passes on is judged here by vLLM's own classes, and made messages 
 never comes to complaints of theirs about some branch of a union.
 """
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -27,10 +26,9 @@ from vllm.renderers.chat_utils import MM_PARSER_MAP
 from conserve.apis import RESPONSES
 from conserve.errors import ApiError
 from conserve.media import Medium, make_name
-from conserve.settings import Settings
-from deployments.router.media import MediaReader
-from deployments.router.request import ClientRequest, read_request
+from deployments.router.request import ClientRequest
 from tests.published_schemas import Published, Variant
+from tests.unit.deployments.asgi import read_turn
 
 Json = dict[str, Any]
 
@@ -68,14 +66,7 @@ def read(body: Json, **written: str) -> ClientRequest:
     """A request as a router understands it; some members of it as JSON that is written already."""
     members = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
     members += [f"{json.dumps(name)}: {text}" for name, text in written.items()]
-
-    async def receive() -> Json:
-        return {"type": "http.request", "body": f"{{{', '.join(members)}}}".encode()}
-
-    scope = {"type": "http", "path": RESPONSES, "headers": []}
-    request = asyncio.run(read_request(scope, receive, MediaReader(Settings())))
-    assert request is not None
-    return request
+    return read_turn(RESPONSES, f"{{{', '.join(members)}}}".encode())
 
 
 def refusal(body: Json) -> ApiError | None:

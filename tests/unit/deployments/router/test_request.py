@@ -10,8 +10,8 @@ from conserve import budget, wire
 from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.settings import Settings
-from deployments.router.media import MediaReader
-from deployments.router.request import ClientRequest, read_request
+from deployments.router.request import ClientRequest
+from tests.unit.deployments.asgi import read_turn
 
 SETTINGS = Settings()
 
@@ -19,14 +19,7 @@ SETTINGS = Settings()
 def read(
     body: Any, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
 ) -> ClientRequest:
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": raw}
-
-    given = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    scope = {"type": "http", "path": path, "headers": given}
-    return asyncio.run(read_request(scope, receive, MediaReader(SETTINGS)))
+    return read_turn(path, body, headers=headers)
 
 
 def refused(body: Any, headers: dict[str, str] | None = None) -> ApiError:
@@ -215,16 +208,7 @@ def test_a_long_body_comes_no_faster_than_it_costs(
     raw = b'{"messages": [{"role": "user", "content": "' + piece * pieces
     raw = raw[: len(piece) * pieces - 4] + b'"}]}'
     parts = [raw[at : at + len(piece)] for at in range(0, len(raw), len(piece))]
-    messages = [
-        {"type": "http.request", "body": part, "more_body": number < len(parts)}
-        for number, part in enumerate(parts, start=1)
-    ]
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0)
-
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-    request = asyncio.run(read_request(scope, receive, MediaReader(SETTINGS)))
+    request = read_turn("/v1/chat/completions", *parts)
     assert request.body["messages"] == json.loads(raw)["messages"]
     assert sum(sleeps) == pytest.approx(slept_s)
 

@@ -1,6 +1,5 @@
 """`X-Request-Id`: on every answer and error of every API, and in what engines are told."""
 
-import asyncio
 import re
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from conserve.settings import Settings
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableUnavailable
+from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.router.test_turn import Engines, Table, exchange
 from tests.unit.deployments.stub_table import StubTable
 
@@ -30,14 +30,8 @@ class Silent(StubTable):
 
 def asked(method: str, path: str, headers: dict[str, Any] | None = None) -> httpx.Response:
     door = FrontDoor(Settings(), Silent(), "router")
-
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(door, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            content = b"{" if method == "POST" else None
-            return await http.request(method, path, content=content, headers=headers)
-
-    return asyncio.run(ask())
+    content = b"{" if method == "POST" else None
+    return ask(door, method, path, content=content, headers=headers)
 
 
 JSON = {"content-type": "application/json"}

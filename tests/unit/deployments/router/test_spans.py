@@ -171,30 +171,27 @@ def test_nothing_is_said_of_what_a_client_wants_untraced(
     assert whole.parent_id == ""
 
 
-def test_an_engine_gets_the_header_and_only_of_the_turn_that_is_traced() -> None:
-    async def scenario() -> None:
-        asked: list[bytes] = []
+async def test_an_engine_gets_the_header_and_only_of_the_turn_that_is_traced() -> None:
+    asked: list[bytes] = []
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            asked.append(await reader.readuntil(b"\r\n\r\n"))
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            await writer.drain()
-            writer.close()
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
 
-        async def ask(traced: bool) -> None:
-            if traced:
-                TRACE_HEADERS.set({"traceparent": f"00-{CLIENTS}-{PARENT}-01"})
-            await upstream.answered(url, b"{}")
+    async def ask(traced: bool) -> None:
+        if traced:
+            TRACE_HEADERS.set({"traceparent": f"00-{CLIENTS}-{PARENT}-01"})
+        await upstream.answered(url, b"{}")
 
-        upstream = Upstream(silence_s=5)
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-            await asyncio.create_task(ask(traced=True))
-            await asyncio.create_task(ask(traced=False))
-        await upstream._open().close()
-        assert [b"traceparent: 00-" in one.lower() for one in asked] == [True, False]
-
-    asyncio.run(scenario())
+    upstream = Upstream(silence_s=5)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        await asyncio.create_task(ask(traced=True))
+        await asyncio.create_task(ask(traced=False))
+    await upstream._open().close()
+    assert [b"traceparent: 00-" in one.lower() for one in asked] == [True, False]
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["never answers", "is not there"])

@@ -21,6 +21,7 @@ from deployments.router.media import MediaReader
 from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
+from tests.unit.deployments.asgi import exchanged, told
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -78,24 +79,9 @@ async def post(
     door: FrontDoor, path: str, body: Any, headers: tuple[tuple[bytes, bytes], ...] = ()
 ) -> tuple[int, Any]:
     """Status and JSON of the answer."""
-    sent: list[dict[str, Any]] = []
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": raw}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), *headers],
-    }
-    await door(scope, receive, send)
-    return sent[0]["status"], json.loads(b"".join(part.get("body", b"") for part in sent[1:]))
+    given = [(b"content-type", b"application/json"), *headers]
+    status, _, answer = told(await exchanged(door, body, method="POST", path=path, headers=given))
+    return status, json.loads(answer)
 
 
 def asked(path: str, body: Any, *table: dict[str, Any]) -> tuple[int, Any]:
@@ -223,45 +209,37 @@ def test_those_are_asked_first_that_it_disturbs_least() -> None:
     assert order == ["idle", "busy", "decoder", "crowded", "leaving"]
 
 
-def test_few_are_asked_for_at_a_time_and_few_wait(
+async def test_few_are_asked_for_at_a_time_and_few_wait(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines make tokens of turns' prompts in the same thread."""
     monkeypatch.setattr(tokens, "_MOST_WAITING", 3)
-
-    async def scenario() -> None:
-        door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-        engines.answers.clear()
-        under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(5)]
-        await asyncio.wait_for(engines.full.wait(), 10)
-        status, answer = await post(door, "/tokenize", HELLO)
-        assert status == 429
-        assert "try again shortly" in answer["error"]["message"]
-        engines.answers.set()
-        assert [status for status, _ in await asyncio.gather(*under_way)] == [200] * 5
-        # Whoever was refused has taken no place.
-        assert (await post(door, "/tokenize", HELLO))[0] == 200
-
-    asyncio.run(scenario())
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    engines.answers.clear()
+    under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(5)]
+    await asyncio.wait_for(engines.full.wait(), 10)
+    status, answer = await post(door, "/tokenize", HELLO)
+    assert status == 429
+    assert "try again shortly" in answer["error"]["message"]
+    engines.answers.set()
+    assert [status for status, _ in await asyncio.gather(*under_way)] == [200] * 5
+    # Whoever was refused has taken no place.
+    assert (await post(door, "/tokenize", HELLO))[0] == 200
     assert engines.most_at_a_time == 2
 
 
-def test_nobody_waits_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_WAIT_S", 0.01)
-
-    async def scenario() -> None:
-        door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-        engines.answers.clear()
-        under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(2)]
-        await asyncio.wait_for(engines.full.wait(), 10)
-        assert (await post(door, "/tokenize", HELLO))[0] == 429
-        engines.answers.set()
-        await asyncio.gather(*under_way)
-
-    asyncio.run(scenario())
+    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    engines.answers.clear()
+    under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(2)]
+    await asyncio.wait_for(engines.full.wait(), 10)
+    assert (await post(door, "/tokenize", HELLO))[0] == 429
+    engines.answers.set()
+    await asyncio.gather(*under_way)
 
 
-def test_a_key_is_needed_and_its_tenants_media_are_its_own(
+async def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     engines: Engines, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys.json"
@@ -271,15 +249,11 @@ def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     image = {"url": f"data:image/gif;base64,{pixel}"}
     part = {"type": "image_url", "image_url": image, "uuid": "mine"}
     body = {"messages": [{"role": "user", "content": [part]}]}
-
-    async def scenario() -> None:
-        settings = Settings(keys_file=str(path))
-        door = FrontDoor(settings, Table(), "router")  # type: ignore[arg-type]
-        assert (await post(door, "/tokenize", body))[0] == 401
-        bearer = (b"authorization", f"Bearer {key}".encode())
-        assert (await post(door, "/tokenize", body, (bearer,)))[0] == 200
-
-    asyncio.run(scenario())
+    settings = Settings(keys_file=str(path))
+    door = FrontDoor(settings, Table(), "router")  # type: ignore[arg-type]
+    assert (await post(door, "/tokenize", body))[0] == 401
+    bearer = (b"authorization", f"Bearer {key}".encode())
+    assert (await post(door, "/tokenize", body, (bearer,)))[0] == 200
     ((_, raw),) = engines.asked
     sent = json.loads(raw)["messages"][0]["content"][0]
     assert sent["image_url"]["url"].endswith(pixel)
@@ -287,18 +261,13 @@ def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     assert "uuid" not in sent
 
 
-def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
-    async def scenario() -> None:
-        stored = StoredResponses(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
-        endpoint = TokensEndpoint(Settings(), Table(), Upstream(5), stored, MediaReader(Settings()))  # type: ignore[arg-type]
+async def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
+    stored = StoredResponses(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
+    endpoint = TokensEndpoint(Settings(), Table(), Upstream(5), stored, MediaReader(Settings()))  # type: ignore[arg-type]
 
-        async def left() -> dict[str, Any]:
-            return {"type": "http.disconnect"}
+    async def left() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
 
-        with pytest.raises(ClientDisconnect):
-            await endpoint.serve(
-                Request({"type": "http", "path": "/tokenize", "headers": []}, left)
-            )
-
-    asyncio.run(scenario())
+    with pytest.raises(ClientDisconnect):
+        await endpoint.serve(Request({"type": "http", "path": "/tokenize", "headers": []}, left))
     assert engines.asked == []

@@ -1,7 +1,5 @@
 """What clients report of their tools, and what is refused."""
 
-import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -10,6 +8,7 @@ from conserve.pausing import ToolReport
 from conserve.settings import Settings
 from deployments.messages import Refusal
 from deployments.router.frontdoor import FrontDoor
+from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.stub_table import StubTable
 
 
@@ -26,24 +25,9 @@ class Table(StubTable):
 
 
 def post(table: Table, body: Any, name: str = "a/b") -> tuple[int, Any]:
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": json.dumps(body).encode()}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": f"/v1/conversations/{name}/tools",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
     door = FrontDoor(Settings(), table, "router")  # type: ignore[arg-type]
-    asyncio.run(door(scope, receive, send))
-    return sent[0]["status"], json.loads(sent[1]["body"])
+    answer = ask(door, "POST", f"/v1/conversations/{name}/tools", json=body)
+    return answer.status_code, answer.json()
 
 
 def test_a_report_gets_to_the_table() -> None:

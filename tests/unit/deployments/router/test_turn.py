@@ -22,6 +22,7 @@ from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unpla
 from deployments.router.access import Access
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Checked, EngineUnreachable
+from tests.unit.deployments import asgi
 from tests.unit.deployments.stub_table import StubTable
 from tests.unit.deployments.table import virtual_time
 
@@ -158,29 +159,20 @@ def exchange(
     key: str = "",
     headers: dict[str, str] | None = None,
     path: str = "/v1/chat/completions",
-    run: Callable[[Any], None] = asyncio.run,
+    run: Callable[[Any], Any] = asyncio.run,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """All that is sent in answer to one turn."""
     endpoint = TurnEndpoint(load(settings), table, engines, "router")  # type: ignore[arg-type]
-    received = [{"type": "http.request", "body": json.dumps(body).encode()}]
-    sent: list[dict[str, Any]] = []
+    keys = {"authorization": f"Bearer {key}", "x-api-key": key} if key else {}
 
-    async def receive() -> dict[str, Any]:
-        if not received:
-            await asyncio.Event().wait()
-        return received.pop(0)
+    async def admitted(scope: Any, receive: Any, send: Any) -> None:
+        if access is not None:
+            access.admit(scope)
+        await endpoint(scope, receive, send)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    sent_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    if key:
-        sent_headers += [(b"authorization", f"Bearer {key}".encode()), (b"x-api-key", key.encode())]
-    scope = {"type": "http", "path": path, "headers": sent_headers}
-    if access is not None:
-        access.admit(scope)
-    run(endpoint(scope, receive, send))
+    scope = {"path": path, "headers": {**(headers or {}), **keys}}
+    sent: list[dict[str, Any]] = run(asgi.exchanged(admitted, body, **scope))
     return sent
 
 

@@ -20,33 +20,27 @@ async def _asked(url: str) -> EngineUnreachable:
         await upstream._open().close()
 
 
-def test_an_engine_that_cannot_be_connected_to_never_had_the_request() -> None:
-    async def scenario() -> None:
-        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        server.close()
-        await server.wait_closed()
-        assert not (await _asked(f"http://127.0.0.1:{port}/")).had_request
-
-    asyncio.run(scenario())
+async def test_an_engine_that_cannot_be_connected_to_never_had_the_request() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    assert not (await _asked(f"http://127.0.0.1:{port}/")).had_request
 
 
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"], ids=["none", "half"]
 )
-def test_an_engine_that_is_gone_in_between_may_have_had_it(answer: bytes) -> None:
-    async def scenario() -> None:
-        async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"{}")
-            writer.write(answer)
-            await writer.drain()
-            writer.close()
+async def test_an_engine_that_is_gone_in_between_may_have_had_it(answer: bytes) -> None:
+    async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
 
-        async with await asyncio.start_server(die, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            assert (await _asked(f"http://127.0.0.1:{port}/")).had_request
-
-    asyncio.run(scenario())
+    async with await asyncio.start_server(die, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert (await _asked(f"http://127.0.0.1:{port}/")).had_request
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """An engine that an operator drains."""
 
-import asyncio
-
-import pytest
-
 from conserve.history import TurnStats
 from conserve.settings import Settings
 from deployments.messages import BeginTurn, EngineInfo, PlaceTurn, Refusal, TurnPlan, Unplaced
@@ -33,7 +29,6 @@ async def ended(service: TableService, plan: TurnPlan) -> None:
     await service.advance(plan.turn, plan.decoder_id, TurnStats(TOKENS, 10, 0, 0), ())
 
 
-@pytest.mark.anyio
 async def test_conversations_move_between_turns_and_nothing_new_comes() -> None:
     service = await a_service()
     idle = await begun(service, "idle")
@@ -54,13 +49,10 @@ async def test_conversations_move_between_turns_and_nothing_new_comes() -> None:
     assert next(one for one in await service.engines() if one.id == drained).leaving
 
 
-def test_an_engine_that_no_other_can_replace_is_not_drained() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        assert await service.drain("nowhere") is None
-        assert await service.drain("d#0") == 0
-        refused = await service.drain("d#1")
-        assert isinstance(refused, Refusal)
-        assert (refused.status, refused.code) == (409, "last_engine")
-
-    asyncio.run(scenario())
+async def test_an_engine_that_no_other_can_replace_is_not_drained() -> None:
+    service = await a_service()
+    assert await service.drain("nowhere") is None
+    assert await service.drain("d#0") == 0
+    refused = await service.drain("d#1")
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (409, "last_engine")

@@ -1,6 +1,5 @@
 """Encoders in the table: known and shown, and never where a conversation is, or a prompt."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -29,93 +28,74 @@ async def a_service(*engines: EngineInfo) -> TableService:
     return service
 
 
-def test_routers_hear_of_them_as_long_as_they_live() -> None:
-    async def scenario() -> None:
-        service = await a_service(engine("d", "decoder"), encoder())
-        assert (await service.router_beat("r")).encoders == [Encoder("e", "http://e")]
-        await service.engine_lost("e", "it died")
-        assert (await service.router_beat("r")).encoders == []
-        assert await says(service, 'conserve_engines_lost_total{role="encoder"} 1.0')
-        assert await service.beat("e") is None
-        await service.register(encoder("e2"))
-        assert (await service.router_beat("r")).encoders == [Encoder("e2", "http://e2")]
-
-    asyncio.run(scenario())
+async def test_routers_hear_of_them_as_long_as_they_live() -> None:
+    service = await a_service(engine("d", "decoder"), encoder())
+    assert (await service.router_beat("r")).encoders == [Encoder("e", "http://e")]
+    await service.engine_lost("e", "it died")
+    assert (await service.router_beat("r")).encoders == []
+    assert await says(service, 'conserve_engines_lost_total{role="encoder"} 1.0')
+    assert await service.beat("e") is None
+    await service.register(encoder("e2"))
+    assert (await service.router_beat("r")).encoders == [Encoder("e2", "http://e2")]
 
 
-def test_routers_hear_whether_turns_can_be_served() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        # Engines of a predecessor may still register.
-        assert (await service.router_beat("r")).can_serve is None
-        await service.register(engine("d", "decoder"))
-        assert (await service.router_beat("r")).can_serve is True
-        service._recovery.complete.set()
-        await service.engine_lost("d", "it died")
-        # Encoders alone serve no turns.
-        await service.register(encoder())
-        assert (await service.router_beat("r")).can_serve is False
-
-    asyncio.run(scenario())
+async def test_routers_hear_whether_turns_can_be_served() -> None:
+    service = await a_service()
+    # Engines of a predecessor may still register.
+    assert (await service.router_beat("r")).can_serve is None
+    await service.register(engine("d", "decoder"))
+    assert (await service.router_beat("r")).can_serve is True
+    service._recovery.complete.set()
+    await service.engine_lost("d", "it died")
+    # Encoders alone serve no turns.
+    await service.register(encoder())
+    assert (await service.router_beat("r")).can_serve is False
 
 
-def test_no_conversation_and_no_prompt_is_put_on_one() -> None:
-    async def scenario() -> None:
-        service = await a_service(encoder())
-        service._recovery.complete.set()
-        refused = await service.begin(BeginTurn("r", "c", None))
-        assert (refused.status, refused.code) == (503, "unavailable")  # type: ignore[union-attr]
-        await service.register(engine("d", "decoder"))
-        for name in "abc":
-            begun = await service.begin(BeginTurn("r", name, None))
-            assert isinstance(begun, Unplaced)
-            assert begun.tokenizer_id == "d"
-            plan = await service.place(PlaceTurn("r", name, 100))
-            assert isinstance(plan, TurnPlan)
-            assert (plan.decoder_id, plan.prefiller_id) == ("d", None)
-
-    asyncio.run(scenario())
+async def test_no_conversation_and_no_prompt_is_put_on_one() -> None:
+    service = await a_service(encoder())
+    service._recovery.complete.set()
+    refused = await service.begin(BeginTurn("r", "c", None))
+    assert (refused.status, refused.code) == (503, "unavailable")  # type: ignore[union-attr]
+    await service.register(engine("d", "decoder"))
+    for name in "abc":
+        begun = await service.begin(BeginTurn("r", name, None))
+        assert isinstance(begun, Unplaced)
+        assert begun.tokenizer_id == "d"
+        plan = await service.place(PlaceTurn("r", name, 100))
+        assert isinstance(plan, TurnPlan)
+        assert (plan.decoder_id, plan.prefiller_id) == ("d", None)
 
 
-def test_they_are_shown_and_counted() -> None:
-    async def scenario() -> None:
-        service = await a_service(engine("p", "prefiller"), engine("d", "decoder"), encoder())
-        health = await service.health()
-        assert health == Alive(1, 1, encoders=1)
-        view = await shown(service, "e")
-        assert (view["role"], view["hosts"], view["held_tokens"]) == ("encoder", False, None)
-        await service.beat("e", EngineEnergy(10, "x"), EngineLoad(5, 0, 0.0, 0.0))
-        heard = await service.beat("e", EngineEnergy(30, "x"))
-        assert heard is not None
-        assert heard.wanted_replicas == 1
-        service._scale(1000.0)
-        assert await says(service, 'conserve_replicas{role="encoder"} 1.0')
-        assert await says(service, 'conserve_wanted_replicas{role="encoder"} 1.0')
-        without = TableService(Settings())
-        without._recovery.complete.set()
-        assert await without.health() == Alive(0, 0)
-
-    asyncio.run(scenario())
+async def test_they_are_shown_and_counted() -> None:
+    service = await a_service(engine("p", "prefiller"), engine("d", "decoder"), encoder())
+    health = await service.health()
+    assert health == Alive(1, 1, encoders=1)
+    view = await shown(service, "e")
+    assert (view["role"], view["hosts"], view["held_tokens"]) == ("encoder", False, None)
+    await service.beat("e", EngineEnergy(10, "x"), EngineLoad(5, 0, 0.0, 0.0))
+    heard = await service.beat("e", EngineEnergy(30, "x"))
+    assert heard is not None
+    assert heard.wanted_replicas == 1
+    service._scale(1000.0)
+    assert await says(service, 'conserve_replicas{role="encoder"} 1.0')
+    assert await says(service, 'conserve_wanted_replicas{role="encoder"} 1.0')
+    without = TableService(Settings())
+    without._recovery.complete.set()
+    assert await without.health() == Alive(0, 0)
 
 
-def test_host_memory_is_what_the_others_of_its_node_say() -> None:
-    async def scenario() -> None:
-        service = await a_service(engine("d", "decoder", host_tokens=500), encoder(url="http://d"))
-        memory = service._table.memory
-        assert memory is not None
-        # There is room for 500 tokens, not for none.
-        assert memory._host is not None
-
-    asyncio.run(scenario())
+async def test_host_memory_is_what_the_others_of_its_node_say() -> None:
+    service = await a_service(engine("d", "decoder", host_tokens=500), encoder(url="http://d"))
+    memory = service._table.memory
+    assert memory is not None
+    # There is room for 500 tokens, not for none.
+    assert memory._host is not None
 
 
-def test_a_new_table_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_table_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "RECOVERY_S", 1e6)
-
-    async def scenario() -> None:
-        service = await a_service(engine("p", "prefiller"))
-        assert not service._recovery.is_over
-        await service.register(engine("d", "decoder"))
-        assert service._recovery.is_over
-
-    asyncio.run(scenario())
+    service = await a_service(engine("p", "prefiller"))
+    assert not service._recovery.is_over
+    await service.register(engine("d", "decoder"))
+    assert service._recovery.is_over

@@ -78,7 +78,6 @@ def test_a_turns_line_tells_whose_it_was_and_what_it_took() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.anyio
 async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_and_engines(
     log: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -120,7 +119,6 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
     assert stderr.getvalue().splitlines() == [line for line in written if "engine_" in line]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("first", ["router", "decoder"])
 async def test_a_slow_turns_line_says_why_whoever_reports_its_end_first(
     tmp_path: Path, first: str

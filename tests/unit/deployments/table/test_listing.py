@@ -82,20 +82,16 @@ def test_others_are_served_in_between() -> None:
     assert asyncio.run(turns(10_000)) >= 100_000 // 8192 + 10_000 // 256
 
 
-def test_what_ends_meanwhile_is_left_out() -> None:
+async def test_what_ends_meanwhile_is_left_out() -> None:
     found = conversations(20_000)
     table = Table(found)
     newest = max(found, key=lambda one: one.last_used_s)
-
-    async def scenario() -> list[str]:
-        listing = asyncio.create_task(list_recent(table, 20_000, 0.0, {}))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        del table.found[newest.id]
-        table.found["new"] = History("new", 20_000, 0.0, 1e9)
-        return [one["id"] for one in json.loads(await listing)]
-
-    ids = asyncio.run(scenario())
+    listing = asyncio.create_task(list_recent(table, 20_000, 0.0, {}))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    del table.found[newest.id]
+    table.found["new"] = History("new", 20_000, 0.0, 1e9)
+    ids = [one["id"] for one in json.loads(await listing)]
     assert len(ids) == 19_999
     assert newest.id not in ids
     assert "new" not in ids
@@ -130,25 +126,22 @@ def test_one_whose_other_histories_end_meanwhile_is_listed_once() -> None:
     assert asyncio.run(scenario()).count("shared") == 1
 
 
-def test_the_service_answers_in_json() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        for role in ("prefiller", "decoder"):
-            await service.register(EngineInfo(f"{role}#1", role, f"http://{role}", 1, 1000, 900))  # type: ignore[arg-type]
-        for name in ("first", "second"):
-            assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
-            await service.place(PlaceTurn("r", name, 10))
-        answer = json.loads(await service.conversations(1))
-        assert answer["object"] == "list"
-        assert answer["total"] == 2
-        (shown,) = answer["data"]
-        one = msgspec.to_builtins(await service.conversation("second"))
-        # One alone says why it is where it is.
-        assert [event["kind"] for event in one.pop("events")] == ["place", "start"]
-        # Time has passed between the two.
-        for view in (shown, one, *shown["histories"], *one["histories"]):
-            assert (view.pop("age_s", 0.0), view.pop("idle_s")) >= (0.0, 0.0)
-        assert shown == one
-        assert shown["last_used"] <= unix_s()
-
-    asyncio.run(scenario())
+async def test_the_service_answers_in_json() -> None:
+    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+    for role in ("prefiller", "decoder"):
+        await service.register(EngineInfo(f"{role}#1", role, f"http://{role}", 1, 1000, 900))  # type: ignore[arg-type]
+    for name in ("first", "second"):
+        assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
+        await service.place(PlaceTurn("r", name, 10))
+    answer = json.loads(await service.conversations(1))
+    assert answer["object"] == "list"
+    assert answer["total"] == 2
+    (shown,) = answer["data"]
+    one = msgspec.to_builtins(await service.conversation("second"))
+    # One alone says why it is where it is.
+    assert [event["kind"] for event in one.pop("events")] == ["place", "start"]
+    # Time has passed between the two.
+    for view in (shown, one, *shown["histories"], *one["histories"]):
+        assert (view.pop("age_s", 0.0), view.pop("idle_s")) >= (0.0, 0.0)
+    assert shown == one
+    assert shown["last_used"] <= unix_s()

@@ -15,15 +15,7 @@ from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
 from deployments.messages import EngineInfo
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
-from deployments.table.metrics import (
-    ANSWERS,
-    BUILD,
-    TABLE,
-    Metrics,
-    Observed,
-    Rows,
-    silent_table,
-)
+from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows, silent_table
 from deployments.table.registry import Registry
 from deployments.table.tenant_metrics import NAMED_TENANTS, TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy, GpuReading

@@ -1,6 +1,5 @@
 """The table's actor as engines come and go: who may leave when, and how many are wanted."""
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -44,214 +43,174 @@ async def says(service: TableService, line: str) -> bool:
     return line.encode() in (await service.metrics()).splitlines()
 
 
-def test_a_decoder_stays_until_its_conversations_have_ended() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        plan = await a_turn(service, "c")
-        assert await service.leave(plan.decoder_id, False)
-        assert (await a_turn(service, "c")).decoder_id == plan.decoder_id
-        assert await service.leave(plan.decoder_id, False)
-        assert await says(service, 'conserve_leaving_replicas{role="decoder"} 1.0')
-        assert await says(service, 'conserve_replicas{role="decoder"} 1.0')
-        await service.release("c")
-        assert not await service.leave(plan.decoder_id, False)
-        await service.left(plan.decoder_id)
-        assert await says(service, 'conserve_leaving_replicas{role="decoder"} 0.0')
-        assert await says(service, "conserve_moves_total 0.0")
-        assert await says(service, 'conserve_engines_lost_total{role="decoder"} 0.0')
-
-    asyncio.run(scenario())
+async def test_a_decoder_stays_until_its_conversations_have_ended() -> None:
+    service = await a_service()
+    plan = await a_turn(service, "c")
+    assert await service.leave(plan.decoder_id, False)
+    assert (await a_turn(service, "c")).decoder_id == plan.decoder_id
+    assert await service.leave(plan.decoder_id, False)
+    assert await says(service, 'conserve_leaving_replicas{role="decoder"} 1.0')
+    assert await says(service, 'conserve_replicas{role="decoder"} 1.0')
+    await service.release("c")
+    assert not await service.leave(plan.decoder_id, False)
+    await service.left(plan.decoder_id)
+    assert await says(service, 'conserve_leaving_replicas{role="decoder"} 0.0')
+    assert await says(service, "conserve_moves_total 0.0")
+    assert await says(service, 'conserve_engines_lost_total{role="decoder"} 0.0')
 
 
-def test_what_a_replaced_decoder_has_moves_at_its_turns_end() -> None:
+async def test_what_a_replaced_decoder_has_moves_at_its_turns_end() -> None:
     """Serve replaces one of two that are wanted; another one will come for it."""
-
-    async def scenario() -> None:
-        service = await a_service()
-        service._autoscaler.wanted["decoder"] = Wanted(Scaling(2))
-        idle = await a_turn(service, "idle")
-        assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
-        busy = await a_turn(service, "busy", ends=False)
-        assert busy.decoder_id == idle.decoder_id
-        assert await service.leave(idle.decoder_id, False)
-        assert (await a_turn(service, "idle")).decoder_id != idle.decoder_id
-        assert await service.leave(idle.decoder_id, False)
-        await end(service, busy)
-        assert not await service.leave(idle.decoder_id, False)
-
-    asyncio.run(scenario())
+    service = await a_service()
+    service._autoscaler.wanted["decoder"] = Wanted(Scaling(2))
+    idle = await a_turn(service, "idle")
+    assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
+    busy = await a_turn(service, "busy", ends=False)
+    assert busy.decoder_id == idle.decoder_id
+    assert await service.leave(idle.decoder_id, False)
+    assert (await a_turn(service, "idle")).decoder_id != idle.decoder_id
+    assert await service.leave(idle.decoder_id, False)
+    await end(service, busy)
+    assert not await service.leave(idle.decoder_id, False)
 
 
-def test_after_the_deadline_idle_ones_move_and_a_running_turn_ends_first() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        idle = await a_turn(service, "idle")
-        assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
-        busy = await a_turn(service, "busy", ends=False)
-        assert busy.decoder_id == idle.decoder_id
-        assert await service.leave(idle.decoder_id, False)
-        assert await service.leave(idle.decoder_id, True)
-        moved = await a_turn(service, "idle")
-        assert moved.decoder_id != idle.decoder_id
-        assert await service.leave(idle.decoder_id, True)
-        stats = TurnStats(100, 10, 0, 0)
-        assert await service.advance(busy.turn, busy.decoder_id, stats, ())
-        assert not await service.leave(idle.decoder_id, True)
-        await service.left(idle.decoder_id)
-        assert (await a_turn(service, "busy")).decoder_id == moved.decoder_id
-        assert await says(service, "conserve_moves_total 2.0")
-
-    asyncio.run(scenario())
+async def test_after_the_deadline_idle_ones_move_and_a_running_turn_ends_first() -> None:
+    service = await a_service()
+    idle = await a_turn(service, "idle")
+    assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
+    busy = await a_turn(service, "busy", ends=False)
+    assert busy.decoder_id == idle.decoder_id
+    assert await service.leave(idle.decoder_id, False)
+    assert await service.leave(idle.decoder_id, True)
+    moved = await a_turn(service, "idle")
+    assert moved.decoder_id != idle.decoder_id
+    assert await service.leave(idle.decoder_id, True)
+    stats = TurnStats(100, 10, 0, 0)
+    assert await service.advance(busy.turn, busy.decoder_id, stats, ())
+    assert not await service.leave(idle.decoder_id, True)
+    await service.left(idle.decoder_id)
+    assert (await a_turn(service, "busy")).decoder_id == moved.decoder_id
+    assert await says(service, "conserve_moves_total 2.0")
 
 
-def test_a_prefiller_stays_for_what_it_was_sent() -> None:
-    async def scenario() -> None:
-        service = await a_service(placement="conversation")
-        plan = await a_turn(service, "c", ends=False)
-        assert plan.prefiller_id == "p1"
-        assert await service.leave("p1", False)
-        await service.prefilled(plan, None)
-        assert not await service.leave("p1", False)
-
-    asyncio.run(scenario())
+async def test_a_prefiller_stays_for_what_it_was_sent() -> None:
+    service = await a_service(placement="conversation")
+    plan = await a_turn(service, "c", ends=False)
+    assert plan.prefiller_id == "p1"
+    assert await service.leave("p1", False)
+    await service.prefilled(plan, None)
+    assert not await service.leave("p1", False)
 
 
-def test_when_the_application_ends_nobody_waits() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        for name in ("a", "b"):
-            await a_turn(service, name)
-        assert await service.leave("d1", False)
-        assert not await service.leave("d2", False)
-        assert not await service.leave("d1", False)
-
-    asyncio.run(scenario())
+async def test_when_the_application_ends_nobody_waits() -> None:
+    service = await a_service()
+    for name in ("a", "b"):
+        await a_turn(service, name)
+    assert await service.leave("d1", False)
+    assert not await service.leave("d2", False)
+    assert not await service.leave("d1", False)
 
 
-def test_a_turn_that_runs_is_not_cut_when_the_other_decoders_die() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        busy = await a_turn(service, "busy", ends=False)
-        other = "d2" if busy.decoder_id == "d1" else "d1"
-        idle = await a_turn(service, "idle")
-        assert idle.decoder_id == other
-        assert await service.leave(busy.decoder_id, False)
-        await service.engine_lost(other, "it died")
-        assert await service.leave(busy.decoder_id, False)
-        await end(service, busy)
-        assert not await service.leave(busy.decoder_id, False)
-
-    asyncio.run(scenario())
+async def test_a_turn_that_runs_is_not_cut_when_the_other_decoders_die() -> None:
+    service = await a_service()
+    busy = await a_turn(service, "busy", ends=False)
+    other = "d2" if busy.decoder_id == "d1" else "d1"
+    idle = await a_turn(service, "idle")
+    assert idle.decoder_id == other
+    assert await service.leave(busy.decoder_id, False)
+    await service.engine_lost(other, "it died")
+    assert await service.leave(busy.decoder_id, False)
+    await end(service, busy)
+    assert not await service.leave(busy.decoder_id, False)
 
 
-def test_where_no_router_is_left_nobody_waits() -> None:
+async def test_where_no_router_is_left_nobody_waits() -> None:
     """A deployment with other settings has other routers, and another table."""
-
-    async def scenario() -> None:
-        service = await a_service()
-        plan = await a_turn(service, "c")
-        service._recovery.started_s -= 60
-        await service.router_beat("r")
-        assert await service.leave(plan.decoder_id, False)
-        await service._router_lost("r")
-        assert not await service.leave(plan.decoder_id, False)
-
-    asyncio.run(scenario())
+    service = await a_service()
+    plan = await a_turn(service, "c")
+    service._recovery.started_s -= 60
+    await service.router_beat("r")
+    assert await service.leave(plan.decoder_id, False)
+    await service._router_lost("r")
+    assert not await service.leave(plan.decoder_id, False)
 
 
-def test_a_new_table_is_told_who_is_leaving() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        assert await service.leave("d1", False)
-        assert not await service.leave("d1", True)
-        await service.register(engine("d1", leaving=True))
-        await service.register(engine("d2"))
-        await service.register(engine("p1", "prefiller"))
-        assert (await a_turn(service, "c")).decoder_id == "d2"
-
-    asyncio.run(scenario())
+async def test_a_new_table_is_told_who_is_leaving() -> None:
+    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+    assert await service.leave("d1", False)
+    assert not await service.leave("d1", True)
+    await service.register(engine("d1", leaving=True))
+    await service.register(engine("d2"))
+    await service.register(engine("p1", "prefiller"))
+    assert (await a_turn(service, "c")).decoder_id == "d2"
 
 
-def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() -> None:
-    async def scenario() -> None:
-        service = TableService(
-            Settings(decoders={"replicas": 1, "max_replicas": 3}, prefillers={"replicas": 1})  # type: ignore[arg-type]
+async def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() -> None:
+    service = TableService(
+        Settings(decoders={"replicas": 1, "max_replicas": 3}, prefillers={"replicas": 1})  # type: ignore[arg-type]
+    )
+    await service.register(engine("p1", "prefiller", wanted_replicas=1))
+    await service.register(engine("d1", wanted_replicas=3))
+    assert not service._recovery.complete.is_set()
+    await service.register(engine("d2", wanted_replicas=3))
+    await service.register(engine("d3", wanted_replicas=3))
+    assert service._recovery.complete.is_set()
+    # What it says before its first look is too old for Serve to follow.
+    early = await service.beat("d1")
+    assert early is not None
+    assert early.decided_s == 0
+    # Nothing is held, so one would do; but not before the usual delays.
+    await service._tidy(service._registry.last_beat_s)
+    heard = await service.beat("d1")
+    assert heard is not None
+    assert heard.wanted_replicas == 3
+    # Later on, one that comes back has no say.
+    service._recovery.started_s -= 60
+    service._autoscaler.wanted["decoder"].scaling = Scaling(2)
+    await service.register(engine("d1", wanted_replicas=3))
+    assert service._autoscaler.replicas("decoder") == 2
+
+
+async def test_an_engine_that_has_left_is_in_no_metric() -> None:
+    service = await a_service()
+    gpu = GpuReading("GPU-1", "NVIDIA A40", 200.0, 300.0, 0.5, 40)
+    await service.beat("d1", EngineEnergy(5.0, "epoch", False, (gpu,)))
+    assert b'conserve_gpu_power_watts{gpu="GPU-1"' in await service.metrics()
+    assert not await service.leave("d1", False)
+    await service.left("d1")
+    assert b'conserve_gpu_power_watts{gpu="GPU-1"' not in await service.metrics()
+
+
+async def test_occupancy_makes_more_wanted_and_engines_hear_of_it() -> None:
+    service = TableService(Settings(decoders={"replicas": 1, "max_replicas": 3}))  # type: ignore[arg-type]
+    await service.register(engine("d1"))
+    await service.register(engine("p1", "prefiller"))
+    assert await service.beat("d1") == Heard([], 1, service._decided_s)
+    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    assert isinstance(await service.place(PlaceTurn("r", "c", 900)), TurnPlan)
+    await service._tidy(service._registry.last_beat_s)
+    assert await service.beat("d1") == Heard([], 2, service._decided_s)
+    assert await service.beat("p1") == Heard([], 1, service._decided_s)
+    assert await says(service, 'conserve_wanted_replicas{role="decoder"} 2.0')
+    assert await says(service, 'conserve_needed_replicas{role="decoder",signal="occupancy"} 0.9')
+
+
+async def test_first_prompts_make_more_prefillers_wanted() -> None:
+    service = TableService(
+        Settings(
+            placement="conversation",
+            decoders={"replicas": 1},  # type: ignore[arg-type]
+            prefillers={"replicas": 1, "max_replicas": 4},  # type: ignore[arg-type]
+            profile="a40-qwen3-0.6b",
+            autoscaling={"window_s": 10},  # type: ignore[arg-type]
         )
-        await service.register(engine("p1", "prefiller", wanted_replicas=1))
-        await service.register(engine("d1", wanted_replicas=3))
-        assert not service._recovery.complete.is_set()
-        await service.register(engine("d2", wanted_replicas=3))
-        await service.register(engine("d3", wanted_replicas=3))
-        assert service._recovery.complete.is_set()
-        # What it says before its first look is too old for Serve to follow.
-        early = await service.beat("d1")
-        assert early is not None
-        assert early.decided_s == 0
-        # Nothing is held, so one would do; but not before the usual delays.
-        await service._tidy(service._registry.last_beat_s)
-        heard = await service.beat("d1")
-        assert heard is not None
-        assert heard.wanted_replicas == 3
-        # Later on, one that comes back has no say.
-        service._recovery.started_s -= 60
-        service._autoscaler.wanted["decoder"].scaling = Scaling(2)
-        await service.register(engine("d1", wanted_replicas=3))
-        assert service._autoscaler.replicas("decoder") == 2
-
-    asyncio.run(scenario())
-
-
-def test_an_engine_that_has_left_is_in_no_metric() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        gpu = GpuReading("GPU-1", "NVIDIA A40", 200.0, 300.0, 0.5, 40)
-        await service.beat("d1", EngineEnergy(5.0, "epoch", False, (gpu,)))
-        assert b'conserve_gpu_power_watts{gpu="GPU-1"' in await service.metrics()
-        assert not await service.leave("d1", False)
-        await service.left("d1")
-        assert b'conserve_gpu_power_watts{gpu="GPU-1"' not in await service.metrics()
-
-    asyncio.run(scenario())
-
-
-def test_occupancy_makes_more_wanted_and_engines_hear_of_it() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1, "max_replicas": 3}))  # type: ignore[arg-type]
-        await service.register(engine("d1"))
-        await service.register(engine("p1", "prefiller"))
-        assert await service.beat("d1") == Heard([], 1, service._decided_s)
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", "c", 900)), TurnPlan)
-        await service._tidy(service._registry.last_beat_s)
-        assert await service.beat("d1") == Heard([], 2, service._decided_s)
-        assert await service.beat("p1") == Heard([], 1, service._decided_s)
-        assert await says(service, 'conserve_wanted_replicas{role="decoder"} 2.0')
-        assert await says(
-            service, 'conserve_needed_replicas{role="decoder",signal="occupancy"} 0.9'
-        )
-
-    asyncio.run(scenario())
-
-
-def test_first_prompts_make_more_prefillers_wanted() -> None:
-    async def scenario() -> None:
-        service = TableService(
-            Settings(
-                placement="conversation",
-                decoders={"replicas": 1},  # type: ignore[arg-type]
-                prefillers={"replicas": 1, "max_replicas": 4},  # type: ignore[arg-type]
-                profile="a40-qwen3-0.6b",
-                autoscaling={"window_s": 10},  # type: ignore[arg-type]
-            )
-        )
-        await service.register(engine("d1", capacity_tokens=10_000_000))
-        await service.register(engine("p1", "prefiller"))
-        for number in range(20):
-            assert isinstance(await service.begin(BeginTurn("r", f"c{number}", [])), Unplaced)
-            assert isinstance(await service.place(PlaceTurn("r", f"c{number}", 15_000)), TurnPlan)
-        await service._tidy(service._registry.last_beat_s)
-        # 0.6 s each: 1.2 prefillers for what comes, as much again to work the queue off.
-        assert service._autoscaler.replicas("prefiller") == 4
-        assert service._autoscaler.replicas("decoder") == 1
-
-    asyncio.run(scenario())
+    )
+    await service.register(engine("d1", capacity_tokens=10_000_000))
+    await service.register(engine("p1", "prefiller"))
+    for number in range(20):
+        assert isinstance(await service.begin(BeginTurn("r", f"c{number}", [])), Unplaced)
+        assert isinstance(await service.place(PlaceTurn("r", f"c{number}", 15_000)), TurnPlan)
+    await service._tidy(service._registry.last_beat_s)
+    # 0.6 s each: 1.2 prefillers for what comes, as much again to work the queue off.
+    assert service._autoscaler.replicas("prefiller") == 4
+    assert service._autoscaler.replicas("decoder") == 1

@@ -1,7 +1,5 @@
 """What engines' schedulers tell is shown while their engines live."""
 
-import asyncio
-
 import msgspec
 
 from conserve.engine_scheduling import SchedulerLoad
@@ -26,53 +24,47 @@ LOAD = SchedulerLoad(
 )
 
 
-def test_an_engines_slots_are_shown_where_it_has_any() -> None:
-    async def scenario() -> None:
-        service = await a_service("plain")
-        load = EngineLoad()
-        await service.beat("plain", None, load)
-        assert b"conserve_engine_sm" not in await service.metrics()
-        assert "sms" not in await shown(service, "plain")
-        await service.register(engine("parted", "decoder", sm_slots=7, sms=92))
-        assert await says(service, 'conserve_engine_sm_slots{engine="parted",role="decoder"} 7.0')
-        assert await says(service, 'conserve_engine_sms{engine="parted",role="decoder"} 92.0')
-        view = await shown(service, "parted")
-        assert (view["sm_slots"], view["sms"]) == (7, 92)
-        await service.engine_lost("parted", "it died")
-        assert b"conserve_engine_sm" not in await service.metrics()
-
-    asyncio.run(scenario())
+async def test_an_engines_slots_are_shown_where_it_has_any() -> None:
+    service = await a_service("plain")
+    load = EngineLoad()
+    await service.beat("plain", None, load)
+    assert b"conserve_engine_sm" not in await service.metrics()
+    assert "sms" not in await shown(service, "plain")
+    await service.register(engine("parted", "decoder", sm_slots=7, sms=92))
+    assert await says(service, 'conserve_engine_sm_slots{engine="parted",role="decoder"} 7.0')
+    assert await says(service, 'conserve_engine_sms{engine="parted",role="decoder"} 92.0')
+    view = await shown(service, "parted")
+    assert (view["sm_slots"], view["sms"]) == (7, 92)
+    await service.engine_lost("parted", "it died")
+    assert b"conserve_engine_sm" not in await service.metrics()
 
 
-def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
-    async def scenario() -> None:
-        service = await a_service("d")
-        await service.beat("d")
-        assert b"conserve_engine_waiting" not in await service.metrics()
-        await service.beat("d", None, None, LOAD)
-        for line in (
-            'waiting{engine="d",level="3"} 2.0',
-            'running{engine="d",level="0"} 3.0',
-            'running_kinds{engine="d",kind="decode"} 2.0',
-            'begun_total{engine="d",kind="resume"} 7.0',
-            'cut_total{engine="d",kind="cold"} 9.0',
-            'preempted_total{engine="d",level="3"} 4.0',
-            'parts_total{engine="d"} 2.0',
-            'reclaimed_blocks_total{engine="d"} 11.0',
-            'pinned_blocks{engine="d"} 12.0',
-            'free_blocks{engine="d"} 13.0',
-            'tpot_seconds{engine="d"} 0.02',
-            'tpot_bound_seconds{engine="d"} 0.05',
-            'prefill_budget_tokens{engine="d"} 288.0',
-        ):
-            assert await says(service, f"conserve_engine_{line}"), line
-        await service.engine_lost("d", "it died")
-        assert b"conserve_engine_waiting" not in await service.metrics()
-
-    asyncio.run(scenario())
+async def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
+    service = await a_service("d")
+    await service.beat("d")
+    assert b"conserve_engine_waiting" not in await service.metrics()
+    await service.beat("d", None, None, LOAD)
+    for line in (
+        'waiting{engine="d",level="3"} 2.0',
+        'running{engine="d",level="0"} 3.0',
+        'running_kinds{engine="d",kind="decode"} 2.0',
+        'begun_total{engine="d",kind="resume"} 7.0',
+        'cut_total{engine="d",kind="cold"} 9.0',
+        'preempted_total{engine="d",level="3"} 4.0',
+        'parts_total{engine="d"} 2.0',
+        'reclaimed_blocks_total{engine="d"} 11.0',
+        'pinned_blocks{engine="d"} 12.0',
+        'free_blocks{engine="d"} 13.0',
+        'tpot_seconds{engine="d"} 0.02',
+        'tpot_bound_seconds{engine="d"} 0.05',
+        'prefill_budget_tokens{engine="d"} 288.0',
+    ):
+        assert await says(service, f"conserve_engine_{line}"), line
+    await service.engine_lost("d", "it died")
+    assert b"conserve_engine_waiting" not in await service.metrics()
 
 
-def test_a_lane_is_shown_where_there_is_one() -> None:
+async def test_a_lane_is_shown_where_there_is_one() -> None:
     lane = {
         "lane_waiting": 2,
         "lane_running": 1,
@@ -80,20 +72,16 @@ def test_a_lane_is_shown_where_there_is_one() -> None:
         "lane_prefills": {"done": 5, "failed": 1},
         "lane_computed_tokens": 9_000,
     }
-
-    async def scenario() -> None:
-        service = await a_service("d")
-        await service.beat("d", None, None, LOAD)
-        assert b"conserve_engine_lane" not in await service.metrics()
-        await service.beat("d", None, None, msgspec.structs.replace(LOAD, **lane))
-        for line in (
-            'lane_waiting{engine="d"} 2.0',
-            'lane_running{engine="d"} 1.0',
-            'lane_tokens{engine="d"} 700.0',
-            'lane_prefills_total{engine="d",outcome="done"} 5.0',
-            'lane_prefills_total{engine="d",outcome="failed"} 1.0',
-            'lane_computed_tokens_total{engine="d"} 9000.0',
-        ):
-            assert await says(service, f"conserve_engine_{line}"), line
-
-    asyncio.run(scenario())
+    service = await a_service("d")
+    await service.beat("d", None, None, LOAD)
+    assert b"conserve_engine_lane" not in await service.metrics()
+    await service.beat("d", None, None, msgspec.structs.replace(LOAD, **lane))
+    for line in (
+        'lane_waiting{engine="d"} 2.0',
+        'lane_running{engine="d"} 1.0',
+        'lane_tokens{engine="d"} 700.0',
+        'lane_prefills_total{engine="d",outcome="done"} 5.0',
+        'lane_prefills_total{engine="d",outcome="failed"} 1.0',
+        'lane_computed_tokens_total{engine="d"} 9000.0',
+    ):
+        assert await says(service, f"conserve_engine_{line}"), line

@@ -41,16 +41,55 @@ def engine(role: str) -> EngineInfo:
     )
 
 
-async def a_full_service() -> TableService:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+async def a_service(queue_limit: int | None = None, **settings: Any) -> TableService:
+    """A prefiller and a decoder."""
+    limit = {} if queue_limit is None else {"queue_limit": queue_limit}
+    service = TableService(Settings(**{"decoders": {"replicas": 1}, **settings}), **limit)
     for role in ("prefiller", "decoder"):
         await service.register(engine(role))
-    assert isinstance(await service.begin(BeginTurn("r", "full", [])), Unplaced)
-    assert isinstance(await service.place(PlaceTurn("r", "full", TOKENS)), TurnPlan)
     return service
 
 
-@pytest.mark.anyio
+async def a_full_service() -> TableService:
+    service = await a_service()
+    await placed(service, "full")
+    return service
+
+
+async def begun(service: TableService, name: str = "c") -> TurnPlan:
+    """Begin a turn of a history that is bound."""
+    plan = await service.begin(BeginTurn("r", name, []))
+    assert isinstance(plan, TurnPlan)
+    return plan
+
+
+async def unplaced(service: TableService, name: str = "c") -> Unplaced:
+    asked = await service.begin(BeginTurn("r", name, []))
+    assert isinstance(asked, Unplaced)
+    return asked
+
+
+async def placed(service: TableService, name: str = "c", tokens: int = TOKENS) -> TurnPlan:
+    """Begin a first turn, for which there is room."""
+    await unplaced(service, name)
+    plan = await service.place(PlaceTurn("r", name, tokens))
+    assert isinstance(plan, TurnPlan)
+    return plan
+
+
+async def queued(service: TableService, name: str = "c", tokens: int = TOKENS) -> Any:
+    """Return the call of a first turn that has begun, and waits for room."""
+    waiting = asyncio.create_task(service.place(PlaceTurn("r", name, tokens)))
+    await asyncio.sleep(0)
+    return waiting
+
+
+async def shown_of(service: TableService, name: str = "c") -> Any:
+    shown = await service.conversation(name)
+    assert shown is not None
+    return shown
+
+
 async def test_health_says_what_engines_do_that_are_not_ready() -> None:
     service = TableService(Settings())
     service._recovery.complete.set()  # No engine is still to report what it has.
@@ -63,513 +102,389 @@ async def test_health_says_what_engines_do_that_are_not_ready() -> None:
     assert await service.health() == Alive(1, 1)
 
 
-def test_a_conversation_waits_once_for_room() -> None:
+async def test_a_conversation_waits_once_for_room() -> None:
     """A second turn that was told to place it, the first having seemed lost, is turned away."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        second = await service.place(PlaceTurn("r", "c", TOKENS))
-        assert isinstance(second, Refusal)
-        assert (second.status, second.code) == (429, "conversation_busy")
-        assert second.retry_after_s is not None
-        assert not first.done()
-        await service.release("full")
-        placed = await first
-        assert isinstance(placed, TurnPlan)
-        assert (placed.turn.history_id, placed.decoder_id) == ("c", "decoder#1")
-        # Nothing is left in the way of its next turn.
-        assert isinstance(
-            await asyncio.wait_for(service.begin(BeginTurn("r", "c", [])), 5), TurnPlan
-        )
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    await unplaced(service)
+    first = await queued(service)
+    second = await service.place(PlaceTurn("r", "c", TOKENS))
+    assert isinstance(second, Refusal)
+    assert (second.status, second.code) == (429, "conversation_busy")
+    assert second.retry_after_s is not None
+    assert not first.done()
+    await service.release("full")
+    placed = await first
+    assert isinstance(placed, TurnPlan)
+    assert (placed.turn.history_id, placed.decoder_id) == ("c", "decoder#1")
+    # Nothing is left in the way of its next turn.
+    assert isinstance(await asyncio.wait_for(service.begin(BeginTurn("r", "c", [])), 5), TurnPlan)
 
 
-def test_a_slow_turn_says_why_until_a_quick_one_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        now_s = time.time()
-        monkeypatch.setattr("deployments.table.placing.unix_s", lambda: now_s)
-        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        now_s += 3.0
-        await service.release("full")
-        plan = await waiting
-        assert isinstance(plan, TurnPlan)
-        for prompt_tokens, found_tokens, why in (
-            (TOKENS, 0, "waited 3.0 s for room"),
-            (TOKENS + 20, TOKENS + 10, msgspec.UNSET),
-        ):
-            stats = TurnStats(prompt_tokens, 10, found_tokens, 0)
-            assert await service.advance(plan.turn, plan.decoder_id, stats, ())
-            shown = await service.conversation("c")
-            assert shown is not None
-            assert shown.last_turn.why == shown.histories[0].last_turn.why == why
-            ended = [one for one in shown.events if dict(one)["kind"] == "end"]
-            assert ended[-1].get("why", msgspec.UNSET) == why
-            plan = await service.begin(BeginTurn("r", "c", []))
-            assert isinstance(plan, TurnPlan)
-        await service.release("c")
-        assert not service._accounts.why
-
-    asyncio.run(scenario())
+async def test_a_slow_turn_says_why_until_a_quick_one_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = await a_full_service()
+    await unplaced(service)
+    now_s = time.time()
+    monkeypatch.setattr("deployments.table.placing.unix_s", lambda: now_s)
+    waiting = await queued(service)
+    now_s += 3.0
+    await service.release("full")
+    plan = await waiting
+    assert isinstance(plan, TurnPlan)
+    for prompt_tokens, found_tokens, why in (
+        (TOKENS, 0, "waited 3.0 s for room"),
+        (TOKENS + 20, TOKENS + 10, msgspec.UNSET),
+    ):
+        stats = TurnStats(prompt_tokens, 10, found_tokens, 0)
+        assert await service.advance(plan.turn, plan.decoder_id, stats, ())
+        shown = await shown_of(service)
+        assert shown.last_turn.why == shown.histories[0].last_turn.why == why
+        ended = [one for one in shown.events if dict(one)["kind"] == "end"]
+        assert ended[-1].get("why", msgspec.UNSET) == why
+        plan = await begun(service)
+    await service.release("c")
+    assert not service._accounts.why
 
 
-def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS, 5.0)))
-        await asyncio.sleep(0)
-        await service.release("full")
-        plan = await waiting
-        assert isinstance(plan, TurnPlan)
+async def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
+    service = await a_full_service()
+    await unplaced(service)
+    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS, 5.0)))
+    await asyncio.sleep(0)
+    await service.release("full")
+    plan = await waiting
+    assert isinstance(plan, TurnPlan)
 
-        async def seen(ago_s: float | None, turn: TurnKey = plan.turn) -> None:
-            timing = TurnTiming("completed", 1.0, 0.5, (), turn, ago_s)
-            await service.observe(timing)
+    async def seen(ago_s: float | None, turn: TurnKey = plan.turn) -> None:
+        timing = TurnTiming("completed", 1.0, 0.5, (), turn, ago_s)
+        await service.observe(timing)
 
-        async def ttfet_s() -> float | None:
-            shown = await service.conversation("c")
-            assert shown is not None
-            found: float | None = shown.ttfet_s
-            return found
+    async def ttfet_s() -> Any:
+        return (await shown_of(service)).ttfet_s
 
-        await seen(None)  # A tool call.
-        assert await ttfet_s() is None
-        # Another of that id.
-        await seen(1.0, plan.turn._replace(incarnation=plan.turn.incarnation - 1))
-        assert await ttfet_s() is None
-        await seen(2.0)
-        assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
-        await seen(0.0)
-        assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
-        assert b"conserve_ttfet_seconds_count 1.0" in await service.metrics()
-
-    asyncio.run(scenario())
+    await seen(None)  # A tool call.
+    assert await ttfet_s() is None
+    # Another of that id.
+    await seen(1.0, plan.turn._replace(incarnation=plan.turn.incarnation - 1))
+    assert await ttfet_s() is None
+    await seen(2.0)
+    assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
+    await seen(0.0)
+    assert await ttfet_s() == pytest.approx(3.0, abs=0.5)
+    assert b"conserve_ttfet_seconds_count 1.0" in await service.metrics()
 
 
-def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        for jump_s in (86_400.0, -2 * 86_400.0):
-            now_s = time.time() + jump_s
-            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
-            await service._tidy(time.monotonic())
-            shown = await service.conversation("full")
-            assert shown is not None
-            assert 0 <= shown.age_s < 3600
-
-    asyncio.run(scenario())
+async def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = await a_full_service()
+    for jump_s in (86_400.0, -2 * 86_400.0):
+        now_s = time.time() + jump_s
+        monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+        await service._tidy(time.monotonic())
+        shown = await shown_of(service, "full")
+        assert 0 <= shown.age_s < 3600
 
 
-def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
+async def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
     """Its first request came to a table that was lost; what is left of the time would be wrong."""
-
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
-        await service.register(engine("prefiller"))
-        await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-        plan = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(plan, TurnPlan)
-        await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
-        shown = await service.conversation("c")
-        assert shown is not None
-        assert shown.ttfet_s is None
-        assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
-
-    asyncio.run(scenario())
+    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+    held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
+    await service.register(engine("prefiller"))
+    await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
+    plan = await begun(service)
+    await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
+    assert (await shown_of(service)).ttfet_s is None
+    assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
 
 
-def test_a_conversation_is_told_its_share_of_the_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_conversation_is_told_its_share_of_the_energy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Cold prefill on one GPU, the tail on another; what idles is the tiers' alone."""
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    settings = Settings(placement="conversation", decoders={"replicas": 1})  # type: ignore[arg-type]
+    service = TableService(settings)
+    for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
+        await service.register(dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",)))
 
-    async def scenario() -> None:
-        nonlocal now_s
-        settings = Settings(placement="conversation", decoders={"replicas": 1})  # type: ignore[arg-type]
-        service = TableService(settings)
-        for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
-            placed = dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",))
-            await service.register(placed)
+    async def beat(prefiller_j: float, decoder_j: float) -> None:
+        for role, joules in (("prefiller", prefiller_j), ("decoder", decoder_j)):
+            gpu = GpuReading(f"GPU-{role}", "A40", 250.0, 300.0, 0.5, 60)
+            energy = EngineEnergy(joules, "epoch", False, (gpu,))
+            await service.beat(f"{role}#1", energy)
 
-        async def beat(prefiller_j: float, decoder_j: float) -> None:
-            for role, joules in (("prefiller", prefiller_j), ("decoder", decoder_j)):
-                gpu = GpuReading(f"GPU-{role}", "A40", 250.0, 300.0, 0.5, 60)
-                energy = EngineEnergy(joules, "epoch", False, (gpu,))
-                await service.beat(f"{role}#1", energy)
+    async def told_j() -> Any:
+        return (await shown_of(service)).energy_estimate_j
 
-        async def told_j() -> float | None:
-            shown = await service.conversation("c")
-            assert shown is not None
-            found: float | None = shown.energy_estimate_j
-            return found
-
-        await beat(0, 0)
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        plan = await service.place(PlaceTurn("r", "c", 500))
-        assert isinstance(plan, TurnPlan)
-        assert await told_j() is None
-        now_s += 1
-        await service.prefilled(plan, Prefilled(500, 0))
-        now_s += 1
-        stats = TurnStats(500, 40, 0, 384)
-        assert await service.advance(plan.turn, "decoder#1", stats, ())
-        now_s += 2
-        await beat(800, 400)
-        # One of four seconds on each.
-        assert await told_j() == 300
-        now_s += 4
-        await beat(1000, 500)
-        assert await told_j() == 300
-        text = (await service.metrics()).decode()
-        for line in (
-            'energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 1000.0',
-            'energy_joules_total{phase="tail",role="decoder",tier="frugal"} 500.0',
-            'conserve_computed_tokens_total{tier="fast"} 500.0',
-            'conserve_computed_tokens_total{tier="frugal"} 156.0',
-            'conserve_tier_tokens_per_joule{tier="fast"} 0.5',
-        ):
-            assert line in text
-        described = {found.id: found for found in await service.engines()}
-        assert described["decoder#1"].gpus == ["GPU-frugal"]
-        assert described["decoder#1"].tier == "frugal"
-
-    asyncio.run(scenario())
+    await beat(0, 0)
+    plan = await placed(service, "c", 500)
+    assert await told_j() is None
+    now_s += 1
+    await service.prefilled(plan, Prefilled(500, 0))
+    now_s += 1
+    stats = TurnStats(500, 40, 0, 384)
+    assert await service.advance(plan.turn, "decoder#1", stats, ())
+    now_s += 2
+    await beat(800, 400)
+    # One of four seconds on each.
+    assert await told_j() == 300
+    now_s += 4
+    await beat(1000, 500)
+    assert await told_j() == 300
+    text = (await service.metrics()).decode()
+    for line in (
+        'energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 1000.0',
+        'energy_joules_total{phase="tail",role="decoder",tier="frugal"} 500.0',
+        'conserve_computed_tokens_total{tier="fast"} 500.0',
+        'conserve_computed_tokens_total{tier="frugal"} 156.0',
+        'conserve_tier_tokens_per_joule{tier="fast"} 0.5',
+    ):
+        assert line in text
+    described = {found.id: found for found in await service.engines()}
+    assert described["decoder#1"].gpus == ["GPU-frugal"]
+    assert described["decoder#1"].tier == "frugal"
 
 
-def test_without_gpus_nothing_is_said_of_them() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.beat("decoder#1")
-        assert b"gpu" not in await service.metrics()
-        shown = await service.conversation("full")
-        assert shown is not None
-        assert shown.energy_estimate_j is None
-
-    asyncio.run(scenario())
+async def test_without_gpus_nothing_is_said_of_them() -> None:
+    service = await a_full_service()
+    await service.beat("decoder#1")
+    assert b"gpu" not in await service.metrics()
+    assert (await shown_of(service, "full")).energy_estimate_j is None
 
 
 # --- Turns that are not bound yet ----------------------------------------------------------------
 
 
-def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
+async def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
     """Its client left; the next turn of the same conversation waits in its own right."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        asked = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(asked, Unplaced)
-        first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        await service.forgo("c", asked.claim)
-        # Before the first call has noticed.
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        second = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        await service.release("full")
-        placed = await asyncio.wait_for(second, 5)
-        assert isinstance(placed, TurnPlan)
-        assert not service._pending
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    asked = await unplaced(service)
+    first = await queued(service)
+    await service.forgo("c", asked.claim)
+    # Before the first call has noticed.
+    await unplaced(service)
+    second = await queued(service)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await service.release("full")
+    placed = await asyncio.wait_for(second, 5)
+    assert isinstance(placed, TurnPlan)
+    assert not service._pending
 
 
-def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
-    async def scenario() -> None:
-        settings = Settings(decoders={"replicas": 1}, queue_timeout_s=0.05)  # type: ignore[arg-type]
-        service = TableService(settings)
-        for role in ("prefiller", "decoder"):
-            await service.register(engine(role))
-        for name, tokens in (("full", TOKENS), ("large", 900)):
-            assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
-            if name == "full":
-                assert isinstance(await service.place(PlaceTurn("r", name, tokens)), TurnPlan)
-        large = asyncio.create_task(service.place(PlaceTurn("r", "large", 900)))
-        await asyncio.sleep(0.03)
-        assert isinstance(await service.begin(BeginTurn("r", "small", [])), Unplaced)
-        small = await service.place(PlaceTurn("r", "small", 300))
-        assert isinstance(small, TurnPlan)
-        refused = await large
-        assert isinstance(refused, Refusal)
-        assert (refused.status, refused.code) == (429, "queue_timeout")
-        assert b'conserve_queue_refusals_total{reason="timeout"} 1.0' in await service.metrics()
-        assert not service._pending
-
-    asyncio.run(scenario())
+async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
+    service = await a_service(queue_timeout_s=0.05)
+    await placed(service, "full")
+    await unplaced(service, "large")
+    large = asyncio.create_task(service.place(PlaceTurn("r", "large", 900)))
+    await asyncio.sleep(0.03)
+    await placed(service, "small", 300)
+    refused = await large
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (429, "queue_timeout")
+    assert b'conserve_queue_refusals_total{reason="timeout"} 1.0' in await service.metrics()
+    assert not service._pending
 
 
-def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
-    async def scenario() -> None:
-        settings = Settings(decoders={"replicas": 1})  # type: ignore[arg-type]
-        service = TableService(settings, queue_limit=1)
-        for role in ("prefiller", "decoder"):
-            await service.register(engine(role))
-        for name in ("full", "waits", "late"):
-            assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", "full", 900)), TurnPlan)
-        waits = asyncio.create_task(service.place(PlaceTurn("r", "waits", 900)))
-        await asyncio.sleep(0)
-        refused = await service.place(PlaceTurn("r", "late", 900))
-        assert isinstance(refused, Refusal)
-        assert (refused.status, refused.code) == (429, "queue_full")
-        assert "1 conversation waits for room already" in refused.message
-        assert refused.retry_after_s is not None
-        assert 1 <= refused.retry_after_s <= 60
-        await service.release("full")
-        assert isinstance(await asyncio.wait_for(waits, 5), TurnPlan)
-
-    asyncio.run(scenario())
+async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
+    service = await a_service(queue_limit=1)
+    for name in ("full", "waits", "late"):
+        await unplaced(service, name)
+    assert isinstance(await service.place(PlaceTurn("r", "full", 900)), TurnPlan)
+    waits = await queued(service, "waits", 900)
+    refused = await service.place(PlaceTurn("r", "late", 900))
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (429, "queue_full")
+    assert "1 conversation waits for room already" in refused.message
+    assert refused.retry_after_s is not None
+    assert 1 <= refused.retry_after_s <= 60
+    await service.release("full")
+    assert isinstance(await asyncio.wait_for(waits, 5), TurnPlan)
 
 
-@pytest.mark.anyio
 async def test_the_longest_wait_changes_in_place() -> None:
     service = await a_full_service()
     await service.router_beat("r", Timeouts(queue_timeout_s=0.05, idle_timeout_s=1800.0))
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    await unplaced(service)
     refused = await asyncio.wait_for(service.place(PlaceTurn("r", "c", TOKENS)), 30)
     assert isinstance(refused, Refusal)
     assert refused.code == "queue_timeout"
 
 
-def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.router_beat("lost")
-        assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
-        waiting = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
-        await asyncio.sleep(0)
-        assert b"conserve_queue_length 1.0" in await service.metrics()
-        await service._router_lost("lost")
-        assert b"conserve_queue_length 0.0" in await service.metrics()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(scenario())
+async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
+    service = await a_full_service()
+    await service.router_beat("lost")
+    assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
+    waiting = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
+    await asyncio.sleep(0)
+    assert b"conserve_queue_length 1.0" in await service.metrics()
+    await service._router_lost("lost")
+    assert b"conserve_queue_length 0.0" in await service.metrics()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
-def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        for role in ("prefiller", "decoder"):
-            await service.register(engine(role))
-        # `begin` was another table's.
-        assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
-        assert not service._pending
-        # Its claim holds on: a client that leaves gives its place up.
-        waiting = asyncio.create_task(service.place(PlaceTurn("r", "d", TOKENS, 0.0, claim=5)))
-        await asyncio.sleep(0)
-        assert b"conserve_queue_length 1.0" in await service.metrics()
-        await service.forgo("d", 5)
-        assert b"conserve_queue_length 0.0" in await service.metrics()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(scenario())
+async def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next() -> None:
+    service = await a_service()
+    # `begin` was another table's.
+    assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
+    assert not service._pending
+    # Its claim holds on: a client that leaves gives its place up.
+    waiting = asyncio.create_task(service.place(PlaceTurn("r", "d", TOKENS, 0.0, claim=5)))
+    await asyncio.sleep(0)
+    assert b"conserve_queue_length 1.0" in await service.metrics()
+    await service.forgo("d", 5)
+    assert b"conserve_queue_length 0.0" in await service.metrics()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
-def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
+async def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
     """All before the call that waits for room has noticed."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        asked = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(asked, Unplaced)
-        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        await service.release("full")  # Room for it.
-        await service.forgo("c", asked.claim)
-        await service.engine_lost("decoder#1", "as it happens")
-        assert isinstance(await asyncio.wait_for(waiting, 5), Refusal)
-        assert b"conserve_queue_length 0.0" in await service.metrics()
-        await service.register(engine("decoder"))
-        assert not service._pending
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    asked = await unplaced(service)
+    waiting = await queued(service)
+    await service.release("full")  # Room for it.
+    await service.forgo("c", asked.claim)
+    await service.engine_lost("decoder#1", "as it happens")
+    assert isinstance(await asyncio.wait_for(waiting, 5), Refusal)
+    assert b"conserve_queue_length 0.0" in await service.metrics()
+    await service.register(engine("decoder"))
+    assert not service._pending
+    await placed(service)
 
 
-def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
+async def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
     """The second comes after room was found for the first, and before the first has noticed."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        asked = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(asked, Unplaced)
-        first = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        await service.release("full")
-        await service.forgo("c", asked.claim)
-        second = await service.begin(BeginTurn("r", "c", []))
-        # Nobody wants the first one any more, and it is over.
-        assert isinstance(await first, Refusal)
-        assert isinstance(second, Unplaced)
-        placed = await service.place(PlaceTurn("r", "c", TOKENS))
-        assert isinstance(placed, TurnPlan)
-        found = await service.conversation("c")
-        assert found is not None
-        assert found.phase == "reasoning"
-        assert await service.advance(placed.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
-        found = await service.conversation("c")
-        assert found is not None
-        assert found.phase == "acting"
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    asked = await unplaced(service)
+    first = await queued(service)
+    await service.release("full")
+    await service.forgo("c", asked.claim)
+    second = await service.begin(BeginTurn("r", "c", []))
+    # Nobody wants the first one any more, and it is over.
+    assert isinstance(await first, Refusal)
+    assert isinstance(second, Unplaced)
+    plan = await service.place(PlaceTurn("r", "c", TOKENS))
+    assert isinstance(plan, TurnPlan)
+    assert (await shown_of(service)).phase == "reasoning"
+    assert await service.advance(plan.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
+    assert (await shown_of(service)).phase == "acting"
 
 
-def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        await service.release("full")
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert await service.conversation("c") is None
-        assert not service._pending
-
-    asyncio.run(scenario())
+async def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
+    service = await a_full_service()
+    await unplaced(service)
+    waiting = await queued(service)
+    await service.release("full")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await service.conversation("c") is None
+    assert not service._pending
 
 
-def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        asked = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(asked, Unplaced)
-        waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-        await asyncio.sleep(0)
-        await service.forgo("c", asked.claim + 1)
-        await service.forgo("c", 0)
-        assert not waiting.done()
-        await service.release("full")
-        assert isinstance(await waiting, TurnPlan)
-
-    asyncio.run(scenario())
+async def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
+    service = await a_full_service()
+    asked = await unplaced(service)
+    waiting = await queued(service)
+    await service.forgo("c", asked.claim + 1)
+    await service.forgo("c", 0)
+    assert not waiting.done()
+    await service.release("full")
+    assert isinstance(await waiting, TurnPlan)
 
 
-def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None:
+async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None:
     """One gets room just then, the other waits for its conversation's first turn."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.router_beat("lost")
-        assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
-        placing = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
-        later = asyncio.create_task(service.begin(BeginTurn("lost", "c", [])))
-        await asyncio.sleep(0)
-        await service.release("full")
-        await service._router_lost("lost")
-        assert isinstance(await placing, Refusal)
-        assert isinstance(await later, Refusal)
-        assert await service.conversation("c") is None
-        assert not service._pending
-        assert not service._running.routers or all(
-            key[0] == "full" for key in service._running.routers
-        )
-        # One that was only silent is served again.
-        await service.router_beat("lost")
-        assert isinstance(await service.begin(BeginTurn("lost", "d", [])), Unplaced)
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    await service.router_beat("lost")
+    assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
+    placing = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
+    later = asyncio.create_task(service.begin(BeginTurn("lost", "c", [])))
+    await asyncio.sleep(0)
+    await service.release("full")
+    await service._router_lost("lost")
+    assert isinstance(await placing, Refusal)
+    assert isinstance(await later, Refusal)
+    assert await service.conversation("c") is None
+    assert not service._pending
+    assert not service._running.routers or all(key[0] == "full" for key in service._running.routers)
+    # One that was only silent is served again.
+    await service.router_beat("lost")
+    assert isinstance(await service.begin(BeginTurn("lost", "d", [])), Unplaced)
 
 
 # --- What nobody may do to others ----------------------------------------------------------------
 
 
-def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.release("full")
-        assert isinstance(await service.begin(BeginTurn("r", "huge", [])), Unplaced)
-        refused = await service.place(PlaceTurn("r", "huge", 1001))
-        assert isinstance(refused, Refusal)
-        assert (refused.status, refused.code) == (400, "context_length_exceeded")
-        assert "1001 tokens" in refused.message
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", "c", 1000)), TurnPlan)
-
-    asyncio.run(scenario())
+async def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() -> None:
+    service = await a_full_service()
+    await service.release("full")
+    await unplaced(service, "huge")
+    refused = await service.place(PlaceTurn("r", "huge", 1001))
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (400, "context_length_exceeded")
+    assert "1001 tokens" in refused.message
+    await placed(service, "c", 1000)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named: bool) -> None:
+async def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named: bool) -> None:
     """Without an id of its own, and without an answer, its client cannot come back to it."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.release("full")
-        asked = await service.begin(BeginTurn("r", "task-42" if named else None, []))
-        assert isinstance(asked, Unplaced)
-        plan = await service.place(PlaceTurn("r", asked.history_id, TOKENS))
-        assert isinstance(plan, TurnPlan)
-        await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
-        shown = await service.conversation(asked.history_id)
-        assert (shown is not None) is named
-        heard = await service.beat("decoder#1")
-        assert heard is not None
-        assert ((asked.history_id, plan.turn.incarnation) in heard.ended) is not named
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    await service.release("full")
+    asked = await service.begin(BeginTurn("r", "task-42" if named else None, []))
+    assert isinstance(asked, Unplaced)
+    plan = await service.place(PlaceTurn("r", asked.history_id, TOKENS))
+    assert isinstance(plan, TurnPlan)
+    await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
+    shown = await service.conversation(asked.history_id)
+    assert (shown is not None) is named
+    heard = await service.beat("decoder#1")
+    assert heard is not None
+    assert ((asked.history_id, plan.turn.incarnation) in heard.ended) is not named
 
 
-def test_a_cut_later_turn_ends_nothing() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.release("full")
-        chain = Chain(b"r" * 16, None, [])
-        asked = await service.begin(BeginTurn("r", None, chain))
-        assert isinstance(asked, Unplaced)
-        first = await service.place(
-            PlaceTurn("r", asked.history_id, TOKENS, opening=Opening(chain))
-        )
-        assert isinstance(first, TurnPlan)
-        stats = TurnStats(TOKENS, 5, 0, 512)
-        assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
-        second = await service.begin(BeginTurn("r", None, Chain(b"r" * 16, None, [b"t" * 16])))
-        assert isinstance(second, TurnPlan)
-        await service.abandon(second.turn, "decoder#1", stats)
-        assert await service.conversation(asked.history_id) is not None
-
-    asyncio.run(scenario())
+async def test_a_cut_later_turn_ends_nothing() -> None:
+    service = await a_full_service()
+    await service.release("full")
+    chain = Chain(b"r" * 16, None, [])
+    asked = await service.begin(BeginTurn("r", None, chain))
+    assert isinstance(asked, Unplaced)
+    first = await service.place(PlaceTurn("r", asked.history_id, TOKENS, opening=Opening(chain)))
+    assert isinstance(first, TurnPlan)
+    stats = TurnStats(TOKENS, 5, 0, 512)
+    assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
+    second = await service.begin(BeginTurn("r", None, Chain(b"r" * 16, None, [b"t" * 16])))
+    assert isinstance(second, TurnPlan)
+    await service.abandon(second.turn, "decoder#1", stats)
+    assert await service.conversation(asked.history_id) is not None
 
 
 @pytest.mark.parametrize("bound", [True, False])
-def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> None:
+async def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> None:
     """Also while the chat is not bound yet, and after it has ended."""
-
-    async def scenario() -> None:
-        service = await a_full_service()
-        await service.release("full")
-        chain = Chain(b"r" * 16, None, [], ends_with_root=True)
-        chat = await service.begin(BeginTurn("r", "c", chain))
-        assert isinstance(chat, Unplaced)
-        if bound:
-            placed = await service.place(PlaceTurn("r", "c", 10, opening=Opening(chain)))
-            assert isinstance(placed, TurnPlan)
-        completion = await asyncio.wait_for(service.begin(BeginTurn("r", "c", None)), 5)
-        assert isinstance(completion, Unplaced)
-        beside = completion.history_id
-        assert beside != chat.history_id == "c"
-        assert isinstance(await service.place(PlaceTurn("r", beside, 10)), TurnPlan)
-        await service.forgo("c", chat.claim)
-        if bound:
-            await service.abandon(placed.turn, None, None)
-        again = await service.begin(BeginTurn("r", "c", None))
-        assert isinstance(again, TurnPlan)
-        assert again.turn.history_id == beside
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    await service.release("full")
+    chain = Chain(b"r" * 16, None, [], ends_with_root=True)
+    chat = await service.begin(BeginTurn("r", "c", chain))
+    assert isinstance(chat, Unplaced)
+    if bound:
+        placed = await service.place(PlaceTurn("r", "c", 10, opening=Opening(chain)))
+        assert isinstance(placed, TurnPlan)
+    completion = await asyncio.wait_for(service.begin(BeginTurn("r", "c", None)), 5)
+    assert isinstance(completion, Unplaced)
+    beside = completion.history_id
+    assert beside != chat.history_id == "c"
+    assert isinstance(await service.place(PlaceTurn("r", beside, 10)), TurnPlan)
+    await service.forgo("c", chat.claim)
+    if bound:
+        await service.abandon(placed.turn, None, None)
+    again = await service.begin(BeginTurn("r", "c", None))
+    assert isinstance(again, TurnPlan)
+    assert again.turn.history_id == beside
 
 
 @pytest.mark.parametrize(
@@ -581,100 +496,82 @@ def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> N
         ({"placement": "per_turn"}, 0, True),
     ],
 )
-def test_a_turn_is_told_to_park_where_there_is_host_memory(
+async def test_a_turn_is_told_to_park_where_there_is_host_memory(
     settings: dict[str, object], host_tokens: int, parks: bool
 ) -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(**settings))  # type: ignore[arg-type]
-        for role in ("prefiller", "decoder"):
-            await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
-        service._recovery.complete.set()  # No engine is still to report what it has.
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        plan = await service.place(PlaceTurn("r", "c", TOKENS))
-        assert isinstance(plan, TurnPlan)
-        assert plan.parks == parks
-        # What a prefiller has computed is there, whether the decoder parks or not.
-        await service.prefilled(plan, Prefilled(TOKENS, 0))
-        shown = (await service.metrics()).decode()
-        if host_tokens:
-            assert f"conserve_parked_tokens {TOKENS:.1f}" in shown
-        else:
-            assert f"conserve_parked_tokens {TOKENS:.1f}" not in shown
-
-    asyncio.run(scenario())
+    service = TableService(Settings(**settings))  # type: ignore[arg-type]
+    for role in ("prefiller", "decoder"):
+        await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
+    service._recovery.complete.set()  # No engine is still to report what it has.
+    plan = await placed(service)
+    assert plan.parks == parks
+    # What a prefiller has computed is there, whether the decoder parks or not.
+    await service.prefilled(plan, Prefilled(TOKENS, 0))
+    shown = (await service.metrics()).decode()
+    if host_tokens:
+        assert f"conserve_parked_tokens {TOKENS:.1f}" in shown
+    else:
+        assert f"conserve_parked_tokens {TOKENS:.1f}" not in shown
 
 
-def test_engines_of_one_node_share_its_host_memory() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings())
-        memory = service._table.memory
-        assert memory is not None
-        for number, (node, tokens) in enumerate([("a", 500), ("a", 500), ("b", 300)]):
-            info = EngineInfo(
-                f"decoder#{number}", "decoder", f"http://{node}:{8000 + number}", 1, 1000, 900,
-                host_tokens=tokens,
-            )  # fmt: skip
-            await service.register(info)
-        for name in ("x", "y"):
-            memory.parked(History(name, 1, 0.0, 0.0), 600)
-        assert memory.parked_tokens == 800
-        # A node is lost, with all that was there.
-        await service.engine_lost("decoder#2", "as it happens")
-        assert memory.parked_tokens == 500
-
-    asyncio.run(scenario())
+async def test_engines_of_one_node_share_its_host_memory() -> None:
+    service = TableService(Settings())
+    memory = service._table.memory
+    assert memory is not None
+    for number, (node, tokens) in enumerate([("a", 500), ("a", 500), ("b", 300)]):
+        info = EngineInfo(
+            f"decoder#{number}", "decoder", f"http://{node}:{8000 + number}", 1, 1000, 900,
+            host_tokens=tokens,
+        )  # fmt: skip
+        await service.register(info)
+    for name in ("x", "y"):
+        memory.parked(History(name, 1, 0.0, 0.0), 600)
+    assert memory.parked_tokens == 800
+    # A node is lost, with all that was there.
+    await service.engine_lost("decoder#2", "as it happens")
+    assert memory.parked_tokens == 500
 
 
-def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        assert await service.report_tool("unknown", ToolReport("bash")) is None
-        plan = await service.begin(BeginTurn("r", "full", []))
-        assert isinstance(plan, TurnPlan)
-        stats = TurnStats(TOKENS, 10, 0, 0, "bash")
-        assert await service.advance(plan.turn, "decoder#1", stats, ())
-        assert await service.report_tool("full", ToolReport("bash", "1")) == 1
-        assert await service.report_tool("full", ToolReport("bash", "2")) == 2
-        assert await service.report_tool("full", ToolReport("bash", "1", ended=True)) == 1
-        shown = await service.conversation("full")
-        assert shown is not None
-        assert shown.running_tools == 1
-        (history,) = shown.histories
-        assert history.called == "bash"
-        (running,) = history.running_tools
-        assert (running.tool, running.call_id) == ("bash", "2")
-        assert running.running_s >= 0
-        events: list[dict[str, Any]] = msgspec.to_builtins(shown.events)
-        told = [one for one in events if one["kind"].startswith("tool_")]
-        assert [(one["kind"], one["call_id"]) for one in told] == [
-            ("tool_start", "1"), ("tool_start", "2"), ("tool_end", "1"),
-        ]  # fmt: skip
-        assert ["wall_s" in one for one in told] == [False, False, True]
-        # No start without an end outlives the next turn, or the conversation.
-        assert isinstance(await service.begin(BeginTurn("r", "full", [])), TurnPlan)
-        shown = await service.conversation("full")
-        assert shown is not None
-        assert shown.running_tools == 0
-        await service.report_tool("full", ToolReport("bash"))
-        await service.release("full")
-        assert len(service._table.tools) == 0
-
-    asyncio.run(scenario())
+async def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
+    service = await a_full_service()
+    assert await service.report_tool("unknown", ToolReport("bash")) is None
+    plan = await begun(service, "full")
+    stats = TurnStats(TOKENS, 10, 0, 0, "bash")
+    assert await service.advance(plan.turn, "decoder#1", stats, ())
+    assert await service.report_tool("full", ToolReport("bash", "1")) == 1
+    assert await service.report_tool("full", ToolReport("bash", "2")) == 2
+    assert await service.report_tool("full", ToolReport("bash", "1", ended=True)) == 1
+    shown = await shown_of(service, "full")
+    assert shown.running_tools == 1
+    (history,) = shown.histories
+    assert history.called == "bash"
+    (running,) = history.running_tools
+    assert (running.tool, running.call_id) == ("bash", "2")
+    assert running.running_s >= 0
+    events: list[dict[str, Any]] = msgspec.to_builtins(shown.events)
+    told = [one for one in events if one["kind"].startswith("tool_")]
+    assert [(one["kind"], one["call_id"]) for one in told] == [
+        ("tool_start", "1"), ("tool_start", "2"), ("tool_end", "1"),
+    ]  # fmt: skip
+    assert ["wall_s" in one for one in told] == [False, False, True]
+    # No start without an end outlives the next turn, or the conversation.
+    await begun(service, "full")
+    assert (await shown_of(service, "full")).running_tools == 0
+    await service.report_tool("full", ToolReport("bash"))
+    await service.release("full")
+    assert len(service._table.tools) == 0
 
 
-def test_so_many_tools_of_a_history_are_noted() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        for number in range(MOST_RUNNING):
-            assert await service.report_tool("full", ToolReport("bash")) == number + 1
-        refused = await service.report_tool("full", ToolReport("bash"))
-        assert isinstance(refused, Refusal)
-        assert (refused.status, refused.code) == (400, "too_many_tools")
-
-    asyncio.run(scenario())
+async def test_so_many_tools_of_a_history_are_noted() -> None:
+    service = await a_full_service()
+    for number in range(MOST_RUNNING):
+        assert await service.report_tool("full", ToolReport("bash")) == number + 1
+    refused = await service.report_tool("full", ToolReport("bash"))
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (400, "too_many_tools")
 
 
-def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the table's clock: ten seconds of a first turn, ten idle, and ten of a second turn."""
     now_s = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
@@ -684,83 +581,65 @@ def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -
         found = [one for one in lines if one.startswith("conserve_cost_token_seconds_total{")]
         return {one.split('term="')[1].split('"')[0]: float(one.split()[-1]) for one in found}
 
-    async def scenario() -> None:
-        service = await a_full_service()
-        (history,) = service._table.live()
-        first = TurnKey("full", history.incarnation, history.running[-1])
-        now_s[0] += 10
-        stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
-        assert await service.advance(first, "decoder#1", stats, ())
-        now_s[0] += 10
-        plan = await service.begin(BeginTurn("r", "full", []))
-        assert isinstance(plan, TurnPlan)
-        now_s[0] += 10
-        # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
-        again = TurnStats(750, 100, 200, 0, decode_s=5.0)
-        assert await service.advance(plan.turn, "decoder#1", again, ())
-        expected = {
-            "decode": 3600 + 3500,
-            "prefill": 2400 + 3500 * 50 / 550,
-            "recompute": 3500 * 500 / 550,
-            "unused": 4000 + 3000 + 3000,
-            "caching": 7000,
-        }
-        # They sum differences of a clock, which round with its value.
-        assert await costs(service) == pytest.approx(expected)
-        assert b"conserve_recomputed_tokens_total 500.0" in await service.metrics()
-        await service.engine_lost("decoder#1", "as it happens")
-        assert await costs(service) == {}
-
-    asyncio.run(scenario())
+    service = await a_full_service()
+    (history,) = service._table.live()
+    first = TurnKey("full", history.incarnation, history.running[-1])
+    now_s[0] += 10
+    stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
+    assert await service.advance(first, "decoder#1", stats, ())
+    now_s[0] += 10
+    plan = await begun(service, "full")
+    now_s[0] += 10
+    # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
+    again = TurnStats(750, 100, 200, 0, decode_s=5.0)
+    assert await service.advance(plan.turn, "decoder#1", again, ())
+    expected = {
+        "decode": 3600 + 3500,
+        "prefill": 2400 + 3500 * 50 / 550,
+        "recompute": 3500 * 500 / 550,
+        "unused": 4000 + 3000 + 3000,
+        "caching": 7000,
+    }
+    # They sum differences of a clock, which round with its value.
+    assert await costs(service) == pytest.approx(expected)
+    assert b"conserve_recomputed_tokens_total 500.0" in await service.metrics()
+    await service.engine_lost("decoder#1", "as it happens")
+    assert await costs(service) == {}
 
 
-def test_handoffs_that_came_late_or_not_are_counted() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        (history,) = service._table.live()
-        turn = TurnKey("full", history.incarnation, history.running[-1])
-        stats = TurnStats(TOKENS, 100, 0, 256, missed_tokens=256, late=True)
-        assert await service.advance(turn, "decoder#1", stats, ())
-        shown = (await service.metrics()).decode()
-        assert "conserve_late_handoffs_total 1.0" in shown
-        assert "conserve_missed_handoffs_total 1.0" in shown
-        assert "conserve_missed_handoff_tokens_total 256.0" in shown
-
-    asyncio.run(scenario())
+async def test_handoffs_that_came_late_or_not_are_counted() -> None:
+    service = await a_full_service()
+    (history,) = service._table.live()
+    turn = TurnKey("full", history.incarnation, history.running[-1])
+    stats = TurnStats(TOKENS, 100, 0, 256, missed_tokens=256, late=True)
+    assert await service.advance(turn, "decoder#1", stats, ())
+    shown = (await service.metrics()).decode()
+    assert "conserve_late_handoffs_total 1.0" in shown
+    assert "conserve_missed_handoffs_total 1.0" in shown
+    assert "conserve_missed_handoff_tokens_total 256.0" in shown
 
 
-@pytest.mark.anyio
 async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_there() -> None:
     service = TableService(Settings())
     for role in ("prefiller", "decoder"):
         info = engine(role)
         await service.register(dataclasses.replace(info, capacity_tokens=100_000))
 
-    async def plan_of(name: str) -> TurnPlan:
-        unplaced = await service.begin(BeginTurn("r", name, []))
-        assert isinstance(unplaced, Unplaced)
-        plan = await service.place(PlaceTurn("r", name, TOKENS))
-        assert isinstance(plan, TurnPlan)
-        return plan
-
-    first, second = await plan_of("a"), await plan_of("b")
+    first, second = await placed(service, "a"), await placed(service, "b")
     assert [(one.prefiller_id, one.looks_up) for one in (first, second)] == [(None, False)] * 2
     # A prompt that is handed over is looked up, and so is all that comes after it.
     await service.beat("decoder#1", None, EngineLoad(decodes=30, step_s=0.02))
-    handed_over = await plan_of("c")
+    handed_over = await placed(service, "c")
     assert (handed_over.prefiller_id, handed_over.looks_up) == ("prefiller#1", True)
     await service.beat("decoder#1", None, EngineLoad())
-    fourth = await plan_of("d")
+    fourth = await placed(service, "d")
     assert (fourth.prefiller_id, fourth.looks_up) == (None, True)
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_has_served_before_may_have_had_something_stored() -> None:
     service = TableService(Settings())
     held = History("b", 2, 0.0, 0.0, decoder_id="decoder#1")
     await service.register(engine("prefiller"))
     await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-    assert isinstance(await service.begin(BeginTurn("r", "a", [])), Unplaced)
-    plan = await service.place(PlaceTurn("r", "a", TOKENS))
-    assert isinstance(plan, TurnPlan)
+    plan = await placed(service, "a")
     assert plan.looks_up

@@ -21,13 +21,9 @@ class _Silent:
         return asyncio.get_running_loop().create_future()
 
 
-def test_a_table_that_lives_and_does_not_answer_holds_nobody_up() -> None:
+async def test_a_table_that_lives_and_does_not_answer_holds_nobody_up() -> None:
     """An engine's report, for which the end of an answer waits, gives up after a while."""
-
-    async def scenario() -> None:
-        client = TableClient("app", "1", Settings())
-        client._actor = _Silent()
-        with pytest.raises(TableUnavailable, match="did not answer within"):
-            await asyncio.wait_for(client._ask(Patience(answer_s=0.05), TableService.advance), 5)
-
-    asyncio.run(scenario())
+    client = TableClient("app", "1", Settings())
+    client._actor = _Silent()
+    with pytest.raises(TableUnavailable, match="did not answer within"):
+        await asyncio.wait_for(client._ask(Patience(answer_s=0.05), TableService.advance), 5)

@@ -80,206 +80,174 @@ def over(answer: object, limit: str) -> int:
     return answer.retry_after_s
 
 
-def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(1000), tenant(turns=3)
-        running = await start(service, "a", acme, 900)
-        in_line = await begin(service, "b", acme)
-        waiting = asyncio.create_task(place(service, in_line, acme, 900))
-        behind = asyncio.create_task(begin(service, "b", acme))
-        await asyncio.sleep(0)
-        over(await begin(service, "c", acme), "turns")
-        over(await begin(service, "a", acme), "turns")
-        # Other tenants are none of it, and nothing of a refused turn is left.
-        assert isinstance(await begin(service, "c", TurnTenant("umbrella", acme.limits)), Unplaced)
-        await end(service, running)
-        await service.release("acme\ta")
-        bound = await waiting
-        assert isinstance(bound, TurnPlan)
-        second = await behind
-        assert isinstance(second, TurnPlan)
-        third = await begin(service, "d", acme)
-        assert isinstance(third, Unplaced)
-        over(await begin(service, "e", acme), "turns")
-        await service.forgo(third.history_id, third.claim)
-        assert isinstance(await begin(service, "e", acme), Unplaced)
-
-    asyncio.run(scenario())
+async def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> None:
+    service, acme = await a_service(1000), tenant(turns=3)
+    running = await start(service, "a", acme, 900)
+    in_line = await begin(service, "b", acme)
+    waiting = asyncio.create_task(place(service, in_line, acme, 900))
+    behind = asyncio.create_task(begin(service, "b", acme))
+    await asyncio.sleep(0)
+    over(await begin(service, "c", acme), "turns")
+    over(await begin(service, "a", acme), "turns")
+    # Other tenants are none of it, and nothing of a refused turn is left.
+    assert isinstance(await begin(service, "c", TurnTenant("umbrella", acme.limits)), Unplaced)
+    await end(service, running)
+    await service.release("acme\ta")
+    bound = await waiting
+    assert isinstance(bound, TurnPlan)
+    second = await behind
+    assert isinstance(second, TurnPlan)
+    third = await begin(service, "d", acme)
+    assert isinstance(third, Unplaced)
+    over(await begin(service, "e", acme), "turns")
+    await service.forgo(third.history_id, third.claim)
+    assert isinstance(await begin(service, "e", acme), Unplaced)
 
 
-def test_a_turn_that_has_got_room_counts_once_before_it_has_noticed() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(1000), tenant(turns=2, conversations=2)
-        first = await start(service, "a", acme, 900)
-        in_line = await begin(service, "b", acme)
-        waiting = asyncio.create_task(place(service, in_line, acme, 900))
-        await asyncio.sleep(0)
-        await end(service, first)
-        await service.release("acme\ta")
-        assert service._table.usage.tenant("acme").turns == 1
-        assert not waiting.done()
-        assert isinstance(await begin(service, "c", acme), Unplaced)
-        over(await begin(service, "d", acme), "turns")
-        assert isinstance(await waiting, TurnPlan)
-
-    asyncio.run(scenario())
+async def test_a_turn_that_has_got_room_counts_once_before_it_has_noticed() -> None:
+    service, acme = await a_service(1000), tenant(turns=2, conversations=2)
+    first = await start(service, "a", acme, 900)
+    in_line = await begin(service, "b", acme)
+    waiting = asyncio.create_task(place(service, in_line, acme, 900))
+    await asyncio.sleep(0)
+    await end(service, first)
+    await service.release("acme\ta")
+    assert service._table.usage.tenant("acme").turns == 1
+    assert not waiting.done()
+    assert isinstance(await begin(service, "c", acme), Unplaced)
+    over(await begin(service, "d", acme), "turns")
+    assert isinstance(await waiting, TurnPlan)
 
 
-def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(), tenant(conversations=2)
-        first = await start(service, "a", acme)
-        asked = await begin(service, "b", acme)
-        over(await begin(service, "c", acme), "conversations")
-        second = await place(service, asked, acme)
-        assert isinstance(second, TurnPlan)
-        over(await begin(service, "c", acme), "conversations")
-        # Those that are there go on.
-        await end(service, first)
-        assert isinstance(await begin(service, "a", acme), TurnPlan)
-        # A first turn that leaves nothing is no conversation.
-        await service.abandon(second.turn, None, None)
-        assert isinstance(await begin(service, "c", acme), Unplaced)
-
-    asyncio.run(scenario())
+async def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> None:
+    service, acme = await a_service(), tenant(conversations=2)
+    first = await start(service, "a", acme)
+    asked = await begin(service, "b", acme)
+    over(await begin(service, "c", acme), "conversations")
+    second = await place(service, asked, acme)
+    assert isinstance(second, TurnPlan)
+    over(await begin(service, "c", acme), "conversations")
+    # Those that are there go on.
+    await end(service, first)
+    assert isinstance(await begin(service, "a", acme), TurnPlan)
+    # A first turn that leaves nothing is no conversation.
+    await service.abandon(second.turn, None, None)
+    assert isinstance(await begin(service, "c", acme), Unplaced)
 
 
-def test_so_many_begin_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_many_begin_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     for module in ("placing", "room", "running", "table"):
         monkeypatch.setattr(f"deployments.table.{module}.unix_s", lambda: now_s)
+    service, acme = await a_service(), tenant(new_per_minute=2)
+    await end(service, await start(service, "a", acme))
+    await service.release("acme\ta")
+    now_s += 10
+    plan = await start(service, "b", acme)
+    assert over(await begin(service, "c", acme), "new_per_minute") == 50
+    await end(service, plan)
+    assert isinstance(await begin(service, "b", acme), TurnPlan)
+    now_s += 50
+    asked = await begin(service, "c", acme)
+    # One that is not bound yet counts, and one that never will be does not.
+    over(await begin(service, "d", acme), "new_per_minute")
+    assert isinstance(asked, Unplaced)
+    await service.forgo(asked.history_id, asked.claim)
+    assert isinstance(await begin(service, "d", acme), Unplaced)
 
-    async def scenario() -> None:
-        nonlocal now_s
-        service, acme = await a_service(), tenant(new_per_minute=2)
-        await end(service, await start(service, "a", acme))
-        await service.release("acme\ta")
-        now_s += 10
-        plan = await start(service, "b", acme)
-        assert over(await begin(service, "c", acme), "new_per_minute") == 50
-        await end(service, plan)
-        assert isinstance(await begin(service, "b", acme), TurnPlan)
-        now_s += 50
-        asked = await begin(service, "c", acme)
-        # One that is not bound yet counts, and one that never will be does not.
-        over(await begin(service, "d", acme), "new_per_minute")
+
+async def test_tokens_count_from_the_promise_and_in_line() -> None:
+    service, acme = await a_service(1000), tenant(held_tokens=1500)
+    first = await start(service, "a", acme, 900)
+    asked = await begin(service, "b", acme)
+    waiting = asyncio.create_task(place(service, asked, acme, 500))
+    await asyncio.sleep(0)
+    over(await place(service, await begin(service, "c", acme), acme, 200), "held_tokens")
+    alone = await place(service, await begin(service, "c", acme), acme, 1600)
+    assert isinstance(alone, Refusal)
+    # More than any decoder holds, which is the first thing to say.
+    assert (alone.status, alone.code) == (400, "context_length_exceeded")
+    await end(service, first, 950)
+    await service.release("acme\ta")
+    assert isinstance(await waiting, TurnPlan)
+    assert service._table.usage.tenant("acme").held_tokens == 500
+    assert not service._room.gate._pending["acme"]
+
+
+async def test_who_holds_all_it_may_begins_no_turn_until_a_conversation_ends() -> None:
+    service, acme = await a_service(), tenant(held_tokens=1000)
+    alone = await place(service, await begin(service, "z", acme), acme, 1001)
+    assert isinstance(alone, Refusal)
+    assert (alone.status, alone.code) == (400, "tenant_limit")
+    for name in ("a", "b"):
+        await end(service, await start(service, name, acme, 400), 600)
+    over(await begin(service, "a", acme), "held_tokens")
+    over(await begin(service, "c", acme), "held_tokens")
+    await service.release("acme\tb")
+    assert isinstance(await begin(service, "a", acme), TurnPlan)
+
+
+async def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
+    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+    held = [
+        History("acme\ta", 1, 0.0, 0.0, turns=3, held_tokens=600, running=(7,)),
+        History("acme\tb", 2, 0.0, 0.0, turns=1, held_tokens=500),
+    ]
+    await service.register(engine("prefiller"))
+    await service.register(replace(engine("decoder"), holds=held))
+    over(await begin(service, "b", tenant(turns=1)), "turns")
+    over(await begin(service, "c", tenant(conversations=2)), "conversations")
+    over(await begin(service, "b", tenant(held_tokens=1100)), "held_tokens")
+    # Asked to place what its predecessor had been asked to begin.
+    late = await service.place(PlaceTurn("r", "acme\tc", 100, 0.0, 5, tenant(conversations=2)))
+    over(late, "conversations")
+    assert not service._pending
+
+
+async def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
+    service = await a_service()
+    acme, umbrella = TurnTenant("acme", Limits()), TurnTenant("umbrella", Limits())
+    for of in (acme, umbrella, umbrella):
+        asked = await service.begin(BeginTurn("r", None, [], of))
         assert isinstance(asked, Unplaced)
-        await service.forgo(asked.history_id, asked.claim)
-        assert isinstance(await begin(service, "d", acme), Unplaced)
-
-    asyncio.run(scenario())
-
-
-def test_tokens_count_from_the_promise_and_in_line() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(1000), tenant(held_tokens=1500)
-        first = await start(service, "a", acme, 900)
-        asked = await begin(service, "b", acme)
-        waiting = asyncio.create_task(place(service, asked, acme, 500))
-        await asyncio.sleep(0)
-        over(await place(service, await begin(service, "c", acme), acme, 200), "held_tokens")
-        alone = await place(service, await begin(service, "c", acme), acme, 1600)
-        assert isinstance(alone, Refusal)
-        # More than any decoder holds, which is the first thing to say.
-        assert (alone.status, alone.code) == (400, "context_length_exceeded")
-        await end(service, first, 950)
-        await service.release("acme\ta")
-        assert isinstance(await waiting, TurnPlan)
-        assert service._table.usage.tenant("acme").held_tokens == 500
-        assert not service._room.gate._pending["acme"]
-
-    asyncio.run(scenario())
+        assert identity.tenant_of(asked.history_id) == of.name
+        await place(service, asked, of)
+    listed = json.loads(await service.conversations(10, "umbrella"))
+    assert listed["total"] == len(listed["data"]) == 2
+    assert {one["tenant"] for one in listed["data"]} == {"umbrella"}
+    assert all(identity.is_generated(one["id"]) for one in listed["data"])
+    assert "\t" not in str(listed)
+    everybody = json.loads(await service.conversations(10))
+    assert sorted(one["tenant"] for one in everybody["data"]) == ["acme", *["umbrella"] * 2]
+    assert json.loads(await service.conversations(1, "umbrella"))["total"] == 2
 
 
-def test_who_holds_all_it_may_begins_no_turn_until_a_conversation_ends() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(), tenant(held_tokens=1000)
-        alone = await place(service, await begin(service, "z", acme), acme, 1001)
-        assert isinstance(alone, Refusal)
-        assert (alone.status, alone.code) == (400, "tenant_limit")
-        for name in ("a", "b"):
-            await end(service, await start(service, name, acme, 400), 600)
-        over(await begin(service, "a", acme), "held_tokens")
-        over(await begin(service, "c", acme), "held_tokens")
-        await service.release("acme\tb")
-        assert isinstance(await begin(service, "a", acme), TurnPlan)
-
-    asyncio.run(scenario())
-
-
-def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
-    async def scenario() -> None:
-        service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-        held = [
-            History("acme\ta", 1, 0.0, 0.0, turns=3, held_tokens=600, running=(7,)),
-            History("acme\tb", 2, 0.0, 0.0, turns=1, held_tokens=500),
-        ]
-        await service.register(engine("prefiller"))
-        await service.register(replace(engine("decoder"), holds=held))
-        over(await begin(service, "b", tenant(turns=1)), "turns")
-        over(await begin(service, "c", tenant(conversations=2)), "conversations")
-        over(await begin(service, "b", tenant(held_tokens=1100)), "held_tokens")
-        # Asked to place what its predecessor had been asked to begin.
-        late = await service.place(PlaceTurn("r", "acme\tc", 100, 0.0, 5, tenant(conversations=2)))
-        over(late, "conversations")
-        assert not service._pending
-
-    asyncio.run(scenario())
+async def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -> None:
+    service = await a_service()
+    plan = await start(service, "secret-name", tenant(turns=1), 300)
+    over(await begin(service, "b", tenant(turns=1)), "turns")
+    await service.observe(TurnTiming("completed", 1.0, None, (), plan.turn, tenant="acme"))
+    text = (await service.metrics()).decode()
+    for line in (
+        'conserve_tenant_turns_total{outcome="completed",tenant="acme"} 1.0',
+        'conserve_tenant_refusals_total{limit="turns",tenant="acme"} 1.0',
+        'conserve_tenant_running_turns{tenant="acme"} 1.0',
+        'conserve_tenant_held_tokens{tenant="acme"} 300.0',
+        'conserve_tenant_conversations{tenant="acme"} 1.0',
+    ):
+        assert line in text
+    assert "secret-name" not in text
 
 
-def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        acme, umbrella = TurnTenant("acme", Limits()), TurnTenant("umbrella", Limits())
-        for of in (acme, umbrella, umbrella):
-            asked = await service.begin(BeginTurn("r", None, [], of))
-            assert isinstance(asked, Unplaced)
-            assert identity.tenant_of(asked.history_id) == of.name
-            await place(service, asked, of)
-        listed = json.loads(await service.conversations(10, "umbrella"))
-        assert listed["total"] == len(listed["data"]) == 2
-        assert {one["tenant"] for one in listed["data"]} == {"umbrella"}
-        assert all(identity.is_generated(one["id"]) for one in listed["data"])
-        assert "\t" not in str(listed)
-        everybody = json.loads(await service.conversations(10))
-        assert sorted(one["tenant"] for one in everybody["data"]) == ["acme", *["umbrella"] * 2]
-        assert json.loads(await service.conversations(1, "umbrella"))["total"] == 2
-
-    asyncio.run(scenario())
-
-
-def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        plan = await start(service, "secret-name", tenant(turns=1), 300)
-        over(await begin(service, "b", tenant(turns=1)), "turns")
-        await service.observe(TurnTiming("completed", 1.0, None, (), plan.turn, tenant="acme"))
-        text = (await service.metrics()).decode()
-        for line in (
-            'conserve_tenant_turns_total{outcome="completed",tenant="acme"} 1.0',
-            'conserve_tenant_refusals_total{limit="turns",tenant="acme"} 1.0',
-            'conserve_tenant_running_turns{tenant="acme"} 1.0',
-            'conserve_tenant_held_tokens{tenant="acme"} 300.0',
-            'conserve_tenant_conversations{tenant="acme"} 1.0',
-        ):
-            assert line in text
-        assert "secret-name" not in text
-
-    asyncio.run(scenario())
-
-
-def test_without_keys_metrics_say_nothing_of_tenants() -> None:
-    async def scenario() -> None:
-        service = await a_service()
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", "c", 100)), TurnPlan)
-        text = (await service.metrics()).decode()
-        assert set(re.findall(r'tenant="(.*?)"', text)) == {""}
-        assert "conserve_tenant" not in text
-        shown = msgspec.to_builtins(await service.conversation("c"))
-        assert "tenant" not in shown
-
-    asyncio.run(scenario())
+async def test_without_keys_metrics_say_nothing_of_tenants() -> None:
+    service = await a_service()
+    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    assert isinstance(await service.place(PlaceTurn("r", "c", 100)), TurnPlan)
+    text = (await service.metrics()).decode()
+    assert set(re.findall(r'tenant="(.*?)"', text)) == {""}
+    assert "conserve_tenant" not in text
+    shown = msgspec.to_builtins(await service.conversation("c"))
+    assert "tenant" not in shown
 
 
 FORK = Chain(b"r" * 16, None, [TAIL])
@@ -298,56 +266,46 @@ async def a_history(service: TableService, name: str, of: TurnTenant, tokens: in
     return plan
 
 
-def test_one_name_is_no_way_around_a_limit() -> None:
+async def test_one_name_is_no_way_around_a_limit() -> None:
     """Turns that continue nothing are histories of their own, whatever they are called."""
-
-    async def scenario() -> None:
-        service, acme = await a_service(), tenant(conversations=2)
-        await a_history(service, "a", acme, 100)
-        other = Chain(b"s" * 16, None, [], ends_with_root=True)
-        second = await service.begin(BeginTurn("r", "acme\ta", other, acme))
-        assert isinstance(await place(service, second, acme), TurnPlan)
-        third = Chain(b"u" * 16, None, [], ends_with_root=True)
-        over(await service.begin(BeginTurn("r", "acme\ta", third, acme)), "conversations")
-        # What goes on with one is none that is new.
-        assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
-
-    asyncio.run(scenario())
+    service, acme = await a_service(), tenant(conversations=2)
+    await a_history(service, "a", acme, 100)
+    other = Chain(b"s" * 16, None, [], ends_with_root=True)
+    second = await service.begin(BeginTurn("r", "acme\ta", other, acme))
+    assert isinstance(await place(service, second, acme), TurnPlan)
+    third = Chain(b"u" * 16, None, [], ends_with_root=True)
+    over(await service.begin(BeginTurn("r", "acme\ta", third, acme)), "conversations")
+    # What goes on with one is none that is new.
+    assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
 
 
-def test_what_is_held_already_is_not_asked_for_again() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(), tenant(held_tokens=1500)
-        await a_history(service, "a", acme, 1000)
-        assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
-        fork = await service.begin(BeginTurn("r", "acme\ta", FORK, acme))
-        assert isinstance(fork, Unplaced)
-        opening = Opening(FORK)
-        placed = await service.place(
-            PlaceTurn("r", fork.history_id, 1200, 0.0, fork.claim, acme, opening)
-        )
-        assert isinstance(placed, TurnPlan)
-        assert placed.prefiller_id is None
-
-    asyncio.run(scenario())
+async def test_what_is_held_already_is_not_asked_for_again() -> None:
+    service, acme = await a_service(), tenant(held_tokens=1500)
+    await a_history(service, "a", acme, 1000)
+    assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
+    fork = await service.begin(BeginTurn("r", "acme\ta", FORK, acme))
+    assert isinstance(fork, Unplaced)
+    opening = Opening(FORK)
+    placed = await service.place(
+        PlaceTurn("r", fork.history_id, 1200, 0.0, fork.claim, acme, opening)
+    )
+    assert isinstance(placed, TurnPlan)
+    assert placed.prefiller_id is None
 
 
-def test_a_decoder_is_told_of_what_made_room() -> None:
-    async def scenario() -> None:
-        service, acme = await a_service(1000, pausing=False), tenant()
-        left = await a_history(service, "a", acme, 900)
-        compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
-        asked = await service.begin(BeginTurn("r", "acme\ta", compacted, acme))
-        assert isinstance(asked, Unplaced)
-        placed = await service.place(
-            PlaceTurn("r", asked.history_id, 500, 0.0, asked.claim, acme, Opening(compacted))
-        )
-        assert isinstance(placed, TurnPlan)
-        heard = await service.beat("decoder#1")
-        assert heard is not None
-        assert heard.ended == [("acme\ta", left.turn.incarnation)]
-        assert b'conserve_conversations_ended_total{reason="displaced"} 1.0' in (
-            await service.metrics()
-        )
-
-    asyncio.run(scenario())
+async def test_a_decoder_is_told_of_what_made_room() -> None:
+    service, acme = await a_service(1000, pausing=False), tenant()
+    left = await a_history(service, "a", acme, 900)
+    compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
+    asked = await service.begin(BeginTurn("r", "acme\ta", compacted, acme))
+    assert isinstance(asked, Unplaced)
+    placed = await service.place(
+        PlaceTurn("r", asked.history_id, 500, 0.0, asked.claim, acme, Opening(compacted))
+    )
+    assert isinstance(placed, TurnPlan)
+    heard = await service.beat("decoder#1")
+    assert heard is not None
+    assert heard.ended == [("acme\ta", left.turn.incarnation)]
+    assert b'conserve_conversations_ended_total{reason="displaced"} 1.0' in (
+        await service.metrics()
+    )

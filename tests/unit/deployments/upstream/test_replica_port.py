@@ -10,7 +10,7 @@ from ray.serve._private import replica
 
 from deployments.upstream.replica_port import PATCH
 
-pytestmark = [pytest.mark.usefixtures("ray_as_before"), pytest.mark.anyio]
+pytestmark = [pytest.mark.usefixtures("ray_as_before")]
 
 
 async def _listening(address: str) -> list[str]:

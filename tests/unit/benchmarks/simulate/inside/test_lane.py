@@ -51,10 +51,7 @@ def test_a_cold_prompt_beside_a_decode_by_hand() -> None:
 
 
 def test_what_is_short_and_what_is_alone_does_not_go_through_the_lane() -> None:
-    turns = {
-        "chat": [(300, 200, 0)],
-        "agent": [(300, 5, 0.1), (20, 5, 0)],
-    }
+    turns = {"chat": [(300, 200, 0)], "agent": [(300, 5, 0.1), (20, 5, 0)]}
     played = Played(scheduler_of(Parts(), blocks=1_000), turns, FixedShare(0.5))
     played.begin("chat")
     played.begin("agent", 0.5)
@@ -68,11 +65,7 @@ def test_what_is_short_and_what_is_alone_does_not_go_through_the_lane() -> None:
 
 
 def test_who_has_waited_long_enough_for_the_lane_is_prefilled_in_steps() -> None:
-    turns = {
-        "chat": [(10, 1_500, 0)],
-        "long": [(3_000, 5, 0)],
-        "longer": [(3_000, 5, 0)],
-    }
+    turns = {"chat": [(10, 1_500, 0)], "long": [(3_000, 5, 0)], "longer": [(3_000, 5, 0)]}
     played = Played(scheduler_of(Parts(), blocks=1_000), turns, FixedShare(0.5))
     played.begin("chat")
     played.begin("long", 0.5)

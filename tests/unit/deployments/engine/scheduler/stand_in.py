@@ -79,9 +79,7 @@ class StandIn:
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=self.blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=self._groups(),
+                num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=self._groups()
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,

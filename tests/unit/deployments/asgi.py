@@ -1,0 +1,84 @@
+"""Asks ASGI applications without a server, and reads turns as a router does."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from conserve.settings import Settings
+from deployments.router.media import MediaReader
+from deployments.router.request import ClientRequest, read_request
+
+
+def ask(
+    app: Any, method: str, path: str, host: str = "127.0.0.1", peer: str = "127.0.0.1", **given: Any
+) -> httpx.Response:
+    """Return the answer to a request, as `httpx` sends it."""
+
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(peer, 5000))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+            return await http.request(method, path, **given)
+
+    return asyncio.run(answer())
+
+
+def encoded(body: Any) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+def receiver(*parts: Any) -> Any:
+    """Return a `receive` that has a body's parts, and then a client that waits."""
+    left = [
+        {"type": "http.request", "body": encoded(part), "more_body": number < len(parts)}
+        for number, part in enumerate(parts, 1)
+    ]
+
+    async def receive() -> Any:
+        return left.pop(0) if left else await asyncio.Event().wait()
+
+    return receive
+
+
+def scope_of(headers: Any = (), **more: Any) -> dict[str, Any]:
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    raw = [
+        (name.lower().encode(), value.encode("latin-1")) if isinstance(name, str) else (name, value)
+        for name, value in pairs or ()
+    ]
+    return {"type": "http", "query_string": b"", "headers": raw, **more}
+
+
+async def exchanged(app: Any, *parts: Any, **scope: Any) -> list[Any]:
+    """Return the messages that an application sends in answer to a body's parts."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope_of(**scope), receiver(*parts), send)
+    return sent
+
+
+def exchange(app: Any, *parts: Any, **scope: Any) -> list[Any]:
+    return asyncio.run(exchanged(app, *parts, **scope))
+
+
+def told(sent: list[Any]) -> tuple[int, dict[str, str], bytes]:
+    """Return the status, headers and body of an answer's messages."""
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(one.get("body", b"") for one in sent[1:])
+
+
+def read_turn(
+    path: str, *parts: Any, settings: Settings | None = None, stored: Any = None, **scope: Any
+) -> ClientRequest:
+    """Return a turn as a router understands it.
+
+    Raises:
+        ApiError: the router refuses it.
+    """
+    media = MediaReader(settings or Settings())
+    return asyncio.run(read_request(scope_of(path=path, **scope), receiver(*parts), media, stored))
