@@ -13,8 +13,8 @@ from conserve import apis, budget, hints, identity
 from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.errors import AnthropicError, Error
 from conserve.events import KINDS
+from conserve.fields import READ, UNSERVED
 from conserve.pausing.tools import MOST_NAME_CHARS
-from conserve.served import UNSERVED
 from deployments import answers
 from deployments.router import conversations, dashboard, events, request_ids
 
@@ -139,9 +139,8 @@ BODY_FIELDS: Json = {
 }
 # Fields that may hold ids or hints. Any value passes, and vLLM's own schema of a field stands.
 READ_FIELDS: Json = {
-    each.name.split(".")[0]: {"description": "May name the conversation, or hold hints about it."}
-    for each in (*identity.SOURCES, *hints.NAMES)
-    if each.in_body and each.name not in identity.BODY_FIELDS
+    name: {"description": "May name the conversation, or hold hints about it."}
+    for name in sorted(READ.difference(identity.BODY_FIELDS))
 }
 _FUNCTION = _object(name=TEXT)
 # The values that vLLM takes, and `allowed_tools`.
@@ -167,6 +166,7 @@ _UNSERVED: dict[str, Json] = {
 # Fields of one path that have another meaning here than in vLLM.
 CHANGED: dict[str, Json] = {
     apis.CHAT: {**_UNSERVED[apis.CHAT], "tool_choice": _TOOL_CHOICE},
+    apis.COMPLETIONS: _UNSERVED[apis.COMPLETIONS],
     apis.MESSAGES: _UNSERVED[apis.MESSAGES],
     apis.RESPONSES: {
         **_UNSERVED[apis.RESPONSES],
@@ -291,6 +291,10 @@ COMPONENTS: Json = {
             "description": "Kinds of tools that the model is not shown, separated by commas.",
             "schema": TEXT,
         },
+        "x-conserve-ignored-fields": {
+            "description": "Fields of the request that have no effect, separated by commas.",
+            "schema": TEXT,
+        },
     },
     "parameters": PARAMETERS,
 }
@@ -299,7 +303,7 @@ COMPONENTS: Json = {
 def _turns_answer(path: str, content: Json) -> Json:
     """Describe a turn's answer: its stream, its headers, and requests that may follow it."""
     ends = " or ".join(f"`{end.decode().strip()}`" for end in apis.form_of(path).ends)
-    headers = ["x-conversation-id", "x-conserve-decoder"]
+    headers = ["x-conversation-id", "x-conserve-decoder", "x-conserve-ignored-fields"]
     headers += ["x-conserve-unserved-tools"] * (path == apis.RESPONSES)
     following = (
         ("conversation", "getConversation", "id"),
