@@ -151,7 +151,8 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
     )
     if isinstance(cached, str):
         path = Path(cached)
-        return with_defaults(_config(path)), _weights_in(path.parent), _processor_in(path.parent)
+        config = _config(path)
+        return with_defaults(config), _weights_in(path.parent), _processor_in(path.parent)
     config = _fetched(source, revision)
     found = _processor_on_hub(source, revision) if any(map(config.get, ENCODERS)) else {}
     return with_defaults(config), _weights_on_hub(source, revision), found

@@ -55,6 +55,11 @@ def unnamed_afterwards() -> Iterator[None]:
 def _load() -> None:
     gc.disable()
     try:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            pass
+
         import deployments.engine.lmcache_connector  # noqa: F401
     finally:
         gc.enable()
