@@ -117,8 +117,7 @@ class ActorClient(ABC):
             except TimeoutError:
                 if patience.answer_s is None:
                     raise
-                why = f"did not answer within {patience.answer_s:g} s"
-                raise self._unavailable(why) from None
+                raise self._unavailable(f"did not answer within {patience.answer_s:g} s") from None
             except ray.exceptions.RayActorError as error:
                 self._actor = None
                 if time.monotonic() > deadline_s:

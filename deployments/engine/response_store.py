@@ -193,8 +193,7 @@ class ResponseKeeper:
 
     def __init__(self, app: ASGIApp, room_mb: int = ROOM_MB, media_bytes: int = 0) -> None:
         self._app = app
-        images_bytes = _LARGEST_HISTORIES * media_bytes * 4 // 3
-        self._store = ResponseStore(room_mb * _MB, images_bytes)
+        self._store = ResponseStore(room_mb * _MB, _LARGEST_HISTORIES * media_bytes * 4 // 3)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -136,8 +136,7 @@ def _watch(order: dict[str, Any], child: int, deadline_s: float) -> str | None:
                 looked_s = time.monotonic()
                 if _disk_bytes(order) > limits["disk_bytes"]:
                     return "disk"
-                took_s = time.monotonic() - looked_s
-                next_disk_s = looked_s + max(_DISK_LOOK_S, 10 * took_s)
+                next_disk_s = looked_s + max(_DISK_LOOK_S, 10 * (time.monotonic() - looked_s))
     finally:
         os.close(ended)
 

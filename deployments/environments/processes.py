@@ -32,8 +32,6 @@ _PREDECESSOR_S = 3.0
 
 
 class Running(Protocol):
-    """A running command."""
-
     def wait(self) -> Outcome:
         """Return when it has ended; raises `SandboxError` if its outcome is not known."""
 

@@ -149,8 +149,7 @@ class TenantGate:
 
     def _tokens(self, name: str) -> int:
         """Count the tokens that are held, and those that queued turns ask for."""
-        beginning = identity.scoped(name, "")
-        waiting = self.line.tokens_of(beginning) if self.line else 0
+        waiting = self.line.tokens_of(identity.scoped(name, "")) if self.line else 0
         return self.table.usage.tenant(name).held_tokens + waiting
 
 

@@ -97,8 +97,7 @@ class SchedulerLane:
         # Whether the lane can compute this model's prompts: unknown until the worker says so.
         self._prefills = False
         self._prefill_s: dict[str, float] = {}
-        config = scheduler.vllm_config
-        self._alternates = config.device_config.device_type == "cpu"
+        self._alternates = scheduler.vllm_config.device_config.device_type == "cpu"
         self._new: list[Job] = []
         # The first token that is the lane's, by request, until the request's next step.
         self._starts: dict[str, int] = {}
