@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import ssl
@@ -14,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,14 +23,18 @@ from typing import Any, Self
 import psutil
 
 from conserve import shared_memory
+from conserve.surroundings import hold
 from conserve.wire import START_PHASES
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
+_TOLD_S = 3.0
 _KILLED_WITHIN_S = 20.0
 # The application's log and the one before it have at most some more than this each.
 _LOG_BYTES = 64 * 2**20
 _LOG_LOOK_S = 5.0
+# Names the process of `Launch` in the environment of all that it starts.
+_LAUNCHER = "CONSERVE_LAUNCHER"
 
 
 class LaunchError(RuntimeError):
@@ -57,7 +62,8 @@ class Launch:
     ) -> None:
         serve = [sys.executable, "-m", "ray.serve.scripts", "run", "conserve.app", *arguments]
         self._command = list(command or serve)
-        self._environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **(environment or {})}
+        own = {"RAY_USAGE_STATS_ENABLED": "0", _LAUNCHER: str(os.getpid())}
+        self._environment = {**os.environ, **own, **(environment or {})}
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -67,6 +73,7 @@ class Launch:
         self._log_path.write_bytes(b"")
         # Appending, so that it can be emptied while they write.
         with self._log_path.open("ab") as log:
+            hold(log.fileno())
             # A session of its own, so that Ctrl-C reaches it only through `stop`.
             self._process = subprocess.Popen(
                 self._command,
@@ -151,28 +158,15 @@ class Launch:
     def _stop(self, grace_s: float) -> None:
         if self._process is None:
             return
-        known = {process.pid: process for process in _descendants()}
-        in_memory = shared_memory.mapped(known)
+        known = _descendants()
+        in_memory = shared_memory.mapped(process.pid for process in known)
         if self._process.poll() is None:
             # Like Ctrl-C: Serve shuts the application down, then Ray ends.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-        known |= {process.pid: process for process in _descendants()}
-        left = [process for process in known.values() if process.is_running()]
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        _, left = psutil.wait_procs(left, timeout=5)
-        # Processes that end may start others, and a busy kernel needs time.
-        deadline_s = time.monotonic() + _KILLED_WITHIN_S
-        while (left := [*left, *_descendants()]) and time.monotonic() < deadline_s:
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            _, left = psutil.wait_procs(left, timeout=1)
-        shared_memory.remove(in_memory)
+        _kill(known, in_memory)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._process = None
@@ -196,6 +190,43 @@ def bound(log: Path, most_bytes: int) -> None:
     if log.stat().st_size > most_bytes:
         shutil.copyfile(log, log.with_name(log.name + ".1"))
         os.truncate(log, 0)
+
+
+def end_with_launcher(grace_s: float) -> None:
+    """Have this process and all that it starts be killed once the process of `Launch` has ended.
+
+    Args:
+        grace_s: how long it may take to end by itself, at SIGINT; 0: it gets none.
+    """
+    if launcher := os.environ.get(_LAUNCHER):
+        _adopt_orphans()
+        threading.Thread(target=_end_with, args=[int(launcher), grace_s], daemon=True).start()
+
+
+def _end_with(launcher: int, grace_s: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(launcher)], [], [])
+    if grace_s:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(grace_s)
+    left = _descendants()
+    _kill(left, shared_memory.mapped(process.pid for process in left))
+    os._exit(1)
+
+
+def left_behind() -> dict[int, str]:
+    """Return the names of processes of earlier launches, by pid, whose launcher has ended."""
+    found: dict[int, str] = {}
+    here = os.stat("/proc/self/ns/pid")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            launcher = int(process.environ().get(_LAUNCHER) or os.getpid())
+            there = os.stat(f"/proc/{process.pid}/ns/pid")
+            if os.path.samestat(here, there) and not psutil.pid_exists(launcher):
+                # Ray's workers and engines have titles in the place of their environment.
+                below = process.children(recursive=True)
+                found |= {one.pid: one.name() for one in (process, *below)}
+    return found
 
 
 def _phase(state: Mapping[str, Any], engines: int) -> str:
@@ -275,6 +306,23 @@ def _own() -> ssl.SSLContext:
 def _adopt_orphans() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _kill(left: list[psutil.Process], in_memory: Iterable[Path]) -> None:
+    """Kill these and all processes below this one, and remove this shared memory."""
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    # One that holds GPUs' power caps puts them back.
+    _, left = psutil.wait_procs(left, timeout=_TOLD_S)
+    shared_memory.remove(in_memory)
+    # Processes that end may start others, and a busy kernel needs time.
+    deadline_s = time.monotonic() + _KILLED_WITHIN_S
+    while (left := [*left, *_descendants()]) and time.monotonic() < deadline_s:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _, left = psutil.wait_procs(left, timeout=1)
 
 
 def _descendants() -> list[psutil.Process]:

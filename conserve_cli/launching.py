@@ -4,16 +4,19 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.markup import escape
 
-from conserve.launch import Launch, LaunchError
+from conserve import surroundings
+from conserve.launch import Launch, LaunchError, left_behind
 from conserve.settings import RoleSettings, Settings, SettingsError, load
+from conserve.surroundings import ended, forget_proxies, own_folder
 from conserve_cli.cluster import is_alone
 from conserve_cli.gpu_plan import examined, require_arguments, show
 from conserve_cli.output import console, ended_by_signals, refuse
@@ -61,6 +64,12 @@ def laid_out(settings: Settings) -> Settings:
 
     If one fails, this ends the command with status 2.
     """
+    notes = list(surroundings.notes)
+    if left := left_behind():
+        pids = " ".join(map(str, left))
+        notes.append(f"An earlier run left {', '.join(left.values())}: end them by kill -9 {pids}")
+    for note in notes:
+        console.print(f"[yellow]{escape(note)}.[/yellow]", highlight=False)
     if not is_alone():
         # Nodes may join that cluster, so only the application can tell. If it chooses the number of
         # decoders, one is enough to serve.
@@ -87,15 +96,21 @@ def launched(
     Args:
         settings: those that the arguments give, from `laid_out`.
         arguments: for ``serve run conserve.app``.
-        log: the application's log; None: a temporary file.
+        log: the application's log; None: a temporary file, of which the last few are kept.
     """
     # As ``serve run conserve.app``, but it can finish what runs.
     command = [sys.executable, "-m", "deployments.run", *arguments]
-    path = log or Path(tempfile.gettempdir()) / f"conserve-{os.getpid()}.log"
+    try:
+        path = log or _new_log()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        refuse(f"the application's log cannot be written: {error}; name another with --log FILE")
     url = f"{settings.scheme}://{_reachable(settings.host)}:{settings.port}"
     started_s = time.monotonic()
     try:
         with ended_by_signals(), Launch(arguments, path, command=command) as application:
+            forget_proxies()
             try:
                 phases = _wait_until_serving(application, settings, url)
                 parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in phases.items())
@@ -109,6 +124,14 @@ def launched(
                 raise typer.Exit(130) from None
     except LaunchError as error:
         refuse(str(error), 1)
+
+
+def _new_log() -> Path:
+    folder = own_folder()
+    for old in ended(folder.glob("serve-*.log")):
+        old.unlink(missing_ok=True)
+        old.with_name(f"{old.name}.1").unlink(missing_ok=True)
+    return folder / f"serve-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
 
 
 class _Terminated(Exception):
@@ -169,4 +192,6 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> di
 
 
 def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from conserve.surroundings import adapt
 from conserve.versions import installed
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
@@ -108,6 +109,7 @@ def conserve(
 
 
 def main() -> None:
+    adapt()
     cli()
 
 

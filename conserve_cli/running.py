@@ -17,6 +17,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from conserve.loopback import is_loopback
+from conserve.surroundings import forget_proxies
 from conserve_cli.output import console, ended_by_signals, refuse
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -158,8 +160,10 @@ def _application(url: str, key: str | None) -> Iterator[httpx.Client]:
     """Yield a client of an application; the command ends with what is wrong, if anything is."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
+        if is_loopback(httpx.URL(url).host):
+            forget_proxies()
         client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S)
-    except (httpx.InvalidURL, ValueError) as error:
+    except (httpx.InvalidURL, ValueError, ImportError) as error:
         refuse(f"{url!r} is no URL, or the key is no key: {error}")
     with client:
         try:

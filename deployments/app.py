@@ -3,19 +3,23 @@
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, cast
 
 import click
 import ray
 from ray import serve
+from ray.job_config import JobConfig
 from ray.serve import Application
 
 from autoscale.capacity.served import stage_shares, with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError, load
+from conserve.surroundings import ended, hold
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
@@ -23,12 +27,13 @@ from deployments.engine_arguments import require_one_split
 from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import find_ray
 from deployments.prompting import parsers_of
-from deployments.ray_token import keep_token
+from deployments.ray_token import close_token, keep_token
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
 from deployments.tier_nodes import nodes_with_gpus, wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
 from deployments.upstream.outer_address import start_on_loopback
+from deployments.upstream.seams import require_seams
 from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
 from hetero.gpu_layout import most_replicas, roles, with_counts
@@ -57,6 +62,8 @@ _LEAST_STORE_BYTES = 80 * 2**20
 # How long the start waits for nodes that the cluster's autoscaler is asked for: clouds take minutes
 # to bring a machine up.
 _NODES_S = 600.0
+# A file in the session folder of each Ray that was started here; the last few folders are kept.
+_MARK = "conserve.lock"
 # Time for an empty replica to end.
 _LEAVING_S = 10.0
 
@@ -74,6 +81,7 @@ def app(arguments: dict[str, Any] | None = None) -> Application:
             require_startable(settings)
         if not ray.is_initialized():
             start_ray(settings)
+        close_token()
         # No node joins a cluster that was just started here.
         return build(settings, 0.0 if alone else _NODES_S)
     except SettingsError as error:
@@ -101,6 +109,10 @@ def start_ray(settings: Settings) -> None:
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "1000")
     options: dict[str, Any] = {}
+    if sys.flags.safe_path:
+        # Ray would have its workers look for Python's modules in the working folder first.
+        require_seams("working_folder")
+        options["job_config"] = JobConfig(_client_job=True)
     if address := os.environ.get("RAY_ADDRESS"):
         find_ray(address)
     else:
@@ -119,7 +131,13 @@ def start_ray(settings: Settings) -> None:
         if settings.nodes != "several":
             start_on_loopback()
         keep_token()
-    ray.init(namespace="serve", log_to_driver=True, **options)
+    started = ray.init(namespace="serve", log_to_driver=True, **options)
+    if "address" in options:
+        session = Path(started.address_info["session_dir"])
+        for mark in ended(session.parent.glob(f"session_2*/{_MARK}")):
+            shutil.rmtree(mark.parent, ignore_errors=True)
+        # It stays open for as long as this process lives.
+        hold(os.open(session / _MARK, os.O_CREAT | os.O_WRONLY, 0o600))
     serve.start(proxy_location="Disabled")
 
 

@@ -10,6 +10,7 @@ logger = logging.getLogger("ray.serve")
 # A call of Ray 2.60's that changes nothing.
 _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 NO_TOKEN = "UNAUTHENTICATED"
+_FILE = "~/.ray/auth_token"
 
 
 def keep_token() -> None:
@@ -20,21 +21,29 @@ def keep_token() -> None:
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return
-    file = Path.home() / ".ray" / "auth_token"
-    file.parent.mkdir(exist_ok=True)
+    file = Path(os.path.expanduser(_FILE))
+    file.parent.mkdir(mode=0o700, exist_ok=True)
     file.touch(0o600)
-    if file.stat().st_mode & 0o077:
-        file.chmod(0o600)
-        logger.warning("%s was open to other users: replace it if one may have read it", file)
+    close_token()
     if not file.stat().st_size:
         file.write_text(secrets.token_hex(32))
+
+
+def close_token() -> None:
+    """Have the token, if Ray or `keep_token` has made one, be for this user alone to read."""
+    file = Path(os.path.expanduser(_FILE))
+    if file.exists() and file.stat().st_uid == os.getuid():
+        file.parent.chmod(0o700)
+        if file.stat().st_mode & 0o077:
+            file.chmod(0o600)
+            logger.warning("%s was open to other users: replace it if one may have read it", file)
 
 
 def answer(address: str, headers: dict[str, str] | None = None) -> str:
     """Return the gRPC status that the head of a Ray answers with; ``OK``: it asks for no token."""
     import grpc
 
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary(_ALIVE)(b"", timeout=3, metadata=tuple((headers or {}).items()))
         except grpc.RpcError as error:

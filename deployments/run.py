@@ -3,6 +3,7 @@
 It is ``serve run conserve.app``, but for SIGTERM: then running turns are finished first.
 """
 
+import os
 import signal
 import sys
 import time
@@ -11,10 +12,12 @@ from typing import Any, NoReturn
 
 from ray import serve
 
+from conserve.launch import end_with_launcher
 from deployments.app import app
 
 NAME = "default"
 _LOOK_S = 0.5
+_LEAVES_S = 20.0
 
 
 class _Terminated(Exception):
@@ -23,6 +26,8 @@ class _Terminated(Exception):
 
 def main(arguments: Sequence[str]) -> None:
     """Serve with these settings, each as ``name=value``."""
+    # A cluster that it joins keeps what Serve runs, unless it is told.
+    end_with_launcher(grace_s=_LEAVES_S if "RAY_ADDRESS" in os.environ else 0.0)
     given = {name: value for name, _, value in (one.partition("=") for one in arguments)}
     application = app(given)
     # Over the handlers of Ray, which has started: they exit, and abort after three seconds.

@@ -7,13 +7,12 @@ That the engines fit is for `deployments.gpu_plans`, and that vLLM takes their a
 import contextlib
 import errno
 import os
-import socket
 from collections.abc import Callable, Iterator
 
 from autoscale.capacity.served import with_profile
 from conserve.settings import Settings, SettingsError
 from deployments.model_files import require_files
-from deployments.node.lmcache_server import is_free
+from deployments.node.lmcache_server import is_free, refused
 from deployments.router.access import require_keys
 from deployments.router.certificate import require_certificate
 
@@ -51,7 +50,7 @@ def busy_ports(settings: Settings) -> Iterator[str]:
         ("lmcache.port", "LMCache's server", host, lmcache.port),
         ("lmcache.port", "LMCache's admin interface", "127.0.0.1", lmcache.http_port),
     ):
-        number = _refused(where, port) if port else None
+        number = refused(where, port) if port else None
         if number is None:
             continue
         # LMCache takes two in a row.
@@ -67,19 +66,6 @@ def busy_ports(settings: Settings) -> Iterator[str]:
             yield f"{setting}: {port} is for privileged users (below 1024); set {other}"
         else:
             yield f"host: {where} is no address of this machine; give one that is, or 127.0.0.1"
-
-
-def _refused(host: str, port: int) -> int | None:
-    """Return why this user cannot listen there, as an error's number; None: it can."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            # That of a name that cannot be resolved is not one of `errno`.
-            return error.errno if not isinstance(error, socket.gaierror) else errno.EADDRNOTAVAIL
-    return None
 
 
 def _free_from(host: str, first: int, count: int, taken: set[int]) -> int | None:

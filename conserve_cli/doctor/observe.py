@@ -5,7 +5,6 @@ import dataclasses
 import fcntl
 import glob
 import importlib.metadata
-import ipaddress
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from conserve.engines import allocator_environment
+from conserve.loopback import is_loopback
 from conserve.settings import Settings
 from conserve_cli.doctor.compiler import observe_compiler
 from conserve_cli.doctor.facts import (
@@ -359,12 +359,6 @@ def process_name(command_line: str) -> str:
         ran = (one for one in arguments if not one.startswith("-"))
         title = next(ran, title)
     return title.rpartition("/")[2]
-
-
-def is_loopback(host: str) -> bool:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 # --- tool environments ----------------------------------------------------------------------------

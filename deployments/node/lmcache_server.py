@@ -7,6 +7,7 @@ mode, over NIXL; docs/cluster.md).
 import asyncio
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import logging
 import os
@@ -326,14 +327,20 @@ def _taken_port(address: Address) -> int | None:
 
 def is_free(host: str, port: int) -> bool:
     """Return whether a process could listen there now."""
+    return refused(host, port) is None
+
+
+def refused(host: str, port: int) -> int | None:
+    """Return why this user cannot listen there, as an error's number; None: it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            # That of a name that cannot be resolved is not one of `errno`.
+            return error.errno if not isinstance(error, socket.gaierror) else errno.EADDRNOTAVAIL
+    return None
 
 
 def _die_with_parent() -> None:

@@ -41,15 +41,17 @@ def require_none_left() -> None:
 
 def kill(pid: int) -> None:
     """``kill -9``, and the process is gone."""
+    process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + 10
-    while _runs(pid):
+    while runs(process):
         assert time.monotonic() < deadline_s, f"{pid} outlives its kill"
         time.sleep(0.02)
 
 
-def _runs(pid: int) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that has, and is not waited for, counts as ended."""
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -11,7 +11,7 @@ import pytest
 from conserve.launch import Launch, require_free
 from conserve_cli.doctor.observe import observe_listeners
 from tests.engines.applications import START_S, URL
-from tests.engines.processes import processes
+from tests.engines.processes import processes, runs
 
 # For Ray's processes to notice that the one that started them is gone.
 END_S = 60
@@ -47,13 +47,6 @@ def test_serve_run_ends_by_a_signal(
         serve.send_signal(number)
         # Before `Launch` ends what is left, and removes what that has in /dev/shm.
         deadline_s = time.monotonic() + END_S
-        while left := [one for one in psutil.wait_procs(started, timeout=1)[1] if _runs(one)]:
+        while left := [one for one in psutil.wait_procs(started, timeout=1)[1] if runs(one)]:
             assert time.monotonic() < deadline_s, f"not ended by {number.name}: {left}"
         assert _files() == before
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

@@ -1,13 +1,18 @@
 """Waiting for an application: its condition, and how long each phase takes."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from conserve import launch
-from conserve.launch import Launch, LaunchError, bound
+from conserve.launch import Launch, LaunchError, bound, left_behind
+from tests.engines.processes import kill
 
 _STATES: list[dict[str, Any]] = [
     {},
@@ -104,3 +109,57 @@ def test_an_applications_log_is_bounded_while_it_writes(tmp_path: Path) -> None:
         writing.write(b"new\n")
     assert log.read_bytes() == b"new\n"
     assert log.with_name("log.1").read_bytes() == b"old\n" * 200
+
+
+# A process that has left its parent and its session, and has shared memory.
+_STRAY = """
+import os, time
+from multiprocessing.shared_memory import SharedMemory
+if os.fork():
+    os._exit(0)
+os.setsid()
+memory = SharedMemory(create=True, size=1000)
+print(os.getpid(), memory.name, flush=True)
+time.sleep(600)
+"""
+_COMMAND = f"""
+import subprocess, sys, time
+from conserve.launch import end_with_launcher
+end_with_launcher(0.0)
+subprocess.run([sys.executable, "-c", {_STRAY!r}])
+time.sleep(600)
+"""
+_LAUNCHER = f"""
+import sys
+from pathlib import Path
+from conserve.launch import Launch
+with Launch([], Path(sys.argv[1]), command=[sys.executable, "-c", {_COMMAND!r}]) as application:
+    application.wait()
+"""
+
+
+def test_all_that_was_launched_is_killed_with_its_launcher(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    launcher = subprocess.Popen([sys.executable, "-c", _LAUNCHER, str(log)])
+    while not (told := log.read_text().split() if log.exists() else []):
+        assert launcher.poll() is None
+    started = [psutil.Process(int(told[0])), *psutil.Process(launcher.pid).children()]
+    memory = Path("/dev/shm", told[1])
+    assert (len(started), memory.exists()) == (2, True)
+    launcher.kill()
+    launcher.wait()
+    _, left = psutil.wait_procs(started, timeout=10)
+    for one in left:
+        one.kill()
+    assert (left, memory.exists()) == ([], False)
+
+
+def test_processes_of_a_launcher_that_has_ended_are_found() -> None:
+    with subprocess.Popen("true") as launcher:
+        pass
+    command, pids = ["sleep", "600"], [launcher.pid, os.getpid()]
+    left, own = (subprocess.Popen(command, env={"CONSERVE_LAUNCHER": str(pid)}) for pid in pids)
+    found = left_behind()
+    for one in (left, own):
+        kill(one.pid)
+    assert (found.get(left.pid), found.get(own.pid)) == ("sleep", None)

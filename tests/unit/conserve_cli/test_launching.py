@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import typer
 
 from conserve.launch import Launch
 from conserve.settings import load
+from conserve.surroundings import own_folder
 from conserve_cli import launching
 from conserve_cli.launching import laid_out, launched, wait_or_drain
 from conserve_cli.output import ended_by_signals
@@ -69,16 +71,53 @@ def test_a_bad_certificate_is_said_before_anything_starts(
     assert line.startswith(f"tls.cert_file: cannot read {tmp_path}/tls.crt")
 
 
-def test_a_host_that_is_every_address_is_reached_on_loopback(
-    application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("0.0.0.0", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")],
+)
+def test_the_application_is_reached_on_loopback_and_without_proxies(
+    application: type[_Application],
+    host: str,
+    reached: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = load({"host": "0.0.0.0", "port": "8123", "unauthenticated": "true"})
+    for name in ("http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:9")
+    settings = load({"host": host, "port": "8123", "unauthenticated": "true"})
     with launched(settings, [], tmp_path / "log") as (_, url):
-        assert url == "http://127.0.0.1:8123"
+        assert url == f"http://{reached}:8123"
+        assert not [name for name in os.environ if name.lower().endswith("_proxy")]
     assert (application.entered, application.left) == (1, 1)
     said = capsys.readouterr().out
     assert "loading vLLM" in said
     assert re.search(r"Serving after \d+\.\d s: loading vLLM 12\.3, warming up 1\.0 ", said)
+
+
+def test_a_log_that_cannot_be_written_is_said_in_a_line(
+    application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, launched(load({}), [], tmp_path):
+        pass
+    assert (ended.value.exit_code, application.entered) == (2, 0)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the application's log cannot be written: [Errno 21] Is a directory")
+
+
+def test_logs_of_the_last_few_runs_are_kept_in_a_folder_of_the_user(
+    application: type[_Application], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = own_folder()
+    folder.chmod(0o777)
+    for end in ("1-1.log", "1-1.log.1", "2-1.log", "3-1.log", "4-1.log", "5-1.log", "6-1.log"):
+        (folder / f"serve-2026010{end}").touch()
+    with launched(load({}), [], None):
+        *old, new = sorted(folder.iterdir())
+    assert [log.name[13:] for log in old] == ["3-1.log", "4-1.log", "5-1.log", "6-1.log"]
+    assert new.name.endswith(f"-{os.getpid()}.log")
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *_HANDLED])

@@ -133,6 +133,12 @@ def test_what_is_no_application_of_conserve_is_said(url: str) -> None:
     assert (status, shown) == (1, f"{url} does not answer as ConServe does.\n")
 
 
+def test_no_proxy_is_asked_for_this_machine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    assert called("ps", url)[0] == 0
+
+
 def test_without_an_application_the_url_is_said() -> None:
     status, shown = called("ps", "http://127.0.0.1:1")
     assert status == 1

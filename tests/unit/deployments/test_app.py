@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 import conserve
 from conserve.settings import Settings, SettingsError, load
-from deployments.ray_token import keep_token
+from deployments.ray_token import close_token, keep_token
 from hetero.gpu_layout import with_counts, with_memory
 from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of
@@ -177,12 +178,26 @@ def test_rays_store_fits_a_container(
     from deployments import app as building
 
     options: dict[str, Any] = {}
+    sessions = [tmp_path / f"session_2026-01-0{day}_1" for day in range(1, 8)]
+    for session in sessions:
+        session.mkdir()
+        if session != sessions[1]:  # It is of another Ray.
+            (session / "conserve.lock").touch()
+    sessions.append(tmp_path / "session_2026-01-09_1")
+    sessions[-1].mkdir()
+
+    def start(**given: Any) -> Any:
+        options.update(given)
+        return SimpleNamespace(address_info={"session_dir": str(sessions[-1])})
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(building.serve, "start", lambda **_: None)
     monkeypatch.setattr(building, "start_on_loopback", lambda: None)
     monkeypatch.setattr(building, "_shm_bytes", lambda: shm_bytes)
     building.start_ray(load({"device": "cpu"}))
+    assert sorted(tmp_path.glob("session_*")) == [sessions[1], *sessions[3:]]
+    assert (sessions[-1] / "conserve.lock").exists()
     assert options.get("object_store_memory") == expected
     assert options["address"] == "local"
     monkeypatch.setattr("ray._private.utils.get_shared_memory_bytes", lambda: 64 << 20)
@@ -373,14 +388,18 @@ def test_the_token_is_kept_for_its_owner_alone(
         with monkeypatch.context() as set_by_user:
             set_by_user.setenv(name, value)
             keep_token()
+    close_token()
     assert not file.exists()
+    umask = os.umask(0)
     keep_token()
+    os.umask(umask)
     token = file.read_text()
     assert len(token) == 64
-    assert (file.stat().st_mode & 0o777, caplog.text) == (0o600, "")
-    # As Ray writes it.
+    modes = [file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777]
+    assert (modes, caplog.text) == ([0o600, 0o700], "")
+    # As Ray writes it, where `serve run` starts Ray before the application.
     file.chmod(0o644)
-    keep_token()
+    close_token()
     assert (file.read_text(), file.stat().st_mode & 0o777) == (token, 0o600)
     assert f"{file} was open to other users" in caplog.text
     assert token not in caplog.text

@@ -144,7 +144,7 @@ def test_a_port_that_is_taken_is_named_with_one_that_is_free(taken: int) -> None
 def test_a_privileged_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may listen there.
     monkeypatch.setattr(
-        start_checks, "_refused", lambda host, port: errno.EACCES if port < 1024 else None
+        start_checks, "refused", lambda host, port: errno.EACCES if port < 1024 else None
     )
     monkeypatch.setattr(start_checks, "is_free", lambda host, port: True)
     assert list(busy_ports(load({"port": 80}))) == [
