@@ -15,7 +15,7 @@ from conserve.errors import ApiError
 from conserve.events import Kind
 from conserve.settings import EnvironmentSettings
 from deployments import answers
-from deployments.environments.processes import Backend, Running
+from deployments.environments.backends import Backend, Running
 from deployments.environments.sandbox import SandboxError
 
 logger = logging.getLogger("conserve.environments")

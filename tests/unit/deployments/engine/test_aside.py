@@ -11,8 +11,8 @@ from PIL import Image
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.media import Medium
+from deployments.engine.http_server import AsideConnector, MediaAside
 from deployments.engine.vision import aside
-from deployments.engine.vision.aside import AsideConnector, MediaAside
 from tests.unit.deployments.asgi import exchange
 
 

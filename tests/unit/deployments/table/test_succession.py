@@ -12,7 +12,7 @@ from conserve.holdings import Holdings
 from conserve.settings import Settings
 from deployments.messages import BeginTurn, EngineInfo, EventQuery, PlaceTurn, TurnPlan, Unplaced
 from deployments.table import succession
-from deployments.table.succession import Legacy, TableActor, TableName
+from deployments.table.table_client import Legacy, TableActor, TableName
 
 SETTINGS = Settings(placement="collocated", decoders={"replicas": 2})  # type: ignore[arg-type]
 
