@@ -120,18 +120,14 @@ class EngineHttp:
 def describe(app: FastAPI) -> None:
     """Make the document at `/openapi.json`, for which routers ask, before the first turn.
 
-    FastAPI would make it at its first request, of all of vLLM's paths, and block all streams for 3
-    s.
+    At its first request FastAPI would, of all of vLLM's paths, and block all streams for 3 s.
     """
     routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)
 
 
 def explain_refusals(app: FastAPI) -> None:
-    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with a body.
-
-    `conserve.complaints` chooses the one error that counts.
-    """
+    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with a body."""
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(ValidationError)(_invalid)
     # vLLM has built it without these handlers; it is built anew when it is needed.

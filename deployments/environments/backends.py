@@ -153,11 +153,8 @@ def require_setup(outcome: Outcome) -> None:
 class Containers:
     """Environments that are containers: one process that waits, and commands beside it.
 
-    Memory, processes and a command's time are limited. The home is a folder of this machine.
-
-    Args:
-        engine: the program.
-        root: all environments' folder.
+    Memory, processes and a command's time are limited. The home is a folder of this machine, below
+    ``root``. ``engine`` is the program that runs them.
     """
 
     isolation: Isolation = "container"
@@ -231,10 +228,7 @@ class Containers:
 
 
 class ContainerCommand:
-    """A command in a container. Ending it ends everything else in the container.
-
-    Raises `SandboxError` if it cannot be started.
-    """
+    """A command in a container, ended with all else there; raises `SandboxError` at its start."""
 
     def __init__(
         self, engine: str, name: str, run: Run, timeout_s: float, output_bytes: int

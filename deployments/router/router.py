@@ -62,10 +62,7 @@ class Drain:
 
     A client that keeps its connection gets ``Connection: close`` with its next answer. If the
     application ends, no other router comes: then new turns are refused, and running ones finish.
-
-    Args:
-        timeout_s: what runs after that is cut.
-        is_deleted: whether the application is being deleted.
+    After ``timeout_s`` the rest is cut.
     """
 
     def __init__(
@@ -137,9 +134,7 @@ async def is_deleted(application: str) -> bool:
 class Router:
     """Listens, and beats so that the conversation table knows that the application lives.
 
-    Args:
-        deployment: tells one deployment of the application from others.
-        engines: handles, which only make the engines part of this application.
+    Handles of engines only make these part of the same application.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
@@ -246,11 +241,7 @@ class Router:
 
 
 def changed_timeouts(given: Any, settings: Settings) -> Timeouts:
-    """Return an application's timeouts with those that its ``user_config`` changes.
-
-    Raises:
-        SettingsError: one line a problem.
-    """
+    """Return timeouts, with those that ``user_config`` changes; raises `SettingsError`."""
     names = [field.name for field in dataclasses.fields(Timeouts)]
     if not isinstance(given, dict) or not given.keys() <= set(names):
         raise SettingsError(f"only {' and '.join(names)} change in place; give these by name")
@@ -259,11 +250,7 @@ def changed_timeouts(given: Any, settings: Settings) -> Timeouts:
 
 
 def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """Return how a router's server listens.
-
-    Raises:
-        CertificateError: the settings name a certificate that is not usable.
-    """
+    """Return how a router's server listens; raises `CertificateError` without a usable one."""
     certificate = None if settings.tls.files is None else Certificate(settings.tls.files)
     return uvicorn.Config(
         door,
