@@ -102,11 +102,9 @@ class ActorClient(ABC):
         *given: Given.args,
         **named: Given.kwargs,
     ) -> Answer:
-        """Call a method that may be called twice, and wait for its answer.
+        """Call a method that may be called twice; raises `ApiError` if the actor refuses.
 
-        Raises:
-            ApiError: the actor refuses.
-            Exception: what `_unavailable` makes of an actor that is silent, or stays down.
+        Raises what `_unavailable` makes of an actor that is silent, or stays down.
         """
         deadline_s = time.monotonic() + patience.down_s
         while True:

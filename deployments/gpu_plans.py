@@ -33,11 +33,8 @@ def plan_on(
 ) -> tuple[Settings, GpuPlan]:
     """Return the plan for these nodes, as if the application started there now.
 
-    Args:
-        model_is_here: whether engines read the model on this machine.
-
-    Raises:
-        SettingsError: the engines do not fit, there are too few GPUs, or there is no such model.
+    Raises `SettingsError` if the engines do not fit, there are too few GPUs, or there is no such
+    model on this machine although engines read it here (``model_is_here``).
     """
     require_one_split(settings)
     chosen = with_counts(settings, gpus_of(nodes))
@@ -61,8 +58,7 @@ def planned(
 def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
     """Return the plan for engines on this machine's CPUs, as if the application started there now.
 
-    Raises:
-        SettingsError: vLLM would not start the engines, or there is no such model.
+    Raises `SettingsError` if vLLM would not start the engines, or there is no such model.
     """
     settings, dtype = with_cpu_dtype(settings, model_is_here=True)
     shape, _ = _looked_for(settings, model_is_here=True)

@@ -309,11 +309,7 @@ class Refusal:
 
 
 def unrefused(answer: Answer | Refusal) -> Answer:
-    """Return an answer.
-
-    Raises:
-        ApiError: it is a refusal.
-    """
+    """Return an answer; raises `ApiError` if it is a refusal."""
     if isinstance(answer, Refusal):
         raise ApiError(
             answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s

@@ -54,9 +54,8 @@ class ModelMissing(ModelUnknown):
 def model_shape(settings: Settings) -> ModelShape:
     """Return the shape of the model that is served.
 
-    Raises:
-        ModelMissing: an engine on this machine could not read it.
-        ModelUnknown: its configuration cannot be read, or does not say enough.
+    Raises `ModelMissing` if an engine on this machine could not read it, and `ModelUnknown` if its
+    configuration cannot be read, or does not say enough.
     """
     source = model_source(settings.model)
     # Where it matters, roles have the same (`conserve.settings.engine_arguments`).
@@ -81,12 +80,9 @@ def model_shape(settings: Settings) -> ModelShape:
 
 
 def require_files(settings: Settings) -> None:
-    """Check that a model's folder has what engines read: weights and a tokenizer.
+    """Check that a model's folder has weights and a tokenizer; raises `SettingsError`.
 
     Only a folder is looked at: what is not in Hugging Face's cache, engines fetch.
-
-    Raises:
-        SettingsError: one is missing, or may not be read.
     """
     folder = Path(settings.model).expanduser()
     arguments = settings.engine | settings.decoders.engine

@@ -51,11 +51,7 @@ def parsers_of(settings: Settings) -> Choice:
 
 
 def prompting(settings: Settings) -> Prompting:
-    """Return how the model that is served is prompted.
-
-    Raises:
-        ModelUnknown: its configuration cannot be read.
-    """
+    """Return how the served model is prompted; raises `ModelUnknown` if that cannot be read."""
     source = model_source(settings.model)
     arguments = settings.engine | settings.decoders.engine
     model = _Files(source, arguments.get("revision"))
@@ -92,8 +88,7 @@ def prompting(settings: Settings) -> Prompting:
 def thinking(template: str, switches: Mapping[str, Any] | None = None) -> Thinking:
     """Return whether a model reasons before it answers, by how its prompts end.
 
-    Args:
-        switches: variables that every request's template gets, unless it says otherwise.
+    ``switches`` are variables that each request's template gets, unless it says otherwise.
     """
     asked, declined = (dict.fromkeys(("enable_thinking", "thinking"), value)
                        for value in (True, False))  # fmt: skip

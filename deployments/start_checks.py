@@ -21,11 +21,7 @@ _LOOKED = 100
 
 
 def require_startable(settings: Settings) -> None:
-    """Check the files that the settings name.
-
-    Raises:
-        SettingsError: some are missing, or not usable.
-    """
+    """Check the files that the settings name; raises `SettingsError` with all that is wrong."""
     problems: list[str] = []
     checks: tuple[Callable[[Settings], object], ...] = (
         require_keys, require_certificate, with_profile, require_files, _require_root,

@@ -24,10 +24,7 @@ _ANSWER_S = 120.0
 
 
 def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
-    """Return when live nodes, busy or not, offer each role's tier and enough GPUs.
-
-    Raises `SettingsError` with what the cluster has, after ``timeout_s``.
-    """
+    """Return when live nodes offer each role's tier and enough GPUs, or raise `SettingsError`."""
     deadline_s = time.monotonic() + timeout_s
     asked = False
     try:

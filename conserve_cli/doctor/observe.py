@@ -35,7 +35,7 @@ from conserve_cli.doctor.facts import (
     TorchFacts,
 )
 from conserve_cli.doctor.machine import ENGINES, PACKAGES
-from deployments.environments.processes import folders
+from deployments.environments.backends import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import LOCK
 from deployments.node.lmcache_server import SERVER_MODULE, is_free

@@ -36,8 +36,7 @@ def core_loads_first(module: ModuleType) -> Iterator[None]:
 def unnamed_afterwards() -> Iterator[None]:
     """Remove the names of the sockets that an engine binds while it starts within this.
 
-    Otherwise a killed engine leaves six files. Nothing connects to them once the engine has
-    started.
+    Otherwise a killed engine leaves six files. Nothing connects to them after the start.
     """
     before = os.environ.get(_SOCKETS_FOLDER)
     # Short: a socket's path has 107 bytes at most, and a UUID of 36 follows.

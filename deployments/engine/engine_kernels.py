@@ -49,10 +49,7 @@ class KernelTools:
 
 
 def register() -> None:
-    """Set this process's environment if its engine runs on an NVIDIA GPU.
-
-    May be called repeatedly.
-    """
+    """Set this process's environment if its engine runs on an NVIDIA GPU; repeatable."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

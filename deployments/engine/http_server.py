@@ -4,34 +4,42 @@ Routers send turns straight to it, so a token passes one process between the eng
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
+import pybase64
 import ray
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media.image import ImageMediaIO
 
+from conserve import wire
 from conserve.apis import TOKEN_PATHS, TURN_PATHS
 from conserve.complaints import complaint
 from conserve.direct import Desk
 from conserve.holdings import Holdings
+from conserve.media import lifted_media
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.grammars import Grammars
 from deployments.engine.observer import TurnObserver
-from deployments.engine.response_store import ResponseKeeper
+from deployments.engine.response_store import MEDIA, ResponseKeeper, read_ahead, replay
 from deployments.engine.tokenizing import keep_tokens
-from deployments.engine.vision.aside import MediaAside
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.upstream import media_names, prepared_twice
 from deployments.upstream.patch import require
+from deployments.upstream.seams import require_seams
 
 _DESCRIBED = (*TURN_PATHS, *TOKEN_PATHS)
 
@@ -112,18 +120,14 @@ class EngineHttp:
 def describe(app: FastAPI) -> None:
     """Make the document at `/openapi.json`, for which routers ask, before the first turn.
 
-    FastAPI would make it at its first request, of all of vLLM's paths, and block all streams for 3
-    s.
+    At its first request FastAPI would, of all of vLLM's paths, and block all streams for 3 s.
     """
     routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)
 
 
 def explain_refusals(app: FastAPI) -> None:
-    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with a body.
-
-    `conserve.complaints` chooses the one error that counts.
-    """
+    """Have vLLM's HTTP app, which serves nothing yet, say what is wrong with a body."""
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(ValidationError)(_invalid)
     # vLLM has built it without these handlers; it is built anew when it is needed.
@@ -146,3 +150,58 @@ async def _invalid(request: Request, error: Exception) -> Response:
         message = f"{field}: {message}"
     refusal = create_error_response(message, param=field or None)
     return JSONResponse(refusal.model_dump(), refusal.error.code)
+
+
+_CONNECTOR = "conserve"
+# Shorter bodies take vLLM a few milliseconds.
+_LONG_BYTES = 256 * 1024
+# Base64 by its mark, for requests that are served now.
+_aside: dict[str, bytes] = {}
+
+
+class MediaAside:
+    """ASGI middleware that sets media in long bodies aside while a request is served.
+
+    On the event loop, vLLM would take half a second for 40 MB of base64. It gets the data where it
+    decodes the image, in threads of its own, by the connector that ``VLLM_MEDIA_CONNECTOR`` names.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        require_seams("media_aside")
+        self._app = app
+        os.environ["VLLM_MEDIA_CONNECTOR"] = _CONNECTOR
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers({})
+        if int(headers.get("content-length", 0)) <= _LONG_BYTES:
+            await self._app(scope, receive, send)
+            return
+        body = await read_ahead(receive)
+        told = headers.get(wire.TURN_HEADER)
+        noted = 0 if told is None else wire.DecoderTurn.read(told).sent_bytes
+        path = scope["path"].removeprefix(wire.CHECK_PREFIX).removeprefix(wire.PREFILL_PREFIX)
+        lifted = await asyncio.to_thread(lambda: lifted_media(body[noted:], path))
+        _aside.update(lifted.spans)
+        try:
+            receive = replay(body[:noted] + lifted.raw, receive)
+            # The turn may last, and its media are in memory already.
+            body = b""
+            await self._app({**scope, MEDIA: lifted.spans}, receive, send)
+        finally:
+            for mark in lifted.spans:
+                del _aside[mark]
+
+
+@MEDIA_CONNECTOR_REGISTRY.register(_CONNECTOR)
+class AsideConnector(MediaConnector):  # type: ignore[misc]  # vLLM's types are not looked at.
+    """Reads the data that were set aside."""
+
+    def _load_data_url(self, url: str, media_io: Any) -> Any:
+        head, _, mark = url.partition(",")
+        data = _aside.get(mark)
+        if data is None:
+            return super()._load_data_url(url, media_io)
+        if isinstance(media_io, ImageMediaIO):
+            # Without a copy as text.
+            return media_io.load_bytes(pybase64.b64decode(data, validate=True))
+        return super()._load_data_url(f"{head},{data.decode()}", media_io)

@@ -67,8 +67,7 @@ class LateKV:
     def looks_again(self, request_id: str, missed_tokens: int, answers: bool = True) -> bool:
         """Return whether to look a prompt up once more, given how much of it was not found.
 
-        Args:
-            answers: whether LMCache's server does.
+        ``answers`` is whether LMCache's server does.
         """
         wait = self._waits.setdefault(request_id, _Wait())
         wait.missed_tokens = missed_tokens

@@ -199,9 +199,7 @@ def observe_engine(
 ) -> None:
     """Have an ``AsyncLLM`` report what it does for the current turn.
 
-    Args:
-        missing_tokens: see `NodeImages`.
-        schedules: whether the engine's scheduler is told which turn each request is.
+    With `schedules`, the engine's scheduler is told which turn each request is.
     """
     generate = client.generate
 

@@ -81,11 +81,7 @@ def hashed(media: Mapping[str, bytes]) -> dict[str, Image]:
 
 @dataclass(slots=True)
 class _Images:
-    """Images of entries, each once.
-
-    Attributes:
-        size: of all of them, in bytes.
-    """
+    """Images of entries, each once; ``size`` is of all of them, in bytes."""
 
     size: int = 0
     _texts: dict[bytes, bytes] = field(default_factory=dict)
@@ -133,9 +129,7 @@ class _Entry:
 class ResponseStore:
     """The newest responses, by tenant and id, as far as there is room.
 
-    Args:
-        room_bytes: for requests and responses.
-        images_bytes: for the images of requests, in base64.
+    Images of requests have room of their own, for their base64.
     """
 
     def __init__(self, room_bytes: int, images_bytes: int = 0) -> None:
@@ -153,11 +147,7 @@ class ResponseStore:
         response: bytes,
         images: Mapping[str, Image] | None = None,
     ) -> None:
-        """Keep a response.
-
-        Args:
-            images: what marks in the request stand for.
-        """
+        """Keep a response; ``images`` are what marks in the request stand for."""
         entry = _Entry(history_id, request, response, dict(images or {}))
         if entry.size > self._room or entry.images_size > self._images_room:
             return

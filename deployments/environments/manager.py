@@ -15,7 +15,7 @@ from conserve.errors import ApiError
 from conserve.events import Kind
 from conserve.settings import EnvironmentSettings
 from deployments import answers
-from deployments.environments.processes import Backend, Running
+from deployments.environments.backends import Backend, Running
 from deployments.environments.sandbox import SandboxError
 
 logger = logging.getLogger("conserve.environments")
@@ -73,10 +73,7 @@ class Manager:
     # --- what clients ask for ----------------------------------------------------------------
 
     def declare(self, conversation_id: str, body: Any) -> answers.Environment:
-        """Add an environment to a conversation; it is prepared when it is needed soon.
-
-        Raises `ApiError`.
-        """
+        """Add an environment to a conversation, to be prepared when needed; raises `ApiError`."""
         try:
             spec = Spec.asked(body, self._settings.all_limits)
         except SpecError as error:
@@ -102,20 +99,15 @@ class Manager:
         return self._view(self._found(conversation_id, name))
 
     def let_go(self, conversation_id: str, name: str) -> None:
-        """Release a conversation's environment, which is removed with its last holder.
-
-        Raises `ApiError` if there is none of that name.
-        """
+        """Release an environment, which goes with its last holder; raises `ApiError` if unknown."""
         self._found(conversation_id, name)
         self._ledger.let_go(conversation_id, name)
         self.step()
 
     async def run(self, conversation_id: str, name: str, body: Any) -> answers.CommandDone:
-        """Run a command once its environment is ready and there is room.
+        """Run a command once its environment is ready and there is room; raises `ApiError`.
 
-        Cancelling this ends the command, unless it has a ``call_id``, by which its client may ask
-        for it
-        again. Raises `ApiError`.
+        Cancelling this ends it, unless it has a ``call_id``, by which its client may ask again.
         """
         one = self._found(conversation_id, name)
         try:

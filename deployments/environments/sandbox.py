@@ -103,11 +103,7 @@ class Place:
 
 
 class Sandbox:
-    """Runs commands, with namespaces if they are available (`namespaces_missing`).
-
-    Args:
-        network: whether commands may use the machine's network.
-    """
+    """Runs commands, with namespaces if there are any (`namespaces_missing`), or a network."""
 
     def __init__(self, *, namespaces: bool, network: bool) -> None:
         self.namespaces = namespaces
@@ -212,15 +208,10 @@ class Command:
 def read_outputs(
     stdout: int, stderr: int, result: int | None, most_bytes: int, deadline_s: float
 ) -> tuple[bytes, bytes, bytes, bool]:
-    """Read a process's two outputs until they end, and keep the beginning of each.
+    """Return what a process writes, up to ``most_bytes`` an output, and whether there was more.
 
-    Args:
-        result: where a launcher writes the outcome; once it has ended, no known process can write.
-        most_bytes: how much of each output is kept.
-        deadline_s: when to give up, by `time.monotonic`.
-
-    Returns:
-        What is kept of each, the launcher's outcome, and whether there was more.
+    The third output, ``result``, is where a launcher writes the outcome: once it has ended, no
+    known process can write. ``deadline_s`` is by `time.monotonic`.
     """
     parts = {stdout: b"", stderr: b""}
     dropped = False

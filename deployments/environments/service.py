@@ -27,9 +27,8 @@ from conserve.errors import ApiError
 from conserve.events import Kind
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
-from deployments.environments.containers import Containers, find_engine
+from deployments.environments.backends import Backend, Containers, Processes, find_engine
 from deployments.environments.manager import Manager
-from deployments.environments.processes import Backend, Processes
 from deployments.environments.sandbox import SandboxError, namespaces_missing
 from deployments.messages import Refusal
 from deployments.table.table_client import TableClient, TableUnavailable

@@ -24,11 +24,7 @@ _CALLER = "conserve.caller"
 
 
 class Access:
-    """Lets requests in, by the application's settings.
-
-    Raises:
-        KeyFileError: the settings name a key file that is not usable.
-    """
+    """Lets requests in, by the settings; raises `KeyFileError` if their key file is not usable."""
 
     def __init__(self, settings: Settings) -> None:
         file = settings.keys_file
@@ -36,11 +32,7 @@ class Access:
         self._open_to_all = settings.unauthenticated
 
     def admit(self, scope: Scope) -> None:
-        """Let a request in, and note its caller.
-
-        Raises:
-            ApiError: it may not ask for this; nothing of a key is in the error.
-        """
+        """Let a request in, and note its caller; raises `ApiError` without anything of a key."""
         if scope["path"] in _OPEN:
             return
         acts = scope["path"].startswith(_ACTIONS) and scope["path"] != _ACTIONS
@@ -71,11 +63,7 @@ class Access:
 
 
 def require_keys(settings: Settings) -> None:
-    """Check the key file, before engines are started in vain.
-
-    Raises:
-        SettingsError: it is missing, or not usable.
-    """
+    """Check the key file, before engines are started in vain; raises `SettingsError`."""
     if settings.keys_file is not None:
         try:
             keyfile.read(Path(settings.keys_file))

@@ -26,14 +26,8 @@ class CertificateError(Exception):
 class Certificate:
     """Gives connections that begin the newest usable certificate.
 
-    Args:
-        files: those of the certificate and its chain, and of its private key.
-
-    Attributes:
-        context: for the server. It stays the same, and gives each handshake the newest certificate.
-
-    Raises:
-        CertificateError: the files are not usable at the start.
+    The server's `context` stays the same. ``files`` are those of the certificate and its chain, and
+    of its private key; raises `CertificateError` if they are not usable at the start.
     """
 
     def __init__(self, files: tuple[str, str]) -> None:
@@ -68,11 +62,7 @@ class Certificate:
 
 
 def read(files: tuple[str, str]) -> ssl.SSLContext:
-    """Return a context with the certificate and key of these files.
-
-    Raises:
-        CertificateError: there is no such pair.
-    """
+    """Return a context with the certificate and key of these files, or raise `CertificateError`."""
     cert_file, key_file = files
     for name, file in (("cert_file", cert_file), ("key_file", key_file)):
         try:
@@ -96,11 +86,7 @@ def read(files: tuple[str, str]) -> ssl.SSLContext:
 
 
 def require_certificate(settings: Settings) -> None:
-    """Check the certificate, before engines are started in vain.
-
-    Raises:
-        SettingsError: it is missing, or not usable.
-    """
+    """Check the certificate, before engines are started in vain; raises `SettingsError`."""
     if settings.tls.files is not None:
         try:
             read(settings.tls.files)

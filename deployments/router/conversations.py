@@ -38,11 +38,7 @@ _OFF = ApiError(
 
 
 class Conversations:
-    """The endpoints.
-
-    Args:
-        environments: None where environments are off.
-    """
+    """The endpoints; ``environments`` is None where environments are off."""
 
     def __init__(self, table: TableClient, environments: EnvironmentClient | None) -> None:
         self._table = table

@@ -30,10 +30,8 @@ class Encoding:
     ) -> tuple[Encoded, list[tuple[Encoder, EngineUnreachable]]]:
         """Return once media are in the memory of the node of the engine at ``url``, or will not be.
 
-        It raises nothing, and leaves nothing in `ClientRequest.to_encode`.
-
-        Returns:
-            What encoders did, and those whose connection broke.
+        It raises nothing, and empties `ClientRequest.to_encode`. Returns what encoders did, and
+        those whose connection broke.
         """
         node = node_of(url)
         jobs = [self._one(node, request.path, *one) for one in request.to_encode.items()]

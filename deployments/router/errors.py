@@ -72,11 +72,7 @@ async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str
 
 
 async def hold_back(error: ApiError, arrived_s: float) -> None:
-    """Wait before a request is refused that is itself to blame.
-
-    Args:
-        arrived_s: when it came, by `time.perf_counter`.
-    """
+    """Wait before a request is refused that is itself to blame."""
     if error.status in _ABOUT_THE_REQUEST or error.code in _SEARCHED_FOR:
         await asyncio.sleep(wait_s(time.perf_counter() - arrived_s))
 

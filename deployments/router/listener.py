@@ -29,16 +29,9 @@ _CREDENTIALS = struct.Struct("3i")
 class Listener:
     """A listening socket, from an earlier router or new, and its way to the next one.
 
-    A router gives its socket to one router of another deployment, or to any once it is told to
-    end.
-
-    Args:
-        application: no other one takes this one's socket.
-        deployment: tells one deployment of the application from others.
-
-    Attributes:
-        taken: whether another router that lives accepts from the socket, too.
-        ending: whether this router was told to end.
+    A router gives its socket to one router of another deployment, or to any once it is told to end
+    (`ending`). No other application takes it. `taken` is whether another router that lives accepts
+    from it, too.
     """
 
     def __init__(self, application: str, host: str, port: int, deployment: str) -> None:

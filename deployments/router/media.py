@@ -105,11 +105,7 @@ class MediaReader:
         return own
 
     def to_encode(self, own: dict[str, Any], path: str, lifted: Lifted) -> dict[str, bytes]:
-        """Return a body for each medium that encoders may have to encode, by the medium's name.
-
-        Args:
-            own: as `named` returns it.
-        """
+        """Return a body for each medium (of `named`) that encoders may have to encode, by name."""
         if not self.settings.encoders.replicas:
             return {}
         new = {name_of(place.url) or "": place.part for place in places(own, path)}
@@ -120,10 +116,7 @@ class MediaReader:
         }
 
     async def fetch(self, missing: NotFetched, salt: str | None) -> dict[str, bytes]:
-        """Fetch media, and keep them; returns all that the request has by URL.
-
-        Raises ApiError (400) if one of them cannot be had.
-        """
+        """Fetch media, and keep them; returns all of the request by URL, or raises ApiError."""
         budget = _Budget(self.settings.media.bytes)
         domains = self.settings.allowed_media_domains
         tasks = {
@@ -308,12 +301,7 @@ class _Budget:
 
 
 async def fetched(url: str, where: str, domains: Iterable[str], budget: _Budget) -> bytes:
-    """Return what is at a URL; raises ApiError (400) that names the part.
-
-    Args:
-        domains: the names that may be fetched from.
-        budget: of the request.
-    """
+    """Return what is at a URL of these domains; raises ApiError (400) that names the part."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

@@ -30,11 +30,7 @@ class Description:
         self._document: dict[str, Any] | None = None
 
     async def serve(self, request: Request) -> Response:
-        """Answer with the document.
-
-        Raises:
-            ApiError: no engine can be asked.
-        """
+        """Answer with the document; raises `ApiError` if no engine can be asked."""
         if self._document is None:
             self._document = document(await self._engines_own(), self._settings.model_id)
         return JSONResponse(self._document)
@@ -54,11 +50,7 @@ class Description:
 
 
 def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
-    """Return the whole OpenAPI document.
-
-    Args:
-        theirs: an engine's own document.
-    """
+    """Return the whole OpenAPI document, with ``theirs``: an engine's own."""
     schemas = copy.deepcopy(theirs.get("components", {}).get("schemas", {}))
     paths = copy.deepcopy(interface.PATHS)
     for path in (*TURN_PATHS, *TOKEN_PATHS):

@@ -98,10 +98,8 @@ class SystemLengths:
     """Keeps the lengths of system parts, which are tools and leading system messages.
 
     An engine counts each once: the tokens that the turn's prompt and two others with that part have
-    in common. A part that may be written otherwise, though its digest is the same, is not counted.
-
-    Args:
-        volatile: kinds of text that are left out of digests; see `conserve.recognition.volatile`.
+    in common. A part that may be written otherwise, though its digest is the same, is not counted:
+    digests leave out `volatile` text.
     """
 
     def __init__(self, upstream: Upstream, volatile: Collection[str] = ()) -> None:

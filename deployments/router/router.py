@@ -12,6 +12,8 @@ import logging
 import os
 import select
 import sys
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -27,7 +29,6 @@ from deployments.environments.client import EnvironmentClient
 from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
 from deployments.router.certificate import Certificate
-from deployments.router.draining import KEEP_ALIVE_S, Drain, is_deleted
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
 from deployments.table.table_client import TableClient, TableUnavailable
@@ -50,6 +51,78 @@ _BETWEEN_CHUNKS = b"0"
 _LOOK_S = 0.1
 
 
+# Clients may reuse a connection for so long after an answer; then uvicorn closes it.
+KEEP_ALIVE_S = 75
+_DRAIN_LOOK_S = 0.5
+_STATUS_S = 5.0
+
+
+class Drain:
+    """The end of a router: serves until another one has its socket, then what is connected to it.
+
+    A client that keeps its connection gets ``Connection: close`` with its next answer. If the
+    application ends, no other router comes: then new turns are refused, and running ones finish.
+    After ``timeout_s`` the rest is cut.
+    """
+
+    def __init__(
+        self,
+        door: FrontDoor,
+        server: uvicorn.Server,
+        listener: Listener,
+        timeout_s: float,
+        is_deleted: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._door = door
+        self._server = server
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._is_deleted = is_deleted
+
+    def announce(self) -> None:
+        """Have the router replaced; it serves as before until it is."""
+        self._door.probes.drain()
+        self._listener.ending = True
+
+    async def run(self) -> None:
+        """Return when nothing is served any more, or the time is up."""
+        self.announce()
+        deadline_s = time.monotonic() + self._timeout_s
+        while not self._listener.taken and time.monotonic() < deadline_s:
+            if await self._is_deleted():
+                self._door.refusing = True
+                break
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        if not self._door.refusing:
+            # The socket itself stays open, and connections that wait in it go to the other router.
+            for listening in self._server.servers:
+                listening.close()
+        idle_s = min(deadline_s, time.monotonic() + KEEP_ALIVE_S)
+        state = self._server.server_state
+        while time.monotonic() < deadline_s:
+            done = self._door.refusing or time.monotonic() >= idle_s
+            if not (state.tasks if done else state.connections):
+                break
+            await asyncio.sleep(_DRAIN_LOOK_S / 5)
+        if state.tasks:
+            logger.warning("router %d ends with %d requests", os.getpid(), len(state.tasks))
+        self._server.should_exit = True
+
+
+async def is_deleted(application: str) -> bool:
+    """Return whether Serve is deleting the application; False if that cannot be found out."""
+
+    def look() -> bool:
+        found = serve.status().applications.get(application)
+        return found is None or found.status == "DELETING"
+
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(look), _STATUS_S)
+    except Exception as error:
+        logger.warning("Serve's controller does not say whether the application ends: %s", error)
+        return False
+
+
 @serve.deployment(
     # On the head node, whose address clients know; Ray gives every head this resource.
     ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
@@ -61,9 +134,7 @@ _LOOK_S = 0.1
 class Router:
     """Listens, and beats so that the conversation table knows that the application lives.
 
-    Args:
-        deployment: tells one deployment of the application from others.
-        engines: handles, which only make the engines part of this application.
+    Handles of engines only make these part of the same application.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it.
@@ -170,11 +241,7 @@ class Router:
 
 
 def changed_timeouts(given: Any, settings: Settings) -> Timeouts:
-    """Return an application's timeouts with those that its ``user_config`` changes.
-
-    Raises:
-        SettingsError: one line a problem.
-    """
+    """Return timeouts, with those that ``user_config`` changes; raises `SettingsError`."""
     names = [field.name for field in dataclasses.fields(Timeouts)]
     if not isinstance(given, dict) or not given.keys() <= set(names):
         raise SettingsError(f"only {' and '.join(names)} change in place; give these by name")
@@ -183,11 +250,7 @@ def changed_timeouts(given: Any, settings: Settings) -> Timeouts:
 
 
 def server_config(door: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """Return how a router's server listens.
-
-    Raises:
-        CertificateError: the settings name a certificate that is not usable.
-    """
+    """Return how a router's server listens; raises `CertificateError` without a usable one."""
     certificate = None if settings.tls.files is None else Certificate(settings.tls.files)
     return uvicorn.Config(
         door,

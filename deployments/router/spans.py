@@ -59,8 +59,7 @@ class Spans:
     def begin(self, scope: Scope, arrived_s: float) -> "TurnSpan":
         """Begin a turn's span, within its client's trace if its request names one.
 
-        Args:
-            arrived_s: by `time.perf_counter`.
+        ``arrived_s`` is by `time.perf_counter`.
         """
         headers = Headers(scope=scope)
         given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
@@ -80,11 +79,7 @@ class Spans:
 
 
 class TurnSpan:
-    """The span of one turn that is under way.
-
-    Attributes:
-        headers: those that make an engine's spans its children.
-    """
+    """The span of one turn under way; with `headers`, an engine's spans become its children."""
 
     def __init__(
         self, tracer: trace.Tracer, span: trace.Span, zero_ns: int, path: str, model: str
@@ -99,11 +94,7 @@ class TurnSpan:
         _W3C.inject(self.headers, self._context)
 
     def end(self, timing: TurnTiming, phases: Sequence[Phase] = (), model: str = "") -> None:
-        """End the turn's span, with those of its phases.
-
-        Args:
-            model: as the client asked for it; empty: it was not read.
-        """
+        """End the turn's span, with those of its phases; ``model`` is empty if it was not read."""
         if not self._span.is_recording():
             return  # The client's trace is not sampled.
         for phase in phases:

@@ -46,12 +46,8 @@ class StoredResponses:
     async def with_history(self, lifted: Lifted, tenant: str | None) -> str | None:
         """Put a turn's whole history into its body; returns the conversation that it continues.
 
-        Args:
-            lifted: the body as its client has sent it. If it names no response, it stays as it is,
-                and None is returned.
-
-        Raises:
-            ApiError: there is no such response, or the body is too large to look for one.
+        If it names no response, its body stays, and None is returned. Raises `ApiError` if there is
+        no such response, or the body is too large to look for one.
         """
         if not any(name in lifted.raw for name in _NAMES):
             return None
@@ -105,8 +101,7 @@ class StoredResponses:
     ) -> tuple[list[Any], str]:
         """Put items in the place of references; returns the newest's conversation, too.
 
-        Args:
-            lifted: the turn's body, to whose long texts those of the items are added.
+        The items' long texts are added to ``lifted``, the turn's body.
         """
         known: dict[str, Any] = {}
         looked_up: list[wire.StoredResponse] = []

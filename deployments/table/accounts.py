@@ -159,10 +159,9 @@ class Accounts:
                 self._costs.look(one, decoder.held_tokens, time.monotonic())
 
     def prefilled(self, plan: TurnPlan, done: Prefilled | None, *, goes_on: bool) -> None:
-        """A remote prefill is over; ``done`` is None if it failed.
+        """Note that a remote prefill is over; ``done`` is None if it failed.
 
-        Args:
-            goes_on: the turn has not ended meanwhile, and runs on its decoder now.
+        ``goes_on`` is whether the turn has not ended meanwhile, and runs on its decoder now.
         """
         if goes_on:
             self._energy.run(plan.turn, plan.decoder_id, time.monotonic())
@@ -198,11 +197,7 @@ class Accounts:
     def advanced(
         self, turn: TurnKey, stats: TurnStats, decoder_id: str, facts: TurnFacts | None
     ) -> None:
-        """Note that a turn is complete.
-
-        Args:
-            facts: None if it began under another table.
-        """
+        """Note that a turn is complete; ``facts`` is None if it began under another table."""
         why = None if facts is None else why_slow(facts, stats)
         if why is None:
             self.why.pop(turn.history_id, None)
@@ -294,11 +289,7 @@ class Accounts:
             lines.log_turn(self._unlogged.pop(turn)[1], why)
 
     def log_late(self, now_s: float) -> None:
-        """Write the lines of turns whose decoders have not reported their ends in time.
-
-        Args:
-            now_s: by `time.monotonic`.
-        """
+        """Write the lines of turns whose decoders have not reported their ends in time."""
         for turn, (since_s, _) in list(self._unlogged.items()):
             if now_s - since_s < _LATE_S:
                 break  # So are those after it.

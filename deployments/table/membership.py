@@ -169,8 +169,7 @@ class Membership:
     def drain(self, engine_id: str) -> int | Refusal | None:
         """Give an engine nothing new, and have its conversations move once they are idle.
 
-        Returns:
-            How many it has left; None: there is no such engine.
+        Returns how many it has left; None: there is no such engine.
         """
         engine = self.registry.engines.get(engine_id)
         if engine is None:

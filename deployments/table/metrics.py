@@ -42,13 +42,9 @@ class Described(NamedTuple):
 
 
 class Metrics:
-    """The metrics of one application.
+    """The metrics of one application; ``groups`` are read from state (`Rows`).
 
-    Args:
-        groups: metrics that are read from state; see `Rows`.
-
-    Attributes:
-        described: those that are counted as things happen.
+    `described` are those that are counted as things happen.
     """
 
     def __init__(self, *groups: Collector) -> None:
@@ -203,11 +199,7 @@ class Row(Generic[_State]):
 
 
 class Rows(Collector, Generic[_State]):
-    """Rows, and the state that they are read from.
-
-    Args:
-        if_any: whether the state has anything to show; without, all rows are left out.
-    """
+    """Rows, and the state that they are read from; all are left out unless ``if_any(state)``."""
 
     def __init__(
         self,

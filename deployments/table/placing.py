@@ -186,10 +186,8 @@ class Placing:
     ) -> Admitted:
         """Bind a conversation, now or when there is room.
 
-        Raises:
-            QueueFull: the queue is full.
-            TimeoutError: there was no room for too long.
-            asyncio.CancelledError: it was given up meanwhile (`forgo`).
+        Raises `QueueFull`, `TimeoutError`, or `asyncio.CancelledError` if it was given up
+        (`forgo`).
         """
         answer = self.admission.enter(
             pending.history_id, prompt_tokens, unix_s(), arrived_s, opening

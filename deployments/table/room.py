@@ -177,11 +177,7 @@ class Room:
     def pend(
         self, history_id: str, router_id: str, chat: bool, claim: int | None = None
     ) -> PendingTurn:
-        """Note that a turn waits to be placed.
-
-        Args:
-            claim: None: a new one.
-        """
+        """Note that a turn waits to be placed; a ``claim`` of None is a new one."""
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         claim = self.new_claim() if claim is None else claim
         pending = PendingTurn(history_id, router_id, claim, settled, chat)

@@ -17,9 +17,7 @@ from deployments.table.room import Room
 class RunningTurns:
     """Begins and ends turns, also those of a router or a decoder that dies.
 
-    Attributes:
-        may_be_stored: whether LMCache may have any conversation's KV. Before that, nothing is
-            looked up there.
+    Until `may_be_stored`, LMCache has no conversation's KV, and nothing is looked up there.
     """
 
     settings: Settings

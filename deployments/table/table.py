@@ -60,11 +60,7 @@ QUEUE_LIMIT = 1024
 
 
 class TableService:
-    """The conversation table; `TableClient` makes it an actor, and calls it.
-
-    Args:
-        queue_limit: how many conversations may wait for room; one more is refused.
-    """
+    """The conversation table, an actor that `TableClient` calls; ``queue_limit`` turns may wait."""
 
     def __init__(self, settings: Settings, queue_limit: int = QUEUE_LIMIT) -> None:
         # Turns are numbered by hundreds.
@@ -180,9 +176,7 @@ class TableService:
     async def leave(self, engine_id: str, overdue: bool) -> bool:
         """Give an engine nothing new; returns whether it should stay, and ask again.
 
-        Args:
-            overdue: whether its time to drain is up. Then each of its histories is unbound, once
-                none of its turns runs.
+        If it is ``overdue``, its histories are unbound, each once none of its turns runs.
         """
         # Turns that it has begun by itself may run.
         await self._listeners.have_heard({engine_id}, LOOK_S)
@@ -208,10 +202,9 @@ class TableService:
         return await self._listeners.hear(decoder_id, registration, heard)
 
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """Note what a decoder has done.
+        """Note what a decoder has done; None: register again.
 
-        Returns:
-            Whether turns that begin now leave their KV in host memory; None: register again.
+        Returns whether turns that begin now leave their KV in host memory.
         """
         return self._listeners.report(decoder_id, registration, report)
 
@@ -258,10 +251,7 @@ class TableService:
     async def report_tool(
         self, conversation_id: str, report: ToolReport
     ) -> int | messages.Refusal | None:
-        """Note that a conversation's tool begins or ends; returns how many of them run now.
-
-        None if the conversation is unknown.
-        """
+        """Note that a tool begins or ends; returns how many run (None: unknown conversation)."""
         await self._recovery.not_ready()
         found = self._table.histories(conversation_id)
         if not found:
@@ -295,11 +285,7 @@ class TableService:
     async def router_beat(
         self, router_id: str, timeouts: messages.Timeouts | None = None
     ) -> messages.RouterHeard:
-        """Note that a router lives; returns what it has to know between turns.
-
-        Args:
-            timeouts: those to go by from now on; None: as before.
-        """
+        """Note that a router lives, and take its timeouts, if any; returns what it has to know."""
         self._ensure_housekeeping()
         if timeouts is not None and timeouts != self._timeouts:
             self._timeouts = timeouts
@@ -324,11 +310,7 @@ class TableService:
         )
 
     async def engines(self, exact: bool = False) -> list[answers.Engine]:
-        """Return the engines alive, for `GET /v1/engines`.
-
-        Args:
-            exact: whether to wait for what decoders have done just now.
-        """
+        """Return the engines alive; ``exact``: wait for what decoders have done just now."""
         await self._recovery.not_ready()
         if exact:
             await self._look()
@@ -351,11 +333,7 @@ class TableService:
         return await listen(self._events, query)
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
-        """Return the most recently used conversations, for `GET /v1/conversations`, as JSON.
-
-        Args:
-            tenant: None: all tenants.
-        """
+        """Return the most recently used conversations of a tenant, or of all (None), as JSON."""
         await self._recovery.not_ready()
         await self._look()
         table = self._table
@@ -377,11 +355,7 @@ class TableService:
     async def lifecycle(
         self, conversation_ids: list[str], pressure: HostPressure
     ) -> messages.Lifecycle:
-        """Return how conversations stand that have environments.
-
-        Args:
-            pressure: of the machine on which their tools run.
-        """
+        """Return how these conversations stand, and note the pressure on their tools' machine."""
         self._host, self._host_told_s = pressure, time.monotonic()
         if not self._recovery.is_over:
             return messages.Lifecycle(self._events.first, None)

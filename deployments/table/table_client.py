@@ -2,27 +2,127 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import hashlib
+import json
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self, TypeVar
 
+import msgspec
 import ray
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.direct import Notice, Report
 from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
-from conserve.events import Kind
+from conserve.events import Event, Kind
+from conserve.history import History, TurnKey
+from conserve.holdings import Parked
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
 from deployments import answers, messages
-from deployments.detached import ActorClient, Patience, find_or_make
-from deployments.table.succession import TableActor, TableName
+from deployments.detached import ActorClient, Patience, call, find_or_make, listed
 from deployments.table.table import TableService
 from hetero.energy import EngineEnergy
 
 Claimed = TypeVar("Claimed", messages.TurnPlan | messages.Unplaced, messages.TurnPlan)
+
+
+logger = logging.getLogger("conserve.table")
+
+_PATIENCE_S = 20.0
+
+
+class TableName(str):
+    """The name of a deployment's table; those of later deployments compare as greater.
+
+    Engines with another model or other arguments need another table: no history can move between
+    them and those before.
+    """
+
+    @classmethod
+    def of(cls, application: str, deployment: str, settings: Settings) -> Self:
+        own = [settings.of_role(role).engine for role in ("decoder", "prefiller")]
+        said = json.dumps([settings.model, settings.model_id, settings.engine, *own], default=str)
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        return cls(f"conserve:{application}:table:{digest}:{deployment}")
+
+    def alive(self) -> list[str]:
+        """Return the names of the tables that live, the oldest first; this one's may be there."""
+        return sorted(listed(self[: self.rindex(":") + 1]))
+
+    def newest(self) -> str:
+        return max([self, *self.alive()])
+
+
+class Legacy(msgspec.Struct):
+    """All that the next table cannot learn from engines. Later versions may add to it.
+
+    Attributes:
+        histories: with where they are bound, and the turns that run.
+        running: turns under way, with their routers and decoders.
+        engines: ids of those that will register.
+    """
+
+    histories: list[History] = []
+    running: list[tuple[TurnKey, str, str]] = []
+    parked: list[Parked] = []
+    # Another version may have other kinds.
+    events: Sequence[tuple[int, float, Any, str, dict[str, Any]]] = ()
+    engines: list[str] = []
+
+
+class TableActor(TableService):
+    """A table that takes over from those of earlier deployments as it starts, and ends them.
+
+    To their routers and engines that is a table which dies: they find this one by its name, and
+    engines register here with what they hold. Turns that run go on meanwhile.
+
+    Ray runs the constructor before any call, and again if the actor dies: then no earlier one is
+    left.
+    """
+
+    def __init__(self, name: TableName, settings: Settings) -> None:
+        super().__init__(settings)
+        for earlier in reversed([one for one in name.alive() if one < name]):
+            with contextlib.suppress(ValueError):  # It has just ended.
+                actor = ray.get_actor(earlier, namespace="serve")
+                try:
+                    packed = ray.get(call(actor, TableActor.hand_over), timeout=_PATIENCE_S)
+                    self.take_over(msgspec.msgpack.decode(packed, type=Legacy))
+                except Exception as error:
+                    # What engines hold is enough to go on.
+                    logger.warning("nothing is taken over from %s: %s", earlier, error)
+                # Its callers come here then.
+                ray.kill(actor)
+
+    async def hand_over(self) -> bytes:
+        """Return a packed `Legacy`, and begin nothing more."""
+        self._recovery.handed_over = True
+        table, running = self._table, self._running
+        histories = table.live()
+        memory = table.memory
+        parked = () if memory is None else memory.all_parked(histories)
+        turns = [(turn, router, running.decoders[turn]) for turn, router in running.routers.items()]
+        engines = [one.id for one in self._registry.engines.values() if one.role != "encoder"]
+        legacy = Legacy(
+            [msgspec.structs.replace(one, base=None) for one in histories],
+            turns, list(parked), self._events.after(0), engines,
+        )  # fmt: skip
+        logger.info("%d histories go to the next deployment's table", len(histories))
+        return msgspec.msgpack.encode(legacy)
+
+    def take_over(self, legacy: Legacy) -> None:
+        self._table.take_over(legacy.histories)
+        self._registry.parked_before += legacy.parked
+        self._events.take_over(Event(*one) for one in legacy.events)
+        self._recovery.expects(legacy.engines)
+        self._running.may_be_stored = True
+        for turn, router_id, decoder_id in legacy.running:
+            self._running.routers[turn], self._running.decoders[turn] = router_id, decoder_id
+        logger.info("%d histories come from the last deployment's table", len(legacy.histories))
 
 
 class TableUnavailable(Exception):

@@ -17,9 +17,6 @@ class TenantCounts:
     """Counts turns and tokens by tenant: the first `NAMED_TENANTS` by name, all others as one.
 
     Turns without keys have no tenant; their tokens are counted under the name "".
-
-    Args:
-        usage: what each tenant has now.
     """
 
     def __init__(self, usage: UsageBook) -> None:
@@ -48,8 +45,7 @@ class TenantCounts:
     def spent(self, tenant: str | None, stats: TurnStats, prefilled_tokens: int) -> None:
         """Count the tokens of a turn that has ended.
 
-        Args:
-            prefilled_tokens: what a prefiller computed for it, which its decoder found in LMCache.
+        A prefiller computed ``prefilled_tokens`` of it, which its decoder found in LMCache.
         """
         if not stats.output_tokens:
             # It was cut, perhaps before any of its prompt was computed.

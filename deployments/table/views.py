@@ -102,11 +102,8 @@ def conversation_view(
 ) -> answers.Conversation:
     """Return one live conversation, with its tenant where there are keys.
 
-    Args:
-        histories: at least one. The decoder and the last turn are the most recently used one's.
-        now_s: Unix time.
-        why: for each slow last turn the reason, by its history.
-        events: None: leave them out.
+    Of at least one history, the most recently used one's decoder and last turn are shown. ``why``
+    has reasons of slow last turns, by history. Without ``events`` they are left out.
     """
     newest = max(histories, key=lambda one: one.last_used_s)
     ttfet_s = next((one.ttfet_s for one in histories if one.ttfet_s is not None), None)
@@ -190,11 +187,7 @@ def _last_turn(history: History, why: Mapping[str, str]) -> answers.Turn | None:
 def engine_view(
     engine: EngineInfo, table: ConversationTable, load: EngineLoad | None
 ) -> answers.Engine:
-    """Return one engine, what it holds and what it does.
-
-    Args:
-        load: None before its first beat.
-    """
+    """Return one engine, what it holds and what it does; ``load`` is None before its first beat."""
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
     return answers.Engine(
@@ -252,12 +245,6 @@ async def list_recent(
 
     Other calls are served meanwhile. Conversations that end meanwhile are left out, and new ones
     are not in it.
-
-    Args:
-        limit: most conversations.
-        now_s: Unix time.
-        why: as in `conversation_view`.
-        tenant: whose; None: all tenants'.
     """
     live = table.live()
     beginning = "" if tenant is None else identity.scoped(tenant, "")
@@ -323,10 +310,7 @@ def standings(
 ) -> dict[str, Standing]:
     """Return how these conversations stand; unknown ones are left out.
 
-    Args:
-        conversation_ids: scoped to their tenants.
-        waiting: the queue, in admission order.
-        pending: ids of histories that are being placed.
+    ``waiting`` is the queue in admission order, and ``pending`` has ids of histories being placed.
     """
     asked = set(conversation_ids)
     found: dict[str, Standing] = {}

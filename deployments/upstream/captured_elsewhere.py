@@ -6,7 +6,7 @@ stream on which a graph is captured decides where it runs.
 
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def capture_where_it_runs() -> None:
@@ -29,8 +29,7 @@ PATCH = Patch(
     name="captured_elsewhere",
     package="vllm",
     seams=(
-        "vllm.distributed.parallel_state:graph_capture",
-        "vllm.distributed.parallel_state:GraphCaptureContext",
+        *of("vllm.distributed.parallel_state", "graph_capture GraphCaptureContext"),
         "vllm.utils.torch_utils:current_stream",
     ),
     why="graphs of an engine on SM slots run on all SMs of its GPU",

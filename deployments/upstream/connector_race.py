@@ -31,12 +31,9 @@ def keep_what_is_registered() -> None:
 PATCH = Patch(
     name="connector_race",
     package="ray",
-    seams=(*of("ray.llm._internal.serve.utils.registry:ComponentRegistry", "register contains"),),
+    seams=of("ray.llm._internal.serve.utils.registry:ComponentRegistry", "register contains"),
     why="of replicas that start together, one fails to load and starts again",
-    upstream=(
-        "not reported: kv_transfer/factory.py's _initialize_registry looks and then registers, so "
-        "replicas that start together fail with \"kv_connector_backend 'X' is already registered\""
-    ),
+    upstream="not reported: _initialize_registry (kv_transfer/factory.py) looks, then registers",
     process="server",
     used_by="deployments/engine/replica.py",
 )

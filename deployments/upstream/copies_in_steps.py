@@ -66,18 +66,13 @@ PATCH = Patch(
     seams=(
         "lmcache.v1.multiprocess.transfer_context.worker_transfer:_build_engine_driven_context",
         *of(
-            "lmcache.v1.multiprocess.transfer_context.async_engine_driven:AsyncEngineDrivenTransferContext",
+            _ASYNC,
             "__init__ unregister _is_closing _inflight_lock _pending_stores _commit_executor "
             "_engine_driven_context",
         ),
     ),
     why="on a CPU each store of a prompt delays the tokens of all turns of its engine",
-    upstream=(
-        "LMCache/LMCache#4069 (the context of a server that has restarted); not reported: "
-        "_supports_async_primitives() rejects a torch without accelerator, so submit_store blocks "
-        "the forward thread for the whole copy and two RPCs, where no stream order is needed; and "
-        "unregister() should drain _commit_executor first, as the server reuses the slots"
-    ),
+    upstream="LMCache/LMCache#4069 (its context only; not that a CPU's stores block the step)",
     process="connector",
     device="cpu",
     apply=apply,

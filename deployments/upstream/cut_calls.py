@@ -16,7 +16,7 @@ from typing import Any
 
 import pydantic_core
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 logger = logging.getLogger("ray.serve")
 
@@ -166,14 +166,11 @@ PATCH = Patch(
     name="cut_calls",
     package="vllm",
     seams=(
-        f"{_CHAT}._make_parser",
-        f"{_CHAT}.chat_completion_full_generator",
-        f"{_RESPONSES}._make_response_parser",
-        f"{_RESPONSES}.responses_full_generator",
+        *of(_CHAT, "_make_parser chat_completion_full_generator"),
+        *of(_RESPONSES, "_make_response_parser responses_full_generator"),
         "vllm.entrypoints.openai.responses.context:SimpleContext.final_output",
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.messages_full_converter",
-        "vllm.parser.abstract_parser:DelegatingParser.parse",
-        "vllm.parser.abstract_parser:DelegatingParser.parse_delta",
+        *of("vllm.parser.abstract_parser:DelegatingParser", "parse parse_delta"),
     ),
     why="clients run half a call, or are shown the model's own marks of one",
     upstream="vllm-project/vllm#58228 and #47903",

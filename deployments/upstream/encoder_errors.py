@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 logger = logging.getLogger("conserve.engine")
 
@@ -90,17 +90,17 @@ def _zeros(runner: Any, tokens: int, width: int | None) -> Any:
     return torch.zeros(tokens, width, dtype=model.dtype, device=runner.device)
 
 
+_NEWER = "vllm.v1.worker.gpu"
 PATCH = Patch(
     name="encoder_errors",
     package="vllm",
     seams=(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._execute_mm_encoder",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.encoder_cache",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.requests",
-        "vllm.v1.worker.gpu.model_states.interface:ModelState.execute_mm_encoder",
-        "vllm.v1.worker.gpu.model_states.interface:ModelState.encoder_cache",
-        "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache.mm_features",
-        "vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache.encoder_outputs",
+        *of(
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+            "_execute_mm_encoder encoder_cache requests",
+        ),
+        *of(f"{_NEWER}.model_states.interface:ModelState", "execute_mm_encoder encoder_cache"),
+        *of(f"{_NEWER}.mm.encoder_cache:EncoderCache", "mm_features encoder_outputs"),
     ),
     why="one image on which an encoder fails ends the engine, with all its turns and its KV",
     upstream="vllm#55546, vllm#43473, vllm#52654",

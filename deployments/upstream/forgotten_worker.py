@@ -44,11 +44,9 @@ def apply() -> None:
 PATCH = Patch(
     name="forgotten_worker",
     package="lmcache",
-    seams=(
-        *of(
-            "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread",
-            "_execute _health_event _instance_id _recover_callback",
-        ),
+    seams=of(
+        "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread",
+        "_execute _health_event _instance_id _recover_callback",
     ),
     why="an engine that was stopped for half a minute stores and loads no KV until it is restarted",
     upstream="LMCache/LMCache#4642 and PR #4687 (restarts of servers; they lack reaped workers)",

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 PING_TIMEOUT_S = 5.0
 # A server may still write a load that was given up, over what the engine puts there next. So on a
@@ -18,6 +18,7 @@ PING_TIMEOUT_S = 5.0
 GPU_PING_TIMEOUT_S = 60.0
 # A server may have to start CUDA, and to map an engine's KV space.
 REGISTRATION_TIMEOUT_S = 120.0
+_REGISTERING = ("register_kv_cache", "register_kv_cache_engine_driven_context")
 
 
 def apply() -> None:
@@ -35,7 +36,7 @@ def apply() -> None:
         return bool(ping(req_client, timeout, instance_id))
 
     adapters.send_ping = send_ping
-    for name in ("register_kv_cache", "register_kv_cache_engine_driven_context"):
+    for name in _REGISTERING:
         setattr(ZmqMultiprocessClient, name, _patient(getattr(ZmqMultiprocessClient, name)))
 
 
@@ -56,16 +57,11 @@ PATCH = Patch(
     seams=(
         "lmcache.integration.vllm.vllm_multi_process_adapter:send_ping",
         "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread._execute",
-        "lmcache.v1.multiprocess.transport.base:RequestClient.register_kv_cache",
-        "lmcache.v1.multiprocess.transport.base:"
-        "RequestClient.register_kv_cache_engine_driven_context",
+        *of("lmcache.v1.multiprocess.transport.base:RequestClient", " ".join(_REGISTERING)),
         "lmcache.v1.multiprocess.transport.zmq_impl.client:ZmqMultiprocessClient",
     ),
     why="a busy server counts as dead, so prompts are computed again; on a GPU, also wrong answers",
-    upstream=(
-        "not reported: HeartbeatThread uses its interval as the ping's timeout, and registering "
-        "the message queue's; options ping_timeout and registration_timeout would do"
-    ),
+    upstream="not reported: options for the timeouts of HeartbeatThread's ping, and of registering",
     process="connector",
     apply=apply,
 )

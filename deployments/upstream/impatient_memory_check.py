@@ -65,10 +65,7 @@ PATCH = Patch(
     package="vllm",
     seams=("vllm.v1.worker.utils:request_memory", "vllm.utils.mem_utils:MemorySnapshot.measure"),
     why="an engine that replaces a killed one fails for lack of GPU memory until LMCache misses it",
-    upstream=(
-        "LMCache#3206 (its cause); not reported to vLLM: request_memory could wait some seconds "
-        "before it raises, since supervisors restart an engine before the driver frees its memory"
-    ),
+    upstream="LMCache#3206 (its cause); not reported: request_memory could wait some seconds",
     process="engine",
     device="cuda",
     apply=apply,

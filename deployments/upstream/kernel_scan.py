@@ -27,11 +27,7 @@ PATCH = Patch(
     package="vllm",
     seams=("vllm.triton_utils.dispatcher:_rebind_kernels",),
     why="an engine on a CPU ends at its start where llvmlite is loaded before vLLM's kernels",
-    upstream=(
-        "not reported: _rebind_kernels calls .get of vars(value) for each value of each module; "
-        "llvmlite.binding.ffi.lib answers __dict__ with a library function, so "
-        "register_triton_kernel_overrides raises AttributeError if llvmlite is imported before"
-    ),
+    upstream="not reported: _rebind_kernels fails on llvmlite.binding.ffi.lib, imported before",
     process="engine",
     device="cpu",
     apply=apply,

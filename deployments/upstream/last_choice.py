@@ -57,13 +57,9 @@ def _loaded(kv: dict[str, Any]) -> int:
 PATCH = Patch(
     name="last_choice",
     package="vllm",
-    seams=(*of("vllm.v1.engine.output_processor:RequestState", "make_request_output parent_req"),),
+    seams=of("vllm.v1.engine.output_processor:RequestState", "make_request_output parent_req"),
     why="a turn of several choices counts KV as computed that one of them has loaded",
-    upstream=(
-        "not reported: with n>1 RequestOutput's kv_transfer_params and ec_transfer_params are "
-        "those of the choice that finishes last; RequestOutput.add() overwrites earlier values, "
-        "with None too. Keep the first that is not None, or merge them"
-    ),
+    upstream="not reported: with n>1 RequestOutput.add() overwrites transfer parameters, with None",
     process="server",
     apply=apply,
 )

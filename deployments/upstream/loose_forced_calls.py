@@ -43,11 +43,7 @@ PATCH = Patch(
         "vllm.parser.abstract_parser:resolve_tool_strictness",
     ),
     why="a forced call's arguments may be any JSON, and no object that fits the tool's schema",
-    upstream=(
-        "not reported: vllm-project/vllm PR 56268 made absent `strict` mean false for forced "
-        "calls, too; keep schema enforcement for named and required choices unless the tool says "
-        "strict: false"
-    ),
+    upstream="not reported: PR 56268 made absent `strict` mean false for forced calls, too",
     process="server",
     apply=apply,
 )

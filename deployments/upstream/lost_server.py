@@ -7,7 +7,7 @@ of its answer, and so does the engine's step that asked.
 import threading
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 # Requests that bring a connection back, so they must pass while it is down.
 _ALWAYS = (
@@ -57,17 +57,11 @@ PATCH = Patch(
     name="lost_server",
     package="lmcache",
     seams=(
-        f"{_CLIENT}.mq:MessageQueueClient.submit_request",
-        f"{_CLIENT}.mq:MessageQueueClient.cancel_streams",
-        f"{_CLIENT}.mq:MessageQueueClient.pending_futures",
+        *of(f"{_CLIENT}.mq:MessageQueueClient", "submit_request cancel_streams pending_futures"),
         f"{_CLIENT}.client:ZmqMultiprocessClient._message_queue_client",
     ),
     why="answers stop for as long as a message may take, whenever an LMCache server is killed",
-    upstream=(
-        "not reported: at EVENT_DISCONNECTED the client's loop calls cancel_streams(), and futures "
-        "in pending_futures wait for their timeout; set an exception on them there, and clear the "
-        "health event, so that adapters degrade at once (near: LMCache/LMCache#4642, #4670)"
-    ),
+    upstream="not reported: at EVENT_DISCONNECTED pending_futures wait (near: LMCache#4642)",
     process="connector",
     used_by="deployments/engine/lmcache_connector.py",
 )

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from conserve.media import name_of
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
+
+_METHODS = ("parse_image", "parse_audio", "parse_video")
 
 
 def keep_media_names(renamed: Callable[[str], str]) -> None:
     """Change vLLM's parser; ``renamed`` returns the engine's own name for one of a router's."""
     from vllm.renderers.chat_utils import AsyncMultiModalContentParser as Parser
 
-    for method in ("parse_image", "parse_audio", "parse_video"):
+    for method in _METHODS:
         setattr(Parser, method, _named(getattr(Parser, method), renamed))
 
 
@@ -30,17 +32,12 @@ def _named(parse: Callable[..., Any], renamed: Callable[[str], str]) -> Callable
     return named
 
 
-_PARSER = "vllm.renderers.chat_utils:AsyncMultiModalContentParser"
-
 PATCH = Patch(
     name="media_names",
     package="vllm",
-    seams=(f"{_PARSER}.parse_image", f"{_PARSER}.parse_audio", f"{_PARSER}.parse_video"),
+    seams=of("vllm.renderers.chat_utils:AsyncMultiModalContentParser", " ".join(_METHODS)),
     why="each turn decodes and hashes its history's images, which the node's cache does not know",
-    upstream=(
-        "not reported: Messages and Responses ignore uuid on image blocks, which Chat Completions "
-        "accepts. Pass it on in _convert_content_block and construct_input_messages"
-    ),
+    upstream="not reported: Messages and Responses ignore an image's uuid, unlike Chat Completions",
     process="server",
     used_by="deployments/engine/http_server.py",
 )

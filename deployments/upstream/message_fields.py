@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from conserve.apis import MESSAGE_ID
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 _CHAT_ID = "chatcmpl-"
 _CHAT_CALL_ID = "chatcmpl-tool-"
@@ -69,20 +69,13 @@ def _renamed(block: Any) -> Any:
 PATCH = Patch(
     name="message_fields",
     package="vllm",
-    seams=(
-        "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse",
-        "vllm.entrypoints.anthropic.serving:AnthropicMessagesResponse.stop_sequence",
-        "vllm.entrypoints.anthropic.serving:AnthropicStreamEvent.model_dump_json",
-        "vllm.entrypoints.anthropic.serving:AnthropicStreamEvent.content_block",
-        "vllm.entrypoints.anthropic.serving:_to_anthropic_stop_reason",
+    seams=of(
+        "vllm.entrypoints.anthropic.serving",
+        "AnthropicMessagesResponse.stop_sequence AnthropicStreamEvent.model_dump_json "
+        "AnthropicStreamEvent.content_block _to_anthropic_stop_reason",
     ),
     why="strict clients of Anthropic's miss fields, refuse ids, and look for calls that are not",
-    upstream=(
-        "not reported: in /v1/messages message.id should begin with msg_, tool_use.id with "
-        "toolu_; bodies leave out stop_sequence: null (model_dump(exclude_none=True)); with "
-        "tool_choice any, stop_reason is tool_use for text without a call (mended in 0.33); and "
-        "max_tokens: 0, which fills the prompt cache alone, is refused"
-    ),
+    upstream="not reported: /v1/messages's ids, null stop_sequence, max_tokens 0 (stop_reason: 0.33)",
     process="server",
     apply=apply,
 )

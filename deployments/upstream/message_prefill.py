@@ -84,11 +84,7 @@ PATCH = Patch(
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.render_chat_request",
     ),
     why="a message that a client has begun is closed, and the model begins another",
-    upstream=(
-        "not reported: /v1/messages renders a trailing assistant message as a finished turn; "
-        "Anthropic continues it. to_chat_completion_request should set continue_final_message=True "
-        "and add_generation_prompt=False where messages[-1].role is assistant"
-    ),
+    upstream="not reported: /v1/messages renders a trailing assistant message as a finished turn",
     process="server",
     apply=apply,
 )

@@ -55,11 +55,7 @@ PATCH = Patch(
         *of("lmcache.v1.multiprocess.transfer_context.shm", "shared_memory unregister"),
     ),
     why="in containers with a small /dev/shm each store of a prompt on a CPU delays all turns",
-    upstream=(
-        "not reported: (near: LMCache/LMCache#4197) a POSIX segment of the whole L1 outlives a "
-        "killed process group, and does not fit into a container's /dev/shm, so that the server "
-        "falls back to pickle; memfd_create and /proc/<pid>/fd/<n> as the name would do both"
-    ),
+    upstream="not reported: (near: LMCache/LMCache#4197) memfd_create for alloc_shm_pinned_ptr",
     process="connector",
     device="cpu",
     apply=accept,

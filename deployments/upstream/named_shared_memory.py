@@ -28,10 +28,7 @@ PATCH = Patch(
         "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer.__init__",
     ),
     why="an engine that is killed leaves up to 400 MB in /dev/shm, which then fills up",
-    upstream=(
-        "not reported: ShmRingBuffer could use memfd_create and /proc/<pid>/fd/<n> as its name, "
-        "which no killed process leaves behind and /dev/shm's size does not limit"
-    ),
+    upstream="not reported: ShmRingBuffer could use memfd_create, and /proc/<pid>/fd/<n> as name",
     process="engine",
     apply=apply,
 )

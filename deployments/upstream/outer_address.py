@@ -53,11 +53,7 @@ PATCH = Patch(
         "ray._private.services:find_gcs_addresses",
     ),
     why="anyone who reaches the machine by its network can have Ray run code",
-    upstream=(
-        "not reported: (near: ray-project/ray PR #55484, #59852, which bind to the node's address, "
-        "by default the outer one) let ray.init(_node_ip_address='127.0.0.1') be one on Linux, "
-        "too, and have processes that join such a Ray find it"
-    ),
+    upstream="not reported: take 127.0.0.1 as a node's address on Linux (near: ray PR #59852)",
     process="ray",
     used_by="deployments/app.py",
 )

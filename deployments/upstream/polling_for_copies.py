@@ -25,10 +25,7 @@ PATCH = Patch(
     package="lmcache",
     seams=("lmcache.v1.multiprocess.native_completion:DeviceHostFuncDispatcher.__init__",),
     why="an idle LMCache server without a GPU wakes up 200 times a second",
-    upstream=(
-        "not reported: DeviceHostFuncDispatcher polls every 5 ms where no accelerator can record "
-        "anything; start it with the first registered device context"
-    ),
+    upstream="not reported: DeviceHostFuncDispatcher polls every 5 ms without an accelerator",
     process="lmcache",
     apply=apply,
 )

@@ -46,10 +46,7 @@ PATCH = Patch(
         ),
     ),
     why="a turn with large images waits for them to be prepared a second time",
-    upstream=(
-        "not reported: /tokenize or /render followed by the request itself prepares each image "
-        "twice; let the sender cache take an item that the processor-only cache already has"
-    ),
+    upstream="not reported: let the sender cache take items that the processor-only cache has",
     process="server",
     used_by="deployments/engine/http_server.py",
 )

@@ -65,18 +65,12 @@ def _judge_tokens(self: Any, tokenizer: Any, tokens: Any) -> Any:
 PATCH = Patch(
     name="prompt_lengths",
     package="vllm",
-    seams=(
-        *of(
-            "vllm.renderers.params:TokenizeParams",
-            "__post_init__ get_encode_kwargs _token_len_check max_truncation_tokens",
-        ),
+    seams=of(
+        "vllm.renderers.params:TokenizeParams",
+        "__post_init__ get_encode_kwargs _token_len_check max_truncation_tokens",
     ),
     why="clients that compact a history are not told how long it is, or get hardly any output",
-    upstream=(
-        "not reported: a chat of exactly max_model_len tokens is answered 'max_tokens must be at "
-        "least 1, got 0', so _token_len_check should refuse it; and a 400 that says 'at least N+1 "
-        "input tokens' does not help clients that compact. (#42474 has vLLM cut the output.)"
-    ),
+    upstream="not reported: _token_len_check could refuse, and name the length (near: vllm#42474)",
     process="server",
     apply=apply,
 )

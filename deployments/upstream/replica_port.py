@@ -27,11 +27,7 @@ PATCH = Patch(
     package="ray",
     seams=("ray.serve._private.replica:add_port_to_grpc_server",),
     why="each replica has a port that is open to the network, though Ray listens on loopback",
-    upstream=(
-        "ray-project/ray#64544 is about the port; not reported of its address: "
-        "Replica._on_initialized binds [::]:0, although callers use the replica's node IP and "
-        "core's own servers bind to it"
-    ),
+    upstream="not reported: Replica._on_initialized binds [::]:0 (near: ray-project/ray#64544)",
     process="ray",
     apply=apply,
 )

@@ -7,7 +7,7 @@ the main thread.
 from collections.abc import Callable
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def at_sigterm(told: Callable[[], Any]) -> None:
@@ -26,16 +26,9 @@ def at_sigterm(told: Callable[[], Any]) -> None:
 PATCH = Patch(
     name="sigterm_exits",
     package="ray",
-    seams=(
-        "ray._private.worker:raise_sys_exit_with_custom_error_message",
-        "ray._private.worker:Worker.main_loop",
-    ),
+    seams=of("ray._private.worker", "raise_sys_exit_with_custom_error_message Worker.main_loop"),
     why="a signal to a router's process cuts its clients' streams",
-    upstream=(
-        "not reported: (near: ray-project/ray#15282) Worker.main_loop installs a handler of "
-        "SIGTERM that exits; please call an optional method of the actor's, or leave a handler "
-        "alone that a setup hook has installed"
-    ),
+    upstream="not reported: let actors handle SIGTERM by themselves (near: ray-project/ray#15282)",
     process="router",
     used_by="deployments/router/router.py",
 )

@@ -36,11 +36,7 @@ PATCH = Patch(
     package="nixl",
     seams=("nixl_cu12._api:nixl_agent.__init__", "nixl_cu12._bindings:nixlAgentConfig.pthrDelay"),
     why="with several nodes, an idle LMCache server takes a whole core",
-    upstream=(
-        "not reported: nixl_agent.__init__ (ai-dynamo/nixl) hard-codes agent_config.pthrDelay = 0, "
-        "so enable_prog_thread=True, the default, spins; please have prog_thread_delay_us in "
-        "nixl_agent_config, as the C++ nixlAgentConfig has it"
-    ),
+    upstream="not reported: nixl_agent.__init__ (ai-dynamo/nixl) hard-codes pthrDelay = 0",
     process="lmcache",
     used_by="deployments/node/lmcache_main.py",
 )

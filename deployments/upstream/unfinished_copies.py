@@ -6,7 +6,7 @@ prompt would load KV of which a part was never written, and get wrong answers.
 
 from typing import Any
 
-from deployments.upstream.patch import Patch
+from deployments.upstream.patch import Patch, of
 
 
 def apply() -> None:
@@ -31,11 +31,8 @@ PATCH = Patch(
     name="unfinished_copies",
     package="lmcache",
     seams=(
-        f"{_MODULE}._release_entry",
-        f"{_MODULE}._pending_shm_writes",
-        f"{_MODULE}._pending_shm_lock",
-        "lmcache.v1.distributed.storage_manager:StorageManager._l1_manager",
-        "lmcache.v1.distributed.storage_manager:_L1_WRITE_TAG",
+        *of(_MODULE, "_release_entry _pending_shm_writes _pending_shm_lock"),
+        *of("lmcache.v1.distributed.storage_manager", "StorageManager._l1_manager _L1_WRITE_TAG"),
         "lmcache.v1.distributed.l1_manager:L1Manager.finish_write_and_delete",
     ),
     why="wrong answers, after an engine on a CPU was killed while it stored a prompt",

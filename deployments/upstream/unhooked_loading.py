@@ -28,12 +28,9 @@ def call_when_loaded(call: Callable[[Any], object]) -> None:
 PATCH = Patch(
     name="unhooked_loading",
     package="vllm",
-    seams=(*of("vllm.v1.worker.gpu_worker:Worker", "load_model get_model"),),
+    seams=of("vllm.v1.worker.gpu_worker:Worker", "load_model get_model"),
     why="media.tower_layers could not give a vision tower's memory to KV",
-    upstream=(
-        "not reported: pass the model to ECConnectorBase.start_worker_services, which is called "
-        "when a worker has loaded it"
-    ),
+    upstream="not reported: pass the loaded model to ECConnectorBase.start_worker_services",
     process="engine",
     ends="start_worker_services of connectors takes the model, or vLLM offloads towers",
     used_by="deployments/engine/vision/connector.py",

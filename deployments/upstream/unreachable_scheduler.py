@@ -27,10 +27,7 @@ PATCH = Patch(
         "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async",
     ),
     why="the table cannot have an engine's scheduler keep or release histories, nor see its load",
-    upstream=(
-        "not reported: let scheduler_cls expose utility methods, as worker_extension_cls does for "
-        "workers (AsyncLLM.scheduler_rpc)"
-    ),
+    upstream="not reported: let scheduler_cls expose utility methods, as for workers' extensions",
     process="engine",
     ends="AsyncLLM has a call for schedulers",
     used_by="deployments/engine/scheduler/commands.py",

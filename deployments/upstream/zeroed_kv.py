@@ -45,10 +45,7 @@ PATCH = Patch(
     seams=("vllm.v1.worker.utils:allocate_kv_cache",),
     why="an engine on a CPU starts later, half a second for each GiB, and takes memory for KV that "
     "it never has",
-    upstream=(
-        "not reported: on a CPU, allocate_kv_cache could map its memory (it reads as zeros) "
-        "instead of torch.zeros, which touches every page at the start"
-    ),
+    upstream="not reported: on a CPU, allocate_kv_cache could map memory, which reads as zeros",
     process="engine",
     device="cpu",
     apply=apply,

@@ -50,8 +50,7 @@ class EncodeEnd:
 class _Waits:
     """A request that needs images. Its prompt is found up to ``found_tokens``.
 
-    Attributes:
-        looked: whether those that the node has are loaded.
+    ``looked`` is whether those that the node has are loaded.
     """
 
     since_s: float

@@ -108,11 +108,7 @@ class Turns:
 
 
 class Forward(Protocol):
-    """The model, as the lane runs it.
-
-    Attributes:
-        prefills: whether it can compute the model's prompts.
-    """
+    """The model, as the lane runs it; ``prefills``: whether it can compute the model's prompts."""
 
     prefills: bool
 
@@ -133,8 +129,7 @@ class Forward(Protocol):
     def encode(self, image: Encode, pause: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
         """Launch an image's encode; returns its embeddings, and what waits for them.
 
-        Args:
-            pause: is called between parts of the encoder. What it raises is passed on.
+        ``pause`` is called between parts of the encoder. What it raises is passed on.
         """
 
     def load(self, image: Found) -> None:

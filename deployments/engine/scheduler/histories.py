@@ -157,10 +157,7 @@ class Histories:
         return len(one.blocks)
 
     def release(self, key: str) -> int:
-        """Have an idle history's blocks evicted next, but for those that other histories have.
-
-        Returns how many; 0 if a turn of the history is here.
-        """
+        """Have an idle history's blocks evicted next, but for those of others; returns how many."""
         one = self._all.get(key)
         if one is None or one.running or one.waiting:
             return 0

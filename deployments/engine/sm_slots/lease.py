@@ -51,10 +51,7 @@ def lease_of(said: list[Any]) -> SmLease:
 def lease_slots(gpu: str, slots: int, engine_id: str, node_actor: str) -> SmLease:
     """Lease ``slots`` tenths of a GPU's SMs; waits, within bounds, for a predecessor's.
 
-    Raises:
-        NoFreeSms: other engines keep them.
-        UnknownGpu: the actor does not see that GPU.
-        SmsUnavailable: the actor does not answer.
+    Raises `NoFreeSms`, `UnknownGpu` if the actor does not see that GPU, or `SmsUnavailable`.
     """
     # Only workers lease. Other processes load this file without Ray.
     import ray

@@ -19,9 +19,6 @@ class NodeImages:
 
     Without an arena, since ``media.encoded_gb`` is 0 or its node's actor was restarted, it has
     nothing and keeps nothing.
-
-    Args:
-        waits: see `Arena`.
     """
 
     def __init__(self, vllm_config: Any, *, waits: bool = True) -> None:
@@ -54,8 +51,7 @@ class NodeImages:
     def missing_tokens(self, images: Images) -> int:
         """Return the embeddings of images that are not here; equal images count once.
 
-        Args:
-            images: identifiers, and each one's ``PlaceholderRange``.
+        Each image is an identifier and a ``PlaceholderRange``.
         """
         return sum(
             position.get_num_embeds()

@@ -255,11 +255,7 @@ def _aligned(count: int) -> int:
 
 
 def layers_of_tower(model: Any) -> tuple[str, nn.ModuleList]:
-    """Return the longest list of layers within a model's towers, and its name there.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Return the longest list of layers in a model's towers, and its name; else `RuntimeError`."""
     names = list(getattr(model, "_tower_model_names", ()))
     if hasattr(model, "get_mm_mapping"):
         names += model.get_mm_mapping().tower_model

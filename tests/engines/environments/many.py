@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from conserve.client import Agent, Environment, EnvironmentRefused
 from conserve.environments.spec import MOST_PORTS
 from conserve.settings import EnvironmentSettings
-from deployments.environments.processes import FIRST_PORT
+from deployments.environments.backends import FIRST_PORT
 from deployments.environments.sandbox import marked
 from deployments.environments.service import UNCLAIMED_S
 from tests.engines.client import engines

@@ -11,8 +11,8 @@ from PIL import Image
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.media import Medium
-from deployments.engine.vision import aside
-from deployments.engine.vision.aside import AsideConnector, MediaAside
+from deployments.engine import http_server
+from deployments.engine.http_server import AsideConnector, MediaAside
 from tests.unit.deployments.asgi import exchange
 
 
@@ -82,7 +82,7 @@ def test_images_are_read_though_the_body_is_short(path: str, prefix: str) -> Non
     assert got.count(b";base64,") == 4
     assert got.count(base64.b64encode(RED)) == 1
     assert len(got) < len(raw) / 2
-    assert not aside._aside
+    assert not http_server._aside
 
 
 def test_other_bodies_stay_as_they_are() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from conserve.environments import Environment, Limits, Run, Spec
 from conserve.settings import EnvironmentSettings
-from deployments.environments.containers import Containers, find_engine
+from deployments.environments.backends import Containers, find_engine
 from deployments.environments.sandbox import SandboxError
 
 # Keeps containers as files with their names, and what it was asked in a log.

@@ -14,7 +14,7 @@ from conserve.environments.pressure import HostPressure
 from conserve.settings import EnvironmentSettings, Settings
 from deployments.environments import manager as managers
 from deployments.environments import service as services
-from deployments.environments.processes import folders
+from deployments.environments.backends import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import EnvironmentService, make_root
 from deployments.messages import Lifecycle, Refusal
@@ -104,7 +104,7 @@ def services_lock_released(service: EnvironmentService) -> None:
 
 def _without_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask none of this machine's daemons, which may take long to answer."""
-    monkeypatch.setattr("deployments.environments.containers.shutil.which", lambda name: None)
+    monkeypatch.setattr("deployments.environments.backends.shutil.which", lambda name: None)
 
 
 @pytest.fixture

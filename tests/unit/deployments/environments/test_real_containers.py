@@ -16,7 +16,7 @@ import pytest
 
 from conserve.environments import Environment, Limits, Run, Spec
 from conserve.settings import EnvironmentSettings
-from deployments.environments.containers import Containers
+from deployments.environments.backends import Containers
 from deployments.environments.sandbox import SandboxError
 
 IMAGE = "conserve-test:latest"

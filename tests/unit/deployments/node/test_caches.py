@@ -9,7 +9,7 @@ from lmcache.v1.mp_coordinator.registrar import keep_registered
 from lmcache.v1.multiprocess.modules.p2p_controller import P2PController
 
 from deployments.messages import NodeCache
-from deployments.node.caches import CacheDirectory, SeenCaches
+from deployments.node.node import CacheDirectory, SeenCaches
 
 OTHER = NodeCache("other", "10.0.0.2", 7610, 41000)
 

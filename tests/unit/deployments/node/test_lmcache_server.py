@@ -11,7 +11,6 @@ import pytest
 from conserve.settings import LMCacheSettings, Settings, load
 from deployments.messages import NodeCache
 from deployments.node import lmcache_server
-from deployments.node.caches import CACHE_SILENCE_S, CacheDirectory, SeenCaches
 from deployments.node.lmcache_server import (
     Address,
     LMCacheServer,
@@ -20,6 +19,7 @@ from deployments.node.lmcache_server import (
     new_node_cache,
     require_nixl,
 )
+from deployments.node.node import CACHE_SILENCE_S, CacheDirectory, SeenCaches
 
 SEPARATE = "--separate-object-groups"
 GPU_THREADS = "--max-gpu-workers"

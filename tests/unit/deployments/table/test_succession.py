@@ -11,15 +11,15 @@ from conserve.history import History, TurnStats
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from deployments.messages import BeginTurn, EngineInfo, EventQuery, PlaceTurn, TurnPlan, Unplaced
-from deployments.table import succession
-from deployments.table.succession import Legacy, TableActor, TableName
+from deployments.table import table_client
+from deployments.table.table_client import Legacy, TableActor, TableName
 
 SETTINGS = Settings(placement="collocated", decoders={"replicas": 2})  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def no_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(succession, "listed", lambda beginning: [])
+    monkeypatch.setattr(table_client, "listed", lambda beginning: [])
 
 
 def a_table(settings: Settings = SETTINGS) -> TableActor:
@@ -216,7 +216,7 @@ def test_later_deployments_are_newer_and_other_models_have_other_tables(
     first = TableName.of("app", "1764300000000000001", SETTINGS)
     second = TableName.of("app", "1764300000000000002", SETTINGS)
     monkeypatch.setattr(
-        succession, "listed",
+        table_client, "listed",
         lambda beginning: [one for one in (second, first) if one.startswith(beginning)],
     )  # fmt: skip
     assert first.newest() == second.newest() == second
