@@ -154,9 +154,12 @@ def _child(folder: Path, turn_s: float) -> Launch:
 
 
 def _signals(folder: Path, *after: str) -> None:
-    """Send this process a SIGTERM once each of these files is there."""
+    """Send this process a SIGTERM once each of these files is there, and it is waited for."""
+    before = signal.getsignal(signal.SIGTERM)
 
     def send() -> None:
+        while signal.getsignal(signal.SIGTERM) is before:
+            time.sleep(0.02)
         for name in after:
             while not (folder / name).exists():
                 time.sleep(0.02)
