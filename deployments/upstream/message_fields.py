@@ -75,7 +75,7 @@ PATCH = Patch(
         "AnthropicStreamEvent.content_block _to_anthropic_stop_reason",
     ),
     why="strict clients of Anthropic's miss fields, refuse ids, and look for calls that are not",
-    upstream="not reported: /v1/messages's ids, null stop_sequence, max_tokens 0 (stop_reason: 0.33)",
+    upstream="not reported: /v1/messages's ids, null stop_sequence, max_tokens: 0",
     process="server",
     apply=apply,
 )
