@@ -1,13 +1,17 @@
-"""Tokenizes prompts, each piece of text once."""
+"""Tokenizes prompts, each piece of text once, and keeps clients' text apart from control tokens."""
 
+import json
 import re
+import secrets
 import sys
 import threading
 import unicodedata
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 # A piece has at least this many characters. Looking up shorter ones (a turn's end, the next one's
@@ -92,6 +96,115 @@ def _pattern(tree: dict[str, Any]) -> str:
         return text
     # A longer token is preferred.
     return f"{text}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
+
+
+# Added tokens that are ordinary text: words, white space, and Gemma's for HTML.
+_ORDINARY = re.compile(
+    r"[\w\s▁]*|\W*|</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u"
+    r"|s|sub|sup|code)>"
+)
+# <think>, <tool_call>: models write such tags into their answers, and clients send them back.
+_TAG = re.compile(r"</?[\w:]+>")
+# A search in Python's `re` holds up all threads, so none is of more characters.
+_STEP = 2**16
+
+
+class TextMarks:
+    """Marks what would be control tokens in clients' text, so that it stays text in a prompt.
+
+    A chat template joins that text with control tokens, and a tokenizer finds both. So ``mark``,
+    which no text has, goes behind the first character of each control token in clients' text, and
+    behind the first part of one at a text's end. A tokenizer has to find control tokens first, and
+    then remove marks.
+
+    Args:
+        added: the ``AddedToken`` objects of a tokenizer.
+    """
+
+    def __init__(self, added: Iterable[Any]) -> None:
+        self.mark = f"~{secrets.token_hex(3)}~"
+        special = {
+            one.content: one.special
+            for one in added
+            if len(one.content) > 1 and (one.special or not _ORDINARY.fullmatch(one.content))
+        }
+        self.control = frozenset(special)
+        tags = {one for one in special if _TAG.fullmatch(one) and not special[one]}
+        self._all = partial(self._marked, _beginnings(self.control))
+        self._but_tags = partial(self._marked, _beginnings(self.control - tags))
+        self._firsts = {one[0] for one in special}
+        self._longest = max(map(len, special), default=0)
+        self._parts = {
+            one[:end] for one in special if not one[0].isalnum() for end in range(1, len(one))
+        }
+
+    def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with their texts marked.
+
+        The content of the model's own messages keeps the tags that it writes, such as ``<think>``.
+        """
+        return [
+            {
+                name: _in_texts(value, self._of(message, name), name)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+
+    def _of(self, message: Mapping[str, Any], name: str) -> Callable[[str, str], str]:
+        own = name == "content" and message.get("role") == "assistant"
+        return self._but_tags if own else self._all
+
+    def values(self, value: Any) -> Any:
+        """Return something else that a template shows, such as tools, with its texts marked."""
+        return _in_texts(value, self._all)
+
+    def removed(self, value: Any) -> Any:
+        """Return a text, or what has texts, without marks."""
+        return _in_texts(value, lambda text, _: text.replace(self.mark, ""))
+
+    def _marked(self, control: list[re.Pattern[str]], text: str, name: str) -> str:
+        if name == "arguments" and ("\\u" in text or "\\/" in text):
+            # JSON in a string, whose escapes may be a control token's characters.
+            try:
+                given = json.loads(text)
+            except (ValueError, RecursionError):
+                given = None
+            if (marked := self.values(given)) != given:
+                return json.dumps(marked, ensure_ascii=False)
+        last = max(map(text.rfind, self._firsts), default=-1)
+        if last < 0:
+            return text
+        ends = sorted(
+            match.end()
+            for start in range(0, len(text), _STEP)
+            for one in control
+            for match in one.finditer(text, start, start + _STEP + self._longest)
+            if match.start() < start + _STEP
+        )
+        if text[last:] in self._parts:
+            ends.append(len(text))
+        return self.mark.join(text[a:b] for a, b in pairwise([0, *ends, len(text)]))
+
+
+def _in_texts(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
+    """Return a JSON value with its texts and names changed; ``change`` gets texts' names, too."""
+    if isinstance(value, str):
+        return change(value, name)
+    if isinstance(value, dict):
+        return {_in_texts(key, change): _in_texts(one, change, key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_in_texts(one, change, name) for one in value]
+    return value
+
+
+def _beginnings(contents: Iterable[str]) -> list[re.Pattern[str]]:
+    """Return patterns of the first characters of some texts, also of one within another."""
+    rests: dict[str, list[str]] = {}
+    for content in contents:
+        rests.setdefault(content[0], []).append(content[1:])
+    # One each: `re` is slower if it has to look for several characters.
+    return [re.compile(f"{re.escape(one)}(?={_any_of(rest)})") for one, rest in rests.items()]
 
 
 # Beside an entry's strings and tokens: the key, the array, the table's slots.

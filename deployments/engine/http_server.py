@@ -26,7 +26,7 @@ from conserve.tokenizing import TokenCache
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.observer import TurnObserver
 from deployments.engine.response_store import ResponseKeeper
-from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.tokenizing import keep_text, keep_tokens
 from deployments.engine.vision.aside import MediaAside
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.upstream import media_names, prepared_twice
@@ -59,7 +59,10 @@ class EngineHttp:
         prepared_twice.prepare_once(client.renderer)
         renderer = app.state.online_renderer
         keyed = settings.keys_file is not None
-        self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
+        marked = None if settings.special_tokens_in_text else keep_text(renderer)
+        self.tokens: TokenCache | None = keep_tokens(
+            renderer, salted_only=keyed, encode_marked=marked
+        )
         stores = client.vllm_config.kv_transfer_config is not None
         make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
         keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
