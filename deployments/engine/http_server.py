@@ -58,11 +58,10 @@ class EngineHttp:
         require(prepared_twice.PATCH)
         prepared_twice.prepare_once(client.renderer)
         renderer = app.state.online_renderer
+        if not settings.special_tokens_in_text:
+            keep_text(renderer)
         keyed = settings.keys_file is not None
-        marked = None if settings.special_tokens_in_text else keep_text(renderer)
-        self.tokens: TokenCache | None = keep_tokens(
-            renderer, salted_only=keyed, encode_marked=marked
-        )
+        self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         stores = client.vllm_config.kv_transfer_config is not None
         make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
         keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)

@@ -5,6 +5,7 @@ Prompts are never cut here: see `deployments.upstream.prompt_lengths`.
 
 import functools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain
@@ -13,10 +14,6 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import TokenizersBackend
 from vllm.logger import init_logger
-from vllm.renderers.cohere import CohereRenderer
-from vllm.renderers.deepseek_v4 import DeepseekV4Renderer
-from vllm.renderers.deepseek_v32 import DeepseekV32Renderer
-from vllm.renderers.hf import HfRenderer
 from vllm.utils.async_utils import make_async
 
 from conserve.tokenizing import Encode, Pieces, TextMarks, TokenCache, special_tokens
@@ -28,8 +25,8 @@ logger = init_logger(__name__)
 KEPT_MB = 256
 
 _RENDERING = ("render_chat", "render_completion", "preprocess_chat")
-# The others make tokens of messages themselves.
-_MAKE_TEXT = (HfRenderer, DeepseekV32Renderer, DeepseekV4Renderer, CohereRenderer)
+# vLLM's modules of renderers that make text of messages. The others make tokens of them.
+_MAKE_TEXT = ("hf", "deepseek_v32", "deepseek_v4", "cohere")
 
 # Texts that are tokenized in both ways at the start, between special tokens: letters, numbers and
 # spaces at the ends of a piece, and what normalizers change.
@@ -53,64 +50,59 @@ _NOBODYS = _Request()
 _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default=_NOBODYS)
 
 
-def keep_text(renderer: Any) -> Encode | None:
+def keep_text(renderer: Any) -> None:
     """Have an engine's HTTP app take chats' messages and tools for text, without control tokens.
 
-    Returns what tokenizes texts that may have marks; None where vLLM's own code for the model keeps
-    text, or where it cannot be kept.
+    Called before `keep_tokens`. Nothing changes with a model for which vLLM makes no text of them.
     """
     inner = renderer.renderer
     marks = TextMarks((getattr(inner.tokenizer, "added_tokens_decoder", None) or {}).values())
-    makes_tokens = not isinstance(inner, _MAKE_TEXT) or inner.model_config.enable_prompt_embeds
-    if makes_tokens or not marks.control:
-        return None
-    encode = _encode_marked(inner.tokenizer, marks)
-    render, tokenize = inner.render_messages_async, inner._tokenize_prompt_async
-    build = inner._build_tokens_prompt
-    mark_both = make_async(
-        lambda messages, values: (marks.messages(messages), marks.values(values)),
-        executor=inner._executor,
-    )
-    encode_whole = make_async(encode, executor=inner._executor)
+    makes_text = inner.__module__.rpartition(".")[2] in _MAKE_TEXT
+    if not (marks.control and makes_text) or inner.model_config.enable_prompt_embeds:
+        return
+    render, build = inner.render_messages_async, inner._build_tokens_prompt
+    marked = make_async(marks.chat, executor=inner._executor)
 
     async def rendered(messages: Any, params: Any) -> Any:
-        messages, values = await mark_both(messages, params.chat_template_kwargs)
+        messages, values = await marked(messages, params.chat_template_kwargs)
         said, prompt = await render(messages, replace(params, chat_template_kwargs=values))
-        return marks.removed(said) if marks.mark in prompt["prompt"] else said, prompt
-
-    async def tokenized(prompt: Any, params: Any) -> Any:
-        if marks.mark not in prompt["prompt"]:
-            return await tokenize(prompt, params)
-        special = params.get_encode_kwargs()["add_special_tokens"]
-        (ids,) = await encode_whole([prompt["prompt"]], special)
-        return inner._build_tokens_prompt(ids, prompt)
+        # A client may have its last message echoed.
+        return [*said[:-1], *marks.removed(said[-1:])], prompt
 
     def built(ids: Any, prompt: Any, **more: Any) -> Any:
         return build(ids, {**prompt, "prompt": marks.removed(prompt["prompt"])}, **more)
 
-    inner.render_messages_async, inner._tokenize_prompt_async = rendered, tokenized
-    inner._build_tokens_prompt = built
-    return encode
+    inner.render_messages_async, inner._build_tokens_prompt = rendered, built
+    _take_marks(inner.tokenizer, marks)
 
 
-def _encode_marked(tokenizer: Any, marks: TextMarks) -> Callable[..., list[list[int]]]:
-    """Return what tokenizes texts as if they had no marks, and as text what is marked."""
-    try:
-        made = _removing(marks, _backend(tokenizer))
-    except ValueError as error:
-        logger.info("text with control tokens is tokenized in parts: %s", error)
-        made = None
+def _take_marks(tokenizer: Any, marks: TextMarks) -> None:
+    """Have a tokenizer make of texts with marks what it makes without, but text of what is marked.
 
-    def encode(texts: list[str], special: bool = False) -> list[list[int]]:
-        if not any(marks.mark in text for text in texts):
-            return _encode(tokenizer, texts)
-        if made is not None:
-            encoded = made.encode_batch_fast(texts, add_special_tokens=special)
-            return [one.ids for one in encoded]
-        parts = (_encode(tokenizer, text.split(marks.mark)) for text in texts)
-        return [[*chain.from_iterable(ids)] for ids in parts]
+    vLLM makes its own changes to a tokenizer as this does, by another class. A copy of such an
+    object is the original.
+    """
+    made: Tokenizer | None = None
+    with suppress(Exception):  # Of another kind, or its own code. `keep_tokens` says so.
+        cut_by(tokenizer)
+        made = _removing(marks, tokenizer.backend_tokenizer)
 
-    return encode
+    class TakesMarks(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: Any, **how: Any) -> Any:
+            texts = [text] if isinstance(text, str) else text
+            if not any(marks.mark in one for one in texts):
+                return super().__call__(text, **how)
+            if made is None:
+                # Each part by itself has no control token.
+                parts = (_encode(tokenizer, one.split(marks.mark)) for one in texts)
+                ids = [[*chain.from_iterable(one)] for one in parts]
+            else:
+                special = how["add_special_tokens"]
+                encoded = made.encode_batch_fast(texts, add_special_tokens=special)
+                ids = [one.ids for one in encoded]
+            return {"input_ids": ids if texts is text else ids[0], "offset_mapping": None}
+
+    tokenizer.__class__ = TakesMarks
 
 
 def _removing(marks: TextMarks, backend: Tokenizer) -> Tokenizer:
@@ -121,25 +113,22 @@ def _removing(marks: TextMarks, backend: Tokenizer) -> Tokenizer:
     made.pre_tokenizer, made.post_processor = backend.pre_tokenizer, backend.post_processor
     added = backend.get_added_tokens_decoder()
     for _, one in sorted(added.items()):
-        how = {name: getattr(one, name) for name in ("single_word", "lstrip", "rstrip", "special")}
-        # Those of `normalized` are found in the text without marks.
-        normalized = one.normalized and one.content not in marks.control
-        made.add_tokens([AddedToken(one.content, normalized=normalized, **how)])
+        said = one.__getstate__()
+        # Those of `normalized` are looked for after marks are removed.
+        said["normalized"] &= one.content not in marks.control
+        made.add_tokens([AddedToken(**said)])
     if made.get_added_tokens_decoder().keys() != added.keys():
         raise ValueError("its added tokens have other ids")
     return made
 
 
 def keep_tokens(
-    renderer: Any,
-    most_mb: int = KEPT_MB,
-    salted_only: bool = False,
-    encode_marked: Encode | None = None,
+    renderer: Any, most_mb: int = KEPT_MB, salted_only: bool = False
 ) -> TokenCache | None:
     """Have an engine's HTTP app keep the tokens of what it has tokenized, apart by ``cache_salt``.
 
-    With ``salted_only`` nothing is kept or found for a request without a salt; ``encode_marked`` is
-    `keep_text`'s. Returns None if nothing is kept, or if this tokenizer's prompts cannot be cut.
+    With ``salted_only`` nothing is kept or found for a request without a salt. Returns None if
+    nothing is kept, or if this tokenizer's prompts cannot be cut.
     """
     inner = renderer.renderer
     tokenizer = inner.tokenizer
@@ -154,7 +143,7 @@ def keep_tokens(
         # A tokenizer's own code may raise anything, and the engine can do without.
         logger.warning("prompts are tokenized as a whole; please report this:", exc_info=True)
         return None
-    cache = TokenCache(pieces, encode_marked or encode, most_mb * 10**6)
+    cache = TokenCache(pieces, encode, most_mb * 10**6)
     whole = inner._tokenize_prompt_async
     in_pieces = make_async(cache.tokens, executor=inner._executor)
 
@@ -198,7 +187,16 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
 
     Raises `ValueError` where they cannot be cut.
     """
-    tokens = special_tokens(_backend(tokenizer).get_added_tokens_decoder().values())
+    if not isinstance(tokenizer, TokenizersBackend):
+        raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer of Hugging Face's")
+    backend = tokenizer.backend_tokenizer
+    if type(backend) is not Tokenizer:
+        raise ValueError(f"the tokenizer is that of {type(backend).__module__}")
+    if own := _own_code(type(tokenizer)):
+        raise ValueError(f"{own} changes texts by code of its own")
+    if tokenizer.split_special_tokens or backend.encode_special_tokens:
+        raise ValueError("the tokenizer splits its special tokens")
+    tokens = special_tokens(backend.get_added_tokens_decoder().values())
     tried = Pieces(tokens, least=1)
     if not tried.cuts:
         raise ValueError("the tokenizer has no special tokens")
@@ -210,27 +208,13 @@ def cut_by(tokenizer: Any) -> tuple[Pieces, Encode]:
     return Pieces(tokens), encode
 
 
-def _backend(tokenizer: Any) -> Tokenizer:
-    """Return what does all of a tokenizer's work; ValueError if other code takes part in it."""
-    if not isinstance(tokenizer, TokenizersBackend):
-        raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer of Hugging Face's")
-    backend = tokenizer.backend_tokenizer
-    if type(backend) is not Tokenizer:
-        raise ValueError(f"the tokenizer is that of {type(backend).__module__}")
-    if own := _own_code(type(tokenizer)):
-        raise ValueError(f"{own} changes texts by code of its own")
-    if tokenizer.split_special_tokens or backend.encode_special_tokens:
-        raise ValueError("the tokenizer splits its special tokens")
-    return backend
-
-
 def _own_code(tokenizer: type) -> str | None:
     """Return the class that changes texts before Hugging Face's own code, as CodeLlama's does."""
     for one in tokenizer.__mro__:
         if one is TokenizersBackend:
             break
         if (
-            not one.__module__.startswith("vllm.")
+            not one.__module__.startswith(("vllm.", __name__))
             and {"__call__", "_encode_plus"} & vars(one).keys()
         ):
             return one.__name__
