@@ -246,6 +246,12 @@ class Settings(Strict):
         "history is recognised. `billing_header`: Claude Code's `x-anthropic-billing-header`, "
         "which is taken out of prompts too; `times`: clock times with seconds.",
     )
+    special_tokens_in_text: bool = Field(
+        default=False,
+        description="Whether a special token (`<|im_end|>`) in the text of a chat's messages or "
+        "tools acts as one, as vLLM has it. Whoever writes a page that an agent reads can then end "
+        "a message, and begin one of the system's.",
+    )
     log: LogSettings = Field(
         default_factory=LogSettings, description="How turns and events are logged."
     )

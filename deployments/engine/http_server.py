@@ -35,7 +35,7 @@ from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.grammars import Grammars
 from deployments.engine.observer import TurnObserver
 from deployments.engine.response_store import MEDIA, ResponseKeeper, read_ahead, replay
-from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.tokenizing import keep_text, keep_tokens
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.upstream import media_names, prepared_twice
 from deployments.upstream.patch import require
@@ -67,6 +67,8 @@ class EngineHttp:
         require(prepared_twice.PATCH)
         prepared_twice.prepare_once(client.renderer)
         renderer = app.state.online_renderer
+        if not settings.special_tokens_in_text:
+            keep_text(renderer)
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
         stores = client.vllm_config.kv_transfer_config is not None

@@ -1,19 +1,22 @@
-"""vLLM's renderer, made to tokenize only what is new of each prompt.
+"""vLLM's renderer, made to tokenize only what is new of each prompt, and clients' text as text.
 
 Prompts are never cut here: see `deployments.upstream.prompt_lengths`.
 """
 
 import functools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import TokenizersBackend
 from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
-from conserve.tokenizing import Encode, Pieces, TokenCache, special_tokens
+from conserve.tokenizing import Encode, Pieces, TextMarks, TokenCache, special_tokens
 from deployments.upstream.prompt_lengths import counting
 
 logger = init_logger(__name__)
@@ -22,6 +25,8 @@ logger = init_logger(__name__)
 KEPT_MB = 256
 
 _RENDERING = ("render_chat", "render_completion", "preprocess_chat")
+# vLLM's modules of renderers that make text of messages. The others make tokens of them.
+_MAKE_TEXT = ("hf", "deepseek_v32", "deepseek_v4", "cohere")
 
 # Texts that are tokenized in both ways at the start, between special tokens: letters, numbers and
 # spaces at the ends of a piece, and what normalizers change.
@@ -43,6 +48,78 @@ class _Request(NamedTuple):
 
 _NOBODYS = _Request()
 _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default=_NOBODYS)
+
+
+def keep_text(renderer: Any) -> None:
+    """Have an engine's HTTP app take chats' messages and tools for text, without control tokens.
+
+    Called before `keep_tokens`. Nothing changes with a model for which vLLM makes no text of them.
+    """
+    inner = renderer.renderer
+    marks = TextMarks((getattr(inner.tokenizer, "added_tokens_decoder", None) or {}).values())
+    makes_text = inner.__module__.rpartition(".")[2] in _MAKE_TEXT
+    if not (marks.control and makes_text) or inner.model_config.enable_prompt_embeds:
+        return
+    render, build = inner.render_messages_async, inner._build_tokens_prompt
+    marked = make_async(marks.chat, executor=inner._executor)
+
+    async def rendered(messages: Any, params: Any) -> Any:
+        messages, values = await marked(messages, params.chat_template_kwargs)
+        said, prompt = await render(messages, replace(params, chat_template_kwargs=values))
+        # A client may have its last message echoed.
+        return [*said[:-1], *marks.removed(said[-1:])], prompt
+
+    def built(ids: Any, prompt: Any, **more: Any) -> Any:
+        return build(ids, {**prompt, "prompt": marks.removed(prompt["prompt"])}, **more)
+
+    inner.render_messages_async, inner._build_tokens_prompt = rendered, built
+    _take_marks(inner.tokenizer, marks)
+
+
+def _take_marks(tokenizer: Any, marks: TextMarks) -> None:
+    """Have a tokenizer make of texts with marks what it makes without, but text of what is marked.
+
+    vLLM makes its own changes to a tokenizer as this does, by another class. A copy of such an
+    object is the original.
+    """
+    made: Tokenizer | None = None
+    with suppress(Exception):  # Of another kind, or its own code. `keep_tokens` says so.
+        cut_by(tokenizer)
+        made = _removing(marks, tokenizer.backend_tokenizer)
+
+    class TakesMarks(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: Any, **how: Any) -> Any:
+            texts = [text] if isinstance(text, str) else text
+            if not any(marks.mark in one for one in texts):
+                return super().__call__(text, **how)
+            if made is None:
+                # Each part by itself has no control token.
+                parts = (_encode(tokenizer, one.split(marks.mark)) for one in texts)
+                ids = [[*chain.from_iterable(one)] for one in parts]
+            else:
+                special = how["add_special_tokens"]
+                encoded = made.encode_batch_fast(texts, add_special_tokens=special)
+                ids = [one.ids for one in encoded]
+            return {"input_ids": ids if texts is text else ids[0], "offset_mapping": None}
+
+    tokenizer.__class__ = TakesMarks
+
+
+def _removing(marks: TextMarks, backend: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that removes marks after it has looked for control tokens."""
+    made = Tokenizer(backend.model)  # It shares the vocabulary.
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    made.normalizer = normalizers.Sequence([normalizers.Replace(marks.mark, ""), *own])
+    made.pre_tokenizer, made.post_processor = backend.pre_tokenizer, backend.post_processor
+    added = backend.get_added_tokens_decoder()
+    for _, one in sorted(added.items()):
+        said = one.__getstate__()
+        # Those of `normalized` are looked for after marks are removed.
+        said["normalized"] &= one.content not in marks.control
+        made.add_tokens([AddedToken(**said)])
+    if made.get_added_tokens_decoder().keys() != added.keys():
+        raise ValueError("its added tokens have other ids")
+    return made
 
 
 def keep_tokens(
@@ -137,7 +214,7 @@ def _own_code(tokenizer: type) -> str | None:
         if one is TokenizersBackend:
             break
         if (
-            not one.__module__.startswith("vllm.")
+            not one.__module__.startswith(("vllm.", __name__))
             and {"__call__", "_encode_plus"} & vars(one).keys()
         ):
             return one.__name__

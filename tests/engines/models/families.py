@@ -78,10 +78,9 @@ class Family:
     torchvision: bool = False
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
-    def make(self, folder: Path) -> list[str]:
-        """Make the model there, always the same; return the settings that serve it."""
-        import torch
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+    def tokenizer(self) -> Any:
+        """Return its tokenizer, with its template."""
+        from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_file=str(model_path() / "tokenizer.json"),
@@ -90,6 +89,14 @@ class Family:
         )
         tokenizer.add_tokens(list(self.tokens), special_tokens=False)
         tokenizer.chat_template = _TEMPLATE % (self.call, _ENDS.get(self.end, self.end))
+        return tokenizer
+
+    def make(self, folder: Path) -> list[str]:
+        """Make the model there, always the same; return the settings that serve it."""
+        import torch
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        tokenizer = self.tokenizer()
         said = {
             **_SIZES,
             **(_EXPERTS if self.experts else {}),

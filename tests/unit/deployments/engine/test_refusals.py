@@ -36,7 +36,7 @@ from conserve.embedded import model_path
 from conserve.errors import from_engine
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.http_server import explain_refusals
-from deployments.engine.tokenizing import keep_tokens
+from deployments.engine.tokenizing import keep_text, keep_tokens
 from deployments.upstream import prompt_lengths
 from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.upstream.originals import unpatched
@@ -89,6 +89,7 @@ def served(tokenizer_cache_mb: int) -> RequestCheck:
         tool_parser="hermes",
         **shared,
     )
+    keep_text(online)
     keep_tokens(online, tokenizer_cache_mb)
     models = OpenAIServingModels(client, [BaseModelPath(MODEL, str(model_path()))])
     of_chats: dict[str, Any] = {
