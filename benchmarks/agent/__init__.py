@@ -26,29 +26,3 @@ from benchmarks.agent.tasks import (
 )
 from benchmarks.agent.tools import Call, Schema, Toolbox, ToolError, Value
 from benchmarks.agent.words import Split
-
-__all__ = [
-    "Call",
-    "Complete",
-    "Message",
-    "Reply",
-    "RunTool",
-    "Schema",
-    "Score",
-    "Session",
-    "Split",
-    "Task",
-    "ToolError",
-    "Toolbox",
-    "Transcript",
-    "Turn",
-    "Value",
-    "client_complete",
-    "is_right",
-    "make_session",
-    "plain_conversation",
-    "run_agent",
-    "score",
-    "stated",
-    "transcript",
-]

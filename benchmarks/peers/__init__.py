@@ -10,5 +10,3 @@ cores. `systems` says what each one's settings are, and where they are documente
 from benchmarks.peers.plan import Options, PeerUnavailable
 from benchmarks.peers.running import Peer, start
 from benchmarks.peers.systems import PEERS
-
-__all__ = ["PEERS", "Options", "Peer", "PeerUnavailable", "start"]

@@ -3,5 +3,3 @@
 from benchmarks.simulate.cluster import Cluster
 from benchmarks.simulate.costs import Costs
 from benchmarks.simulate.system import SimulationError, System
-
-__all__ = ["Cluster", "Costs", "SimulationError", "System"]

@@ -9,19 +9,3 @@ from benchmarks.workloads.plan import Arrivals, Pattern, Workload, WorkloadError
 from benchmarks.workloads.recorded import recorded
 from benchmarks.workloads.replay import Changes
 from benchmarks.workloads.synthetic import PRESETS, Latency, Shape, Spread, synthetic
-
-__all__ = [
-    "PRESETS",
-    "Arrivals",
-    "Changes",
-    "Latency",
-    "Pattern",
-    "Shape",
-    "Spread",
-    "Workload",
-    "WorkloadError",
-    "agents",
-    "dialogues",
-    "recorded",
-    "synthetic",
-]

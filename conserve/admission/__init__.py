@@ -3,16 +3,3 @@
 from conserve.admission.admission import Admission, Admitted
 from conserve.admission.waiting import FirstCome, Levels, LineOrder, QueueFull, Ticket, WaitingLine
 from conserve.admission.window import Pressure, Window
-
-__all__ = [
-    "Admission",
-    "Admitted",
-    "FirstCome",
-    "Levels",
-    "LineOrder",
-    "Pressure",
-    "QueueFull",
-    "Ticket",
-    "WaitingLine",
-    "Window",
-]

@@ -18,5 +18,3 @@ It needs only the server's address::
 from conserve.client.agent import Agent
 from conserve.client.environment import CommandResult, Environment, EnvironmentRefused
 from conserve.client.tools import Tool
-
-__all__ = ["Agent", "CommandResult", "Environment", "EnvironmentRefused", "Tool"]

@@ -5,5 +5,3 @@ number of conversations, unless room has to be made (`conserve.pausing`).
 """
 
 from conserve.conversations.table import MEMORY_ENVIRONMENT, ConversationTable
-
-__all__ = ["MEMORY_ENVIRONMENT", "ConversationTable"]

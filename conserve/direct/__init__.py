@@ -18,22 +18,3 @@ from conserve.direct.desk import (
 )
 from conserve.direct.homes import LARGE_TOKENS, Home, Homes
 from conserve.direct.notices import Notice, Notices
-
-__all__ = [
-    "LARGE_TOKENS",
-    "LEASE_S",
-    "STRIDE",
-    "Began",
-    "Continued",
-    "Desk",
-    "Ended",
-    "Home",
-    "Homes",
-    "Notice",
-    "Notices",
-    "Outbox",
-    "Report",
-    "first_asked",
-    "is_direct",
-    "next_direct",
-]

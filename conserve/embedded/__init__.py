@@ -15,12 +15,10 @@ it clicks the highlighted button of the newest screenshot, until none is highlig
 nothing else. It has the first one's tokenizer and chat template.
 """
 
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 VERSION = 2
 VISION_VERSION = 1
@@ -37,9 +35,8 @@ _IMAGE_TOKENS = [
 ]
 
 _HERE = Path(__file__).resolve().parent
-_MAX_POSITION = 32_768
-_EOS = "<|im_end|>"
-_PAD = "<|endoftext|>"
+# Files of either checkpoint.
+_OF_BOTH = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def model_path(root: Path | None = None, name: str = MODEL_NAME) -> Path:
@@ -73,14 +70,8 @@ def model_path(root: Path | None = None, name: str = MODEL_NAME) -> Path:
 
 
 def write_checkpoint(directory: Path) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(_HERE / "tokenizer.json"))
-    eos = tokenizer.token_to_id(_EOS)
-    _write_json(directory / "config.json", _config(tokenizer.get_vocab_size(), eos))
-    for name in ("tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json", "model.safetensors", *_OF_BOTH):
         shutil.copyfile(_HERE / name, directory / name)
-    _write_rest(directory, eos)
 
 
 def write_vision_checkpoint(directory: Path) -> None:
@@ -90,47 +81,5 @@ def write_vision_checkpoint(directory: Path) -> None:
     tokenizer.add_special_tokens(_IMAGE_TOKENS)
     tokenizer.save(str(directory / "tokenizer.json"))
     shutil.copytree(_HERE / "vision", directory, dirs_exist_ok=True)
-    _write_rest(directory, tokenizer.token_to_id(_EOS))
-
-
-def _write_rest(directory: Path, eos: int) -> None:
-    _write_json(directory / "generation_config.json", {"eos_token_id": eos})
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": _EOS,
-            "pad_token": _PAD,
-            "model_max_length": _MAX_POSITION,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
-    shutil.copyfile(_HERE / "chat_template.jinja", directory / "chat_template.jinja")
-
-
-def _config(vocab_size: int, eos: int) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": vocab_size,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "max_position_embeddings": _MAX_POSITION,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": eos,
-        "bos_token_id": None,
-    }
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    for name in _OF_BOTH:
+        shutil.copyfile(_HERE / name, directory / name)

@@ -13,21 +13,3 @@ from conserve.engine_scheduling.feedback import FeedbackQueue
 from conserve.engine_scheduling.reserve import DecodeReserve
 from conserve.engine_scheduling.retention import Pin, Retention
 from conserve.engine_scheduling.stages import DecodeShare, Stage, Stages
-
-__all__ = [
-    "KINDS",
-    "ChunkController",
-    "DecodeReserve",
-    "DecodeShare",
-    "FeedbackQueue",
-    "Kind",
-    "Pin",
-    "PrefillLane",
-    "Retention",
-    "SchedulerLoad",
-    "Stage",
-    "Stages",
-    "StepCost",
-    "WaitFor",
-    "kind_of",
-]

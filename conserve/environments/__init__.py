@@ -11,16 +11,3 @@ from conserve.environments.ledger import (
     Standing,
 )
 from conserve.environments.spec import Limits, Run, Spec, SpecError
-
-__all__ = [
-    "Conflict",
-    "Environment",
-    "Ledger",
-    "Limits",
-    "QuotaExceeded",
-    "Quotas",
-    "Run",
-    "Spec",
-    "SpecError",
-    "Standing",
-]

@@ -6,17 +6,3 @@ from conserve.pausing.memory import Forgotten, Memory
 from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.times import ToolTimes
 from conserve.pausing.tools import RunningTools, ToolReport, TooManyTools, tool_called
-
-__all__ = [
-    "EngineCache",
-    "Forgotten",
-    "Gaps",
-    "Idle",
-    "Memory",
-    "Pausing",
-    "RunningTools",
-    "TooManyTools",
-    "ToolReport",
-    "ToolTimes",
-    "tool_called",
-]

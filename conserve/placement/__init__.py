@@ -31,30 +31,6 @@ POLICIES: dict[PolicyName, type[PlacementPolicy]] = {
     "per_turn": PerTurnPlacement,
 }
 
-__all__ = [
-    "NOTHING_SHARED",
-    "POLICIES",
-    "Appended",
-    "CollocatedPlacement",
-    "ConversationPlacement",
-    "Decoder",
-    "ElasticPlacement",
-    "EngineCosts",
-    "EngineLoad",
-    "EngineStepCosts",
-    "FullDisaggregationPlacement",
-    "Loads",
-    "PerTurnPlacement",
-    "Placement",
-    "PlacementPolicy",
-    "PolicyName",
-    "Prefiller",
-    "Shared",
-    "Step",
-    "StepCosts",
-    "make_policy",
-]
-
 
 def make_policy(
     name: PolicyName,

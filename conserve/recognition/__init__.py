@@ -14,13 +14,3 @@ from conserve.recognition.chain import (
     TailIndex,
     chain_of,
 )
-
-__all__ = [
-    "Beginning",
-    "Chain",
-    "Digest",
-    "TailIndex",
-    "answers_from_body",
-    "answers_from_stream",
-    "chain_of",
-]

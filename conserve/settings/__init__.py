@@ -20,23 +20,3 @@ from conserve.settings.groups import (
     TracingSettings,
 )
 from conserve.settings.loading import load
-
-__all__ = [
-    "CPU_TIER",
-    "EMBEDDED_MODEL",
-    "EMBEDDED_MODELS",
-    "GPU_TIER",
-    "AutoscalingSettings",
-    "EnvironmentSettings",
-    "LMCacheSettings",
-    "LimitSettings",
-    "LogSettings",
-    "MediaSettings",
-    "RoleSettings",
-    "Settings",
-    "SettingsError",
-    "TLSSettings",
-    "TierSettings",
-    "TracingSettings",
-    "load",
-]

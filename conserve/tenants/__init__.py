@@ -2,16 +2,3 @@
 
 from conserve.tenants.keyfile import Caller, Key, KeyFile, KeyFileError, KeyRing, Tenant
 from conserve.tenants.limits import Limits, Over, TenantUsage, UsageBook
-
-__all__ = [
-    "Caller",
-    "Key",
-    "KeyFile",
-    "KeyFileError",
-    "KeyRing",
-    "Limits",
-    "Over",
-    "Tenant",
-    "TenantUsage",
-    "UsageBook",
-]

@@ -14,8 +14,6 @@ from conserve.recognition.answers import answers_from_body, answers_from_stream
 from conserve.recognition.apis import anthropic, responses
 from conserve.recognition.volatile import without_times
 
-__all__ = ["answers_of", "continues", "heard", "messages_of", "tools_of"]
-
 # Beside tools, these change the prompt, or its KV, from the first token on.
 _FROM_THE_BEGINNING = ("chat_template", "cache_salt")
 
