@@ -5,8 +5,9 @@ model's chat template shows how it writes calls. If that shows none, or there is
 architecture decides.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from conserve.engines import engine_arguments
@@ -269,8 +270,24 @@ REASONING_TOKENS: dict[str, tuple[str, ...]] = {
     "poolside_v1": ("<assistant>",),
     "step3": ("</think>",),
 }
+# How calls begin that do not begin with a mark; {name} is the tool's. Empty: not known.
+_BEGINNINGS: dict[str, tuple[str, ...]] = {
+    "granite": ("<|tool_call|>", "<tool_call>"),
+    "llama3_json": ('{"name": "{name}", "parameters": ',),
+    **dict.fromkeys(("pythonic", "llama4_pythonic"), ("[{name}(",)),
+    "step3": (_deepseek("tool_calls_begin"),),
+    **dict.fromkeys(("gigachat3", "inkling", "kimi_k3", "muse_glimmer", "openai"), ()),
+}
 # Packages that these parsers import, and that vLLM does not require.
 PACKAGES = {"cohere_command3": "cohere_melody", "cohere_command4": "cohere_melody"}
+
+
+def call_beginnings(parser: str, tools: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts of which one begins an output that calls tools; empty if not known."""
+    formats = (*FORMATS, *chain.from_iterable(ARCHITECTURES.values()))
+    marks = [one.marks[0] for one in formats if one.tool == parser and one.marks]
+    found = _BEGINNINGS.get(parser, marks)
+    return tuple({text.replace("{name}", name): None for text in found for name in tools})
 
 
 @dataclass(frozen=True, slots=True)

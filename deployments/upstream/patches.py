@@ -14,7 +14,7 @@ FILES = (
     "message_fields", "message_prefill", "message_start", "prepared_twice", "prompt_lengths",
     "copies_in_steps", "forgotten_worker", "hasty_client", "lost_server", "named_pool",
     "polling_for_copies", "spinning_progress", "unfinished_copies", "outer_address",
-    "replica_port", "sigterm_exits", "unbounded_grammars",
+    "replica_port", "sigterm_exits", "unbounded_grammars", "uncallable_tools",
 )  # fmt: skip
 
 _applied: set[str] = set()
