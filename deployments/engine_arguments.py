@@ -54,10 +54,8 @@ class Answer(msgspec.Struct):
 def require_one_split(settings: Settings) -> None:
     """Refuse roles of which a decoder would not find what a prefiller has stored.
 
-    vLLM is asked about the model only if the roles' ``tensor_parallel_size`` differs.
-
-    Raises:
-        SettingsError: it differs, and the model's KV depends on it.
+    Raises `SettingsError` if their ``tensor_parallel_size`` differs, and the model's KV depends on
+    it; vLLM is asked about the model only then.
     """
     if not settings.prefiller_replicas:
         return
@@ -80,15 +78,9 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
     """Return a line for each engine argument of the settings that vLLM would refuse.
 
     Names are judged as Ray Serve LLM judges them, and values by vLLM's configurations. Where the
-    model can be read, and vLLM here is the build for the device, arguments that do not fit the
-    model are refused, too. This takes the seconds that vLLM takes to load.
-
-    Args:
-        gpu: whether engines run on GPUs.
-        model_is_here: whether this machine has the model's configuration.
-
-    Raises:
-        VllmSilent: it cannot be asked.
+    model can be read here (``model_is_here``), and vLLM here is the build for the device, arguments
+    that do not fit the model are refused, too. This takes the seconds that vLLM takes to load.
+    Raises `VllmSilent` if it cannot be asked.
     """
     of_model = model_is_here and gpu != _has_cpu_build()
     asked = [

@@ -28,7 +28,6 @@ class EngineInfo:
     Attributes:
         id: the Serve replica's unique id.
         url: its own HTTP server, for routers.
-        pid: its process, on its node.
         capacity_tokens: its KV space.
         max_model_len: the longest that prompt plus output may be, in tokens.
         holds: a decoder's live conversations, in case the table does not know them.
@@ -194,7 +193,6 @@ class BeginTurn:
         chain: None for a completion, which is recognised by its id alone.
         tenant: None where there are no keys.
         history_id: None on the turn's first attempt.
-        hints: None if its client has given none.
         refused_by: the decoder to which it went straight, in vain.
         prompt_tokens: None unless it seems to append much.
         encode_tokens: embeddings of its images that are not encoded yet, if it is counted.
@@ -217,7 +215,6 @@ class PlaceTurn:
 
     Attributes:
         waited_s: how long ago its first request came.
-        claim: that of `Unplaced`.
         opening: what is known of the prompt beside its length.
     """
 
@@ -271,7 +268,6 @@ class Prefilled:
         lmcache_tokens: how much of the prompt's KV it found in LMCache.
         cached_tokens: how much it found there and in its own cache; None if it does not say, or
             there were several prompts.
-        encoded: what images took.
     """
 
     prompt_tokens: int
@@ -286,8 +282,6 @@ class Unplaced:
 
     Attributes:
         tokenizer_url: the HTTP server of an engine that can count.
-        tokenizer_id: that engine's id.
-        max_model_len: the longest that prompt plus output may be, in tokens.
         claim: gives up this turn, and no other of the conversation.
     """
 
@@ -351,7 +345,6 @@ class TurnTiming:
         error: the code of the error that the client got; never its message, which may quote the
             prompt.
         decoder_id, prefiller_id: the engines that served it last.
-        placement: why there.
         phases: seconds, by the names of `conserve.phases`.
         summary: its decoder's, if it got to the end there.
     """

@@ -275,6 +275,7 @@ def _require_an_answer(output: Any, params: Any, observation: _Observation) -> N
         )
 
 
+@dataclass(eq=False)
 class TurnObserver:
     """ASGI middleware that keeps a decoder's `Holdings` and reports each turn's end.
 
@@ -283,20 +284,12 @@ class TurnObserver:
     end.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        holdings: Holdings,
-        desk: Desk,
-        has_more: Callable[[], None] = lambda: None,
-        volatile: Collection[str] = (),
-    ) -> None:
-        self._app = app
-        self._volatile = volatile
-        self.holdings = holdings
-        self.desk = desk
-        self.has_more = has_more
-        self.ending = False
+    app: ASGIApp
+    holdings: Holdings
+    desk: Desk
+    has_more: Callable[[], None] = lambda: None
+    volatile: Collection[str] = ()
+    ending: bool = False
 
     def _engine_ends(self) -> None:
         self.ending = True
@@ -310,7 +303,7 @@ class TurnObserver:
             if self.ending and scope["type"] == "http" and scope["path"] == "/health":
                 await Response(status_code=503)(scope, receive, send)
                 return
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         path = scope["path"]
         sent: list[Emitted] = []
@@ -322,7 +315,7 @@ class TurnObserver:
             receive = replay(body, receive)
             if told.recognises:
                 recognise = functools.partial(
-                    _beginning, path=path, volatile=self._volatile, tenant=told.tenant
+                    _beginning, path=path, volatile=self.volatile, tenant=told.tenant
                 )
                 beginning = await aside(recognise, body)
         key = told.key or self._begin_straight(told)
@@ -350,7 +343,7 @@ class TurnObserver:
         scope = {**scope, TURN: key}
         _current.set(seen)
         try:
-            await self._app(scope, receive, turn.relay(send))
+            await self.app(scope, receive, turn.relay(send))
         finally:
             if not turn.reported:
                 turn.report(completed=False)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from conserve.clock import unix_s
@@ -15,6 +16,7 @@ logger = logging.getLogger("ray.serve")
 Answer = TypeVar("Answer")
 
 
+@dataclass(eq=False)
 class Reporter:
     """Tells the table what the desk's outbox holds, and the desk what the table says.
 
@@ -22,20 +24,13 @@ class Reporter:
     next. ``obey`` is told each notice, too, for the engine itself.
     """
 
-    def __init__(
-        self,
-        engine_id: str,
-        table: TableClient,
-        desk: Desk,
-        obey: Callable[[Notice], None] = lambda _: None,
-    ) -> None:
-        self._engine_id = engine_id
-        self._table = table
-        self._desk = desk
-        self._obey = obey
-        self._due = asyncio.Event()
-        self._registered = asyncio.Event()
-        self.tasks: list[asyncio.Task[None]] = []
+    engine_id: str
+    table: TableClient
+    desk: Desk
+    obey: Callable[[Notice], None] = lambda _: None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _due: asyncio.Event = field(default_factory=asyncio.Event)
+    _registered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -44,8 +39,8 @@ class Reporter:
     def registering(self) -> int:
         """Stop until `registered`; returns the number of the registration to come."""
         self._registered.clear()
-        self._desk.stop()
-        return self._desk.outbox.register()
+        self.desk.stop()
+        return self.desk.outbox.register()
 
     def registered(self) -> None:
         self._registered.set()
@@ -58,7 +53,7 @@ class Reporter:
         self._due.set()
 
     async def _report(self) -> None:
-        outbox = self._desk.outbox
+        outbox = self.desk.outbox
         while True:
             await self._due.wait()
             await self._registered.wait()
@@ -66,7 +61,7 @@ class Reporter:
             if report is None:
                 self._due.clear()
                 continue
-            asked = self._table.report(self._engine_id, registration, report)
+            asked = self.table.report(self.engine_id, registration, report)
             answers, parks = await self._answered(asked)
             if registration != outbox.registration or not answers:
                 continue
@@ -74,22 +69,22 @@ class Reporter:
                 self._unknown()
                 continue
             outbox.answered(report.number)
-            self._desk.parks = bool(parks)
+            self.desk.parks = bool(parks)
 
     async def _hear(self) -> None:
-        outbox = self._desk.outbox
+        outbox = self.desk.outbox
         while True:
             await self._registered.wait()
             asked_s, registration = unix_s(), outbox.registration
-            asked = self._table.hear(self._engine_id, registration, outbox.heard)
+            asked = self.table.hear(self.engine_id, registration, outbox.heard)
             answers, notice = await self._answered(asked)
             if not answers or registration != outbox.registration:
                 continue
             if notice is None:
                 self._unknown()
                 continue
-            self._desk.hear(notice, asked_s)
-            self._obey(notice)
+            self.desk.hear(notice, asked_s)
+            self.obey(notice)
             self._due.set()
 
     async def _answered(
@@ -98,14 +93,14 @@ class Reporter:
         try:
             return True, await asked
         except TableUnavailable as error:
-            logger.warning("decoder %s: %s", self._engine_id, error)
+            logger.warning("decoder %s: %s", self.engine_id, error)
         except Exception:
             # The loops go on: without reports the table would never know that a turn has ended.
-            logger.exception("decoder %s: a call to the table failed", self._engine_id)
+            logger.exception("decoder %s: a call to the table failed", self.engine_id)
             await asyncio.sleep(BEAT_S)
         return False, None
 
     def _unknown(self) -> None:
         """Stop until the next beat, which finds that the table does not know this engine."""
         self._registered.clear()
-        self._desk.stop()
+        self.desk.stop()

@@ -123,15 +123,12 @@ def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
             sampling_params.extra_args = {**extra, "kv_transfer_params": told}
             async with contextlib.aclosing(run()) as stream:
                 async for output in stream:
-                    if output.finished and not _is_aborted(output):
+                    aborted = any(one.finish_reason == "abort" for one in output.outputs)
+                    if output.finished and not aborted:
                         await _wait(client, stored, request_id, timeout_s)
                     yield output
 
     client.generate = held
-
-
-def _is_aborted(output: Any) -> bool:
-    return any(choice.finish_reason == "abort" for choice in output.outputs)
 
 
 async def _wait(client: Any, stored: Stored, request_id: str, timeout_s: float) -> None:

@@ -24,7 +24,6 @@ from conserve.environments import Ledger, Quotas
 from conserve.environments.journal import Journal, JournalError
 from conserve.environments.pressure import HostPressure, cpu_pressure
 from conserve.errors import ApiError
-from conserve.events import Kind
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
 from deployments.environments.backends import Backend, Containers, Processes, find_engine
@@ -145,7 +144,8 @@ class EnvironmentService:
         ledger.recover(self._journal.found, unix_s())
         self._journal.rewrite(ledger.snapshot())
         self._journal.found = ledger.snapshot()
-        manager = Manager(settings, ledger, await asyncio.to_thread(self._backends), self._tell)
+        backends = await asyncio.to_thread(self._backends)
+        manager = Manager(settings, ledger, backends, self._table.note)
         await manager.tidy()
         self._ledger, self._manager = ledger, manager
         self._ready.set()
@@ -186,9 +186,6 @@ class EnvironmentService:
             logger.info("no router for %g s: removing all environments, and ending", ABANDONED_S)
             await manager.close()
             ray.kill(ray.get_runtime_context().current_actor)
-
-    def _tell(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
-        self._table.note(kind, conversation_id, details)
 
 
 def make_root(root: Path) -> None:

@@ -25,10 +25,8 @@ class Events:
     """Tells listeners what happens, from now on or from where they were.
 
     An event's ``id`` is its number, its ``event`` the kind, and its ``data`` is JSON. A ``missed``
-    event counts those that are no longer kept. A stream ends only with its router.
-
-    Args:
-        ends: whether the router ends. Listeners go on at another one, from where they were.
+    event counts those that are no longer kept. A stream ends only with its router (``ends``); its
+    listener goes on at another one, from where it was.
     """
 
     def __init__(self, table: TableClient, ends: Callable[[], bool] = lambda: False) -> None:

@@ -66,11 +66,7 @@ class NotFetched(Exception):
 
 @dataclass(eq=False)
 class MediaReader:
-    """Names the media of requests, and keeps what has to be kept of them.
-
-    Attributes:
-        encoders: those of this router.
-    """
+    """Names the media of requests, and keeps what has to be kept of them, for its `encoders`."""
 
     settings: Settings
     encoders: Encoders = field(default_factory=Encoders)
@@ -87,14 +83,9 @@ class MediaReader:
     ) -> Any:
         """Return a turn's body with each medium as engines get it; see `conserve.media.Medium`.
 
-        Args:
-            lifted: the body's long texts; those of media that were fetched are added.
-            salt: the tenant's secret.
-            fetched: what was fetched for this request, by URL.
-
-        Raises:
-            ApiError: 400 for media that cannot be served; 503 for too many new ones at a time.
-            NotFetched: some are sent by URL, and are not here yet.
+        Long texts of media that were ``fetched``, by URL, are added to ``lifted``. Raises
+        `ApiError`, 400 for media that cannot be served and 503 for too many new ones at a time, or
+        `NotFetched` if some are sent by URL, and are not here yet.
         """
         if not lifted.may_hold_media:
             return body
@@ -152,11 +143,7 @@ class MediaReader:
 
 @dataclass(slots=True)
 class _Reading:
-    """Reads one request's media.
-
-    Attributes:
-        size: of all of them so far, in bytes; ``pixels``: of the images that were decoded.
-    """
+    """Reads one request's media; `size` is in bytes, and `pixels` of images that were decoded."""
 
     reader: MediaReader
     lifted: Lifted

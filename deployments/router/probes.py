@@ -20,11 +20,7 @@ LIVE, READY, HEALTHZ, VERSION = "/live", "/ready", "/-/healthz", "/version"
 
 
 class Probes:
-    """Knows whether this router lives and can serve turns, as the table last said.
-
-    Args:
-        now_s: the monotonic clock.
-    """
+    """Knows whether this router lives and can serve turns, as the table last said."""
 
     def __init__(self, settings: Settings, now_s: Callable[[], float] = time.monotonic) -> None:
         self._versions = answers.Versions(**installed(), model=settings.model_id)

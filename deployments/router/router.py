@@ -57,6 +57,7 @@ _DRAIN_LOOK_S = 0.5
 _STATUS_S = 5.0
 
 
+@dataclasses.dataclass(eq=False)
 class Drain:
     """The end of a router: serves until another one has its socket, then what is connected to it.
 
@@ -65,48 +66,40 @@ class Drain:
     After ``timeout_s`` the rest is cut.
     """
 
-    def __init__(
-        self,
-        door: FrontDoor,
-        server: uvicorn.Server,
-        listener: Listener,
-        timeout_s: float,
-        is_deleted: Callable[[], Awaitable[bool]],
-    ) -> None:
-        self._door = door
-        self._server = server
-        self._listener = listener
-        self._timeout_s = timeout_s
-        self._is_deleted = is_deleted
+    door: FrontDoor
+    server: uvicorn.Server
+    listener: Listener
+    timeout_s: float
+    is_deleted: Callable[[], Awaitable[bool]]
 
     def announce(self) -> None:
         """Have the router replaced; it serves as before until it is."""
-        self._door.probes.drain()
-        self._listener.ending = True
+        self.door.probes.drain()
+        self.listener.ending = True
 
     async def run(self) -> None:
         """Return when nothing is served any more, or the time is up."""
         self.announce()
-        deadline_s = time.monotonic() + self._timeout_s
-        while not self._listener.taken and time.monotonic() < deadline_s:
-            if await self._is_deleted():
-                self._door.refusing = True
+        deadline_s = time.monotonic() + self.timeout_s
+        while not self.listener.taken and time.monotonic() < deadline_s:
+            if await self.is_deleted():
+                self.door.refusing = True
                 break
             await asyncio.sleep(_DRAIN_LOOK_S)
-        if not self._door.refusing:
+        if not self.door.refusing:
             # The socket itself stays open, and connections that wait in it go to the other router.
-            for listening in self._server.servers:
+            for listening in self.server.servers:
                 listening.close()
         idle_s = min(deadline_s, time.monotonic() + KEEP_ALIVE_S)
-        state = self._server.server_state
+        state = self.server.server_state
         while time.monotonic() < deadline_s:
-            done = self._door.refusing or time.monotonic() >= idle_s
+            done = self.door.refusing or time.monotonic() >= idle_s
             if not (state.tasks if done else state.connections):
                 break
             await asyncio.sleep(_DRAIN_LOOK_S / 5)
         if state.tasks:
             logger.warning("router %d ends with %d requests", os.getpid(), len(state.tasks))
-        self._server.should_exit = True
+        self.server.should_exit = True
 
 
 async def is_deleted(application: str) -> bool:

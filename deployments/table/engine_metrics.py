@@ -37,12 +37,9 @@ def _slots(read: Callable[[EngineInfo], int]) -> Callable[[Registry], Samples]:
 def _scheduler(
     kind: Any, name: str, help: str, label: str | None = None, field: str | None = None
 ) -> Row[Registry]:
-    """Return a metric of engines' schedulers.
+    """Return a metric of engines' schedulers; ``label`` tells apart the values of a list or a dict.
 
-    Args:
-        label: tells an engine's several values apart, which are a list or a dict.
-        field: of `SchedulerLoad`; None: it has the metric's name. Where that is None, a scheduler
-            has no such value.
+    ``field`` is of `SchedulerLoad`, by default as the metric. Where it is None, there is no value.
     """
 
     def samples(registry: Registry) -> Samples:

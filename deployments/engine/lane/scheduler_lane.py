@@ -75,11 +75,9 @@ class LaneReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class SchedulerLane:
     """The scheduler's half of one engine's lane, whose policies say what goes there.
 
-    Its ``reserve`` decides nothing before the worker has reported how many SMs decodes can have.
-
-    Args:
-        stages: `DecodeShare` by stage, as lists, and with ``sms`` the SMs that they are parts of;
-            None if they are not known. Then ``reserve`` decides.
+    Its ``reserve`` decides nothing before the worker has reported how many SMs decodes can have,
+    and nothing where ``stages`` has `DecodeShare` by stage, with the ``sms`` that they are parts
+    of.
     """
 
     def __init__(
@@ -152,12 +150,7 @@ class SchedulerLane:
         self._scheduler.passed_over_tokens += tokens
 
     def notes(self, computes: bool, freed: Collection[str] = ()) -> LaneNotes:
-        """Return the notes for the worker's next step.
-
-        Args:
-            computes: whether it computes anything itself.
-            freed: identifiers of images that it drops.
-        """
+        """Return the notes for the worker's next step; ``freed`` are images that it drops."""
         scheduler = self._scheduler
         jobs, self._new = tuple(self._new), []
         most = int(scheduler.max_num_scheduled_tokens)

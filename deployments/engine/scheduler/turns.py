@@ -114,14 +114,11 @@ class Counts:
 
 
 class Parts:
-    """Begins a prompt for which there is not enough room with a part of it.
+    """Begins a prompt for which there is not enough room with a part of it (`current`).
 
     It is MARS's Opportunistic Co-Scheduler (section 4.3). So that such prompts do not take each
     other's room, one at a time begins so, none that was preempted does, and a block is left for
     each decode.
-
-    Attributes:
-        current: the request that has begun so, and still computes its prompt.
     """
 
     def __init__(self, scheduler: Any, block_tokens: int) -> None:

@@ -9,6 +9,7 @@ since caches have KV of zeros under the first one.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.exceptions import VLLMUnprocessableEntityError
@@ -22,10 +23,7 @@ TELLS = "conserve.statistics"
 
 
 class WorkersFailures:
-    """Identifiers of images that this process's worker could not encode.
-
-    KV that was computed of their zeros must not be stored.
-    """
+    """Identifiers of images that this worker could not encode: KV of their zeros is not stored."""
 
     def __init__(self) -> None:
         self._identifiers: OrderedDict[str, None] = OrderedDict()
@@ -70,31 +68,25 @@ class ImageNotEncoded(VLLMUnprocessableEntityError):  # type: ignore[misc]  # To
         )
 
 
+@dataclass(slots=True, eq=False)
 class Watched:
     """A request that runs, with the identifiers of its images."""
 
-    __slots__ = ("_failed", "identifiers", "request_id")
-
-    def __init__(self, request_id: str, identifiers: Collection[str]) -> None:
-        self.request_id = request_id
-        self.identifiers = identifiers
-        self._failed = False
-
-    def fail(self) -> None:
-        self._failed = True
+    request_id: str
+    identifiers: Collection[str]
+    failed: bool = False
 
     def require_encoded(self) -> None:
         """Raise `ImageNotEncoded` if the request was ended because an image has failed."""
-        if self._failed:
+        if self.failed:
             raise ImageNotEncoded
 
 
 class FailedImages:
     """Images that an engine's workers could not encode, and the requests that have them.
 
-    Args:
-        end: ends requests in the engine, by their ids. Clients choose these, so several requests
-            may have the same one, and end together.
+    ``end`` ends requests in the engine, by their ids. Clients choose these, so several requests may
+    have the same one, and end together.
     """
 
     def __init__(self, end: Callable[[Sequence[str]], None]) -> None:
@@ -119,7 +111,7 @@ class FailedImages:
         ids = {one.request_id for one in self._running if self._include(one.identifiers)}
         for one in self._running:
             if one.request_id in ids:
-                one.fail()
+                one.failed = True
         if ids:
             self._end(sorted(ids))
 

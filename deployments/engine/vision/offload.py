@@ -105,18 +105,11 @@ class _CudaCopies(_Copies):
 
 
 class OffloadedTower:
-    """The layers of a tower, of which some are on the GPU at a time.
+    """The layers of a tower, in the order in which they run, of which ``kept`` stay on the GPU.
 
     A layer's tensors are in host memory until it first runs, and in its slot from then on. So a
     tower that would compute with them otherwise, past ``forward``, fails for having them on the
-    wrong device.
-
-    Args:
-        layers: in the order in which they run; their ``forward`` is replaced.
-        kept: how many stay, fewer than there are.
-
-    Raises:
-        RuntimeError: they cannot take each other's place.
+    wrong device. Raises `RuntimeError` if the layers cannot take each other's place.
     """
 
     def __init__(self, layers: Sequence[nn.Module], kept: int, device: torch.device) -> None:
