@@ -125,14 +125,16 @@ def check(body: Mapping[str, Any], path: str) -> None:
                 param=name,
             )
     _check_tool_grammars(body)
+    # None is asked for log-probabilities of the prompt, and to fill the cache.
+    may_be_none = body.get("echo") if path == apis.COMPLETIONS else apis.is_anthropic(path)
     for name in apis.OUTPUT_CAPS:
         cap = body.get(name)
         # vLLM names one field for all of them.
-        if isinstance(cap, int) and cap < 1:
+        if isinstance(cap, int) and cap < (0 if may_be_none else 1):
             raise ApiError(400, f"{name} must be at least 1, and is {cap}", param=name)
     n = body.get("n")
-    # The engine would accept "2" and 2.0.
-    if n is not None and type(n) is not int:
+    # The engine would accept "2".
+    if n is not None and (type(n) not in (int, float) or n % 1):
         raise ApiError(400, "n must be an integer", param="n")
     if n is not None and n * prompts > MOST_CHOICES:
         raise ApiError(
@@ -250,7 +252,9 @@ def _in_messages(messages: Any) -> tuple[int, list[Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _unfit(f"messages[{position}] must be an object with a role")
         content = message.get("content")
-        if not isinstance(content, str | list | None):
+        if not isinstance(content, str | list) and (
+            content is not None or message["role"] == "user"
+        ):
             raise _unfit(f"messages[{position}].content must be a string or a list of parts")
         if isinstance(content, list):
             items += ITEMS_A_PART * len(content)

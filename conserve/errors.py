@@ -50,6 +50,8 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 # Messages become chats before vLLM checks them: the field that it blames, and the client's.
 _IN_MESSAGES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
+# vLLM's words of the field that chats and responses call top_logprobs.
+_TOO_MANY = "Requested sample logprobs"
 _OF_CHATS = re.compile(rf"^(?:{'|'.join(_IN_MESSAGES)})\b")
 
 
@@ -84,6 +86,8 @@ class ApiError(Exception):
 
     def told(self, path: str) -> Told:
         if not apis.is_anthropic(path):
+            if path != apis.COMPLETIONS and self.message.startswith(_TOO_MANY):
+                return Told(self.message.replace("sample logprobs", "top_logprobs"), "top_logprobs")
             return Told(self.message, self.param)
         message = _OF_CHATS.sub(lambda field: _IN_MESSAGES[field[0]], self.message)
         # Claude Code knows by these words that it has to compact its history.

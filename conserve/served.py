@@ -1,47 +1,40 @@
-"""Checks for what the schemas of chats and Messages allow, and vLLM 0.32 ignores or misunderstands.
+"""Checks for what APIs' schemas and other clients allow, and vLLM 0.32 ignores or misunderstands.
 
 A request for what is not served is refused, with the field's name. What vLLM would serve in another
 form is converted. Fields that only advise (user, cache times, service tier) have no effect.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from conserve.apis import CHAT, MESSAGES, RESPONSES, is_anthropic
+from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_anthropic
 from conserve.errors import ApiError
+from conserve.fields import UNSERVED
 
 Json = dict[str, Any]
 
-# Fields that ask for what is not served, and what to do instead. Null asks for nothing.
-UNSERVED = {
-    CHAT: {
-        "functions": "send tools",
-        "function_call": "send tools and tool_choice",
-        "audio": "answers are text",
-        "web_search_options": "give the model a tool that searches, and run it in the client",
-        "moderation": "call a moderation model from the client",
-    },
-    MESSAGES: {
-        "container": "nothing is run beside the model; give it tools, and run them in the client",
-        "mcp_servers": "connect to them from the client, and send their tools as tools",
-    },
-    RESPONSES: {
-        "background": "a turn ends with its client's connection; stream it instead",
-        "conversation": "go on by previous_response_id, or send the whole history",
-        "context_management": "histories are not shortened here; send what is left of it",
-        "prompt": "no templates are kept here; send instructions and input",
-        "moderation": "call a moderation model from the client",
-    },
-}
-# Values of such fields that ask for nothing.
+# Values of fields that are not served (`conserve.fields`) by which they ask for nothing.
 _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
     "container": ({}, {"id": None}, {"skills": None}, {"id": None, "skills": None}),
     "mcp_servers": ([],),
+    "best_of": (1,),
 }
-# Roles of a chat's messages that may hold what is not served.
-_ROLES_TO_JUDGE = ("assistant", "function")
+_CHOOSE_NOTHING = (None, "auto", "none")
+# Leaves the likeliest token alone.
+_LIKELIEST_TOP_P = 1e-6
+# Roles of earlier chats, Gemini and LangChain, and what to send. A model may have roles of its own.
+_ROLES = {
+    "function": "role tool, with its tool_call_id",
+    **dict.fromkeys(("model", "ai"), "role assistant"),
+    "human": "role user",
+}
+# Parts of a chat's that LangChain, OpenRouter and LiteLLM keep, and where their texts are.
+_TEXTS = ("input_text", "output_text")
+_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+_THOUGHT = ("thinking", "reasoning", "text", "summary")
 # By Anthropic's schema any block may stand in any message; vLLM silently drops all but these.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
@@ -62,14 +55,46 @@ def as_served(body: Json, path: str) -> Json:
     The body has passed `conserve.budget`. Raises ApiError (400) for what is not served.
     """
     _require_served(body, path)
+    body = _with_values(body, path)
     if path == CHAT:
         return _with_messages_served(_with_schema(body))
     return _without_budget(_without_empty_end(body)) if is_anthropic(path) else body
 
 
+def _with_values(body: Json, path: str) -> Json:
+    """Write values that schemas allow as vLLM takes them; leave out those that ask nothing."""
+    own = {name: value for name, value in body.items() if path != COMPLETIONS or value is not None}
+    if own.get("top_p") == 0:
+        own |= {"top_p": 1, "temperature": 0}
+    if own.get("temperature") == 0 and (own.get("n") or 1) > 1 and not own.get("use_beam_search"):
+        # vLLM takes no temperature of 0 for several choices.
+        own |= {"top_p": _LIKELIEST_TOP_P, "temperature": 1}
+    if path == RESPONSES:
+        return body if own == body else own
+    if not own.get("stream"):
+        own.pop("stream_options", None)
+    if own.get("tools") in (None, []):
+        own.pop("tools", None)
+        choice = own.get("tool_choice")
+        if (choice.get("type") if isinstance(choice, dict) else choice) in _CHOOSE_NOTHING:
+            own.pop("tool_choice", None)
+        elif is_anthropic(path):
+            raise ApiError(400, "tool_choice: send tools to choose of", param="tool_choice")
+    if is_anthropic(path):
+        heat = own.get("temperature")
+        if isinstance(heat, int | float) and heat > 1:
+            raise ApiError(400, f"temperature: {heat} is not from 0 to 1", param="temperature")
+        if own.get("max_tokens") == 0:
+            if own.get("stream"):
+                raise ApiError(400, "max_tokens: send 0 without stream", param="max_tokens")
+            # Engines leave it out of the answer (`conserve.wire.NO_OUTPUT`).
+            own["max_tokens"] = 1
+    return body if own == body else own
+
+
 def _require_served(body: Mapping[str, Any], path: str) -> None:
     messages = is_anthropic(path)
-    for name, instead in UNSERVED.get(MESSAGES if messages else path, {}).items():
+    for name, instead in UNSERVED[MESSAGES if messages else path].items():
         asked = body.get(name)
         empty = asked is None or (path == RESPONSES and not asked)
         if not empty and asked not in _ASK_NOTHING.get(name, ()):
@@ -165,23 +190,74 @@ def _with_schema(body: Json) -> Json:
 
 
 def _with_messages_served(body: Json) -> Json:
-    """Check a chat's messages, and give answers that were refusals these as their content."""
-    messages = body["messages"]
-    told = {}
-    for position, message in enumerate(messages):
-        if message["role"] in _ROLES_TO_JUDGE:
-            _require_served_message(message, f"messages[{position}]")
-        if message.get("refusal") and not message.get("content"):
-            told[position] = {**message, "content": message["refusal"]}
-    if not told:
-        return body
-    return {**body, "messages": [told.get(at, message) for at, message in enumerate(messages)]}
+    """Check a chat's messages, and write those that other clients keep as vLLM takes them."""
+    messages, unanswered = [], list[Any]()
+    for position, message in enumerate(body["messages"]):
+        _require_served_message(message, f"messages[{position}]")
+        own = _plain_message(message, position, unanswered)
+        messages.append(message if own == message else own)
+    return {**body, "messages": messages} if messages != body["messages"] else body
+
+
+def _plain_message(message: Json, position: int, unanswered: list[Any]) -> Json:
+    """Return a message in OpenAI's form; results take the ids of the calls that they answer."""
+    own = dict(message)
+    parts = own["content"] if isinstance(own.get("content"), list) else []
+    if any(_kind(part) in _TEXTS for part in parts):
+        own["content"] = [
+            {"type": "text", "text": part.get("text")} if _kind(part) in _TEXTS else part
+            for part in parts
+        ]
+    if own.get("refusal") and not own.get("content"):
+        own["content"] = own["refusal"]
+    if own["role"] == "tool" and unanswered:
+        if own.setdefault("tool_call_id", unanswered[0]) in unanswered:
+            unanswered.remove(own["tool_call_id"])
+    elif own["role"] == "assistant":
+        thoughts = [part for part in parts if _kind(part) in _THOUGHTS]
+        if thoughts:
+            own["content"] = [one for one in own["content"] if _kind(one) not in _THOUGHTS]
+        if not (own.get("reasoning") or own.get("reasoning_content")):
+            kept = thoughts or own.get("reasoning_details") or own.get("thinking_blocks")
+            if said := "".join(map(_thought, kept if isinstance(kept, list) else ())):
+                own["reasoning"] = said
+        calls = [
+            _plain_call(call, f"call_{position}_{number}")
+            for number, call in enumerate(own.get("tool_calls") or ())
+        ]
+        if calls:
+            own["tool_calls"] = calls
+            unanswered[:] = [call.get("id") for call in calls if isinstance(call, dict)]
+    return own
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else None
+
+
+def _thought(part: Any) -> str:
+    texts = (part.get(name) for name in _THOUGHT) if isinstance(part, dict) else ()
+    return next((text for text in texts if isinstance(text, str)), "")
+
+
+def _plain_call(call: Any, id_: str) -> Any:
+    """Return a call with what Ollama's clients leave out, and its arguments as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    if isinstance(function.get("arguments"), dict | None):
+        function = {**function, "arguments": json.dumps(function.get("arguments") or {})}
+    given = {name: value for name, value in call.items() if value is not None}
+    return {"id": id_, "type": "function", **given, "function": function}
 
 
 def _require_served_message(message: Mapping[str, Any], where: str) -> None:
     """Refuse a chat's message that vLLM would not show to the model as it is meant."""
-    if message["role"] == "function":
-        raise _unserved(f"{where}.role", "role function", "send role tool, with its tool_call_id")
+    role = message["role"]
+    if role in _ROLES:
+        raise _unserved(f"{where}.role", f"role {role}", f"send {_ROLES[role]}")
+    if role != "assistant":
+        return
     if message.get("function_call") is not None:
         raise _unserved(f"{where}.function_call", "it", "send tool_calls")
     if message.get("audio") is not None:

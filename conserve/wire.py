@@ -231,6 +231,8 @@ CHECK_PREFIX = "/conserve/check"
 PREFILL_PREFIX = "/conserve/prefill"
 # After the path of a turn, with or without a prefix: limit the output to the room that there is.
 ROOM_LEFT = "?room_left"
+# After the path of Messages: answer with nothing that was generated.
+NO_OUTPUT = "?no_output"
 
 # --- kv_transfer_params, from an engine's client to LMCache's connector and back ------------------
 

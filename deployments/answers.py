@@ -392,7 +392,7 @@ class Content(Answer):
 class Message(EngineAnswer, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
-    content: Annotated[list[Content], Meta(min_length=1)]
+    content: Annotated[list[Content], Meta(description="Empty if max_tokens is 0.")]
     model: str
     usage: ContentUsage
 

@@ -26,9 +26,10 @@ from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.messages import Prefilled
+from deployments.upstream.message_fields import no_output
 from deployments.upstream.prompt_lengths import counting, takes_room_left
 
-_ROOM_LEFT = wire.ROOM_LEFT.removeprefix("?").encode()
+_ROOM_LEFT, _NO_OUTPUT = (one[1:].encode() for one in (wire.ROOM_LEFT, wire.NO_OUTPUT))
 # vLLM makes answers of these only from an output with a choice.
 _WITH_A_CHOICE = (MESSAGES, RESPONSES)
 
@@ -199,6 +200,7 @@ class RequestCheck:
         _current.set(None)
         counting.set(scope.get("path") == COUNT_TOKENS)
         takes_room_left.set(scope.get("query_string") == _ROOM_LEFT)
+        no_output.set(scope.get("query_string") == _NO_OUTPUT)
         prefixes = (CHECK_PREFIX, PREFILL_PREFIX)
         if scope["type"] != "http" or not scope["path"].startswith(prefixes):
             await self._app(scope, receive, send)

@@ -31,8 +31,8 @@ _LOOPBACK_NAMES = ("ip6-localhost", "ip6-loopback", "localhost4", "localhost6")
 _LOOPBACK_DOMAIN = ".localhost"
 
 _EXPOSED = (
-    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, Request-Id, "
-    "Retry-After, X-Should-Retry"
+    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Conserve-Ignored-Fields, "
+    "X-Request-Id, Request-Id, Retry-After, X-Should-Retry"
 )
 _METHODS = "GET, POST, DELETE"
 # Chrome keeps a preflight's answer for no longer.

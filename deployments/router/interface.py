@@ -111,6 +111,10 @@ _HEADERS: Json = {
         "separated by commas.",
         "schema": TEXT,
     },
+    "x-conserve-ignored-fields": {
+        "description": "Fields of the request that have no effect, separated by commas.",
+        "schema": TEXT,
+    },
 }
 
 COMPONENTS: Json = {
@@ -173,7 +177,7 @@ def _turn(name: str, summary: str, answer: type, end: str = "[DONE]", shape: str
         f"`{end}`, or an error where the turn could not be ended.",
         "headers": {
             header: _ref("headers", header)
-            for header in ("x-conversation-id", "x-conserve-decoder")
+            for header in ("x-conversation-id", "x-conserve-decoder", "x-conserve-ignored-fields")
         },
         "links": {
             link: {"operationId": operation, "parameters": {parameter: conversation}}

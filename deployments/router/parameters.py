@@ -5,8 +5,8 @@ from typing import Any
 from conserve import apis, budget, hints, identity
 from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.events import KINDS
+from conserve.fields import UNSERVED
 from conserve.pausing.tools import MOST_NAME_CHARS
-from conserve.served import UNSERVED
 from deployments.router import dashboard, events, request_ids, tool_reports
 
 Json = dict[str, Any]
@@ -217,13 +217,10 @@ def _unserved(path: str) -> Json:
 # Fields of one path that have another meaning here than in vLLM.
 CHANGED: dict[str, Json] = {
     apis.CHAT: {**_unserved(apis.CHAT), "tool_choice": _TOOL_CHOICE},
+    apis.COMPLETIONS: _unserved(apis.COMPLETIONS),
     apis.MESSAGES: _unserved(apis.MESSAGES),
     apis.RESPONSES: {
-        "background": {
-            "description": "Not served: a turn ends with its client's connection.",
-            "enum": [False, None],
-        },
-        "prompt": {"description": "Not served: no templates are kept.", "type": "null"},
+        **_unserved(apis.RESPONSES),
         "request_id": {"description": "Dropped. The router names responses.", "deprecated": True},
         "store": {
             "type": ["boolean", "null"],

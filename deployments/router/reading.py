@@ -213,9 +213,13 @@ def too_long(limit: int) -> ApiError:
 
 def _parsed(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        return json.loads(raw, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ApiError(400, f"the body is not valid JSON, which has no {name}")
 
 
 def changed_body(raw: bytes, body: dict[str, Any], own: dict[str, Any]) -> bytes:

@@ -9,9 +9,10 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from conserve import apis, budget, identity, recognition, wire
-from conserve.apis import COMPLETIONS, RESPONSES
+from conserve.apis import COMPLETIONS, MESSAGES, RESPONSES
 from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError
+from conserve.fields import ignored
 from conserve.hints import Hints, InvalidHint, hints
 from conserve.media import Lifted, places
 from conserve.recognition import Chain
@@ -59,7 +60,9 @@ class ClientRequest:
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
         takes_room_left: whether less output than it asks for will do, if there is no room.
+        no_output: whether it asks for its prompt's KV alone.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
+        ignored_fields: names of fields that have no effect.
         media: how many images, or other parts with media, it has.
         to_encode: see `MediaReader.to_encode`; empty once encoders had it.
     """
@@ -76,7 +79,9 @@ class ClientRequest:
     hints: Hints
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
+    no_output: bool = False
     unserved_tools: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
     media: int = 0
     to_encode: dict[str, bytes] = field(default_factory=dict)
 
@@ -100,7 +105,8 @@ class ClientRequest:
     @property
     def engine_path(self) -> str:
         """The path on engines, which judge and serve it."""
-        return self.path + wire.ROOM_LEFT if self.takes_room_left else self.path
+        more = wire.ROOM_LEFT if self.takes_room_left else ""
+        return self.path + (wire.NO_OUTPUT if self.no_output else more)
 
     @property
     def model(self) -> str:
@@ -192,7 +198,9 @@ def _understood(
         hints=said,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
         takes_room_left=takes_room_left,
+        no_output=path == MESSAGES and body.get("max_tokens") == 0,
         unserved_tools=unserved_tools(body) if path == RESPONSES else (),
+        ignored_fields=ignored(asked, path),
         media=parts,
         to_encode=media.to_encode(own, path, lifted) if chat else {},
     )

@@ -558,6 +558,8 @@ class Turn:
             headers.append((b"x-conserve-decoder", self._plan.decoder_id.encode()))
         if unserved := self._request.unserved_tools:
             headers.append((b"x-conserve-unserved-tools", ",".join(unserved).encode()))
+        if ignored := self._request.ignored_fields:
+            headers.append((b"x-conserve-ignored-fields", ",".join(ignored).encode()))
         return headers
 
     # --- how it ended ------------------------------------------------------------------------

@@ -4,9 +4,11 @@
 - An answer's id is ``msg_...`` and a call's is ``toolu_...``; some models have ids of their own.
 - A body's ``stop_reason`` is ``tool_use`` only where there is a call. vLLM 0.32 says so of each
   answer that had to call a tool.
+- A body has no content for a ``max_tokens`` of 0, which vLLM refuses; routers ask for a token.
 """
 
 import functools
+from contextvars import ContextVar
 from typing import Any
 
 from conserve.apis import MESSAGE_ID
@@ -15,6 +17,8 @@ from deployments.upstream.patch import Patch
 _CHAT_ID = "chatcmpl-"
 _CHAT_CALL_ID = "chatcmpl-tool-"
 _CALL_ID = "toolu_"
+# Set by the server for each request: whether its answer has nothing that was generated.
+no_output: ContextVar[bool] = ContextVar("conserve_no_output", default=False)
 
 
 def apply() -> None:
@@ -28,6 +32,9 @@ def apply() -> None:
 
         def model_dump(self: Any, **options: Any) -> dict[str, Any]:
             self.content = [_renamed(block) for block in self.content]
+            if no_output.get():
+                self.content, self.stop_reason, self.stop_sequence = [], "max_tokens", None
+                self.usage.output_tokens = 0
             # Clients read these, and vLLM leaves them out when null.
             nulls = {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
             return {**super().model_dump(**options), **nulls}
@@ -72,8 +79,9 @@ PATCH = Patch(
     why="strict clients of Anthropic's miss fields, refuse ids, and look for calls that are not",
     upstream=(
         "not reported: in /v1/messages message.id should begin with msg_, tool_use.id with "
-        "toolu_; bodies leave out stop_sequence: null (model_dump(exclude_none=True)); and with "
-        "tool_choice any, stop_reason is tool_use for text without a call (mended in 0.33)"
+        "toolu_; bodies leave out stop_sequence: null (model_dump(exclude_none=True)); with "
+        "tool_choice any, stop_reason is tool_use for text without a call (mended in 0.33); and "
+        "max_tokens: 0, which fills the prompt cache alone, is refused"
     ),
     process="server",
     apply=apply,

@@ -33,7 +33,6 @@ BOTH: dict[str, dict[str, Any]] = {
     "bias of no token": {"logit_bias": {"99999999": 1}},
     "bias of no token, streamed": {"logit_bias": {"99999999": 1}, "stream": True},
     "token ids": {"allowed_token_ids": [99_999_999]},
-    "stream options without a stream": {"stream_options": {"include_usage": True}},
     "seed": {"seed": 2**80},
     "priority": {"priority": "high"},
 }

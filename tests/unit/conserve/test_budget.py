@@ -74,7 +74,7 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
         (chat(n=128), chat(n="2"), "n"),
         (chat(structured_outputs={}), chat(structured_outputs=False), "structured_outputs"),
         (chat(structured_outputs=None), chat(structured_outputs=-1), "structured_outputs"),
-        (chat(n=None), chat(n=2.0), "n"),
+        (chat(n=2.0), chat(n=2.5), "n"),
         (chat(n=1), chat(n=True), "n"),
         (
             chat(tools=["x" * 65_000], tool_choice="required"),

@@ -145,7 +145,8 @@ def test_a_schema_that_is_none_is_any_objects() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, COUNT_TOKENS, RESPONSES, COMPLETIONS])
 def test_what_is_said_as_vllm_has_it_is_not_touched(path: str) -> None:
-    body = chat({"role": "assistant", "content": "a", "refusal": None}, USER, tool_choice="auto")
+    said = {"role": "assistant", "content": "a", "refusal": None}
+    body = chat(said, USER, tool_choice="auto", tools=[{"name": "f"}])
     assert as_served(body, path) is body
 
 

@@ -190,8 +190,8 @@ def test_a_preflight_of_an_origin_that_is_admitted(origin: str) -> None:
 
 
 EXPOSED = (
-    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Request-Id, Request-Id, "
-    "Retry-After, X-Should-Retry"
+    "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Conserve-Ignored-Fields, "
+    "X-Request-Id, Request-Id, Retry-After, X-Should-Retry"
 )
 
 

@@ -111,14 +111,14 @@ def test_what_is_not_changed_is_passed_on_as_it_came(encoding: str) -> None:
     text = (
         ' { "conversation_id" : "mine", "messages": [{"role": "user", "content": "é \\u00e9"}]\n,'
         '"seed": 1, "temperature": 1.50, "kv_transfer_params": {}, "a\\"}": "\\ud83d\\ude00",'
-        '"x": NaN,'
+        '"x": null,'
         '"seed":1234567890123456789, "vllm_xargs": {"kv_transfer_params": 1, "b": 2} } '
     )
     asked = read(text.encode(encoding))
     assert asked.explicit_id == "mine"
     assert asked.raw.decode() == (
         '{"messages":[{"role": "user", "content": "é \\u00e9"}],'
-        '"seed":1234567890123456789,"temperature":1.50,"a\\"}":"\\ud83d\\ude00","x":NaN,'
+        '"seed":1234567890123456789,"temperature":1.50,"a\\"}":"\\ud83d\\ude00","x":null,'
         '"vllm_xargs":{"b": 2},"model":"conserve-embedded"}'
     )
 

@@ -189,19 +189,22 @@ def test_a_turn_outlives_the_engine_that_it_was_on() -> None:
     assert (engines.served, table.lost) == (["d1", "d2"], ["d1"])
 
 
-def test_a_client_is_told_which_of_its_tools_the_model_is_not_shown() -> None:
+def test_a_client_is_told_which_of_its_tools_and_fields_are_left_out() -> None:
     function = {"type": "function", "name": "f"}
     group = {"type": "namespace", "name": "n", "description": "", "tools": [
         function, {"type": "custom", "name": "c"}]}  # fmt: skip
     tools = [function, {"type": "web_search"}, {"type": "web_search"}, group]
     engines = Engines(die=set())
-    body = {"input": "x", "tools": tools}
+    body = {"input": "x", "tools": tools, "keep_alive": 5, "think": False}
     start, _ = exchange(Table(), engines, body, path="/v1/responses")
     told = dict(start["headers"])[b"x-conserve-unserved-tools"]
     assert told == b"web_search,custom"
+    assert dict(start["headers"])[b"x-conserve-ignored-fields"] == b"keep_alive,think"
     assert [tool["type"] for tool in engines.got[-1][1]["tools"]] == ["function", "namespace"]
     start, _ = exchange(Table(), engines, {"input": "x"}, path="/v1/responses")
-    assert b"x-conserve-unserved-tools" not in dict(start["headers"])
+    assert not {b"x-conserve-unserved-tools", b"x-conserve-ignored-fields"} & {
+        *dict(start["headers"])
+    }
 
 
 def test_a_prompt_that_two_engines_were_lost_with_is_given_to_no_third() -> None:

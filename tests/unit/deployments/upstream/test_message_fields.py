@@ -1,5 +1,6 @@
 """The fields of Messages as Anthropic's clients know them, by vLLM's own server."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from pydantic import TypeAdapter
 
 from conserve.apis import CHAT, MESSAGES
 from deployments.upstream.message_fields import PATCH, apply
-from tests.unit.deployments.engine.vllm_server import MODEL, Server, events
+from tests.unit.deployments.engine.vllm_server import MODEL, Server, events, read
 from tests.unit.deployments.upstream.originals import unpatched
 
 Json = dict[str, Any]
@@ -31,6 +32,9 @@ def test_vllms_fields_are_those_of_chats() -> None:
     asked = {**ASKED, "tools": [TOOL], "tool_choice": {"type": "any"}}
     body = Server(["no", " call"], "stop").serve(MESSAGES, asked).json()
     assert (body["stop_reason"], body["content"][0]["type"]) == ("tool_use", "text")
+    assert (
+        Server().post(MESSAGES, json.dumps({**ASKED, "max_tokens": 0}).encode()).status_code == 400
+    )
 
 
 @pytest.fixture
@@ -50,6 +54,16 @@ def test_nulls_are_there_and_ids_are_of_messages() -> None:
         assert id_.startswith("msg_")
         assert "chatcmpl" not in id_
     assert server.serve(CHAT, ASKED).json()["id"].startswith("chatcmpl-")
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_message_of_no_tokens_is_empty() -> None:
+    asked = read(MESSAGES, {**ASKED, "max_tokens": 0})
+    server = Server(["on"], "stop")
+    told = Message.model_validate(server.post(asked.engine_path, asked.raw).json())
+    assert (told.content, told.stop_reason, told.usage.output_tokens) == ([], "max_tokens", 0)
+    # Another request's is its own.
+    assert server.serve(MESSAGES, ASKED).json()["content"] != []
 
 
 @pytest.mark.usefixtures("patched")
