@@ -252,9 +252,8 @@ def _in_messages(messages: Any) -> tuple[int, list[Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _unfit(f"messages[{position}] must be an object with a role")
         content = message.get("content")
-        if not isinstance(content, str | list) and (
-            content is not None or message["role"] == "user"
-        ):
+        none = content is None and message["role"] != "user"
+        if not none and not isinstance(content, str | list):
             raise _unfit(f"messages[{position}].content must be a string or a list of parts")
         if isinstance(content, list):
             items += ITEMS_A_PART * len(content)

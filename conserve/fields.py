@@ -14,8 +14,8 @@ from conserve.errors import ApiError
 _TABLE: Any = tomllib.loads(Path(__file__).with_name("fields.toml").read_text())
 _ELSEWHERE = _TABLE.pop("elsewhere").split()
 # Fields that may hold ids or hints.
-_READ = {one.name.partition(".")[0] for one in (*identity.SOURCES, *hints.NAMES) if one.in_body}
-KNOWN = {path: _READ.union(fields["known"].split()) for path, fields in _TABLE.items()}
+READ = {one.name.partition(".")[0] for one in (*identity.SOURCES, *hints.NAMES) if one.in_body}
+KNOWN = {path: READ.union(fields["known"].split()) for path, fields in _TABLE.items()}
 # Fields that ask for what is not served, and what to do instead. Null asks for nothing.
 UNSERVED: dict[str, dict[str, str]] = {
     path: fields["unserved"]
@@ -47,10 +47,6 @@ def ignored(body: Mapping[str, Any], path: str) -> tuple[str, ...]:
 @functools.lru_cache(1024)
 def _nearest(name: str, path: str) -> str | None:
     """Return the field of nearly that name, in snake case or camel case."""
-    plain = {_plain(one): one for one in KNOWN[path] - UNSERVED[path].keys()}
-    found = difflib.get_close_matches(_plain(name), plain, 1, _CLOSE)
+    plain = {one.replace("_", ""): one for one in KNOWN[path] - UNSERVED[path].keys()}
+    found = difflib.get_close_matches(re.sub("[_-]", "", name.lower()), plain, 1, _CLOSE)
     return plain[found[0]] if found else None
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())

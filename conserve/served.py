@@ -25,28 +25,20 @@ _ASK_NOTHING: dict[str, tuple[Any, ...]] = {
 _CHOOSE_NOTHING = (None, "auto", "none")
 # Leaves the likeliest token alone.
 _LIKELIEST_TOP_P = 1e-6
-# Roles of earlier chats, Gemini and LangChain, and what to send. A model may have roles of its own.
-_ROLES = {
-    "function": "role tool, with its tool_call_id",
-    **dict.fromkeys(("model", "ai"), "role assistant"),
-    "human": "role user",
-}
+# Roles of earlier chats and of Gemini, and what to send. A model may have others of its own.
+_ROLES = {"function": "tool, with its tool_call_id", "model": "assistant"}
+_THINKING = ("thinking", "redacted_thinking")
 # Parts of a chat's that LangChain, OpenRouter and LiteLLM keep, and where their texts are.
-_TEXTS = ("input_text", "output_text")
-_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
+_TEXTS, _THOUGHTS = ("input_text", "output_text"), (*_THINKING, "reasoning")
 _THOUGHT = ("thinking", "reasoning", "text", "summary")
 # By Anthropic's schema any block may stand in any message; vLLM silently drops all but these.
 _BLOCKS = {
     "user": ("text", "image", "tool_result", "tool_reference"),
-    "assistant": (
-        *("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-        "tool_reference",
-    ),
+    "assistant": ("text", "image", *_THINKING, "tool_use", "tool_result", "tool_reference"),
     "system": ("text",),
 }
 _RESULT_BLOCKS = ("text", "image", "tool_reference")
 _IMAGE_SOURCES = ("base64", "url")
-_THINKING = ("thinking", "redacted_thinking")
 
 
 def as_served(body: Json, path: str) -> Json:
@@ -69,26 +61,23 @@ def _with_values(body: Json, path: str) -> Json:
     if own.get("temperature") == 0 and (own.get("n") or 1) > 1 and not own.get("use_beam_search"):
         # vLLM takes no temperature of 0 for several choices.
         own |= {"top_p": _LIKELIEST_TOP_P, "temperature": 1}
-    if path == RESPONSES:
-        return body if own == body else own
-    if not own.get("stream"):
+    if path != RESPONSES and not own.get("stream"):
         own.pop("stream_options", None)
-    if own.get("tools") in (None, []):
+    if path != RESPONSES and own.get("tools") in (None, []):
         own.pop("tools", None)
         choice = own.get("tool_choice")
         if (choice.get("type") if isinstance(choice, dict) else choice) in _CHOOSE_NOTHING:
             own.pop("tool_choice", None)
         elif is_anthropic(path):
             raise ApiError(400, "tool_choice: send tools to choose of", param="tool_choice")
-    if is_anthropic(path):
-        heat = own.get("temperature")
-        if isinstance(heat, int | float) and heat > 1:
-            raise ApiError(400, f"temperature: {heat} is not from 0 to 1", param="temperature")
-        if own.get("max_tokens") == 0:
-            if own.get("stream"):
-                raise ApiError(400, "max_tokens: send 0 without stream", param="max_tokens")
-            # Engines leave it out of the answer (`conserve.wire.NO_OUTPUT`).
-            own["max_tokens"] = 1
+    heat = own.get("temperature")
+    if is_anthropic(path) and isinstance(heat, int | float) and heat > 1:
+        raise ApiError(400, f"temperature: {heat} is not from 0 to 1", param="temperature")
+    if is_anthropic(path) and own.get("max_tokens") == 0:
+        if own.get("stream"):
+            raise ApiError(400, "max_tokens: send 0 without stream", param="max_tokens")
+        # Engines leave it out of the answer (`conserve.wire.NO_OUTPUT`).
+        own["max_tokens"] = 1
     return body if own == body else own
 
 
@@ -201,32 +190,29 @@ def _with_messages_served(body: Json) -> Json:
 
 def _plain_message(message: Json, position: int, unanswered: list[Any]) -> Json:
     """Return a message in OpenAI's form; results take the ids of the calls that they answer."""
-    own = dict(message)
-    parts = own["content"] if isinstance(own.get("content"), list) else []
-    if any(_kind(part) in _TEXTS for part in parts):
+    own, thoughts = dict(message), []
+    if isinstance(own.get("content"), list):
+        thoughts = [part for part in own["content"] if _kind(part) in _THOUGHTS]
         own["content"] = [
             {"type": "text", "text": part.get("text")} if _kind(part) in _TEXTS else part
-            for part in parts
+            for part in own["content"]
+            if own["role"] != "assistant" or _kind(part) not in _THOUGHTS
         ]
     if own.get("refusal") and not own.get("content"):
         own["content"] = own["refusal"]
     if own["role"] == "tool" and unanswered:
-        if own.setdefault("tool_call_id", unanswered[0]) in unanswered:
+        if own.get("tool_call_id") is None:
+            own["tool_call_id"] = unanswered[0]
+        if own["tool_call_id"] in unanswered:
             unanswered.remove(own["tool_call_id"])
     elif own["role"] == "assistant":
-        thoughts = [part for part in parts if _kind(part) in _THOUGHTS]
-        if thoughts:
-            own["content"] = [one for one in own["content"] if _kind(one) not in _THOUGHTS]
         if not (own.get("reasoning") or own.get("reasoning_content")):
             kept = thoughts or own.get("reasoning_details") or own.get("thinking_blocks")
             if said := "".join(map(_thought, kept if isinstance(kept, list) else ())):
                 own["reasoning"] = said
-        calls = [
-            _plain_call(call, f"call_{position}_{number}")
-            for number, call in enumerate(own.get("tool_calls") or ())
-        ]
-        if calls:
-            own["tool_calls"] = calls
+        if given := own.get("tool_calls"):
+            named = [(call, f"call_{position}_{number}") for number, call in enumerate(given)]
+            calls = own["tool_calls"] = [_plain_call(*one) for one in named]
             unanswered[:] = [call.get("id") for call in calls if isinstance(call, dict)]
     return own
 
@@ -255,7 +241,7 @@ def _require_served_message(message: Mapping[str, Any], where: str) -> None:
     """Refuse a chat's message that vLLM would not show to the model as it is meant."""
     role = message["role"]
     if role in _ROLES:
-        raise _unserved(f"{where}.role", f"role {role}", f"send {_ROLES[role]}")
+        raise _unserved(f"{where}.role", f"role {role}", f"send role {_ROLES[role]}")
     if role != "assistant":
         return
     if message.get("function_call") is not None:

@@ -5,7 +5,7 @@ from typing import Any
 from conserve import apis, budget, hints, identity
 from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.events import KINDS
-from conserve.fields import UNSERVED
+from conserve.fields import READ, UNSERVED
 from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments.router import dashboard, events, request_ids, tool_reports
 
@@ -181,11 +181,8 @@ TURN_PARAMETERS = [name for name, parameter in PARAMETERS.items() if parameter["
 BODY_FIELDS: Json = {name: {**_or_null(ID), "description": _NAMES} for name in identity.BODY_FIELDS}
 # Fields that may hold ids or hints. Any value passes, and vLLM's own schema of a field stands.
 READ_FIELDS: Json = {
-    name.split(".")[0]: {"description": "May name the conversation, or hold hints about it."}
-    for name in (
-        *(source.name for source in identity.SOURCES if source.in_body and not source.strict),
-        *(hint.name for hint in hints.NAMES if hint.in_body),
-    )
+    name: {"description": "May name the conversation, or hold hints about it."}
+    for name in sorted(READ.difference(identity.BODY_FIELDS))
 }
 # Fields of vLLM's that a client cannot set, and the reason.
 DROPPED = {"kv_transfer_params": "The router directs the handoff."}

@@ -124,7 +124,6 @@ REFUSED: list[tuple[tuple[str, ...], Json, str, str]] = [
     ((MESSAGES,), {"stop_sequence": ["a"]}, "stop_sequence", "did you mean stop_sequences?"),
     # Messages of a chat's.
     (CHATS, {"messages": [U, {"role": "model"}]}, "messages[1].role", "send role assistant"),
-    (CHATS, {"messages": [{"role": "human"}]}, "messages[0].role", "send role user"),
     (CHATS, {"messages": [{"role": "user", "content": None}]}, "messages", "[0].content must be"),
     (CHATS, {"messages": [U, {"role": "tool", "content": {"a": 1}}]}, "messages", "[1].content"),
 ]  # fmt: skip
