@@ -176,6 +176,58 @@ async def test_a_grammar_that_only_its_compiler_refuses(
     assert "grammar" in response.json()["error"]["message"]
 
 
+# --- Values at the edges --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [{"top_p": 0, "temperature": 1}, {"n": 2, "tools": []}])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "messages", "responses"])
+async def test_the_likeliest_tokens_can_be_asked_for_in_other_words(
+    application: str, client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    url = f"{application}/v1/{path}"
+    asked = {**PROMPTS[f"/v1/{path}"]("hello there"), CAPS[f"/v1/{path}"]: 8, "temperature": 0}
+    plain, other = [await client.post(url, json=each) for each in (asked, {**asked, **body})]
+    assert other.status_code == 200, other.text
+    for choice in other.json().get("choices", [{}]):
+        one = {**other.json(), "choices": [choice]}
+        assert text_of(f"/v1/{path}", one) == text_of(f"/v1/{path}", plain.json())
+
+
+async def test_no_output_is_for_a_prompts_probabilities_and_for_the_cache(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    asked = {"prompt": "hello there", "max_tokens": 0, "echo": True, "logprobs": 1}
+    reply = await client.post(application + "/v1/completions", json=asked)
+    (choice,) = reply.json()["choices"]
+    first, *others = choice["logprobs"]["token_logprobs"]
+    assert (choice["text"], first) == ("hello there", None)
+    assert all(-100 < one <= 0 for one in others)
+    url, body = application + "/v1/messages", PROMPTS["/v1/messages"](prose(rng, 600))
+    none, some = [(await client.post(url, json={**body, "max_tokens": n})).json() for n in (0, 4)]
+    assert (none["content"], none["stop_reason"]) == ([], "max_tokens")
+    assert none["usage"]["output_tokens"] == 0
+    assert some["usage"]["cache_read_input_tokens"] >= 256
+
+
+async def test_a_history_as_other_clients_keep_it_stays_at_home(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    said: list[Any] = [{"role": "user", "content": prose(rng, 300)}]
+    places = set()
+    for _ in range(2):
+        body = {"messages": said, "tools": [TOOL], "max_tokens": 4, "keep_alive": "5m"}
+        reply = await client.post(application + "/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["x-conserve-ignored-fields"] == "keep_alive"
+        places.add((reply.headers["x-conversation-id"], reply.headers["x-conserve-decoder"]))
+        answer = {"type": "output_text", "text": text_of("", reply.json())}
+        parts = [{"type": "reasoning", "reasoning": "hm"}, answer]
+        said += [{"role": "assistant", "content": parts}, {"role": "user", "content": "go on"}]
+        said += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    assert len(places) == 1
+
+
 # --- What does not fit ---------------------------------------------------------------------------
 
 MODEL = "conserve-embedded"
@@ -423,4 +475,5 @@ def text_of(path: str, answer: Any) -> str:
         return str(answer["content"][0]["text"])
     if path == "/v1/responses":
         return str(answer["output"][-1]["content"][0]["text"])
-    return str(answer["choices"][0]["message"]["content"])
+    (choice,) = answer["choices"]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
