@@ -34,14 +34,15 @@ def ignored(body: Mapping[str, Any], path: str) -> tuple[str, ...]:
     Raises ApiError (400) for one that seems to be misspelt.
     """
     known = KNOWN[path] | UNSERVED[path].keys()
-    unknown = [name for name in body if name not in known and body[name] is not None][:_MOST_NAMES]
+    given = [name for name in body if name not in known and body[name] is not None]
+    unknown = [name[:_MOST_CHARS] for name in given[:_MOST_NAMES]]
     for name in unknown:
-        meant = _nearest(name[:_MOST_CHARS], path)
+        meant = _nearest(name, path)
         # Beside the field itself it is something else, such as OpenRouter's `models`.
         if meant is not None and meant not in body:
             message = f"{name}: there is no such field; did you mean {meant}?"
             raise ApiError(400, message, "unknown_parameter", param=name)
-    return tuple(re.sub(r"[^!-~]|,", "?", name[:_MOST_CHARS]) for name in unknown)
+    return tuple(re.sub(r"[^!-~]|,", "?", name) for name in unknown)
 
 
 @functools.lru_cache(1024)

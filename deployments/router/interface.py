@@ -170,7 +170,6 @@ CHANGED: dict[str, Json] = {
     apis.MESSAGES: _UNSERVED[apis.MESSAGES],
     apis.RESPONSES: {
         **_UNSERVED[apis.RESPONSES],
-        "background": {"description": "Not served.", "enum": [False, None]},
         "request_id": {"description": "Dropped. The router names responses.", "deprecated": True},
     },
 }
