@@ -6,7 +6,7 @@ architecture decides.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -146,52 +146,32 @@ def _of(names: str, *of: Format) -> dict[str, tuple[Format, ...]]:
 # By architecture, for templates without marks, or with marks of several formats. A template without
 # marks is taken for the first of them.
 ARCHITECTURES: dict[str, tuple[Format, ...]] = {
-    **_of(
-        "Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration"
-        " Qwen2_5_VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration"
-        " Qwen2_5OmniModel MellumForCausalLM MiMoForCausalLM",
-        _HERMES,
-    ),
-    **_of(
-        "Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM"
-        " Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration"
-        " Qwen3OmniMoeForConditionalGeneration",
-        Format("hermes", ("<tool_call>",), "qwen3"),
-    ),
-    **_of(
-        "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration"
-        " Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration"
-        " InternS2PreviewForConditionalGeneration",
-        Format("qwen3_coder", ("<tool_call>", "<function="), "qwen3"),
-    ),
+    **_of("Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration"
+          " Qwen2_5_VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration"
+          " Qwen2_5OmniModel MellumForCausalLM MiMoForCausalLM", _HERMES),
+    **_of("Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM"
+          " Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration"
+          " Qwen3OmniMoeForConditionalGeneration", replace(_HERMES, reasoning="qwen3")),
+    **_of("Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration"
+          " Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration"
+          " InternS2PreviewForConditionalGeneration", replace(_QWEN_CODER, reasoning="qwen3")),
     **_of("MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration",
-          Format("qwen3_coder", ("<tool_call>", "<function="), "minicpmv")),
+          replace(_QWEN_CODER, reasoning="minicpmv")),
     **_of("AfmoeForCausalLM", _QWEN_CODER),
-    **_of(
-        "NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3"
-        " NemotronH_Super_Omni_Reasoning_V3 NemotronH_Omni_Reasoning_V3",
-        Format("qwen3_coder", ("<tool_call>", "<function="), "nemotron_v3"),
-    ),
-    **_of(
-        "MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiMoV2OmniForCausalLM",
-        Format("mimo", ("<tool_call>", "<function="), "mimo"),
-    ),
-    **_of(
-        "Step3p5ForCausalLM Step3p7ForConditionalGeneration",
-        Format("step3p5", ("<tool_call>", "<function="), "step3p5"),
-    ),
+    **_of("NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3"
+          " NemotronH_Super_Omni_Reasoning_V3 NemotronH_Omni_Reasoning_V3",
+          replace(_QWEN_CODER, reasoning="nemotron_v3")),
+    **_of("MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiMoV2OmniForCausalLM",
+          replace(_QWEN_CODER, tool="mimo", reasoning="mimo")),
+    **_of("Step3p5ForCausalLM Step3p7ForConditionalGeneration",
+          replace(_QWEN_CODER, tool="step3p5", reasoning="step3p5")),
     **_of("Step3TextForCausalLM Step3VLForConditionalGeneration", _STEP3),
     **_of("LlamaForCausalLM MllamaForConditionalGeneration", _LLAMA_JSON),
-    **_of(
-        "Llama4ForCausalLM Llama4ForConditionalGeneration",
-        Format("llama4_pythonic", ("func_name1(",)),
-    ),
-    **_of(
-        "MistralForCausalLM MixtralForCausalLM Mistral3ForConditionalGeneration"
-        " Ministral3ForCausalLM MistralLarge3ForCausalLM PixtralForConditionalGeneration"
-        " VoxtralForConditionalGeneration",
-        _MISTRAL,
-    ),
+    **_of("Llama4ForCausalLM Llama4ForConditionalGeneration",
+          replace(_PYTHONIC, tool="llama4_pythonic")),
+    **_of("MistralForCausalLM MixtralForCausalLM Mistral3ForConditionalGeneration"
+          " Ministral3ForCausalLM MistralLarge3ForCausalLM PixtralForConditionalGeneration"
+          " VoxtralForConditionalGeneration", _MISTRAL),
     **_of("DeepseekV3ForCausalLM", _DEEPSEEK_V3),
     **_of("DeepseekV32ForCausalLM", _DEEPSEEK_V32),
     **_of("DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration",
@@ -199,27 +179,19 @@ ARCHITECTURES: dict[str, tuple[Format, ...]] = {
     **_of("DeepseekV41ForCausalLM", Format("deepseek_v41", (_DSML,), "deepseek_v41", sign="")),
     **_of("KimiK25ForConditionalGeneration KimiLinearForCausalLM", _KIMI_K2),
     **_of("KimiK3ForConditionalGeneration", Format("kimi_k3", ("<|open|>",), "kimi_k3", sign="")),
-    **_of(
-        "Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM"
-        " Glm4vMoeForConditionalGeneration Glm5NextForCausalLM Glm5NextForConditionalGeneration",
-        _GLM,
-    ),
+    **_of("Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM"
+          " Glm4vMoeForConditionalGeneration Glm5NextForCausalLM Glm5NextForConditionalGeneration",
+          _GLM),
     **_of("GptOssForCausalLM", _GPT_OSS),
-    **_of(
-        "Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM"
-        " Gemma3nForConditionalGeneration",
-        _PYTHONIC,
-    ),
-    **_of(
-        "Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration"
-        " DiffusionGemmaForBlockDiffusion",
-        _GEMMA4,
-    ),
+    **_of("Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM"
+          " Gemma3nForConditionalGeneration", _PYTHONIC),
+    **_of("Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration"
+          " DiffusionGemmaForBlockDiffusion", _GEMMA4),
     **_of("MiniMaxM2ForCausalLM", _MINIMAX_M2),
     **_of("MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration", _MINIMAX_M3),
     # The second is Granite 4.2's.
     **_of("GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM", _GRANITE,
-          Format("qwen3_coder", ("<tool_call>", "<function="), "granite_thinking_parser")),
+          replace(_QWEN_CODER, reasoning="granite_thinking_parser")),
     **_of("GraniteMoeHybridForCausalLM", Format("granite4", ("<tool_call>",))),
     **_of("Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5_VLMoeForConditionalGeneration",
           Format("ernie45", ("<tool_call>",), "ernie45")),

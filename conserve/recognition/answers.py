@@ -1,6 +1,8 @@
 """Reads answers in what a client was sent: a body, or a stream of events."""
 
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -46,13 +48,11 @@ _BODY = msgspec.json.Decoder(_Body)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+@dataclass(slots=True)
 class _Answer:
-    __slots__ = ("calls", "finished", "text")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.calls: dict[int, _CallParts] = {}
-        self.finished = False
+    text: list[str] = field(default_factory=list)
+    calls: dict[int, "_CallParts"] = field(default_factory=lambda: defaultdict(_CallParts))
+    finished: bool = False
 
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.text) or None}
@@ -61,13 +61,11 @@ class _Answer:
         return message
 
 
+@dataclass(slots=True)
 class _CallParts:
-    __slots__ = ("arguments", "id", "name")
-
-    def __init__(self) -> None:
-        self.id: str | None = None
-        self.name: list[str] = []
-        self.arguments: list[str] = []
+    id: str | None = None
+    name: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
 
     def add(self, delta: _ToolCallDelta) -> None:
         self.id = self.id or delta.id
@@ -96,7 +94,7 @@ def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
         chunks: the bytes of the server-sent events, cut anywhere. Each event's JSON is on one
             ``data:`` line, as vLLM writes it; unreadable events are skipped.
     """
-    answers: dict[int, _Answer] = {}
+    answers: defaultdict[int, _Answer] = defaultdict(_Answer)
     for line in b"".join(chunks).splitlines():
         if not line.startswith(b"data:"):
             continue
@@ -105,9 +103,7 @@ def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
         except _UNREADABLE:  # "[DONE]", or the event at which the stream was cut
             continue
         for choice in choices:
-            answer = answers.get(choice.index)
-            if answer is None:
-                answer = answers[choice.index] = _Answer()
+            answer = answers[choice.index]
             if choice.finish_reason is not None:
                 answer.finished = True
             delta = choice.delta
@@ -116,8 +112,5 @@ def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
             if delta.content:
                 answer.text.append(delta.content)
             for call in delta.tool_calls or ():
-                parts = answer.calls.get(call.index)
-                if parts is None:
-                    parts = answer.calls[call.index] = _CallParts()
-                parts.add(call)
+                answer.calls[call.index].add(call)
     return [answer.message() for _, answer in sorted(answers.items()) if answer.finished]

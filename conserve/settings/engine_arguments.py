@@ -42,47 +42,31 @@ _OTHER_KEYS = (
 )
 _OTHER_BYTES = "KV is taken as it was stored, and LMCache's keys do not say in which form that is"
 _OTHER_MODEL = "a conversation would begin with one model and go on with another"
+_DECIDE_THE_MODEL = (
+    "revision", "code_revision", "model_weights", "load_format", "config_format", "hf_config_path",
+    "hf_overrides", "model_class_overrides", "quantization", "quantization_config", "tokenizer",
+    "tokenizer_mode", "tokenizer_revision",
+)  # fmt: skip
 _AGREED = {
-    "pipeline_parallel_size": _OTHER_KEYS,
-    "decode_context_parallel_size": _OTHER_KEYS,
-    "prefill_context_parallel_size": _OTHER_KEYS,
-    "dtype": _OTHER_BYTES,
-    "kv_cache_dtype": _OTHER_BYTES,
-    "kv_cache_dtype_skip_layers": _OTHER_BYTES,
-    "block_size": _OTHER_BYTES,
-    "cp_kv_cache_interleave_size": _OTHER_BYTES,
-    "dcp_kv_cache_interleave_size": _OTHER_BYTES,
-    "disable_sliding_window": _OTHER_BYTES,
-    "disable_hybrid_kv_cache_manager": _OTHER_BYTES,
-    "mamba_block_size": _OTHER_BYTES,
-    "mamba_cache_dtype": _OTHER_BYTES,
-    "mamba_ssm_cache_dtype": _OTHER_BYTES,
-    "mamba_cache_mode": _OTHER_BYTES,
-    "use_replayssm": _OTHER_BYTES,
-    "replayssm_buffer_len": _OTHER_BYTES,
+    **dict.fromkeys((
+        "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
+    ), _OTHER_KEYS),
+    **dict.fromkeys((
+        "dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "block_size",
+        "cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size", "disable_sliding_window",
+        "disable_hybrid_kv_cache_manager", "mamba_block_size", "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_replayssm", "replayssm_buffer_len",
+        "model_impl",
+    ), _OTHER_BYTES),
+    **dict.fromkeys(_DECIDE_THE_MODEL, _OTHER_MODEL),
     "speculative_config": "a drafter has KV of its own, which only engines with that drafter store",
-    "model_impl": _OTHER_BYTES,
-    "revision": _OTHER_MODEL,
-    "code_revision": _OTHER_MODEL,
-    "model_weights": _OTHER_MODEL,
-    "load_format": _OTHER_MODEL,
-    "config_format": _OTHER_MODEL,
-    "hf_config_path": _OTHER_MODEL,
-    "hf_overrides": _OTHER_MODEL,
-    "model_class_overrides": _OTHER_MODEL,
-    "quantization": _OTHER_MODEL,
-    "quantization_config": _OTHER_MODEL,
-    "tokenizer": _OTHER_MODEL,
-    "tokenizer_mode": _OTHER_MODEL,
-    "tokenizer_revision": _OTHER_MODEL,
     "mm_hasher_algorithm": "LMCache's keys have images by their hash",
-}
+}  # fmt: skip
 # Engine arguments that are known here by name, for hints.
 KNOWN_ARGUMENTS = frozenset((*_COUNTS, *_SHARES, *_AGREED, *NOT_BESIDE_A_LANE, "max_model_len"))
 # Arguments by which an image becomes something else, or is known by another name.
 _DECIDE_ENCODING = (
-    "dtype", "mm_hasher_algorithm", "mm_processor_kwargs", "media_io_kwargs",
-    *(name for name, why in _AGREED.items() if why == _OTHER_MODEL),
+    "dtype", "mm_hasher_algorithm", "mm_processor_kwargs", "media_io_kwargs", *_DECIDE_THE_MODEL,
 )  # fmt: skip
 _AGREED_VARIABLES = {
     "VLLM_MLA_DISABLE": _OTHER_BYTES,

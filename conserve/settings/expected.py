@@ -78,7 +78,7 @@ def expected(node: Node, name: str) -> str:
         each = [expected(one, name) for one in kinds if one.get("type") != "null"]
         return ", or ".join([each[0], *(one.removeprefix("give ") for one in each[1:])])
     if "enum" in node:
-        return f"give {_or(node['enum'])}"
+        return f"give {_listed(node['enum'], 'or')}"
     if isinstance(kind, list):
         return (
             f"give a number of engines, {_range(node)}, or its settings, such as {name}.replicas=3"
@@ -90,7 +90,7 @@ def expected(node: Node, name: str) -> str:
     if kind == "array":
         of = node.get("items", {})
         items = of.get("enum", ["a.example"])
-        said = f" of {_or(items)}" if "enum" in of else ""
+        said = f" of {_listed(items, 'or')}" if "enum" in of else ""
         return f'give a list{said}, such as ["{items[0]}"]'
     if kind == "object":
         inner = next(_names(node, f"{name}."), f"{name}.NAME")
@@ -120,7 +120,7 @@ def _instead(location: Sequence[int | str]) -> str:
     if near:
         return f"did you mean {group}{'.' if group else ''}{near[0]}?"
     if group:
-        return f"{group} has {_and(list(_inner(node)))}"
+        return f"{group} has {_listed(list(_inner(node)), 'and')}"
     return "docs/settings.md has all, and vLLM's engine arguments are given as engine.NAME"
 
 
@@ -206,9 +206,5 @@ def _range(node: Node) -> str:
     return f"above {above:g}" + ("" if most is None else f", and at most {most:.10g}")
 
 
-def _or(choices: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
-
-
-def _and(choices: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+def _listed(choices: Sequence[str], word: str) -> str:
+    return f" {word} ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))

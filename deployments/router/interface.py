@@ -170,6 +170,7 @@ CHANGED: dict[str, Json] = {
     apis.MESSAGES: _UNSERVED[apis.MESSAGES],
     apis.RESPONSES: {
         **_UNSERVED[apis.RESPONSES],
+        "background": {"description": "Not served.", "enum": [False, None]},
         "request_id": {"description": "Dropped. The router names responses.", "deprecated": True},
     },
 }
