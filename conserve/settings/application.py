@@ -248,9 +248,8 @@ class Settings(Strict):
     )
     special_tokens_in_text: bool = Field(
         default=False,
-        description="Whether a special token (`<|im_end|>`) in the text of a chat's messages or "
-        "tools acts as one, as vLLM has it. Whoever writes a page that an agent reads can then end "
-        "a message, and begin one of the system's.",
+        description="Whether `<|im_end|>` and the like in a chat's messages and tools act as the "
+        "model's special tokens, as in vLLM. Any page that an agent reads can then begin a message.",
     )
     log: LogSettings = Field(
         default_factory=LogSettings, description="How turns and events are logged."

@@ -3,6 +3,7 @@
 Prompts are never cut here: see `deployments.upstream.prompt_lengths`.
 """
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -53,7 +54,8 @@ _request: ContextVar[_Request] = ContextVar("conserve_rendered_request", default
 def keep_text(renderer: Any) -> None:
     """Have an engine's HTTP app take chats' messages and tools for text, without control tokens.
 
-    Called before `keep_tokens`. Nothing changes with a model for which vLLM makes no text of them.
+    It is called before `keep_tokens`. For some models vLLM makes tokens of messages itself, and
+    nothing changes.
     """
     inner = renderer.renderer
     marks = TextMarks((getattr(inner.tokenizer, "added_tokens_decoder", None) or {}).values())
@@ -61,10 +63,11 @@ def keep_text(renderer: Any) -> None:
     if not (marks.control and makes_text) or inner.model_config.enable_prompt_embeds:
         return
     render, build = inner.render_messages_async, inner._build_tokens_prompt
-    marked = make_async(marks.chat, executor=inner._executor)
 
     async def rendered(messages: Any, params: Any) -> Any:
-        messages, values = await marked(messages, params.chat_template_kwargs)
+        given = params.chat_template_kwargs
+        # Not by the renderer's own threads, where it would wait for others' prompts.
+        messages, values = await asyncio.to_thread(marks.chat, messages, given)
         said, prompt = await render(messages, replace(params, chat_template_kwargs=values))
         # A client may have its last message echoed.
         return [*said[:-1], *marks.removed(said[-1:])], prompt
@@ -77,13 +80,12 @@ def keep_text(renderer: Any) -> None:
 
 
 def _take_marks(tokenizer: Any, marks: TextMarks) -> None:
-    """Have a tokenizer make of texts with marks what it makes without, but text of what is marked.
+    """Have a tokenizer take what is marked for text, and leave the marks out.
 
-    vLLM makes its own changes to a tokenizer as this does, by another class. A copy of such an
-    object is the original.
+    Its class is changed, as vLLM does that: a copy would share its state.
     """
     made: Tokenizer | None = None
-    with suppress(Exception):  # Of another kind, or its own code. `keep_tokens` says so.
+    with suppress(Exception):  # It does not work as Hugging Face's do; `keep_tokens` logs why.
         cut_by(tokenizer)
         made = _removing(marks, tokenizer.backend_tokenizer)
 
@@ -93,7 +95,7 @@ def _take_marks(tokenizer: Any, marks: TextMarks) -> None:
             if not any(marks.mark in one for one in texts):
                 return super().__call__(text, **how)
             if made is None:
-                # Each part by itself has no control token.
+                # A part has no whole control token.
                 parts = (_encode(tokenizer, one.split(marks.mark)) for one in texts)
                 ids = [[*chain.from_iterable(one)] for one in parts]
             else:

@@ -14,7 +14,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers.hf import get_cached_tokenizer
 
-from conserve.embedded import model_path
+from conserve.embedded import MODEL_NAME, model_path
 from conserve.tokenizing import TokenCache
 from deployments.engine.tokenizing import keep_tokens
 from deployments.upstream.prompt_lengths import PATCH, counting
@@ -32,9 +32,9 @@ HISTORY = [
 ]
 
 
-def renderer(tokenizer: Any = None) -> OnlineRenderer:
-    """vLLM's, of the embedded model."""
-    model = ModelConfig(model=str(model_path()), max_model_len=4096)
+def renderer(tokenizer: Any = None, name: str = MODEL_NAME) -> OnlineRenderer:
+    """vLLM's, of an embedded model."""
+    model = ModelConfig(model=str(model_path(name=name)), max_model_len=4096)
     inner = renderer_from_config(VllmConfig(model_config=model))
     if tokenizer is not None:
         inner.tokenizer = get_cached_tokenizer(tokenizer)
