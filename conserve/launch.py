@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -23,7 +24,6 @@ from typing import Any, Self
 import psutil
 
 from conserve import shared_memory
-from conserve.surroundings import hold
 from conserve.wire import START_PHASES
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -190,6 +190,12 @@ def bound(log: Path, most_bytes: int) -> None:
     if log.stat().st_size > most_bytes:
         shutil.copyfile(log, log.with_name(log.name + ".1"))
         os.truncate(log, 0)
+
+
+def hold(file: int) -> None:
+    """Lock an open file, so that `ended` leaves it out while a process has it open."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def end_with_launcher(grace_s: float) -> None:

@@ -5,9 +5,8 @@ model's chat template shows how it writes calls. If that shows none, or there is
 architecture decides.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal
 
 from conserve.engines import engine_arguments
@@ -83,13 +82,13 @@ class Format:
     sign: str | None = None
 
 
-def _deepseek(name: str) -> str:
+def deepseek(name: str) -> str:
     """Return a token of DeepSeek's, whose bars are full-width."""
     return f"<\uff5c{name}\uff5c>"
 
 
-_DEEPSEEK_CALLS = _deepseek("tool▁calls▁begin")
-_DSML = _deepseek("DSML").removesuffix(">")
+_DEEPSEEK_CALLS = deepseek("tool▁calls▁begin")
+_DSML = deepseek("DSML").removesuffix(">")
 _HERMES = Format("hermes", ("<tool_call>",))
 _QWEN_CODER = Format("qwen3_coder", ("<tool_call>", "<function="))
 _DEEPSEEK_V3 = Format("deepseek_v3", (_DEEPSEEK_CALLS, "```json"), "deepseek_r1", "deepseek_v3")
@@ -222,7 +221,7 @@ ARCHITECTURES: dict[str, tuple[Format, ...]] = {
 }  # fmt: skip
 
 _THINK = ("<think>", "</think>")
-_DEEPSEEK_TOKENS = (_DEEPSEEK_CALLS, _deepseek("tool▁calls▁end"))
+_DEEPSEEK_TOKENS = (_DEEPSEEK_CALLS, deepseek("tool▁calls▁end"))
 # Tokens that these parsers require in a model's vocabulary; without them every request fails.
 # (Those of `hy_v3` and `hy_v4` end in a suffix of the model's.)
 TOOL_TOKENS: dict[str, tuple[str, ...]] = {
@@ -242,24 +241,8 @@ REASONING_TOKENS: dict[str, tuple[str, ...]] = {
     "poolside_v1": ("<assistant>",),
     "step3": ("</think>",),
 }
-# How calls begin that do not begin with a mark; {name} is the tool's. Empty: not known.
-_BEGINNINGS: dict[str, tuple[str, ...]] = {
-    "granite": ("<|tool_call|>", "<tool_call>"),
-    "llama3_json": ('{"name": "{name}", "parameters": ',),
-    **dict.fromkeys(("pythonic", "llama4_pythonic"), ("[{name}(",)),
-    "step3": (_deepseek("tool_calls_begin"),),
-    **dict.fromkeys(("gigachat3", "inkling", "kimi_k3", "muse_glimmer", "openai"), ()),
-}
 # Packages that these parsers import, and that vLLM does not require.
 PACKAGES = {"cohere_command3": "cohere_melody", "cohere_command4": "cohere_melody"}
-
-
-def call_beginnings(parser: str, tools: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts of which one begins an output that calls tools; empty if not known."""
-    formats = (*FORMATS, *chain.from_iterable(ARCHITECTURES.values()))
-    marks = [one.marks[0] for one in formats if one.tool == parser and one.marks]
-    found = _BEGINNINGS.get(parser, marks)
-    return tuple({text.replace("{name}", name): None for text in found for name in tools})
 
 
 @dataclass(frozen=True, slots=True)

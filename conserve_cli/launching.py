@@ -13,13 +13,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.markup import escape
 
-from conserve import surroundings
 from conserve.launch import Launch, LaunchError, left_behind
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.surroundings import ended, forget_proxies, own_folder
 from conserve_cli.cluster import is_alone
 from conserve_cli.gpu_plan import examined, require_arguments, show
 from conserve_cli.output import console, ended_by_signals, refuse
+from deployments import surroundings
+from deployments.surroundings import ended, forget_proxies, own_folder
 from hetero.gpu_plan import GpuPlan
 
 LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]

@@ -18,8 +18,8 @@ from ray.serve import Application
 from autoscale.capacity.served import stage_shares, with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
+from conserve.launch import hold
 from conserve.settings import RoleSettings, Settings, SettingsError, load
-from conserve.surroundings import ended, hold
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
@@ -30,6 +30,7 @@ from deployments.prompting import parsers_of
 from deployments.ray_token import close_token, keep_token
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
+from deployments.surroundings import ended
 from deployments.tier_nodes import nodes_with_gpus, wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
 from deployments.upstream.outer_address import start_on_loopback

@@ -6,10 +6,21 @@ unless their tool is strict. Parsers without a grammar of their calls get one th
 call begins.
 """
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-from conserve.parsers import call_beginnings
+from conserve.parsers import ARCHITECTURES, FORMATS, deepseek
 from deployments.upstream.patch import Patch, of
+
+# How calls begin that do not begin with a mark; {name} is the tool's. Empty: not known.
+_BEGINNINGS: dict[str, tuple[str, ...]] = {
+    "granite": ("<|tool_call|>", "<tool_call>"),
+    "llama3_json": ('{"name": "{name}", "parameters": ',),
+    **dict.fromkeys(("pythonic", "llama4_pythonic"), ("[{name}(",)),
+    "step3": (deepseek("tool_calls_begin"),),
+    **dict.fromkeys(("gigachat3", "inkling", "kimi_k3", "muse_glimmer", "openai"), ()),
+}
 
 
 def apply() -> None:
@@ -49,6 +60,14 @@ def apply() -> None:
         return request
 
     Parser._apply_structural_tag = tagged
+
+
+def call_beginnings(parser: str, tools: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts of which one begins an output that calls tools; empty if not known."""
+    formats = (*FORMATS, *chain.from_iterable(ARCHITECTURES.values()))
+    marks = [one.marks[0] for one in formats if one.tool == parser and one.marks]
+    found = _BEGINNINGS.get(parser, marks)
+    return tuple({text.replace("{name}", name): None for text in found for name in tools})
 
 
 PATCH = Patch(

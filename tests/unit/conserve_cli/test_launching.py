@@ -16,10 +16,10 @@ import typer
 
 from conserve.launch import Launch
 from conserve.settings import load
-from conserve.surroundings import own_folder
 from conserve_cli import launching
 from conserve_cli.launching import laid_out, launched, wait_or_drain
 from conserve_cli.output import ended_by_signals
+from deployments.surroundings import own_folder
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP)
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from conserve.surroundings import ended, hold
+from conserve.launch import hold
+from deployments.surroundings import ended
 from tests.checkout import ROOT
 
 _PROBE = """
 import json, os, sys
-from conserve.surroundings import adapt, notes
+from deployments.surroundings import adapt, notes
 adapt()
 print(json.dumps([{**os.environ, "utf8": str(sys.flags.utf8_mode)}, notes]))
 """

@@ -86,12 +86,6 @@ def own_folder() -> Path:
     return folder
 
 
-def hold(file: int) -> None:
-    """Lock an open file, so that `ended` leaves it out while a process has it open."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def ended(files: Iterable[Path]) -> list[Path]:
     """Return those of this user's files that no process holds, but for the last few by name."""
     found = []
