@@ -29,7 +29,7 @@ _MOST_STEP_S = 0.02
 
 def main() -> None:
     """Answer on the standard output until the input ends."""
-    os.nice(10)
+    os.nice(3)
     # xgrammar prints its warnings.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

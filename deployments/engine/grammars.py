@@ -39,7 +39,7 @@ _MOST_KNOWN = 4096
 # The process takes 270 MB, and starts again in two seconds.
 _IDLE_S = 300.0
 # For the process to start and to compile, after others' grammars, on a busy machine.
-_WAIT_S = 60.0
+_WAIT_S = 120.0
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
 

@@ -71,8 +71,9 @@ PATCH = Patch(
     package="vllm",
     seams=of(
         "vllm.entrypoints.anthropic.serving",
-        "AnthropicMessagesResponse.stop_sequence AnthropicStreamEvent.model_dump_json "
-        "AnthropicStreamEvent.content_block _to_anthropic_stop_reason",
+        "AnthropicMessagesResponse AnthropicMessagesResponse.stop_sequence "
+        "AnthropicStreamEvent.model_dump_json AnthropicStreamEvent.content_block "
+        "_to_anthropic_stop_reason",
     ),
     why="strict clients of Anthropic's miss fields, refuse ids, and look for calls that are not",
     upstream="not reported: /v1/messages's ids, null stop_sequence, max_tokens: 0",

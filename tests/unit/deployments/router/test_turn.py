@@ -172,7 +172,12 @@ def exchange(
         await endpoint(scope, receive, send)
 
     scope = {"path": path, "headers": {**(headers or {}), **keys}}
-    sent: list[dict[str, Any]] = run(asgi.exchanged(admitted, body, **scope))
+    sent: list[dict[str, Any]] = []
+
+    async def collect() -> None:
+        sent.extend(await asgi.exchanged(admitted, body, **scope))
+
+    run(collect())
     return sent
 
 
