@@ -119,7 +119,7 @@ if os.fork():
     os._exit(0)
 os.setsid()
 memory = SharedMemory(create=True, size=1000)
-print(os.getpid(), memory.name, flush=True)
+print(f"{os.getpid()} {memory.name}", flush=True)
 time.sleep(600)
 """
 _COMMAND = f"""
