@@ -8,9 +8,9 @@ import random
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -257,10 +257,9 @@ class _Repetitions:
             yield self
 
     async def __call__(
-        self, curve: str, what: str, calls: Iterable[Callable[[], Awaitable[Any]]]
+        self, curve: str, what: str, calls: Sequence[Callable[[], Awaitable[Any]]]
     ) -> None:
         self._bar.update(self._task, description=what)
-        calls = list(calls)
         found: dict[int, list[Any]] = defaultdict(list)
         for round_number in range(self._repeats + 1):
             for index in self._order.sample(range(len(calls)), len(calls)):
@@ -304,8 +303,7 @@ async def _measure(
     capacity = application.decoder.capacity_tokens
     grid = make_grid(longest_tokens, capacity, largest_batch)
     _prepare(out)
-    count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
-    count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
+    count = sum(map(len, astuple(grid)))
     async with Probe(application, vocabulary, seed) as probe:
         pixels = _IMAGE_PIXELS if await probe.sees() else ()
         with repetitions.of(count + len(pixels)) as repeat:
@@ -420,15 +418,9 @@ async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
 async def _drawn(meter: DrawMeter, probe: Probe, grid: Grid) -> CappedPower:
     # With short contexts and long outputs, little of the work is prefill.
     sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
-
-    async def prefill() -> None:
-        await probe.cold_prefill(grid.cold[-1])
-
-    async def decode() -> None:
-        await probe.decode(sequences, context_tokens, grid.cold[-1] // 2)
-
+    decode = partial(probe.decode, sequences, context_tokens, grid.cold[-1] // 2)
     with console.status("power: idle, prefill, decode, a minute in all"):
-        return await measure_power(meter, prefill, decode)
+        return await measure_power(meter, partial(probe.cold_prefill, grid.cold[-1]), decode)
 
 
 def _median(points: list[Any]) -> Any:
@@ -483,11 +475,7 @@ def _show(made: Profile) -> None:
         table.add_row(curve, formula, *(() if quality is None else _cells(quality)))
     console.print(table)
     for power in made.power:
-        console.print(
-            f"Power under {power.cap_w:g} W: idle {power.idle_w:.0f} W, prefill "
-            f"{power.prefill_w:.0f} W, decode {power.decode_w:.0f} W.",
-            highlight=False,
-        )
+        console.print(f"Power under {power.cap_w:g} W: {_draws(power)}.", highlight=False)
     console.print(
         f"KV: {made.kv_capacity_tokens:,} tokens an engine, {handoff.bytes_per_token:,.0f} bytes "
         "each.",
@@ -521,7 +509,11 @@ def _show_cap(known: Profile, points: dict[str, list[Any]], capped: CappedPower)
     console.print(table)
     console.print(
         f"Recorded: prefills take {capped.prefill_slowdown:.2f} times as long, decode steps "
-        f"{capped.decode_slowdown:.2f}; idle {capped.idle_w:.0f} W, prefill "
-        f"{capped.prefill_w:.0f} W, decode {capped.decode_w:.0f} W.",
+        f"{capped.decode_slowdown:.2f}; {_draws(capped)}.",
         highlight=False,
     )
+
+
+def _draws(power: CappedPower) -> str:
+    draws = {"idle": power.idle_w, "prefill": power.prefill_w, "decode": power.decode_w}
+    return ", ".join(f"{phase} {watts:.0f} W" for phase, watts in draws.items())

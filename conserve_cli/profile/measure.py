@@ -367,7 +367,8 @@ class _Prefill:
 async def _decode(
     client: Client, prompt: list[int], output_tokens: int, conversation: str = ""
 ) -> TurnRecord:
-    request = TurnRequest(0, COMPLETIONS, partial(_body, prompt, output_tokens))
+    body = partial(completion, np.array(prompt), output_tokens)
+    request = TurnRequest(0, COMPLETIONS, body)
     record = TurnRecord("profile", conversation, 1, 0.0, 0.0, 0.0, "unfinished")
     await client.turn(request, client.encode(request), record)
     if record.outcome != "completed" or not record.token_times_s:
@@ -375,10 +376,6 @@ async def _decode(
             f"a prompt of {len(prompt)} tokens failed: {record.error or 'no token came'}"
         )
     return record
-
-
-def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
-    return completion(np.array(prompt), output_tokens)
 
 
 def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[float]:
