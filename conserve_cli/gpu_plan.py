@@ -1,7 +1,6 @@
 """Checks what a start would, and shows the layout of engines, for `conserve serve`."""
 
 import os
-from collections.abc import Callable
 
 from rich.markup import escape
 from rich.table import Table
@@ -27,35 +26,31 @@ def examined(settings: Settings, *, planning: bool) -> tuple[Settings, GpuPlan |
             which takes seconds; otherwise only about engine arguments that are given.
     """
     # These imports take a second.
+    from deployments.gpu_plans import plan_on
     from deployments.start_checks import busy_ports, require_startable
 
     _require_cluster()
     problems: list[str] = []
     found: tuple[Settings, GpuPlan | CpuPlan | None] = (settings, None)
     if is_alone():
-        problems += _problems(lambda: require_startable(settings))
+        try:
+            require_startable(settings)
+        except SettingsError as error:
+            problems += error.problems
         problems += busy_ports(settings)
     nodes = _gpu_nodes(settings)
-
-    def lay_out() -> None:
-        nonlocal found
-        found = _on_cpus(settings) if nodes is None else _on_gpus(settings, nodes)
-
-    unplanned = _problems(lay_out)
-    problems += unplanned
+    try:
+        if nodes is None:
+            found = _on_cpus(settings)
+        else:
+            found = plan_on(settings, nodes, model_is_here=is_alone())
+    except SettingsError as error:
+        problems += error.problems
     of_model = is_alone() and not any(line.startswith("model:") for line in problems)
     problems += _refused_by_vllm(settings, nodes is not None, of_model, planning)
     if problems:
         refuse("\n".join(dict.fromkeys(problems)))
     return found
-
-
-def _problems(check: Callable[[], None]) -> tuple[str, ...]:
-    try:
-        check()
-    except SettingsError as error:
-        return error.problems
-    return ()
 
 
 def _gpu_nodes(settings: Settings) -> list[GpuNode] | None:
@@ -68,12 +63,6 @@ def _gpu_nodes(settings: Settings) -> list[GpuNode] | None:
     if not any(node.offer.resources.get("GPU") for node in nodes) and settings.device == "auto":
         return None
     return nodes
-
-
-def _on_gpus(settings: Settings, nodes: list[GpuNode]) -> tuple[Settings, GpuPlan]:
-    from deployments.gpu_plans import plan_on
-
-    return plan_on(settings, nodes, model_is_here=is_alone())
 
 
 def _on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
@@ -140,10 +129,8 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     columns += [*(["encoder cache"] if towers else []), "KV", "tokens each"]
     for column in columns:
         table.add_column(column, justify="right")
-    estimated = False
     for one in plan.engines:
         about = "" if one.fixed or one.kv_bytes is None else "~"
-        estimated = estimated or bool(about)
         needs = one.needs
         each = f"{one.num_gpus:g}" if one.workers == 1 else f"{one.workers} x {one.num_gpus:g}"
         table.add_row(
@@ -157,7 +144,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
             "?" if one.kv_tokens is None else f"{about}{one.kv_tokens:,}",
         )
     console.print(table, highlight=False)
-    if estimated:
+    if any(not one.fixed and one.kv_bytes is not None for one in plan.engines):
         console.print("~: estimated; an engine with GPUs of its own measures when it starts.")
     kept = "" if plan.kept_tokens is None else f": at least {plan.kept_tokens:,} tokens"
     there = f"; {plan.memory.said()}" if plan.memory else ""
@@ -180,8 +167,7 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
     said = f"No GPU: {engines} on the CPU"
     there = ""
     if plan is not None:
-        spaces = list(dict.fromkeys(plan.kv_gb.values()))
-        space = f"{spaces[0]:g}" if len(spaces) == 1 else " or ".join(f"{one:g}" for one in spaces)
+        space = " or ".join(f"{one:g}" for one in dict.fromkeys(plan.kv_gb.values()))
         said += f", each with {space} GiB of KV space (VLLM_CPU_KVCACHE_SPACE)"
         if encoders := settings.encoders.replicas:
             said += f", beside {encoders} encoder{'s' if encoders > 1 else ''}"

@@ -1,8 +1,10 @@
 """``conserve keys``: who may use an application, and how much of it."""
 
+import contextlib
 import datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -40,13 +42,10 @@ def add(
 ) -> None:
     """Create a key, and print it, only now; the file is created if it is missing."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    try:
-        with keyfile.locked(file) as path:
-            content = keyfile.read(path) if path.exists() else KeyFile.new()
-            content, key = content.with_key(tenant, today, admin=admin)
-            keyfile.write(path, content)
-    except KeyFileError as error:
-        refuse(str(error), 1)
+    with _refusals(), keyfile.locked(file) as path:
+        content = keyfile.read(path) if path.exists() else KeyFile.new()
+        content, key = content.with_key(tenant, today, admin=admin)
+        keyfile.write(path, content)
     console.out(key, highlight=False)
     aside.print(
         f"That is a key of tenant {tenant!r}. Keep it: {escape(str(path))} has only its digest.",
@@ -118,8 +117,7 @@ def limits(
     nothing = not changed and shares_cache is None
     content = _read(file) if nothing else _change(file, change)
     if tenant not in content.tenants:
-        missing = f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one"
-        refuse(missing, 1)
+        refuse(f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one", 1)
     console.print(_tenants(content, tenant))
 
 
@@ -146,18 +144,21 @@ def _number(name: str, text: str) -> int | None:
     return int(text)
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except KeyFileError as error:
+        refuse(str(error), 1)
+
+
 def _read(file: Path) -> KeyFile:
-    try:
+    with _refusals():
         return keyfile.read(file)
-    except KeyFileError as error:
-        refuse(str(error), 1)
 
 
-def _change(file: Path, change: Any) -> KeyFile:
-    try:
-        with keyfile.locked(file) as path:
-            content: KeyFile = change(keyfile.read(path))
-            keyfile.write(path, content)
-    except KeyFileError as error:
-        refuse(str(error), 1)
+def _change(file: Path, change: Callable[[KeyFile], KeyFile]) -> KeyFile:
+    with _refusals(), keyfile.locked(file) as path:
+        content = change(keyfile.read(path))
+        keyfile.write(path, content)
     return content

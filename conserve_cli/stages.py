@@ -31,8 +31,15 @@ def show_stages(source: str, tbt_bound_s: float, out: Path | None) -> None:
             "describes (Stages on one GPU)"
         )
     plan = plan_stages(curves, tbt_bound_s)
-    console.print(_shares_table(curves, plan))
-    console.print(_pending_table(plan))
+    shares = _table(f"SMs of decodes, of {curves.sms}", "beside", "S*", "S_min", "d")
+    for stage, share in plan.shares.items():
+        shares.add_row(stage, *(f"{sms}" for sms in share))
+    by_pending = _table("by requests in encode and prefill", "pending", *_HEADINGS)
+    for pending, division in enumerate(plan.by_pending, 1):
+        more = " or more" if pending == len(plan.by_pending) else ""
+        by_pending.add_row(f"{pending}{more}", *_cells(division))
+    console.print(shares)
+    console.print(by_pending)
     console.print(_front_table(plan))
     best = plan.best
     if not plan.within_bound:
@@ -63,21 +70,6 @@ def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "beside" else "right", no_wrap=True)
-    return table
-
-
-def _shares_table(curves: StageCurves, plan: StagePlan) -> Table:
-    table = _table(f"SMs of decodes, of {curves.sms}", "beside", "S*", "S_min", "d")
-    for stage, share in plan.shares.items():
-        table.add_row(stage, *(f"{sms}" for sms in share))
-    return table
-
-
-def _pending_table(plan: StagePlan) -> Table:
-    table = _table("by requests in encode and prefill", "pending", *_HEADINGS)
-    for pending, division in enumerate(plan.by_pending, 1):
-        more = " or more" if pending == len(plan.by_pending) else ""
-        table.add_row(f"{pending}{more}", *_cells(division))
     return table
 
 

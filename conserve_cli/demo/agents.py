@@ -15,7 +15,6 @@ from benchmarks.agent import (
     Message,
     Reply,
     Schema,
-    Session,
     client_complete,
     is_right,
     make_session,
@@ -23,7 +22,7 @@ from benchmarks.agent import (
 )
 from benchmarks.agent.screens import CLICK, Walk
 from conserve.client import Agent
-from conserve_cli.demo.seen import AgentAnswer, Demonstration, TurnRow
+from conserve_cli.demo.seen import REPORTED, AgentAnswer, Demonstration, TurnRow
 
 _OUTPUT_TOKENS = 256
 _MOST_CALLS = 6
@@ -151,20 +150,11 @@ class _Agent(ABC):
         row = TurnRow(
             conversation=self.name,
             turn=self.done,
-            prompt_tokens=said["prompt_tokens"],
-            decoder_cached_tokens=said["decoder_cached_tokens"],
-            lmcache_tokens=said["lmcache_tokens"],
             ttft_s=round(ttft_s, 4),
-            output_tokens=said["output_tokens"],
             decoder=headers["x-conserve-decoder"],
             does=", ".join(_called(call["function"]) for call in calls) or "answers",
             images=images,
-            encoded_images=said["encoded_images"],
-            node_images=said["node_images"],
-            encode_wait_s=said["encode_wait_s"],
-            encode_s=said["encode_s"],
-            prefill_s=said["prefill_s"],
-            decode_s=said["decode_s"],
+            **{name: said[name] for name in REPORTED},
         )
         self.seen.turns.append(row)
         self.seen.handoffs += row.lmcache_tokens > 0
@@ -177,7 +167,8 @@ class _Calculating(_Agent):
     """An agent with Python tools."""
 
     async def _work(self, ask: Complete) -> None:
-        session = self._session()
+        fewest, seed = min(self.turns - 1, _MOST_CALLS), f"demo/{self.seed}/{self.number}"
+        session = make_session(seed, "held-out", tasks=self.turns, steps=(fewest, _MOST_CALLS))
         messages: list[Message] = [{"role": "system", "content": session.system}]
         for number, task in enumerate(session.tasks):
             messages.append({"role": "user", "content": task.question})
@@ -189,11 +180,6 @@ class _Calculating(_Agent):
             # A model that needed fewer turns than asked for gets another task.
             if self.done >= self.turns:
                 return
-
-    def _session(self) -> Session:
-        fewest = min(self.turns - 1, _MOST_CALLS)
-        seed = f"demo/{self.seed}/{self.number}"
-        return make_session(seed, "held-out", tasks=self.turns, steps=(fewest, _MOST_CALLS))
 
 
 class _Seeing(_Agent):

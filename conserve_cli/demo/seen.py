@@ -28,6 +28,13 @@ class TurnRow:
     decode_s: float = 0.0
 
 
+# The fields that are the server's, by the names in which it reports a turn.
+REPORTED = (
+    "prompt_tokens", "decoder_cached_tokens", "lmcache_tokens", "output_tokens", "encoded_images",
+    "node_images", "encode_wait_s", "encode_s", "prefill_s", "decode_s",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
     """An agent's answer to its task."""
@@ -104,14 +111,6 @@ class Demonstration:
 
 
 def write_json(seen: Demonstration, path: Path) -> None:
-    body = {
-        "turns": [asdict(row) for row in seen.turns],
-        "handoffs": seen.handoffs,
-        "moves": seen.moves,
-        "errors": seen.errors,
-        "answers": [asdict(answer) for answer in seen.answers],
-        "images": seen.images,
-        "clicks": seen.clicks,
-        "hits": seen.hits,
-    }
+    body = asdict(seen)
+    del body["problems"]
     path.write_text(json.dumps(body, indent=2) + "\n")

@@ -8,37 +8,20 @@ import random
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from autoscale.capacity.fit import (
-    MIN_R_SQUARED,
-    MIN_R_SQUARED_STEPS,
-    DecodePoint,
-    EncodingPoint,
-    FitError,
-    HandoffPoint,
-    MixedPoint,
-    PrefillPoint,
-    TurnPoint,
-    fit_decode,
-    fit_encoding,
-    fit_handoff,
-    fit_interference,
-    fit_overhead,
-    fit_prefill,
-    fit_slowdown,
-)
+from autoscale.capacity import fit
 from autoscale.capacity.profile import (
     NAME_PATTERN,
     CappedPower,
@@ -60,9 +43,8 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Point = TypeVar(
-    "Point", PrefillPoint, DecodePoint, MixedPoint, HandoffPoint, EncodingPoint, TurnPoint
-)
+# What a profile keeps measured points of.
+_CURVES = ("prefill", "decode", "interference", "handoff", "encoding", "overhead")
 
 _OUTPUT_TOKENS = 48
 _LONGEST_TOKENS = 8192
@@ -126,30 +108,6 @@ def make_grid(longest_tokens: int, capacity_tokens: int, largest_batch: int) -> 
     )
 
 
-@dataclass(slots=True)
-class _Seen:
-    """The points so far, each the median of its repetitions."""
-
-    prefill: list[PrefillPoint] = field(default_factory=list)
-    decode: list[DecodePoint] = field(default_factory=list)
-    beside: list[MixedPoint] = field(default_factory=list)
-    handoff: list[HandoffPoint] = field(default_factory=list)
-    encoding: list[EncodingPoint] = field(default_factory=list)
-    turns: list[TurnPoint] = field(default_factory=list)
-
-    def as_data(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the points by curve, as in a profile."""
-        curves: dict[str, Sequence[Any]] = {
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "interference": self.beside,
-            "handoff": self.handoff,
-            "encoding": self.encoding,
-            "overhead": self.turns,
-        }
-        return {name: [asdict(point) for point in points] for name, points in curves.items()}
-
-
 @cli.command()
 def profile(
     url: Annotated[str, typer.Argument(help="URL of a running application: http://127.0.0.1:8000")],
@@ -190,7 +148,7 @@ def profile(
         float | None,
         typer.Option(
             help="A curve that explains less of its points is refused (default: "
-            f"{MIN_R_SQUARED:g}; for iterations {MIN_R_SQUARED_STEPS:g})."
+            f"{fit.MIN_R_SQUARED:g}; for iterations {fit.MIN_R_SQUARED_STEPS:g})."
         ),
     ] = None,
     add_cap: Annotated[
@@ -220,7 +178,6 @@ def profile(
         math.isfinite(kv_bytes_per_token) and kv_bytes_per_token > 0
     ):
         refuse(f"--kv-bytes-per-token is {kv_bytes_per_token:g}; give a number above 0")
-    seen = _Seen()
     repetitions = _Repetitions(repeats, random.Random(seed))
     tokens = range(int(low), int(high))
     if add_cap:
@@ -228,31 +185,29 @@ def profile(
             known = load_profile(out)
             capped = asyncio.run(
                 _measure_cap(
-                    seen,
                     url,
                     known,
-                    repetitions=repetitions,
+                    repetitions,
                     largest_batch=largest_batch,
                     vocabulary=tokens,
                     seed=seed,
                 )
             )
             save_profile(known.with_power(capped), out)
-        except (MeasureError, ProfileError, FitError) as error:
+        except (MeasureError, ProfileError, fit.FitError) as error:
             refuse(str(error))
         except NoDraw as error:
             refuse(f"the cap's power was not measured: {error}")
-        _show_cap(known, seen, capped)
+        _show_cap(known, repetitions.points, capped)
         console.print(f"The cap is in {escape(str(out))}.", highlight=False)
         return
     try:
         made = asyncio.run(
             _measure(
-                seen,
                 url,
+                repetitions,
                 out=out,
                 name=name,
-                repetitions=repetitions,
                 longest_tokens=longest_tokens,
                 largest_batch=largest_batch,
                 vocabulary=tokens,
@@ -266,9 +221,9 @@ def profile(
         save_profile(made, out)
     except (MeasureError, ProfileError) as error:
         refuse(str(error))
-    except FitError as error:
+    except fit.FitError as error:
         refused = out.with_suffix(".refused.json")
-        refused.write_text(json.dumps(seen.as_data(), indent=1))
+        refused.write_text(json.dumps(repetitions.as_data(), indent=1))
         refuse(f"{error}. What was measured is in {refused}")
     _show(made)
     if plots and can_draw():
@@ -282,9 +237,14 @@ def profile(
 
 
 class _Repetitions:
-    """Makes each of some calls once to warm up, then all over and over, in random order."""
+    """Makes each of some calls once to warm up, then all over and over, in random order.
+
+    Attributes:
+        points: by curve, one for each call so far: the median of its repetitions.
+    """
 
     def __init__(self, repeats: int, order: random.Random) -> None:
+        self.points: dict[str, list[Any]] = {curve: [] for curve in _CURVES}
         self._repeats = repeats
         self._order = order
         self._bar = progress_bar()
@@ -297,39 +257,38 @@ class _Repetitions:
             yield self
 
     async def __call__(
-        self, what: str, calls: Iterable[Callable[[], Awaitable[Point]]]
-    ) -> list[Point]:
-        """Return each call's point, the median of its repetitions."""
+        self, curve: str, what: str, calls: Sequence[Callable[[], Awaitable[Any]]]
+    ) -> None:
         self._bar.update(self._task, description=what)
-        calls = list(calls)
-        found: dict[int, list[Point]] = defaultdict(list)
+        found: dict[int, list[Any]] = defaultdict(list)
         for round_number in range(self._repeats + 1):
             for index in self._order.sample(range(len(calls)), len(calls)):
                 point = await calls[index]()
                 if round_number:
                     found[index].append(point)
                 self._bar.advance(self._task)
-        return [_median(points) for points in found.values()]
+        self.points[curve] += map(_median, found.values())
+
+    def as_data(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the points by curve, as in a profile."""
+        return {curve: [asdict(one) for one in points] for curve, points in self.points.items()}
 
 
-async def _measure_alone(seen: _Seen, probe: Probe, grid: Grid, repeat: _Repetitions) -> None:
+async def _measure_alone(probe: Probe, grid: Grid, repeat: _Repetitions) -> None:
     """Measure prefills and batches of decodes, each without the other."""
-    seen.prefill = await repeat(
-        "cold prefills", [partial(probe.cold_prefill, n) for n in grid.cold]
-    )
-    seen.prefill += await repeat("appends", [partial(probe.append, *one) for one in grid.appends])
-    seen.decode = await repeat(
-        "decodes", [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
-    )
+    cold = [partial(probe.cold_prefill, n) for n in grid.cold]
+    await repeat("prefill", "cold prefills", cold)
+    await repeat("prefill", "appends", [partial(probe.append, *one) for one in grid.appends])
+    decodes = [partial(probe.decode, *one, _OUTPUT_TOKENS) for one in grid.decodes]
+    await repeat("decode", "decodes", decodes)
 
 
 async def _measure(
-    seen: _Seen,
     url: str,
+    repetitions: _Repetitions,
     *,
     out: Path,
     name: str,
-    repetitions: _Repetitions,
     longest_tokens: int,
     largest_batch: int,
     vocabulary: range,
@@ -344,24 +303,21 @@ async def _measure(
     capacity = application.decoder.capacity_tokens
     grid = make_grid(longest_tokens, capacity, largest_batch)
     _prepare(out)
-    count = len(grid.cold) + len(grid.appends) + len(grid.decodes)
-    count += len(grid.beside) + len(grid.handoffs) + len(grid.turns)
+    count = sum(map(len, astuple(grid)))
     async with Probe(application, vocabulary, seed) as probe:
         pixels = _IMAGE_PIXELS if await probe.sees() else ()
         with repetitions.of(count + len(pixels)) as repeat:
-            await _measure_alone(seen, probe, grid, repeat)
-            seen.encoding = await repeat("images", [partial(probe.encode, one) for one in pixels])
-            seen.beside = await repeat(
-                "appends beside decodes",
-                [partial(probe.append_beside, *one) for one in grid.beside],
-            )
-            prefill = fit_prefill(seen.prefill, **limits)
-            seen.handoff = await repeat(
-                "handoffs", [partial(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
-            )
-            seen.turns = await repeat("turns", [partial(probe.turn, *one) for one in grid.turns])
+            await _measure_alone(probe, grid, repeat)
+            await repeat("encoding", "images", [partial(probe.encode, one) for one in pixels])
+            beside = [partial(probe.append_beside, *one) for one in grid.beside]
+            await repeat("interference", "appends beside decodes", beside)
+            points = repeat.points
+            prefill = fit.fit_prefill(points["prefill"], **limits)
+            handoffs = [partial(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
+            await repeat("handoff", "handoffs", handoffs)
+            await repeat("overhead", "turns", [partial(probe.turn, *one) for one in grid.turns])
         power = await _power(url, probe, grid)
-    decode = fit_decode(seen.decode, **limits)
+    decode = fit.fit_decode(points["decode"], **limits)
     about = environment()
     return Profile(
         name=name,
@@ -372,23 +328,22 @@ async def _measure(
         hardware=about["machine"],
         prefill=prefill,
         decode=decode,
-        interference=fit_interference(seen.beside, prefill, decode, **limits),
-        handoff=fit_handoff(seen.handoff, kv_bytes_per_token, **limits),
-        overhead=fit_overhead(seen.turns, **limits),
-        encoding=fit_encoding(seen.encoding, prefill, **limits) if pixels else None,
+        interference=fit.fit_interference(points["interference"], prefill, decode, **limits),
+        handoff=fit.fit_handoff(points["handoff"], kv_bytes_per_token, **limits),
+        overhead=fit.fit_overhead(points["overhead"], **limits),
+        encoding=fit.fit_encoding(points["encoding"], prefill, **limits) if pixels else None,
         kv_capacity_tokens=capacity,
         max_batched_tokens=_batched_tokens(application, batched_tokens),
         power=power,
-        points=seen.as_data(),
+        points=repetitions.as_data(),
     )
 
 
 async def _measure_cap(
-    seen: _Seen,
     url: str,
     known: Profile,
-    *,
     repetitions: _Repetitions,
+    *,
     largest_batch: int,
     vocabulary: range,
     seed: int,
@@ -409,15 +364,16 @@ async def _measure_cap(
     grid = make_grid(longest, application.decoder.capacity_tokens, largest_batch)
     async with Probe(application, vocabulary, seed) as probe:
         with repetitions.of(len(grid.cold) + len(grid.appends) + len(grid.decodes)) as repeat:
-            await _measure_alone(seen, probe, grid, repeat)
+            await _measure_alone(probe, grid, repeat)
         drawn = await _drawn(meter, probe, grid)
-    cold = [point for point in seen.prefill if not point.cached_tokens]
+    cold = [point for point in repeat.points["prefill"] if not point.cached_tokens]
+    decodes = repeat.points["decode"]
     prefill_s = [known.prefill.seconds(one.new_tokens, 0) for one in cold]
-    step_s = [known.decode.step_s(one.sequences, one.kv_tokens) for one in seen.decode]
+    step_s = [known.decode.step_s(one.sequences, one.kv_tokens) for one in decodes]
     return drawn.model_copy(
         update={
-            "prefill_slowdown": fit_slowdown(cold, prefill_s),
-            "decode_slowdown": fit_slowdown(seen.decode, step_s),
+            "prefill_slowdown": fit.fit_slowdown(cold, prefill_s),
+            "decode_slowdown": fit.fit_slowdown(decodes, step_s),
         }
     )
 
@@ -438,17 +394,16 @@ def _batched_tokens(
     application: Application, given: int | None
 ) -> dict[Literal["prefiller", "decoder", "collocated"], int]:
     """Return the most tokens of a step, by role, where they are known."""
-    prefiller = application.prefiller.batched_tokens if given is None else given
-    decoder = application.decoder.batched_tokens if given is None else given
-    found: dict[Literal["prefiller", "decoder", "collocated"], int] = {}
-    if prefiller is not None:
-        found["prefiller"] = prefiller
-    if decoder is not None:
-        found["decoder"] = decoder
+    prefiller, decoder = (
+        one.batched_tokens if given is None else given
+        for one in (application.prefiller, application.decoder)
+    )
     # If both are alike, so is an engine that does the work of both.
-    if prefiller is not None and prefiller == decoder:
-        found["collocated"] = prefiller
-    return found
+    collocated = prefiller if prefiller == decoder else None
+    found: dict[Literal["prefiller", "decoder", "collocated"], int | None] = {
+        "prefiller": prefiller, "decoder": decoder, "collocated": collocated,
+    }  # fmt: skip
+    return {role: most for role, most in found.items() if most is not None}
 
 
 async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
@@ -463,18 +418,12 @@ async def _power(url: str, probe: Probe, grid: Grid) -> tuple[CappedPower, ...]:
 async def _drawn(meter: DrawMeter, probe: Probe, grid: Grid) -> CappedPower:
     # With short contexts and long outputs, little of the work is prefill.
     sequences, context_tokens = max(grid.decodes, key=lambda one: (one[0], -one[1]))
-
-    async def prefill() -> None:
-        await probe.cold_prefill(grid.cold[-1])
-
-    async def decode() -> None:
-        await probe.decode(sequences, context_tokens, grid.cold[-1] // 2)
-
+    decode = partial(probe.decode, sequences, context_tokens, grid.cold[-1] // 2)
     with console.status("power: idle, prefill, decode, a minute in all"):
-        return await measure_power(meter, prefill, decode)
+        return await measure_power(meter, partial(probe.cold_prefill, grid.cold[-1]), decode)
 
 
-def _median(points: list[Point]) -> Point:
+def _median(points: list[Any]) -> Any:
     """Return a point with the medians of the repetitions' times."""
     names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
     medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
@@ -500,63 +449,33 @@ def _show(made: Profile) -> None:
     table = Table(title=f"profile {made.name} of {made.model}", box=box.SIMPLE_HEAD)
     for heading in ("curve", "seconds", "R^2", "typically off", "at worst", "points"):
         table.add_column(heading, justify="left" if heading in ("curve", "seconds") else "right")
-    prefill, decode, handoff = made.prefill, made.decode, made.handoff
-    cold = (
-        f"{prefill.constant_s:.3g} + {prefill.per_token_s:.3g} n "
-        f"+ {prefill.per_token_squared_s:.3g} n²"
-    )
+    prefill, decode, handoff, overhead = made.prefill, made.decode, made.handoff, made.overhead
+    cold = f"{prefill.constant_s:.3g} + {prefill.per_token_s:.3g} n"
+    cold += f" + {prefill.per_token_squared_s:.3g} n²"
     append = f"{prefill.append_constant_s:.3g} + the same, n² to (c+n)²-c²"
-    rows: list[tuple[str, str, Quality | None]] = [
+    append += f", + {prefill.per_cached_token_s:.3g} c"
+    step = (
+        f"{decode.constant_s:.3g} + {decode.per_sequence_s:.3g} b + {decode.per_kv_token_s:.3g} k"
+    )
+    beside = f"decode step + {made.interference.prefill_share:.2f} of the append's own"
+    moved = f"{handoff.constant_s:.3g} + {handoff.per_token_s:.3g} n"
+    first = f"+ {overhead.direct_s:.3g}, + {overhead.handed_off_s:.3g} if handed off"
+    rows = [
         ("prefill, n tokens", cold, prefill.quality),
-        (
-            "append after c cached",
-            f"{append}, + {prefill.per_cached_token_s:.3g} c",
-            prefill.cached_quality,
-        ),
-        (
-            "decode step, b sequences, k KV",
-            f"{decode.constant_s:.3g} + {decode.per_sequence_s:.3g} b "
-            f"+ {decode.per_kv_token_s:.3g} k",
-            decode.quality,
-        ),
-        (
-            "append beside decodes",
-            f"decode step + {made.interference.prefill_share:.2f} of the append's own",
-            made.interference.quality,
-        ),
-        (
-            "handoff, n tokens",
-            f"{handoff.constant_s:.3g} + {handoff.per_token_s:.3g} n",
-            handoff.quality,
-        ),
-        (
-            "a turn's first token",
-            f"+ {made.overhead.direct_s:.3g}, + {made.overhead.handed_off_s:.3g} if handed off",
-            made.overhead.quality,
-        ),
+        ("append after c cached", append, prefill.cached_quality),
+        ("decode step, b sequences, k KV", step, decode.quality),
+        ("append beside decodes", beside, made.interference.quality),
+        ("handoff, n tokens", moved, handoff.quality),
+        ("a turn's first token", first, overhead.quality),
     ]
     if made.encoding is not None:
         formula = f"prefill + {made.encoding.per_token_s:.3g} e"
         rows.append(("image of e embeddings", formula, made.encoding.quality))
     for curve, formula, quality in rows:
-        if quality is None:
-            table.add_row(curve, formula, "", "", "", "")
-            continue
-        table.add_row(
-            curve,
-            formula,
-            f"{quality.r_squared:.4f}",
-            f"{quality.typical_residual_share:.1%}",
-            f"{quality.worst_residual_share:.0%}",
-            str(quality.points),
-        )
+        table.add_row(curve, formula, *(() if quality is None else _cells(quality)))
     console.print(table)
     for power in made.power:
-        console.print(
-            f"Power under {power.cap_w:g} W: idle {power.idle_w:.0f} W, prefill "
-            f"{power.prefill_w:.0f} W, decode {power.decode_w:.0f} W.",
-            highlight=False,
-        )
+        console.print(f"Power under {power.cap_w:g} W: {_draws(power)}.", highlight=False)
     console.print(
         f"KV: {made.kv_capacity_tokens:,} tokens an engine, {handoff.bytes_per_token:,.0f} bytes "
         "each.",
@@ -564,28 +483,37 @@ def _show(made: Profile) -> None:
     )
 
 
-def _show_cap(known: Profile, seen: _Seen, capped: CappedPower) -> None:
+def _cells(quality: Quality) -> tuple[str, ...]:
+    return (
+        f"{quality.r_squared:.4f}",
+        f"{quality.typical_residual_share:.1%}",
+        f"{quality.worst_residual_share:.0%}",
+        str(quality.points),
+    )
+
+
+def _show_cap(known: Profile, points: dict[str, list[Any]], capped: CappedPower) -> None:
     """Print each point's time under the cap over the profile's (ConServe, figures 7 and 8)."""
     title = f"{capped.cap_w:g} W against {known.power_at(None).cap_w:g} W: times as long"
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("measured")
     table.add_column("times", justify="right")
-    for point in seen.prefill:
+    for point in points["prefill"]:
         after = f" after {point.cached_tokens:,} cached" if point.cached_tokens else ""
-        said_s = known.prefill.seconds(point.new_tokens, point.cached_tokens)
-        table.add_row(
-            f"prefill of {point.new_tokens:,} tokens{after}", f"{point.seconds / said_s:.2f}"
-        )
-    for step in seen.decode:
-        said_s = known.decode.step_s(step.sequences, step.kv_tokens)
-        table.add_row(
-            f"decode step of {step.sequences} with {step.kv_tokens:,} tokens of KV",
-            f"{step.seconds / said_s:.2f}",
-        )
+        times = point.seconds / known.prefill.seconds(point.new_tokens, point.cached_tokens)
+        table.add_row(f"prefill of {point.new_tokens:,} tokens{after}", f"{times:.2f}")
+    for step in points["decode"]:
+        times = step.seconds / known.decode.step_s(step.sequences, step.kv_tokens)
+        what = f"decode step of {step.sequences} with {step.kv_tokens:,} tokens of KV"
+        table.add_row(what, f"{times:.2f}")
     console.print(table)
     console.print(
         f"Recorded: prefills take {capped.prefill_slowdown:.2f} times as long, decode steps "
-        f"{capped.decode_slowdown:.2f}; idle {capped.idle_w:.0f} W, prefill "
-        f"{capped.prefill_w:.0f} W, decode {capped.decode_w:.0f} W.",
+        f"{capped.decode_slowdown:.2f}; {_draws(capped)}.",
         highlight=False,
     )
+
+
+def _draws(power: CappedPower) -> str:
+    draws = {"idle": power.idle_w, "prefill": power.prefill_w, "decode": power.decode_w}
+    return ", ".join(f"{phase} {watts:.0f} W" for phase, watts in draws.items())

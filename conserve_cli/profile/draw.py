@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,15 +89,14 @@ class DrawMeter:
                 session.get(self._url) as answer,
             ):
                 answer.raise_for_status()
-                text = await answer.text()
-        return parse_energy(text)
+                return parse_energy(await answer.text())
 
     async def limit_w(self) -> float:
         """Return the limit of `one_limit_w`, and raise as it does."""
         return one_limit_w(await self.energy())
 
     async def mean_w(
-        self, role: str, work: Callable[[], Awaitable[None]], phase_s: float = PHASE_S
+        self, role: str, work: Callable[[], Awaitable[object]], phase_s: float = PHASE_S
     ) -> float:
         """Return a role's mean power while ``work`` is repeated.
 
@@ -132,22 +132,17 @@ class DrawMeter:
 
 async def measure_power(
     meter: DrawMeter,
-    prefill: Callable[[], Awaitable[None]],
-    decode: Callable[[], Awaitable[None]],
+    prefill: Callable[[], Awaitable[object]],
+    decode: Callable[[], Awaitable[object]],
     phase_s: float = PHASE_S,
 ) -> CappedPower:
     """Measure the power of idling, and of ``prefill`` and ``decode``, which each run for a moment.
 
     Raises `NoDraw` if power cannot be measured.
     """
-    cap_w = await meter.limit_w()
-
-    async def nothing() -> None:
-        await asyncio.sleep(_POLL_S)
-
     return CappedPower(
-        cap_w=cap_w,
-        idle_w=await meter.mean_w("decoder", nothing, phase_s),
+        cap_w=await meter.limit_w(),
+        idle_w=await meter.mean_w("decoder", partial(asyncio.sleep, _POLL_S), phase_s),
         prefill_w=await meter.mean_w("prefiller", prefill, phase_s),
         decode_w=await meter.mean_w("decoder", decode, phase_s),
     )

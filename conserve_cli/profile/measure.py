@@ -21,14 +21,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from autoscale.capacity.fit import (
-    DecodePoint,
-    EncodingPoint,
-    HandoffPoint,
-    MixedPoint,
-    PrefillPoint,
-    TurnPoint,
-)
+from autoscale.capacity import fit
 from benchmarks.client import Client, Endpoint
 from benchmarks.records import TurnRecord, TurnRequest
 from benchmarks.workloads.tokens import COMPLETIONS, completion
@@ -96,10 +89,7 @@ async def find_application(url: str) -> Application:
     models, engines = found
     by_role = {
         one["role"]: MeasuredEngine(
-            one["id"],
-            one["role"],
-            one["url"],
-            one["capacity_tokens"],
+            *(one[name] for name in ("id", "role", "url", "capacity_tokens")),
             # It is left out, or 0, if it is not known.
             one.get("max_batched_tokens") or None,
         )
@@ -150,12 +140,12 @@ class Probe:
     async def __aexit__(self, *error: object) -> None:
         await self._opened.aclose()
 
-    async def cold_prefill(self, new_tokens: int) -> PrefillPoint:
+    async def cold_prefill(self, new_tokens: int) -> fit.PrefillPoint:
         """Prefill a prompt that the prefiller has never seen."""
         seen = await self._prefill(self._prefiller, self._prompt(new_tokens))
-        return PrefillPoint(new_tokens, 0, seen.seconds)
+        return fit.PrefillPoint(new_tokens, 0, seen.seconds)
 
-    async def append(self, new_tokens: int, cached_tokens: int) -> PrefillPoint:
+    async def append(self, new_tokens: int, cached_tokens: int) -> fit.PrefillPoint:
         """Prefill a prompt whose beginning is in the decoder's prefix cache."""
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
@@ -168,9 +158,11 @@ class Probe:
                 "it may be full, or in use by others"
             )
         new = cached_tokens + new_tokens - seen.cached_tokens
-        return PrefillPoint(new, seen.cached_tokens, seen.seconds)
+        return fit.PrefillPoint(new, seen.cached_tokens, seen.seconds)
 
-    async def decode(self, sequences: int, context_tokens: int, output_tokens: int) -> DecodePoint:
+    async def decode(
+        self, sequences: int, context_tokens: int, output_tokens: int
+    ) -> fit.DecodePoint:
         """Time iterations in which ``sequences`` decode together, each after such a context."""
         contexts = await self._contexts(sequences, context_tokens)
         records = await self._together(contexts, output_tokens)
@@ -183,11 +175,11 @@ class Probe:
                 "have them put out more tokens"
             )
         held = sequences * (context_tokens + output_tokens // 2)
-        return DecodePoint(sequences, held, statistics.median(gaps))
+        return fit.DecodePoint(sequences, held, statistics.median(gaps))
 
     async def append_beside(
         self, sequences: int, context_tokens: int, new_tokens: int, cached_tokens: int
-    ) -> MixedPoint:
+    ) -> fit.MixedPoint:
         """Time the iteration in which an append is prefilled while others decode."""
         history = self._prompt(cached_tokens)
         await self._prefill(self._decoder, history)
@@ -206,11 +198,11 @@ class Probe:
             )
         held = sequences * (context_tokens + _BESIDE_TOKENS // 2)
         new = cached_tokens + new_tokens - seen.cached_tokens
-        return MixedPoint(sequences, held, new, seen.cached_tokens, statistics.median(longest))
+        return fit.MixedPoint(sequences, held, new, seen.cached_tokens, statistics.median(longest))
 
     async def handoff(
         self, tokens: int, prefill_s: Callable[[float, float], float]
-    ) -> HandoffPoint:
+    ) -> fit.HandoffPoint:
         """Time the handoff of a prompt's KV, less what the decoder recomputes.
 
         ``prefill_s`` is the fitted time of a prefill of new tokens after cached ones.
@@ -225,7 +217,7 @@ class Probe:
                 "see whether the LMCache server runs"
             )
         seconds = seen.seconds - prefill_s(tokens - found, found)
-        return HandoffPoint(found, max(seconds, 1e-6))
+        return fit.HandoffPoint(found, max(seconds, 1e-6))
 
     async def sees(self) -> bool:
         """Return whether the model reads images."""
@@ -236,12 +228,12 @@ class Probe:
             ) as answer:
                 return answer.status == 200
 
-    async def encode(self, pixels: int) -> EncodingPoint:
+    async def encode(self, pixels: int) -> fit.EncodingPoint:
         """Time the prefill of a prompt with an image, of this width and height, and little else."""
         done, seconds = await self._stored(CHAT, self._image_turn(pixels))
         if not done.encoded.tokens:
             raise MeasureError("the prefiller encoded no image; see whether others use it")
-        return EncodingPoint(done.encoded.tokens, done.prompt_tokens, seconds)
+        return fit.EncodingPoint(done.encoded.tokens, done.prompt_tokens, seconds)
 
     def _image_turn(self, pixels: int) -> dict[str, Any]:
         """Return a turn whose image is like no other."""
@@ -254,7 +246,7 @@ class Probe:
         content = [{"type": "image_url", "image_url": {"url": url}}]
         return {**self._common, "messages": [{"role": "user", "content": content}]}
 
-    async def turn(self, first_tokens: int, new_tokens: int) -> TurnPoint:
+    async def turn(self, first_tokens: int, new_tokens: int) -> fit.TurnPoint:
         """Time a conversation's first turn, or its second, for a client and for the engines alone.
 
         ``new_tokens`` are the second turn's; with 0 the first turn is measured.
@@ -284,7 +276,7 @@ class Probe:
                 f"{handed_off} were handed off and {cached} found in the decoder's cache; have "
                 "the application use placement=conversation, and nothing else use it"
             )
-        return TurnPoint(len(prompt), handed_off, cached, engines_s, seconds)
+        return fit.TurnPoint(len(prompt), handed_off, cached, engines_s, seconds)
 
     async def _last_turn(self, name: str, prompt_tokens: int) -> dict[str, int]:
         """Return the engine's report of a conversation's last turn, which had this prompt."""
@@ -375,7 +367,8 @@ class _Prefill:
 async def _decode(
     client: Client, prompt: list[int], output_tokens: int, conversation: str = ""
 ) -> TurnRecord:
-    request = TurnRequest(0, COMPLETIONS, partial(_body, prompt, output_tokens))
+    body = partial(completion, np.array(prompt), output_tokens)
+    request = TurnRequest(0, COMPLETIONS, body)
     record = TurnRecord("profile", conversation, 1, 0.0, 0.0, 0.0, "unfinished")
     await client.turn(request, client.encode(request), record)
     if record.outcome != "completed" or not record.token_times_s:
@@ -383,10 +376,6 @@ async def _decode(
             f"a prompt of {len(prompt)} tokens failed: {record.error or 'no token came'}"
         )
     return record
-
-
-def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
-    return completion(np.array(prompt), output_tokens)
 
 
 def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[float]:

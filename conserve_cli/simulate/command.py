@@ -139,7 +139,12 @@ def simulate(
     if reproduce is not None and reproduce != "conserve":
         refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
     if reproduce is not None:
-        _refuse_what_is_the_papers(context)
+        for name, option in given_options(context):
+            if name not in _GO_WITH_REPRODUCE:
+                refuse(
+                    f"{option} does not go with --reproduce, whose runs are the paper's; "
+                    "leave one of them out"
+                )
     try:
         found = load_profile(profile)
         if reproduce is not None:
@@ -191,16 +196,6 @@ def simulate(
             "no ratios and no pictures of distributions.",
             highlight=False,
         )
-
-
-def _refuse_what_is_the_papers(context: typer.Context) -> None:
-    """Refuse an option that does not go with --reproduce."""
-    for name, option in given_options(context):
-        if name not in _GO_WITH_REPRODUCE:
-            refuse(
-                f"{option} does not go with --reproduce, whose runs are the paper's; "
-                "leave one of them out"
-            )
 
 
 def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:

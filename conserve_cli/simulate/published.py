@@ -48,12 +48,11 @@ def show(found: Reproduction, profile: Profile, console: Console) -> None:
 
 
 def _said(value: float, unit: Unit, *, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    if unit == "change":
-        return f"{value:+.1%}" if not signed else f"{value * 100:+.1f} pp"
-    if unit == "share":
-        return f"{value:.1%}" if not signed else f"{value * 100:+.1f} pp"
-    return f"{value:{sign}.2f}" + ("x" if unit == "times" else "")
+    if unit in ("change", "share"):
+        if signed:
+            return f"{value * 100:+.1f} pp"
+        return f"{value:+.1%}" if unit == "change" else f"{value:.1%}"
+    return f"{value:{'+' if signed else ''}.2f}" + ("x" if unit == "times" else "")
 
 
 def write(found: Reproduction, path: Path) -> None:

@@ -19,7 +19,7 @@ Prediction*), with one prefiller and three decoders. Assumptions where the text 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -129,19 +129,16 @@ def reproduce(
     return Reproduction(rows, baseline, by_rate, by_wrong, capped)
 
 
+@dataclass(slots=True)
 class _Runs:
-    def __init__(
-        self,
-        profile: Profile,
-        conversations: int,
-        seed: int,
-        on_conversation: Callable[[str], None] | None,
-    ) -> None:
-        self._profile = profile
-        self._seed = seed
-        self._conversations = conversations
-        self._on_conversation = on_conversation
-        system = make_system("conserve", profile, _ENGINES, **_OPTIONS["conserve"])
+    profile: Profile
+    conversations: int
+    seed: int
+    on_conversation: Callable[[str], None] | None
+    baseline: Baseline = field(init=False)
+
+    def __post_init__(self) -> None:
+        system = make_system("conserve", self.profile, _ENGINES, **_OPTIONS["conserve"])
         self.baseline = Baseline.of(system, self._workload(1.0))
 
     def one(
@@ -152,25 +149,25 @@ class _Runs:
         engines: EngineCounts = _ENGINES,
     ) -> Report:
         options = _OPTIONS[name] | ({} if wrong is None else {"wrong_decision_rate": wrong})
-        system = make_system(name, self._profile, engines, **options)
+        system = make_system(name, self.profile, engines, **options)
         workload = self._workload(rate_per_s)
         arrivals = {"pattern": "poisson", "rate_per_s": rate_per_s, "concurrency": None}
         if rate_per_s == SATURATION:
             # Collocated systems have no prefiller, but get the same arrivals.
-            workload = saturating(workload, Costs.of(self._profile, "prefiller"))
+            workload = saturating(workload, Costs.of(self.profile, "prefiller"))
             arrivals["pattern"] = "saturating"
         what = f"{name} at {rate_per_s:g}/s" + ("" if wrong is None else f", {wrong:.0%} wrong")
 
         def ended(turns: object) -> None:
-            if self._on_conversation is not None:
-                self._on_conversation(what)
+            if self.on_conversation is not None:
+                self.on_conversation(what)
 
         return simulate(
             system,
             workload,
-            self._profile,
+            self.profile,
             self.baseline,
-            described={"shape": asdict(SHAPE), "seed": self._seed},
+            described={"shape": asdict(SHAPE), "seed": self.seed},
             arrivals=arrivals,
             on_conversation=ended,
         )
@@ -178,11 +175,11 @@ class _Runs:
     def _workload(self, rate_per_s: float) -> Workload:
         return synthetic(
             SHAPE,
-            conversations=self._conversations,
-            arrivals=Arrivals("poisson", rate_per_s, self._seed),
+            conversations=self.conversations,
+            arrivals=Arrivals("poisson", rate_per_s, self.seed),
             # Prompts are never built, so any token ids will do.
             vocabulary=range(1_000, 4_000),
-            seed=self._seed,
+            seed=self.seed,
         )
 
 
