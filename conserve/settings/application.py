@@ -249,7 +249,7 @@ class Settings(Strict):
     special_tokens_in_text: bool = Field(
         default=False,
         description="Whether `<|im_end|>` and the like in a chat's messages and tools act as the "
-        "model's special tokens, as in vLLM. Any page that an agent reads can begin a message.",
+        "model's special tokens, as in vLLM. A page that an agent reads can then begin a message.",
     )
     log: LogSettings = Field(
         default_factory=LogSettings, description="How turns and events are logged."
