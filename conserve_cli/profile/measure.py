@@ -89,7 +89,10 @@ async def find_application(url: str) -> Application:
     models, engines = found
     by_role = {
         one["role"]: MeasuredEngine(
-            *(one[name] for name in ("id", "role", "url", "capacity_tokens")),
+            one["id"],
+            one["role"],
+            one["url"],
+            one["capacity_tokens"],
             # It is left out, or 0, if it is not known.
             one.get("max_batched_tokens") or None,
         )

@@ -45,9 +45,11 @@ def apply() -> None:
             kinds = ToolParserManager.tool_parsers.items()
             name = next((name for name, kind in kinds if type(tool_parser) is kind), "")
             names = [getattr(tool, "function", tool).name for tool in tools]
-            texts = [xgrammar.ConstStringFormat(value=one) for one in call_beginnings(name, names)]
+            texts: list[Any] = [
+                xgrammar.ConstStringFormat(value=one) for one in call_beginnings(name, names)
+            ]
             if texts:
-                call = [xgrammar.OrFormat(elements=texts), xgrammar.AnyTextFormat()]
+                call: list[Any] = [xgrammar.OrFormat(elements=texts), xgrammar.AnyTextFormat()]
                 calls = xgrammar.StructuralTag(format=xgrammar.SequenceFormat(elements=call))
                 tool_parser.structural_tag_model = "hermes"  # Any one: its tag is not asked for.
                 tool_parser.get_structural_tag = lambda *_, **__: calls
