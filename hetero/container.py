@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 _ROOT = Path("/")
-# Flags of CPUs for which oneDNN has kernels for bfloat16. Without them prefills take about three
-# times as long as in float32 with AVX-512, and four to eight times with AVX2.
+# Flags of CPUs for which oneDNN has kernels for bfloat16. Without them prefills take two to
+# three times as long as in float32 with AVX-512, and four to eight times with AVX2.
 _BFLOAT16 = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
 # Values of oneDNN's variable that keep it from those kernels.
 _LESS = re.compile(r"sse41|avx|avx2\w*|avx512_core(_vnni)?", re.IGNORECASE)

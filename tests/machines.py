@@ -2,9 +2,9 @@
 
 The Python code of vLLM and PyTorch asks `torch.cpu.get_capabilities` for the CPU's instructions.
 `pytest --cpu=avx2` replaces that function before it is first called, in pytest's process and in
-those that tests start. Native code is not affected. PyTorch's asks the CPU itself. vLLM's is in a
-library for each kind of CPU, and vLLM's Python code loads one of them: none is loaded if the view
-has instructions that the CPU lacks.
+those that tests start. Of native code, oneDNN is kept to them by its own variable, as far as the
+CPU has them; PyTorch's asks the CPU itself. vLLM's is in a library for each kind of CPU, and its
+Python code loads one of them: none is loaded if the view has instructions that the CPU lacks.
 """
 
 import os
@@ -26,6 +26,8 @@ _AVX512 = frozenset({"avx512_f", "avx512_cd", "avx512_dq", "avx512_bw", "avx512_
 _BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _AMX = _BF16 | {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"}
 VIEWS = {"avx2": frozenset[str](), "avx512": _AVX512, "bf16": _BF16, "amx": _AMX}
+# How oneDNN, which is native code, is kept to them; the last one's it has where the CPU does.
+_ISAS = {"avx2": "AVX2", "avx512": "AVX512_CORE", "bf16": "AVX512_CORE_BF16", "amx": "DEFAULT"}
 # vLLM's kernels, by the CPUs that they are for.
 KERNELS = ("vllm._C_AVX2", "vllm._C_AVX512", "vllm._C")
 _COMPILERS = ("cc", "c++", "c89", "c99", "gcc", "g++", "cpp", "clang", "clang++", "nvcc", "tcc")
@@ -34,7 +36,7 @@ _TOOLS = ("ar", "as", "cmake", "gold", "ld", "lld", "ninja", "nm", "objcopy", "r
 
 def view_cpu(view: str) -> None:
     """Have this process, and those that it starts, take the CPU for one of this view."""
-    os.environ[VARIABLE] = view
+    os.environ |= {VARIABLE: view, "ONEDNN_MAX_CPU_ISA": _ISAS[view]}
     search = os.environ.get("PYTHONPATH")
     if str(FOLDER) not in (search or "").split(":"):
         os.environ["PYTHONPATH"] = ":".join([str(FOLDER), *([search] if search else [])])

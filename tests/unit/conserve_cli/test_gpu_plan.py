@@ -105,7 +105,8 @@ def test_what_images_take_is_in_the_plan(
     offloaded = " ".join(said(*given, "media.tower_layers=2").split())
     assert "is 0.2 GiB of the weights, with 2 of its 32 layers at a time; it encodes" in offloaded
     assert "1 GB a node for encoded ones, 2.3 GiB for layers of vision towers, and" in offloaded
-    on_cpus = " ".join(said(f"model={tmp_path}", "device=cpu", "engine.max_model_len=4096").split())
+    of_cpus = ("device=cpu", "engine.dtype=bfloat16", "engine.max_model_len=4096")
+    on_cpus = " ".join(said(f"model={tmp_path}", *of_cpus).split())
     # Three engines, with two caches each.
     assert prepared.format("4") in on_cpus
     assert "Images: " not in said("device=cpu")
@@ -225,6 +226,16 @@ def test_without_a_gpu_it_says_so(machine: Machine) -> None:
     assert "No GPU: 1 decoder runs on the CPU" in alone
     assert "TPOT above which prefills are cut: twice a step without prefills" in alone
     assert "run on the CPU" in said("device=cpu")
+
+
+def test_the_dtype_of_engines_on_cpus_is_said(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    why = "dtype: float32: ONEDNN_MAX_CPU_ISA=AVX2 leaves out the kernels for bfloat16"
+    assert why in " ".join(said("device=cpu").split())
+    launching.laid_out(load({"device": "cpu"}))
+    assert why in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_start_waits_for_the_engines_of_the_plan(machine: Machine, model: str) -> None:

@@ -33,6 +33,16 @@ def test_one_conversation_like_the_papers_gives_the_papers_numbers() -> None:
     assert "At 1.634 conversations/s: 1 prefiller, 3 decoders" in words(done)
 
 
+def test_a_profile_of_another_kind_of_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(profile: str) -> bool:
+        done = CliRunner().invoke(cli, ["--profile", profile, "--conversations", "20"])
+        return f"profile {profile} is of a CPU with kernels for bfloat16" in words(done)
+
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert named("cpu-embedded")
+    assert not named("a40-qwen3-0.6b")
+
+
 def test_a_single_rate_is_also_shown_ten_times_over() -> None:
     done = run("--rate", "0.5", "--conversations", "20")
     rates = [line.split()[0] for line in done.output.splitlines() if line.count("%") == 4]

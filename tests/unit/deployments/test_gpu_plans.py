@@ -24,6 +24,53 @@ def planned(folder: Path, config: dict[str, Any], **asked: Any) -> Settings:
     return planned_on_cpus(load({"model": str(folder), **few, **asked}))[0]
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "dtype", "said"),
+    [
+        ({}, {}, "float32", "float32: ONEDNN_MAX_CPU_ISA=AVX2 leaves out"),
+        ({}, {"engine.dtype": "bfloat16"}, "bfloat16", "bfloat16 as set; ONEDNN_MAX_CPU_ISA=AVX2"),
+        ({}, {"engine.dtype": "half"}, "half", "half as set"),
+        ({}, {"decoders.engine.dtype": "bfloat16"}, None, "bfloat16 as set"),
+        ({"quantization_config": {"bits": 4}}, {}, "bfloat16", "the model is quantised; ONEDNN"),
+        ({}, {"engine.quantization": "fp8"}, "bfloat16", "bfloat16: the model is quantised"),
+        ({"num_hidden_layers": 0}, {}, "bfloat16", "bfloat16: model: its config.json has no num"),
+    ],
+)
+def test_a_cpu_without_kernels_for_bfloat16_computes_in_float32(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    given: dict[str, Any],
+    dtype: str | None,
+    said: str,
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    (tmp_path / "config.json").write_text(json.dumps(READS | config))
+    few = {"model": str(tmp_path), "decoders": 1, "prefillers": 0, "engine.max_model_len": 128}
+    settings, plan = planned_on_cpus(load({**few, "lmcache.size_gb": 0.1, **given}))
+    assert settings.engine.get("dtype") == dtype
+    assert said in plan.dtype
+
+
+def test_weights_and_kv_are_counted_in_the_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights(limit: str, **given: Any) -> int | None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        asked = {"model": "embedded", "decoders": 1, "prefillers": 0, **given}
+        return planned_on_cpus(load(asked))[1].weights_bytes
+
+    half = weights("AVX2", **{"engine.dtype": "bfloat16"})
+    assert half is not None
+    assert weights("AVX2") == 2 * half
+    # 1 GiB of KV space holds half as many tokens, and so no longest sequence.
+    (tmp_path / "config.json").write_text(json.dumps(READS))
+    longest = {"model": str(tmp_path), "engine.max_model_len": 100_000}
+    assert weights("AVX2", **longest, **{"engine.dtype": "bfloat16"})
+    with pytest.raises(SettingsError, match=r"KVCACHE_SPACE: 1\.0 GiB hold 65,536"):
+        weights("AVX2", **longest)
+
+
 def test_encoders_are_refused_for_a_model_that_reads_text_only(tmp_path: Path) -> None:
     assert planned(tmp_path, SEES, encoders=1).encoders.replicas == 1
     with pytest.raises(SettingsError, match="reads text only, so there is nothing to encode; set"):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from conserve.settings import load
+from conserve.embedded import model_path
+from conserve.settings import EMBEDDED_MODELS, load
 from deployments.model_files import model_shape
 from hetero.model_shape import ModelUnknown
 from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B
@@ -50,6 +51,12 @@ def test_how_large_an_image_may_be_is_in_the_processors_files(folder: Path) -> N
 
 def test_with_neither_they_are_computed(folder: Path) -> None:
     assert model_shape(load({"model": str(folder)})).estimated
+
+
+@pytest.mark.parametrize("model", EMBEDDED_MODELS)
+def test_embedded_models_leave_nothing_to_their_classes_defaults(model: str) -> None:
+    copied = load({"model": str(model_path(name=EMBEDDED_MODELS[model]))})
+    assert model_shape(copied) == model_shape(load({"model": model}))
 
 
 def test_the_embedded_model_is_measured() -> None:

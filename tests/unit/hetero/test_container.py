@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero.container import HostMemory, host_memory, usable_cpus
+from hetero.container import HostMemory, cpu_dtype, host_memory, usable_cpus
 from tests.checkout import ROOT
 
 GIB = 2**30
@@ -54,6 +54,39 @@ V1 = (
     "35 31 0:31 {} /sys/fs/cgroup/memory ro master:15 - cgroup cgroup rw,memory\n"
     "36 31 0:32 {} /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
 )
+
+
+X86 = "flags\t\t: fpu avx2 avx_vnni "
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "limit", "dtype", "why"),
+    [
+        (X86, "", "float32", "no bfloat16 kernels (neither AVX512-BF16 nor AMX)"),
+        (X86 + "avx512f avx512bw avx512_vnni", "", "float32", "no bfloat16 kernels"),
+        (X86 + "avx512_bf16", "", "bfloat16", "has bfloat16 kernels (AVX512-BF16)"),
+        (X86 + "avx512_bf16 amx_bf16", "DEFAULT", "bfloat16", "(AVX512-BF16 and AMX)"),
+        (X86 + "amx_bf16", "AVX512_CORE_AMX", "bfloat16", "(AMX)"),
+        (X86 + "avx512_bf16 amx_bf16", "avx512_core_vnni", "float32", "ONEDNN_MAX_CPU_ISA=avx512"),
+        (X86 + "avx512_bf16", "AVX2", "float32", "ONEDNN_MAX_CPU_ISA=AVX2"),
+        ("Features\t: fp asimd bf16 i8mm", "", "bfloat16", "Arm's BF16"),
+        ("Features\t: fp asimd", "", "float32", "no bfloat16 kernels"),
+    ],
+)
+def test_a_cpus_flags_decide_its_dtype(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cpuinfo: str,
+    limit: str,
+    dtype: str,
+    why: str,
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpuinfo)
+    found = cpu_dtype(tmp_path)
+    assert found[0] == dtype
+    assert why in found[1]
 
 
 def test_without_control_groups_it_is_the_machines(groups: Groups) -> None:

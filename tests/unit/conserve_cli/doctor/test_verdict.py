@@ -56,6 +56,37 @@ def test_a_sound_machine_and_a_sound_cluster() -> None:
     assert {"10.0.0.1", "10.0.0.2", ""} == {finding.node for finding in findings}
 
 
+NONE, KERNELS = ("float32", "no kernels here"), ("bfloat16", "kernels here")
+
+
+@pytest.mark.parametrize(
+    ("head", "worker", "given", "level", "seen"),
+    [
+        (KERNELS, KERNELS, {}, "ok", "engines compute in bfloat16; kernels here"),
+        (NONE, KERNELS, {}, "ok", "engines compute in float32; kernels here"),
+        (KERNELS, NONE, {}, "warning", "engines compute in bfloat16; no kernels here"),
+        (KERNELS, NONE, {"engine.dtype": "float32"}, "ok", "float32; no kernels here"),
+        (NONE, NONE, {"engine.dtype": "bfloat16"}, "warning", "bfloat16; no kernels here"),
+        (NONE, NONE, {"profile": "cpu-embedded"}, "warning", "is of a CPU with kernels for bf"),
+        (KERNELS, KERNELS, {"profile": "cpu-embedded"}, "ok", "bfloat16; kernels here"),
+        (NONE, NONE, {"profile": "h100-qwen3-8b"}, "ok", "float32; no kernels here"),
+        (NONE, NONE, {"profile": "missing"}, "ok", "float32; no kernels here"),
+    ],
+)
+def test_a_cpu_without_kernels_for_the_dtype_is_named(
+    head: tuple[str, str], worker: tuple[str, str], given: dict[str, Any], level: str, seen: str
+) -> None:
+    """The head's CPU decides for all nodes, unless a dtype is set."""
+    nodes = [
+        dataclasses.replace(node, machine=dataclasses.replace(MACHINE, dtype=dtype))
+        for node, dtype in ((HEAD, head), (WORKER, worker))
+    ]
+    found = [one for one in judge(load(given), nodes) if one.subject == "dtype"]
+    assert [one.node for one in found] == ["10.0.0.1", "10.0.0.2"]
+    assert found[1].level == level
+    assert seen in found[1].seen
+
+
 def test_engines_on_gpus_are_held_against_the_nodes_cpus() -> None:
     """Of what the settings come to on these GPUs: one engine on each."""
     machine = dataclasses.replace(MACHINE, cpus=3, expandable=("PYTORCH_ALLOC_CONF",))
