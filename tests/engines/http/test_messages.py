@@ -249,7 +249,7 @@ async def test_tokens_are_counted_as_the_engine_counts_them(
     [
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": HELLO, "model": "claude"}, 404, "not_found_error", MODEL),
-        ({"messages": HELLO, "max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"messages": HELLO, "max_tokens": -1}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": HELLO}, 400, "invalid_request_error", "max_tokens"),
         (
             {
