@@ -251,7 +251,7 @@ TRANSFER_TIMEOUT_S = 10.0
 # Set if a prefiller has just computed the prompt, and reported it as stored.
 PREFILLED = "conserve.prefilled"
 # LMCacheMPConnector answers a request that carries it with an object of the same name.
-_STATS = "cached_token_stats"
+STATS = "cached_token_stats"
 _OWN = "num_vllm_cached_tokens"
 # It counts what lies beyond the engine's own tokens; num_lmcache_cached_tokens counts those too.
 _LOADED = "num_lmcache_extra_cached_tokens"
@@ -291,12 +291,12 @@ def transfer_params(
         known[PARK] = True
     if prefilled:
         known[PREFILLED] = True
-    return {_STATS: True, **known}
+    return {STATS: True, **known}
 
 
 def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
     """Read where KV was found from the ``kv_transfer_params`` of an engine's answer."""
-    stats = (params or {}).get(_STATS) or {}
+    stats = (params or {}).get(STATS) or {}
     own, loaded = stats.get(_OWN), stats.get(_LOADED)
     return CachedTokens(
         None if own is None else int(own),

@@ -73,19 +73,23 @@ class Grammars:
         def bounded(prompt: Any, sampling_params: Any, *given: Any, **more: Any) -> Any:
             ask = functools.partial(generate, prompt, sampling_params, *given, **more)
             outputs = getattr(sampling_params, "structured_outputs", None)
-            if outputs is None or outputs.all_constraints_none() or outputs.json_object:
-                return ask()
-            return _once_judged(self.judge(outputs), ask)
+            # Calls may come instead, by the patch `uncallable_tools`.
+            every = (outputs, getattr(outputs, "calls", None))
+            held = [one for one in every if one and not _is_free(one)]
+            return _once_judged(self.judge(*held), ask) if held else ask()
 
         client.generate = bounded
 
-    async def judge(self, outputs: StructuredOutputsParams) -> None:
-        """Return once a grammar is known to be compiled in time.
+    async def judge(self, *held: StructuredOutputsParams) -> None:
+        """Return once grammars are known to be compiled in time.
 
         Raises:
-            VLLMValidationError: it is wrong, or takes too long, too much memory or too long a step.
+            VLLMValidationError: one is wrong, or takes too long, too much memory or too long a step.
         """
-        kind, text = _grammar_of(outputs)
+        for one in held:
+            await self._judge(*_grammar_of(one))
+
+    async def _judge(self, kind: str, text: str) -> None:
         key = hashlib.sha256(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
         if key not in self._known:
             try:
@@ -179,6 +183,10 @@ async def _once_judged(
     async with aclosing(ask()) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             yield output
+
+
+def _is_free(outputs: StructuredOutputsParams) -> bool:
+    return bool(outputs.all_constraints_none() or outputs.json_object)
 
 
 def _grammar_of(outputs: StructuredOutputsParams) -> tuple[str, str]:

@@ -48,6 +48,7 @@ class _Asked(msgspec.Struct, gc=False):
     # Unchecked: vLLM judges them, or ignores them.
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    text: dict[str, Any] | None = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -246,7 +247,7 @@ def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
         "completed_at": None,
         "safety_identifier": asked.safety_identifier,
         "prompt_cache_key": asked.prompt_cache_key,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **(asked.text or {})},
         "top_logprobs": 0,
     }
 

@@ -1,6 +1,7 @@
 """Real agents on the application: the embedded model, the official client, real tools."""
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -9,6 +10,8 @@ import openai
 import pytest
 
 from benchmarks.agent import Transcript, client_complete, make_session, run_agent, score
+from conserve.apis import CHAT, MESSAGES, RESPONSES
+from tests import calling
 from tests.engines.applications import MAIN
 from tests.engines.metrics import metric
 
@@ -65,3 +68,38 @@ async def test_agents_do_their_tasks_with_one_handoff_each(
         assert before_answer_s - first_s < shown["ttfet_s"] < ended_s[-1] - ended_s[0]
     assert metric("conserve_handoffs_total") == handoffs + AGENTS
     assert metric("conserve_moves_total") == moves
+
+
+FORMAT = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 9999}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_an_agent_whose_answers_have_a_format_calls_its_tools(
+    application: str, client: httpx.AsyncClient, path: str, stream: bool
+) -> None:
+    session = make_session("integration/0", "held-out")
+    functions = [schema["function"] for schema in session.schemas]
+    task, first = session.tasks[0], session.tasks[0].calls[0]
+    # What the model is asked, what it may call, and whether it calls.
+    for said, choice, calls in (
+        (task.question, "auto", [(first.name, first.arguments)]),
+        (task.question, "required", None),
+        (task.question, first.name, None),
+        (task.question, "none", []),
+        ("hello there", "auto", []),
+    ):
+        asked = calling.request(path, said, functions, choice) | calling.wanted(path, FORMAT)
+        body = {"model": "conserve-embedded", "temperature": 0, "stream": stream, **asked}
+        reply = await client.post(application + path, json=body)
+        assert reply.status_code == 200, reply.text
+        text, called = calling.read(path, reply)
+        assert called == calls if calls is not None else called, (said, choice, text)
+        if choice == first.name:
+            assert [name for name, _ in called] == [choice]
+        assert called or 0 <= json.loads(text)["sum"] <= 9999

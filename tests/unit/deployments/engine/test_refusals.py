@@ -77,7 +77,11 @@ def server() -> RequestCheck:
 
 @functools.cache
 def served(tokenizer_cache_mb: int) -> RequestCheck:
-    client: Any = Client()
+    return serve(Client(), tokenizer_cache_mb)
+
+
+def serve(client: Any, tokenizer_cache_mb: int = 0) -> RequestCheck:
+    """vLLM's HTTP server on a client."""
     template = client.renderer.tokenizer.chat_template
     shared = {"request_logger": None}
     online = OnlineRenderer(

@@ -169,15 +169,17 @@ def test_log_probabilities_are_there_at_the_end() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("store", [None, True])
 def test_a_response_has_the_fields_that_openai_requires(stream: bool, store: bool | None) -> None:
-    said = {"safety_identifier": "me", "prompt_cache_key": "mine"}
+    said: dict[str, Any] = {"safety_identifier": "me", "prompt_cache_key": "mine"}
+    wanted = {"format": {"type": "text"}}
     if store is not None:
-        said["store"] = store
+        wanted = {"format": {"type": "json_object"}}
+        said |= {"store": store, "text": wanted}
     whole = told(Answered("hello"), stream, **said)
     found = [event["response"] for event in whole.events if "response" in event] if stream else []
     for response in [*found, whole.kept]:
         assert response["store"] is True
         assert response["error"] is None
-        assert response["text"] == {"format": {"type": "text"}}
+        assert response["text"] == wanted
         assert response["top_logprobs"] == 0
         assert (response["safety_identifier"], response["prompt_cache_key"]) == ("me", "mine")
     assert whole.kept["completed_at"] >= whole.kept["created_at"]
