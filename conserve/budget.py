@@ -132,8 +132,10 @@ def check(body: Mapping[str, Any], path: str) -> None:
         # vLLM names one field for all of them.
         if isinstance(cap, int) and cap < (0 if may_be_none else 1):
             raise ApiError(400, f"{name} must be at least 1, and is {cap}", param=name)
+    if not isinstance(body.get("stream"), bool | None):
+        raise ApiError(400, "stream must be true or false", param="stream")
     n = body.get("n")
-    # The engine would accept "2".
+    # The engine would accept "2", and "yes" above.
     if n is not None and (type(n) not in (int, float) or n % 1):
         raise ApiError(400, "n must be an integer", param="n")
     if n is not None and n * prompts > MOST_CHOICES:

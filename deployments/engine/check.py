@@ -222,7 +222,12 @@ class RequestCheck:
                 parts.append(message.get("body", b""))
 
         _current.set(check)
-        await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, keep)
+        try:
+            await self._app({**scope, "path": path, "raw_path": path.encode()}, receive, keep)
+        except Exception:
+            # A stream of responses raises what it meets.
+            if check.refusal is None:
+                raise
         if check.refusal is not None:
             refusal = check.refusal
             answer: Response = JSONResponse(refusal.model_dump(), refusal.error.code)

@@ -8,6 +8,7 @@ the process.
 import json
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -25,6 +26,9 @@ _MOST_BYTES = 2**30
 # An engine waits for the mask of each token, in every step of all its requests.
 _TRIED_TOKENS = 32
 _MOST_STEP_S = 0.02
+NO_TEXT = "no text fits it; correct it"
+# xgrammar begins with the time and a line of its code.
+_PLACE = re.compile(r"^\[[\d:]+\] \S+ ")
 
 
 def main() -> None:
@@ -52,10 +56,10 @@ def main() -> None:
             if kind == "guidance":
                 problem = _wrong_for_guidance(text)
             else:
-                problem = _too_slow(kinds[kind](text), info.vocab_size)
+                problem = _unfit(kinds[kind](text), info.vocab_size)
         except Exception as error:
             # The compiler raises whatever is wrong with a client's grammar.
-            problem = str(error)
+            problem = _PLACE.sub("", str(error))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(problem), file=answers, flush=True)
 
@@ -80,8 +84,8 @@ def _wrong_for_guidance(schema: str) -> str | None:
     return llguidance.LLMatcher.validate_grammar(grammar) or None
 
 
-def _too_slow(compiled: Any, vocabulary: int) -> str | None:
-    """Return the problem of a grammar whose next tokens take long to tell, on a random way."""
+def _unfit(compiled: Any, vocabulary: int) -> str | None:
+    """Return the problem of a grammar on a random way: no token fits, or that takes long to tell."""
     matcher, mask = xgr.GrammarMatcher(compiled), xgr.allocate_token_bitmask(1, vocabulary)
     draw = random.Random(1)
     for _ in range(_TRIED_TOKENS):
@@ -89,7 +93,9 @@ def _too_slow(compiled: Any, vocabulary: int) -> str | None:
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask.numpy().view(np.uint8)[0], bitorder="little")[:vocabulary]
         possible = bits.nonzero()[0]
-        if not len(possible) or not matcher.accept_token(int(draw.choice(possible))):
+        if not len(possible):
+            return NO_TEXT
+        if not matcher.accept_token(int(draw.choice(possible))):
             break
         if time.process_time() - begun_s > _MOST_STEP_S:
             return "each token of it takes too long to check; make it simpler"

@@ -56,6 +56,7 @@ class Grammars:
         self._backend = config.structured_outputs_config.backend
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         self._lock = asyncio.Lock()
+        self._last: asyncio.Future[str | None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._idle: asyncio.TimerHandle | None = None
         # Schemas that xgrammar refuses and guidance takes.
@@ -84,7 +85,7 @@ class Grammars:
         """Return once grammars are known to be compiled in time.
 
         Raises:
-            VLLMValidationError: one is wrong, or takes too long, too much memory or too long a step.
+            VLLMValidationError: one is wrong, or takes too long, or too much memory.
         """
         for one in held:
             await self._judge(*_grammar_of(one))
@@ -94,10 +95,13 @@ class Grammars:
         if key not in self._known:
             try:
                 async with asyncio.timeout(_WAIT_S), self._lock:
+                    # One whose client has left goes on, or the next would get its answer.
+                    if self._last is not None:
+                        await asyncio.wait([self._last])
                     if key not in self._known:
-                        self._known[key] = await self._problem(kind, text)
+                        self._last = asyncio.ensure_future(self._problem(kind, text))
+                        self._known[key] = await asyncio.shield(self._last)
             except TimeoutError:
-                self._end()
                 raise VLLMValidationError(
                     "the grammar was not compiled in time, as others came first; try again later"
                 ) from None
@@ -113,7 +117,8 @@ class Grammars:
         schema = json.loads(text)
         if not has_xgrammar_unsupported_json_features(schema):
             problem = await self._compiled(kind, text)
-            if problem is None or self._process is None or self._backend != "auto":
+            final = problem in (None, grammar_process.NO_TEXT) or self._process is None
+            if final or self._backend != "auto":
                 return problem
         elif "patternProperties" in text:
             # What vLLM would take for it compiles without a bound.
@@ -127,7 +132,8 @@ class Grammars:
         assert process.stdout is not None
         if self._idle is not None:
             self._idle.cancel()
-        with contextlib.suppress(ConnectionError):
+        # uvloop has a RuntimeError for a process that has ended.
+        with contextlib.suppress(ConnectionError, RuntimeError):
             process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
             await process.stdin.drain()
         answer = await process.stdout.readline()

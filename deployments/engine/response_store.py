@@ -271,7 +271,8 @@ def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
                 response = None if message.get("more_body") else b"".join(parts)
             elif part.startswith(ends):
                 response = bytes(_EVENT.decode(part.partition(b"data: ")[2]).response)
-            if response is not None and _GIVEN.decode(response).status in _STORED:
+            # vLLM answers null where the client has left.
+            if response and response != b"null" and _GIVEN.decode(response).status in _STORED:
                 keep(response)
         await send(message)
 

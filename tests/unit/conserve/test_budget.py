@@ -76,6 +76,7 @@ def refusal(body: dict[str, Any]) -> ApiError | None:
         (chat(structured_outputs=None), chat(structured_outputs=-1), "structured_outputs"),
         (chat(n=2.0), chat(n=2.5), "n"),
         (chat(n=1), chat(n=True), "n"),
+        (chat(stream=True), chat(stream="yes"), "stream"),
         (
             chat(tools=["x" * 65_000], tool_choice="required"),
             chat(tools=["x" * 66_000], tool_choice="required"),

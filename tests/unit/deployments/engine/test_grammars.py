@@ -90,6 +90,9 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("patterns of names beside names",
      {"json": {"type": "object", "properties": {"a": {}}, "patternProperties": {"b": {}}}},
      "patternProperties: it is not served"),
+    ("what never ends", {"json": {"$ref": "#"}}, "no text fits it"),
+    ("a rule of itself", {"grammar": "root ::= root"}, "no text fits it"),
+    ("no choice", {"choice": []}, "EBNF parser error"),
     ("an invalid regex", {"regex": "((("}, "egex"),
     ("a rule that is not there", {"grammar": 'root ::= "a" | no'}, "no"),
     ("an ordinary one after all of these", objects(z={"type": "integer"}), "xgrammar"),
@@ -100,6 +103,19 @@ def test_a_grammar_is_served_or_refused_by_its_costliest_keyword() -> None:
     said = answers(*(outputs for _, outputs, _ in TABLE))
     assert {name: (one, wanted) for (name, _, wanted), one in zip(TABLE, said, strict=True)
             if wanted not in one} == {}  # fmt: skip
+
+
+def test_who_leaves_takes_no_answer_from_the_next() -> None:
+    async def two() -> None:
+        grammars = Grammars(CONFIG, RENDERER.tokenizer)
+        left = asyncio.create_task(grammars.judge(StructuredOutputsParams(regex="((")))
+        while grammars._last is None:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        await grammars.judge(StructuredOutputsParams(regex="[a-c]"))
+        await ended(grammars)
+
+    asyncio.run(two())
 
 
 def test_a_grammar_is_compiled_once_and_outlives_its_process() -> None:
