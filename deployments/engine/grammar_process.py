@@ -85,7 +85,7 @@ def _wrong_for_guidance(schema: str) -> str | None:
 
 
 def _unfit(compiled: Any, vocabulary: int) -> str | None:
-    """Return the problem of a grammar on a random way: no token fits, or that takes long to tell."""
+    """Return the problem of a grammar on a random way: no token fits, or it takes long to tell."""
     matcher, mask = xgr.GrammarMatcher(compiled), xgr.allocate_token_bitmask(1, vocabulary)
     draw = random.Random(1)
     for _ in range(_TRIED_TOKENS):

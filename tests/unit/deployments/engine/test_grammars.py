@@ -109,8 +109,7 @@ def test_who_leaves_takes_no_answer_from_the_next() -> None:
     async def two() -> None:
         grammars = Grammars(CONFIG, RENDERER.tokenizer)
         left = asyncio.create_task(grammars.judge(StructuredOutputsParams(regex="((")))
-        while grammars._last is None:
-            await asyncio.sleep(0.01)
+        await asyncio.wait([left], timeout=0.1)
         left.cancel()
         await grammars.judge(StructuredOutputsParams(regex="[a-c]"))
         await ended(grammars)
