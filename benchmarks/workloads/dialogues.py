@@ -35,7 +35,7 @@ from benchmarks.workloads.plan import (
     choose,
     require,
 )
-from benchmarks.workloads.traces import read_json
+from benchmarks.workloads.traces import Recording, read_json
 
 CHAT = "/v1/chat/completions"
 NO_RESULT = "Error: this tool gave no result."
@@ -196,7 +196,7 @@ def infer_tools(recordings: Sequence[Sequence[_RawMessage]]) -> list[dict[str, A
 
 
 def _read(path: Path) -> list[list[_RawMessage]]:
-    raw = read_json(path, list[_RawDialogue])
+    raw = read_json(Recording(path), list[_RawDialogue], "tau-bench's historical_trajectories")
     require(bool(raw), f"{path} has no dialogues")
     for index, dialogue in enumerate(raw):
         _check(dialogue.traj, f"{path}: [{index}].traj")

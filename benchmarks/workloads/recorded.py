@@ -43,7 +43,7 @@ from benchmarks.workloads.plan import (
 )
 from benchmarks.workloads.replay import Changes, Replay
 from benchmarks.workloads.tokens import check_vocabulary, key
-from benchmarks.workloads.traces import RecordedSession, read_session, trace_files
+from benchmarks.workloads.traces import RecordedSession, Recording, read_session, recordings
 
 _MAX_KEYS_TRIED = 1000
 
@@ -79,24 +79,24 @@ def recorded(
     )
     check_vocabulary(vocabulary)
     changes = changes or Changes()
-    files = trace_files(source)
-    replays: dict[Path, Replay] = {}
+    files = recordings(source)
+    replays: dict[Recording, Replay] = {}
     chosen: list[Replay] = []
-    left_out: set[Path] = set()
-    for drawn, path in enumerate(choose(files, seed)):
-        if path not in replays:
-            session = read_session(path)
+    left_out: set[Recording] = set()
+    for drawn, recording in enumerate(choose(files, seed)):
+        if recording not in replays:
+            session = read_session(recording)
             require(
                 session.block_tokens * changes.scale_tokens >= 1,
                 f"scale_tokens is {changes.scale_tokens:g}, so blocks of {session.block_tokens} "
                 f"tokens vanish; give at least {1 / session.block_tokens:g}",
             )
-            replays[path] = Replay(session, changes, vocabulary, seed)
-        replay = replays[path]
+            replays[recording] = Replay(session, changes, vocabulary, seed)
+        replay = replays[recording]
         if replay.turns and (max_turns is None or len(replay.session.calls) <= max_turns):
             chosen.append(replay)
         else:
-            left_out.add(path)
+            left_out.add(recording)
         if len(chosen) == sessions:
             break
         require(

@@ -1,21 +1,24 @@
-"""Reads recorded sessions: one JSON object a file, plain or compressed with gzip.
+"""Reads recorded sessions: one JSON object a file or a line, plain or compressed with gzip.
 
 The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``. A session has
-``tool_tokens`` and ``system_tokens`` (how its prompts begin), a ``block_size``, and ``requests``.
-Used are a call's ``t`` (start, s, whole seconds from the session's start), ``in`` and ``out``
-(tokens), ``hash_ids`` (one for each whole block of the prompt, the same for the same tokens after
-the same history, within the file), ``stop`` and ``api_time`` (s). A ``subagent`` has calls of its
-own, with times from its own start.
+``tool_tokens`` and ``system_tokens`` (how its prompts begin; none if not said), a ``block_size``,
+and ``requests``. Used are a call's ``t`` (start, s, whole seconds from the session's start), ``in``
+and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt, the same for the same
+tokens after the same history, within the session; one more, for the rest, is left out), ``stop``
+(if no call has one, the last one's is taken to be ``end_turn``) and ``api_time`` (s). A
+``subagent`` has calls of its own, with times from its own start; one before its parent's first call
+is left out, as AIPerf does.
 """
 
 import gzip
+import re
 import statistics
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,9 +29,23 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 # A name becomes a part of a request header and of a URL.
-_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,80}$")]
+_UNNAMED = re.compile("[^A-Za-z0-9_.:-]")
+_MOST_NAME_CHARS = 80
+_FORMAT = "kv-cache-tester's traces"
+_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 T = TypeVar("T")
+
+
+class Recording(NamedTuple):
+    """A recorded session: a file, or a line of one, counted from 1, with its ``content``."""
+
+    path: Path
+    line: int = 0
+    content: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}" if self.line else str(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +110,8 @@ class _RawCall(msgspec.Struct, tag="n"):
     t: _Seconds
     prompt: _Positive = msgspec.field(name="in")
     out: _Count
-    hash_ids: list[_Count]
-    stop: str
+    hash_ids: list[_Count] = []
+    stop: str | None = None
     api_time: _Seconds | None = None
 
 
@@ -104,39 +121,50 @@ class _RawStreamedCall(_RawCall, tag="s"):
 
 class _RawSubAgent(msgspec.Struct, tag="subagent"):
     t: _Seconds
-    agent_id: _Name
-    tool_tokens: _Count
-    system_tokens: _Count
+    agent_id: str
     requests: list["_RawCall | _RawStreamedCall | _RawSubAgent"]
+    tool_tokens: _Count = 0
+    system_tokens: _Count = 0
     duration_ms: _Seconds | None = None
 
 
 class _RawSession(msgspec.Struct):
-    id: _Name
+    id: str
     block_size: _Positive
-    tool_tokens: _Count
-    system_tokens: _Count
     requests: list[_RawCall | _RawStreamedCall | _RawSubAgent]
-    hash_id_scope: Literal["local"] = "local"
+    tool_tokens: _Count = 0
+    system_tokens: _Count = 0
+    hash_id_scope: Literal["local", "global"] = "local"
 
 
-def trace_files(source: Path | Sequence[Path]) -> list[Path]:
-    """Return the recordings in a folder (``*.json`` and ``*.json.gz``), or those named; sorted."""
+def recordings(source: Path | Sequence[Path]) -> list[Recording]:
+    """Return the recordings in a folder and those below it, or in the files named; sorted."""
     if isinstance(source, Path) and source.is_dir():
-        files = [*source.glob("*.json"), *source.glob("*.json.gz")]
-        require(bool(files), f"{source} has no recorded sessions (*.json or *.json.gz)")
+        found = (file.relative_to(source) for file in source.rglob("*"))
+        files = [
+            source / file
+            for file in found
+            if file.name.lower().endswith(_SUFFIXES)
+            and not any(part.startswith(".") for part in file.parts)
+        ]
+        kinds = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
+        require(bool(files), f"{source} has no recorded sessions ({kinds})")
     else:
         files = [source] if isinstance(source, Path) else list(source)
         require(bool(files), "no recorded sessions are named; name a folder or files")
         for file in files:
             require(file.is_file(), f"{file} is no file; name a folder or recorded sessions")
-    return sorted(set(files))
+    return [one for file in sorted(set(files)) for one in _rows(file)]
 
 
-def read_json(path: Path, kind: type[T]) -> T:
-    """Read a file's JSON, plain or gzip, as a ``kind``; WorkloadError says where it is something
-    else.
-    """
+def _rows(file: Path) -> list[Recording]:
+    if not file.name.lower().endswith((".jsonl", ".jsonl.gz")):
+        return [Recording(file)]
+    lines = enumerate(_content(file).splitlines(), start=1)
+    return [Recording(file, number, line) for number, line in lines if line.strip()]
+
+
+def _content(path: Path) -> bytes:
     try:
         content = path.read_bytes()
         if content.startswith(b"\x1f\x8b"):
@@ -144,19 +172,26 @@ def read_json(path: Path, kind: type[T]) -> T:
     except (OSError, EOFError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {error}") from None
     require(bool(content.strip()), f"{path} is empty")
+    return content.removeprefix(b"\xef\xbb\xbf")
+
+
+def read_json(source: Recording, kind: type[T], form: str) -> T:
+    """Read JSON, plain or gzip, as a ``kind``; WorkloadError says where it is not in this form."""
+    content = _content(source.path) if source.content is None else source.content
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         # The error quotes what was found, line ends included.
-        raise WorkloadError(f"{path}: {' '.join(str(error).split())}") from None
+        said = f": {' '.join(str(error).split())}"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WorkloadError(f"{path} is not JSON: {error}") from None
+        said = f" is not JSON: {error}"
+    raise WorkloadError(f"{source}{said}; what is read is the format of {form}")
 
 
-def read_session(path: Path) -> RecordedSession:
+def read_session(source: Recording) -> RecordedSession:
     """Read one recorded session; WorkloadError names the file, the record, and what is wrong."""
-    raw = read_json(path, _RawSession)
-    return _session(raw.id, raw, raw.block_size, f"{path}: requests")
+    raw = read_json(source, _RawSession, _FORMAT)
+    return _session(raw.id, raw, raw.block_size, f"{source}: requests")
 
 
 def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str) -> RecordedSession:
@@ -165,16 +200,19 @@ def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str)
     sub_agents: list[SubAgent] = []
     for index, record in enumerate(raw.requests):
         if isinstance(record, _RawSubAgent):
-            require(bool(calls), f"{where}[{index}] is a sub-agent before its parent's first call")
-            sub_agents.append(_sub_agent(record, len(calls) - 1, block, f"{where}[{index}]"))
+            agent = _sub_agent(record, len(calls) - 1, block, f"{where}[{index}]")
+            sub_agents += [agent] if calls else []
         else:
             _check(record, calls, block, f"{where}[{index}]")
             calls.append(record)
     require(bool(calls), f"{where} has no call of its own")
-    blocks = [np.array(call.hash_ids, dtype=np.int64) for call in calls]
+    if all(call.stop is None for call in calls):
+        calls[-1].stop = "end_turn"
+    whole = ((call.hash_ids, call.prompt // block) for call in calls)
+    blocks = [np.array(ids[:most], dtype=np.int64) for ids, most in whole]
     head = _head(blocks, raw.tool_tokens + raw.system_tokens, block)
     return RecordedSession(
-        name=name,
+        name=_UNNAMED.sub("_", name)[:_MOST_NAME_CHARS],
         block_tokens=block,
         tool_tokens=raw.tool_tokens,
         system_tokens=raw.system_tokens,
@@ -198,7 +236,7 @@ def _sub_agent(raw: _RawSubAgent, after: int, block: int, where: str) -> SubAgen
 def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> None:
     whole = call.prompt // block
     require(
-        len(call.hash_ids) == whole,
+        len(call.hash_ids) in (whole, -(-call.prompt // block)),
         f"{where}: hash_ids has {len(call.hash_ids)} blocks, but {call.prompt} tokens (in) are "
         f"{whole} whole blocks of {block}",
     )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import Arrivals, WorkloadError, recorded
-from benchmarks.workloads.traces import read_session, trace_files
+from benchmarks.workloads.traces import Recording, read_session, recordings
 
 Json = dict[str, Any]
 
@@ -44,7 +44,7 @@ def write(folder: Path, session: Any) -> Path:
 def refused(path: Path) -> str:
     """The error's message; every way to a workload gives the same one."""
     with pytest.raises(WorkloadError) as error:
-        read_session(path)
+        read_session(Recording(path))
     with pytest.raises(WorkloadError) as again:
         recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(100))
     message = str(error.value)
@@ -58,8 +58,8 @@ def test_plain_and_compressed_files_are_the_same(tmp_path: Path) -> None:
     plain = write(tmp_path, SESSION)
     packed = tmp_path / "packed.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert trace_files(tmp_path) == [plain, packed]
-    one, two = read_session(plain), read_session(packed)
+    assert recordings(tmp_path) == [(plain, 0, None), (packed, 0, None)]
+    one, two = map(read_session, recordings(tmp_path))
     assert [call.prompt_tokens for call in one.calls] == [130, 200]
     assert [(call.kept_blocks, call.new_blocks.tolist()) for call in one.calls] == [
         (call.kept_blocks, call.new_blocks.tolist()) for call in two.calls
@@ -86,16 +86,56 @@ def drop(field: str, *path: str | int) -> Callable[[Json], None]:
     return apply
 
 
+# What only some producers write, and what stays of it: names, and which calls were effective.
+SOUND = [
+    (change(), "trace_1", [True, True]),
+    (drop("tool_tokens", "requests", 1), "trace_1", [True, True]),
+    (drop("stop", "requests", 0), "trace_1", [False, True]),
+    (change(requests=[CALL | {"stop": None}, LATER | {"stop": None}]), "trace_1", [False, True]),
+    (change("requests", 0, **{"in": 10, "hash_ids": []}), "trace_1", [True, True]),
+    (change("requests", 2, hash_ids=[1, 2, 3, 4]), "trace_1", [True, True]),
+    (change(requests=[SUB_AGENT, CALL]), "trace_1", [True]),
+    (change(hash_id_scope="global"), "trace_1", [True, True]),
+    (change(id="../é 1"), "..___1", [True, True]),
+]
+
+
+@pytest.mark.parametrize(("changes", "name", "effective"), SOUND)
+def test_what_a_producer_leaves_out_is_no_fault(
+    tmp_path: Path, changes: Callable[[Json], None], name: str, effective: list[bool]
+) -> None:
+    session = json.loads(json.dumps(SESSION))
+    changes(session)
+    read = read_session(Recording(write(tmp_path, session)))
+    assert read.name == name
+    assert [call.effective for call in read.calls] == effective
+    assert all(len(call.new_blocks) <= call.prompt_tokens // 64 for call in read.calls)
+
+
+def test_files_are_read_as_people_keep_them(tmp_path: Path) -> None:
+    line = json.dumps(SESSION)
+    names = ("A.JSON", "part/b.json", "._c.json", ".git/d.json", "e.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("\ufeff" + line)
+    (tmp_path / "f.jsonl").write_text(f"{line}\r\n\n{line}\n[]\n")
+    found = recordings(tmp_path)
+    assert [str(one.relative_to(tmp_path)) for one, _, _ in found] == [
+        *("A.JSON", "f.jsonl", "f.jsonl", "f.jsonl", "part/b.json")
+    ]
+    assert {read_session(one).name for one in found if one.line != 4} == {"trace_1"}
+    with pytest.raises(WorkloadError, match=r"f\.jsonl:4: Expected .*kv-cache-tester"):
+        read_session(found[3])
+
+
 BROKEN = [
     (drop("in", "requests", 0), "requests[0]", "`in`"),
     (drop("t", "requests", 2), "requests[2]", "`t`"),
-    (drop("hash_ids", "requests", 2), "requests[2]", "`hash_ids`"),
-    (drop("stop", "requests", 2), "requests[2]", "`stop`"),
+    (drop("hash_ids", "requests", 2), "requests[2]", "0 blocks, but 200 tokens (in) are 3"),
     (drop("type", "requests", 0), "requests[0]", "`type`"),
     (drop("requests", "requests", 1), "requests[1]", "`requests`"),
     (drop("out", "requests", 1, "requests", 1), "requests[1].requests[1]", "`out`"),
     (drop("block_size"), "broken.json", "`block_size`"),
-    (drop("tool_tokens"), "broken.json", "`tool_tokens`"),
     (change("requests", 0, **{"in": -1}), "requests[0]", "`int` >= 1 - at"),
     (change("requests", 0, **{"in": 0}), "requests[0]", "`int` >= 1 - at"),
     (change("requests", 2, out=-3), "requests[2]", "`int` >= 0 - at"),
@@ -106,21 +146,18 @@ BROKEN = [
     (change("requests", 0, hash_ids=[1, "2"]), "requests[0]", "hash_ids[1]`"),
     (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
     (change("requests", 0, hash_ids=[]), "requests[0]", "0 blocks, but 130 tokens (in) are 2"),
-    (change("requests", 2, hash_ids=[1, 2, 3, 4]), "requests[2]", "hash_ids has 4 blocks"),
+    (change("requests", 2, hash_ids=[1, 2, 3, 4, 5]), "requests[2]", "hash_ids has 5 blocks"),
     (change("requests", 0, type="x"), "requests[0]", "'x'"),
     (change("requests", 0, type="x\ny"), "requests[0]", "'x y'"),
     (change("requests", 0, t=11), "requests[2]", "t is 10 s, before the call above it (11 s)"),
     (change("requests", 1, duration_ms=-1), "requests[1]", ".duration_ms`"),
     (change("requests", 1, requests=[]), "requests[1].requests", "is empty"),
-    (change("requests", 1, agent_id="a b\n"), "requests[1]", ".agent_id`"),
     (change(requests=[]), "requests", "is empty"),
-    (change(requests=[SUB_AGENT, CALL]), "requests[0]", "before its parent's first call"),
     (change(requests=[CALL, [1]]), "requests[1]", "Expected `object`, got `array`"),
     (change(requests={}), "broken.json", "`$.requests`"),
     (change(block_size=0), "broken.json", "`$.block_size`"),
     (change(system_tokens=-1), "broken.json", "`$.system_tokens`"),
-    (change(hash_id_scope="global"), "broken.json", "`$.hash_id_scope`"),
-    (change(id="../é"), "broken.json", "`$.id`"),
+    (change(hash_id_scope="world"), "broken.json", "`$.hash_id_scope`"),
 ]
 
 
@@ -159,24 +196,24 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) ->
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="has no recorded sessions"):
-        trace_files(tmp_path)
+        recordings(tmp_path)
     with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
-        trace_files(tmp_path / "missing.json")
+        recordings(tmp_path / "missing.json")
     with pytest.raises(WorkloadError, match="name a folder or files"):
-        trace_files([])
+        recordings([])
 
 
-REQUIRED = ("type", "t", "in", "out", "hash_ids", "stop")
+REQUIRED = ("type", "t", "in", "out", "hash_ids")
 WRONG: dict[str, st.SearchStrategy[Any]] = {
     "type": st.text().filter(lambda kind: kind not in ("n", "s", "subagent")),
     "t": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text() | st.none(),
     "in": st.integers(max_value=0) | st.text() | st.floats(0.1, 0.9) | st.none(),
     "out": st.integers(max_value=-1) | st.text() | st.none() | st.integers(min_value=2**53),
-    "hash_ids": st.lists(st.integers(0, 99), min_size=4)
+    "hash_ids": st.lists(st.integers(0, 99), min_size=5)
     | st.lists(st.none() | st.text(), min_size=1)
     | st.text()
     | st.integers(),
-    "stop": st.integers() | st.none() | st.lists(st.text()),
+    "stop": st.integers() | st.lists(st.text()),
     "api_time": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text(),
 }
 
