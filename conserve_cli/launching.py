@@ -99,7 +99,7 @@ def launched(
         log: the application's log; None: a temporary file, of which the last few are kept.
     """
     # As ``serve run conserve.app``, but it can finish what runs.
-    command = [sys.executable, "-m", "deployments.run", *arguments]
+    command = [sys.executable, "-m", "conserve_cli.run", *arguments]
     try:
         path = log or _new_log()
         path.parent.mkdir(parents=True, exist_ok=True)

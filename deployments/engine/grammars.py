@@ -76,7 +76,7 @@ class Grammars:
             outputs = getattr(sampling_params, "structured_outputs", None)
             # Calls may come instead, by the patch `uncallable_tools`.
             every = (outputs, getattr(outputs, "calls", None))
-            held = [one for one in every if one and not _is_free(one)]
+            held = [x for x in every if x and not (x.all_constraints_none() or x.json_object)]
             return _once_judged(self.judge(*held), ask) if held else ask()
 
         client.generate = bounded
@@ -189,10 +189,6 @@ async def _once_judged(
     async with aclosing(ask()) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             yield output
-
-
-def _is_free(outputs: StructuredOutputsParams) -> bool:
-    return bool(outputs.all_constraints_none() or outputs.json_object)
 
 
 def _grammar_of(outputs: StructuredOutputsParams) -> tuple[str, str]:

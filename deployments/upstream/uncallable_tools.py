@@ -38,9 +38,6 @@ def apply() -> None:
     tag, whole = Parser._apply_structural_tag, Parser._extract_tool_calls
     streamed = Parser._extract_tool_calls_streaming
 
-    def tagged(parser: Any, request: Any) -> Any:
-        return _tagged(tag, parser, request)
-
     def extracted(parser: Any, content: Any, request: Any, *given: Any, **more: Any) -> Any:
         if _is_answer(request, content or ""):
             return None, content
@@ -54,17 +51,16 @@ def apply() -> None:
             return DeltaMessage(content=text), False
         return streamed(parser, **given)
 
-    Parser._apply_structural_tag, Parser._extract_tool_calls = tagged, extracted
+    Parser._apply_structural_tag = lambda parser, request: _tagged(tag, parser, request)
+    Parser._extract_tool_calls = extracted
     Parser._extract_tool_calls_streaming = extracted_streaming
     AsyncLLM.generate = choosing(AsyncLLM.generate)
 
 
 def _is_answer(request: Any, text: str) -> bool:
     """Return whether an output that begins with ``text`` is an answer in the request's format."""
-    outputs = request.structured_outputs
-    if firsts := getattr(outputs, "firsts", ""):
-        return text.lstrip()[:1] not in firsts
-    return getattr(outputs, "answers", False)
+    answers = getattr(request.structured_outputs, "answers", False)
+    return text.lstrip()[:1] not in answers if isinstance(answers, str) else answers
 
 
 def _tagged(tag: Callable[..., Any], parser: Any, request: Any) -> Any:
@@ -119,8 +115,8 @@ def _tagged(tag: Callable[..., Any], parser: Any, request: Any) -> Any:
             "output_config.format) where it may call tools; send either tools or a format",
             parameter="text.format" if responds else "response_format",
         )
-    if choice == "auto":
-        outputs.firsts = "".join(one[0] for one in beginnings)
+    if choice == "auto" and beginnings:
+        outputs.answers = "".join(one[0] for one in beginnings)
     return request
 
 

@@ -45,7 +45,7 @@ _PLACES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 # What is told to end, and within which time; otherwise it is `conserve serve`, killed.
 _KILLED = ("conserve_cli.main", signal.SIGKILL, 10.0)
 _ENDS = {
-    "locale": ("deployments.run", signal.SIGKILL, 10.0),
+    "locale": ("conserve_cli.run", signal.SIGKILL, 10.0),
     "temporary": ("conserve_cli.main", signal.SIGHUP, 60.0),
 }
 _MODULES = ("deployments/__init__", "client/__init__", "conserve", "secrets", "queue", "typing")

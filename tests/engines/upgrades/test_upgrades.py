@@ -192,7 +192,7 @@ async def test_clients_notice_nothing(machine_alone: None, tmp_path: Path) -> No
     # Ray's workers look for modules first in the folder where an application was started.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    command = ["env", f"--chdir={elsewhere}", sys.executable, "-m", "deployments.run", *arguments]
+    command = ["env", f"--chdir={elsewhere}", sys.executable, "-m", "conserve_cli.run", *arguments]
     environment = {"PYTHONPATH": str(ROOT)}
     traffic = Traffic()
     with Launch(arguments, tmp_path / "serve.log", environment, command) as application:

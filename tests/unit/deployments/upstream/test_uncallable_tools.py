@@ -1,11 +1,10 @@
-"""Requests with tools and a format of the answer, in vLLM's own server, parsers and grammars.
+"""Requests with tools and a format of the answer, in vLLM's own parsers and grammars.
 
 The model is a stand-in: of a few texts it says the first one that the request's grammar takes.
 """
 
 import asyncio
 import functools
-import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -18,18 +17,14 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 from vllm.parser import ParserManager
 
-from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.embedded import model_path
 from conserve.parsers import TOOL_TOKENS, deepseek
 from deployments.upstream import loose_forced_calls
 from deployments.upstream.uncallable_tools import PATCH, choosing
-from tests import calling
-from tests.unit.deployments.engine.test_refusals import Client, post, serve
 from tests.unit.deployments.upstream.originals import unpatched
 
 restored = unpatched(PATCH, loose_forced_calls.PATCH)
 
-Json = dict[str, Any]
 PARAMETERS = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
 FUNCTION = {"name": "look_up", "parameters": PARAMETERS}
 SCHEMA = {
@@ -43,6 +38,10 @@ PROSE = "It is on, as far as I can see."
 ANSWER = '{"said":"It is on."}'
 QUOTE = json.dumps({"said": f"It wrote {CALL} </think>"})
 CALLED = ("look_up", {"on": True})
+
+
+def wanted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
 
 
 @pytest.fixture
@@ -70,99 +69,28 @@ def accepts(tokenizer: Any, outputs: Any, text: str) -> bool:
     return all(map(matcher.accept_token, [*ids, stop_id]))
 
 
-class Model(Client):
-    """Says of `texts` the first that it may; ``ran`` has its runs' parameters."""
+class Model:
+    """Says of `texts` the first that it may."""
 
-    texts: Sequence[str] = ()
-
-    def __init__(self, tokenizer: Any = None) -> None:
-        self.ran: list[Any] = []
-        if tokenizer is None:
-            super().__init__()
-            tokenizer = self.renderer.tokenizer
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.tokenizer, self.texts, self.runs = tokenizer, texts, 0
 
     @choosing
     async def generate(
         self, prompt: Any, params: Any, request_id: str, **_: Any
     ) -> AsyncIterator[Any]:
-        self.ran.append(params)
+        self.runs += 1
         held = params.structured_outputs
         text = next(t for t in self.texts if held is None or accepts(self.tokenizer, held, t))
         ids = self.tokenizer.encode(text, add_special_tokens=False)[: params.max_tokens]
         text = self.tokenizer.decode(ids)
         found = {at: stop for stop in params.stop or () if (at := text.find(stop)) >= 0}
         stop = found[min(found)] if found else None
-        if found:
-            ids = self.tokenizer.encode(text[: min(found)], add_special_tokens=False)
-        step = 3 if params.output_kind.name == "DELTA" else max(1, len(ids))
-        told = ""
-        for end in range(step, max(len(ids), 1) + step, step):
-            whole, last = self.tokenizer.decode(ids[:end]), end >= len(ids)
-            choice = CompletionOutput(0, whole[len(told) :], ids[end - step : end], None, None)
-            choice.finish_reason, choice.stop_reason = ("stop", stop) if last else (None, None)
-            yield RequestOutput(
-                request_id, None, [1], None, [choice], last, num_cached_tokens=len(self.ran)
-            )
-            told = whole
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return Model()
-
-
-@pytest.fixture(scope="module")
-def server(model: Model) -> Any:
-    return serve(model)
-
-
-WANTED = {
-    "chat": (CHAT, calling.wanted(CHAT, SCHEMA)),
-    "chat, any object": (CHAT, {"response_format": {"type": "json_object"}}),
-    "chat, vLLM's own": (CHAT, {"structured_outputs": {"json": SCHEMA}}),
-    "response": (RESPONSES, calling.wanted(RESPONSES, SCHEMA)),
-    "message": (MESSAGES, calling.wanted(MESSAGES, SCHEMA)),
-}
-# What the model would like to say, what the request asks for beside a format, and what comes.
-SAID: dict[str, tuple[tuple[str, ...], Json, str, list[Any]]] = {
-    "a call": ((CALL,), {}, "", [CALLED]),
-    "a call, chosen by null": ((CALL,), {"choice": None}, "", [CALLED]),
-    "text and a call": ((f"I look.\n{CALL}", ANSWER), {}, "I look.", [CALLED]),
-    "two calls": ((f"{CALL}\n{CALL}",), {}, "", [CALLED, CALLED]),
-    "one call only": ((f"{CALL}\n{CALL}",), {"single": True}, "", [CALLED]),
-    "a call of a strict tool": ((f"I look.\n{CALL}",), {}, "I look.", [CALLED]),
-    "an answer": ((PROSE, ANSWER), {}, ANSWER, []),
-    "text that is no call's": ((f"{PROSE * 9}\n{CALL}", ANSWER), {}, ANSWER, []),
-    "an answer that quotes a call": ((PROSE, QUOTE), {}, QUOTE, []),
-    "an answer, as no call may be": ((CALL, ANSWER), {"choice": "none"}, ANSWER, []),
-    "a forced call": ((ANSWER, PROSE, CALL), {"choice": "required"}, "", [CALLED]),
-    "a named call": ((ANSWER, PROSE, CALL), {"choice": "look_up"}, "", [CALLED]),
-}
-
-
-# vLLM refuses these.
-_REFUSED = ("response", "chosen by null"), ("vLLM's own", "chosen by null"), ("vLLM's own", "named")
-CASES = [
-    (said, wanted)
-    for said, wanted in itertools.product(SAID, WANTED)
-    if not any(one in wanted and other in said for one, other in _REFUSED)
-]
-
-
-@pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("said", "wanted"), CASES)
-def test_a_model_calls_or_answers_in_the_format(
-    model: Model, server: Any, said: str, wanted: str, stream: bool
-) -> None:
-    path, more = WANTED[wanted]
-    model.texts, asked, text, calls = SAID[said]
-    function = {**FUNCTION, "strict": True} if "strict" in said else FUNCTION
-    body = calling.request(path, "Is it on?", [function], **asked)
-    reply = post(server, path, {**body, **more, "stream": stream})
-    assert reply.status_code == 200, reply.text
-    assert calling.read(path, reply) == (text, calls)
+        text = text[: min(found)] if found else text
+        choice = CompletionOutput(0, text, ids, None, None, finish_reason="stop", stop_reason=stop)
+        yield RequestOutput(
+            request_id, None, [1], None, [choice], True, num_cached_tokens=self.runs
+        )
 
 
 DEEPSEEK = [deepseek(f"tool▁{name}") for name in ("call▁begin", "sep", "call▁end")]
@@ -183,35 +111,35 @@ WRITTEN = {
 THOUGHT = "<think>\nIs it on?\n</think>"
 
 
-def say(name: str, thought: str, *texts: str, **asked: Any) -> tuple[Any, Any, list[Any]]:
+def say(name: str, thought: str, *texts: str, strict: Any = None, **asked: Any) -> Any:
     """How parsers are made, a request as they adjust it, and what a model puts out."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_path()))
     tokenizer.add_tokens([*TOOL_TOKENS.get(name, ()), *MORE], special_tokens=True)
     kind: Any = ParserManager.get_parser(name, "qwen3" if thought else None, True, "m")
     request = ChatCompletionRequest(
         model="m", messages=[{"role": "user", "content": "x"}],
-        tools=[{"type": "function", "function": FUNCTION}],
-        **{**WANTED["chat"][1], **asked},
+        tools=[{"type": "function", "function": {**FUNCTION, "strict": strict}}],
+        **{"response_format": wanted(SCHEMA), **asked},
     )  # fmt: skip
     about = {"model_config": None, "chat_template_kwargs": {}}
     parser = functools.partial(kind, tokenizer, request.tools, **about)
     parser().adjust_request(request)
-    model = Model(tokenizer)
-    model.texts = texts
+    stream = Model(tokenizer, texts).generate(
+        {"prompt_token_ids": [1]}, request.to_sampling_params(500, {}), "r"
+    )
+    (output,) = asyncio.run(_all(stream))
+    return parser, request, output
 
-    async def said() -> list[Any]:
-        params = request.to_sampling_params(500, {})
-        stream = model.generate({"prompt_token_ids": [1]}, params, "r")
-        return [output async for output in stream]
 
-    return parser, request, asyncio.run(said())
+async def _all(stream: AsyncIterator[Any]) -> list[Any]:
+    return [output async for output in stream]
 
 
 def run(name: str, thought: str, *texts: str, **asked: Any) -> list[Any]:
     """What a parser finds in a model's output, in one piece and in a stream."""
-    parser, request, outputs = say(name, thought, *texts, **asked)
+    parser, request, output = say(name, thought, *texts, **asked)
     tokenizer = parser.args[0]
-    text = thought + "".join(output.outputs[0].text for output in outputs)
+    text = thought + output.outputs[0].text
     ids = tokenizer.encode(text, add_special_tokens=False)
     _, content, whole = parser().parse(
         text, request, enable_auto_tools=True, model_output_token_ids=ids
@@ -235,6 +163,30 @@ def run(name: str, thought: str, *texts: str, **asked: Any) -> list[Any]:
     ]
 
 
+NAMED = {"type": "function", "function": {"name": "look_up"}}
+# What the model would like to say, what the request asks for beside a format, and what comes.
+SAID: dict[str, tuple[tuple[str, ...], dict[str, Any], str, list[Any]]] = {
+    "a call": ((CALL,), {}, "", [CALLED]),
+    "a call, chosen by null": ((CALL,), {"tool_choice": None}, "", [CALLED]),
+    "text and a call": ((f"I look.\n{CALL}", ANSWER), {}, "I look.", [CALLED]),
+    "two calls": ((f"{CALL}\n{CALL}",), {}, "", [CALLED, CALLED]),
+    "a call of a strict tool": ((f"I look.\n{CALL}",), {"strict": True}, "I look.", [CALLED]),
+    "an answer": ((PROSE, ANSWER), {}, ANSWER, []),
+    "an object": ((PROSE, "{}"), {"response_format": {"type": "json_object"}}, "{}", []),
+    "text that is no call's": ((f"{PROSE * 9}\n{CALL}", ANSWER), {}, ANSWER, []),
+    "an answer that quotes a call": ((PROSE, QUOTE), {}, QUOTE, []),
+    "a forced call": ((ANSWER, PROSE, CALL), {"tool_choice": "required"}, "", [CALLED]),
+    "a named call": ((ANSWER, PROSE, CALL), {"tool_choice": NAMED}, "", [CALLED]),
+}
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("said", SAID)
+def test_a_model_calls_or_answers_in_the_format(said: str) -> None:
+    texts, asked, text, calls = SAID[said]
+    assert run("hermes", "", *texts, **asked) == [(text, calls)] * 2
+
+
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("thought", ["", THOUGHT], ids=["", "behind reasoning"])
 @pytest.mark.parametrize("name", WRITTEN)
@@ -249,7 +201,7 @@ def test_calls_and_answers_of_each_family(name: str, thought: str) -> None:
 
 UNHELD = {"type": "object", "properties": {"said": {"type": "number", "multipleOf": 3}}}
 # With reasoning, Llama's calls begin as an answer may; other parsers' beginnings are not known.
-REFUSED: dict[tuple[str, str], Json] = {
+REFUSED: dict[tuple[str, str], dict[str, Any]] = {
     ("gigachat3", ""): SCHEMA,
     ("llama3_json", THOUGHT): SCHEMA,
     ("hermes", THOUGHT): UNHELD,
@@ -259,13 +211,12 @@ REFUSED: dict[tuple[str, str], Json] = {
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(("name", "thought"), REFUSED)
 def test_what_would_never_call_is_refused(name: str, thought: str) -> None:
-    schema = {"name": "r", "schema": REFUSED[name, thought]}
-    wanted = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    form = {"response_format": wanted(REFUSED[name, thought])}
     with pytest.raises(VLLMValidationError, match="send either tools or a format") as refused:
-        run(name, thought, CALL, **wanted)
+        run(name, thought, CALL, **form)
     assert refused.value.parameter == "response_format"
     # Without tools being allowed, the format is served.
-    assert run(name, thought, ANSWER, '{"said":3}', tool_choice="none", **wanted)
+    assert run(name, thought, ANSWER, '{"said":3}', tool_choice="none", **form)
 
 
 def test_vllm_takes_no_call_where_an_answer_has_a_format() -> None:
@@ -277,6 +228,4 @@ def test_vllm_takes_no_call_where_an_answer_has_a_format() -> None:
 
 @pytest.mark.usefixtures("patched")
 def test_what_the_look_ahead_has_cached_does_not_count() -> None:
-    _, _, outputs = say("hermes", "", CALL, stream=True)
-    assert len(outputs) > 1
-    assert {output.num_cached_tokens for output in outputs} == {1}
+    assert say("hermes", "", CALL)[2].num_cached_tokens == 1

@@ -1,4 +1,4 @@
-"""Runs the application until a signal, as `conserve serve` does: ``python -m deployments.run``.
+"""Runs the application until a signal, as `conserve serve` does: ``python -m conserve_cli.run``.
 
 It is ``serve run conserve.app``, but for SIGTERM: then running turns are finished first.
 """
