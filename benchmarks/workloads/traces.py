@@ -281,7 +281,7 @@ def _calls(raw: list[_RawCall], blocks: list[Any], head: Any) -> tuple[RecordedC
                 new_blocks=ids[kept:].copy(),
                 head_blocks=_common(head, ids),
                 effective=call.stop == "end_turn",
-                tool={"tool_use": "?", "end_turn": ""}.get(call.stop),
+                tool={"tool_use": "?", "end_turn": ""}.get(call.stop or ""),
             )
         )
         before = ids

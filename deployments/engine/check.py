@@ -228,8 +228,7 @@ class RequestCheck:
             # A stream of responses raises what it meets.
             if check.refusal is None:
                 raise
-        if check.refusal is not None:
-            refusal = check.refusal
+        if (refusal := check.refusal) is not None:
             answer: Response = JSONResponse(refusal.model_dump(), refusal.error.code)
         elif status == 200 and check.answer is not None:
             answer = Response(json.dumps(check.answer), media_type="application/json")

@@ -136,8 +136,7 @@ class Grammars:
         with contextlib.suppress(ConnectionError, RuntimeError):
             process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
             await process.stdin.drain()
-        answer = await process.stdout.readline()
-        if answer:
+        if answer := await process.stdout.readline():
             self._idle = asyncio.get_running_loop().call_later(_IDLE_S, self._end)
             problem: str | None = json.loads(answer)
             return problem

@@ -133,7 +133,7 @@ def choosing(generate: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
         if beginnings := getattr(wanted, "beginnings", ()):
             ahead = copy.copy(params)
             ahead.structured_outputs = ahead.logprobs = ahead.prompt_logprobs = None
-            ahead.n, ahead.min_tokens = 1, 0
+            ahead.n = ahead.min_tokens = 1
             ahead.max_tokens = min(LOOK_AHEAD_TOKENS, params.max_tokens or LOOK_AHEAD_TOKENS)
             ahead.stop = [*(params.stop or ()), *beginnings]
             ahead.include_stop_str_in_output = False
