@@ -26,9 +26,8 @@ from experiments.agents import MODEL, Agent, Shape, clients
 from experiments.harness import Experiment, figure, numbers, percentile, rounds
 
 PORT = 8000
-CONSERVE, PINNED = "conserve", "pausing-off"
-RAY, ROUTER, BARE = "ray_serve_llm", "vllm_router", "vllm"
-SYSTEMS = (CONSERVE, PINNED, RAY, ROUTER, BARE)
+CONSERVE, PINNED, BARE = "conserve", "pausing-off", "vllm"
+SYSTEMS = (CONSERVE, PINNED, "ray_serve_llm", "vllm_router", "vllm_lmcache", BARE)
 _SETTINGS = {CONSERVE: (), PINNED: ("pausing=off",)}
 _BLOCK_TOKENS = 128
 # vLLM refuses a longer one than its KV space can hold.
@@ -172,6 +171,7 @@ def serving(experiment: Experiment, system: str) -> Iterator[tuple[str, str]]:
     engine = {"num_gpu_blocks_override": chosen.blocks, "max_model_len": _MAX_MODEL_LEN}
     if system in _SETTINGS:
         own = [f"engine.{name}={value}" for name, value in engine.items()]
+        own.append(f"lmcache.size_gb={chosen.host_gib}")
         # Its one decoder alone holds histories: whether a prefiller hosts some is not in question.
         settings = ("placement=conversation", f"model={chosen.model}", *own, *_SETTINGS[system])
         prefillers = chosen.engines - 1
@@ -185,6 +185,7 @@ def serving(experiment: Experiment, system: str) -> Iterator[tuple[str, str]]:
         model=chosen.model,
         engine=engine,
         port=PORT,
+        host_gib=chosen.host_gib,
         logs=experiment.logs,
     )
     with start(system, options, experiment.console.print) as peer:
@@ -252,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.option("--systems", ",".join(SYSTEMS))
     experiment.option("--blocks", 96, "of KV of each engine")
     experiment.option("--engines", 2, "1: one that does everything; 2: ConServe has a prefiller")
+    experiment.option("--host-gib", 2.0, "of host memory for KV, of systems that have some")
     experiment.option("--model", EMBEDDED_MODEL)
     experiment.option("--settle", 20.0, "seconds, of each number")
     experiment.option("--seconds", 60.0, "that are counted after that")

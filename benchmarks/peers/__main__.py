@@ -60,6 +60,9 @@ def start(
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Of collocated and elastic: most tokens of a step.")
     ] = None,
+    host_gib: Annotated[
+        float, typer.Option(help="Host memory for KV, of systems that have some.")
+    ] = Options.host_gib,
     logs: Annotated[Path | None, typer.Option(help="Folder for logs.")] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write how it was started to this file.")
@@ -79,6 +82,7 @@ def start(
             logs=logs,
             wrong_decision_rate=wrong_decision_rate,
             chunk_tokens=chunk_tokens,
+            host_gib=host_gib,
         )
         with running(name, options, lambda text: console.print(f"  {text}")) as peer:
             if json_path is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from benchmarks import machine
 from conserve import engines
-from conserve.settings import EMBEDDED_MODEL, Settings, SettingsError, load
+from conserve.settings import EMBEDDED_MODEL, LMCacheSettings, Settings, SettingsError, load
 from deployments.node.lmcache_server import free_port as free_listening_port
 from hetero.container import cpu_dtype
 
@@ -35,6 +35,7 @@ class Options:
         logs: folder for logs; None: a temporary one.
         wrong_decision_rate: share of later turns sent to a prefiller (``per_turn`` alone).
         chunk_tokens: most tokens of a step (``collocated`` alone); None: the device's default.
+        host_gib: host memory for KV, of the systems that have some.
         timeout_s: longest wait for the peer to be up and warm.
     """
 
@@ -47,6 +48,7 @@ class Options:
     logs: Path | None = None
     wrong_decision_rate: float = DEFAULT_WRONG_DECISION_RATE
     chunk_tokens: int | None = None
+    host_gib: float = LMCacheSettings().size_gb
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class Options:
             raise ValueError(f"wrong_decision_rate: {self.wrong_decision_rate} is not from 0 to 1")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens: {self.chunk_tokens} is not positive")
+        if self.host_gib <= 0:
+            raise ValueError(f"host_gib: {self.host_gib:g} is not positive")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: {self.timeout_s:g} is not positive")
         if self.device not in ("auto", "cpu", "gpu"):

@@ -23,7 +23,6 @@ from benchmarks.peers.plan import (
     module,
     require_two,
 )
-from conserve.settings import LMCacheSettings
 from deployments.node.lmcache_server import Address, lmcache_command, lmcache_environment
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -62,15 +61,15 @@ def ray_pd(options: Options) -> PeerPlan:
     require_two(options.engines, "ray_pd")
     address = Address("127.0.0.1", free_port(), free_port())
     shared = engine_arguments(options)
-    prefill = shared | {"kv_transfer_config": _connector("kv_producer", address)}
-    decode = shared | {"kv_transfer_config": _connector("kv_consumer", address)}
+    prefill = shared | {"kv_transfer_config": connector("kv_producer", address)}
+    decode = shared | {"kv_transfer_config": connector("kv_consumer", address)}
     arguments = {
         "prefill_config": _llm_config(options, 1, prefill),
         "decode_config": _llm_config(options, options.engines - 1, decode),
     }
     return PeerPlan(
         parts=(
-            _lmcache_server(options, address),
+            lmcache_server(options, address),
             _serving_part("ray_pd", options, "build_pd_openai_app", arguments),
         ),
         engine_arguments={"prefill": prefill, "decode": decode},
@@ -126,7 +125,7 @@ def serving_command(
     return module("benchmarks.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments))
 
 
-def _connector(role: str, address: Address) -> dict[str, Any]:
+def connector(role: str, address: Address) -> dict[str, Any]:
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -138,12 +137,12 @@ def _connector(role: str, address: Address) -> dict[str, Any]:
     }
 
 
-def _lmcache_server(options: Options, address: Address) -> Part:
+def lmcache_server(options: Options, address: Address) -> Part:
     environment = lmcache_environment()
-    size_gb, chunk_tokens = LMCacheSettings().size_gb, 256 if options.gpu else 128
+    chunk_tokens = 256 if options.gpu else 128
     return Part(
         "lmcache",
-        tuple(lmcache_command(size_gb, chunk_tokens, address)),
+        tuple(lmcache_command(options.host_gib, chunk_tokens, address)),
         {key: value for key, value in environment.items() if os.environ.get(key) != value},
         ready_url=f"http://127.0.0.1:{address.http_port}/healthcheck",
     )

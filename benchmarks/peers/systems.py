@@ -21,8 +21,9 @@ from benchmarks.peers.plan import (
     module,
     require_two,
 )
-from benchmarks.peers.ray_llm import ray_pd, ray_serve_llm
+from benchmarks.peers.ray_llm import connector, lmcache_server, ray_pd, ray_serve_llm
 from conserve.engines import server_command
+from deployments.node.lmcache_server import Address
 
 GPU_CHUNK_TOKENS = 2944
 CPU_CHUNK_TOKENS = 512
@@ -132,7 +133,23 @@ def vllm_router(options: Options) -> PeerPlan:
 
     It has an environment of its own, since it pins what ConServe needs in other versions.
     """
-    arguments = engine_arguments(options)
+    return _routed(options, engine_arguments(options))
+
+
+def vllm_lmcache(options: Options) -> PeerPlan:
+    """vLLM servers that share LMCache's host memory, behind vLLM's router.
+
+    Settings: those of `vllm_router`, and LMCache 0.5.6 as its guide "Multiprocess mode" has it: one
+    server with LRU eviction and ``host_gib`` of memory, chunks of 256 tokens (on CPUs 128, which is
+    a block), and engines with `LMCacheMPConnector` and ``kv_both``: all that is computed is stored
+    at once, and found by whichever engine needs it.
+    """
+    address = Address("127.0.0.1", free_port(), free_port())
+    arguments = engine_arguments(options) | {"kv_transfer_config": connector("kv_both", address)}
+    return _routed(options, arguments, lmcache_server(options, address))
+
+
+def _routed(options: Options, arguments: Mapping[str, Any], *before: Part) -> PeerPlan:
     environment = engine_environment(options)
     parts, urls = [], []
     for number in range(options.engines):
@@ -154,7 +171,7 @@ def vllm_router(options: Options) -> PeerPlan:
         *("--program-scheduling-config-json", json.dumps(scheduling)),
     )
     return PeerPlan(
-        parts=(*parts, Part("vllm_router", router)),
+        parts=(*before, *parts, Part("vllm_router", router)),
         engine_arguments={"engine": arguments},
         prefillers=0,
         decoders=options.engines,
@@ -171,6 +188,7 @@ PEERS: dict[str, Callable[[Options], PeerPlan]] = {
         ray_pd,
         vllm,
         vllm_router,
+        vllm_lmcache,
         collocated,
         per_turn,
         full_disaggregation,
@@ -202,6 +220,7 @@ def _application(
         f"port={options.port}",
         # Several applications on one machine each have an LMCache server, on free ports.
         "lmcache.port=0",
+        f"lmcache.size_gb={options.host_gib}",
         *(f"engine.{argument}={json.dumps(value)}" for argument, value in own.items()),
     ]
     all_arguments = engine_arguments(options) | own

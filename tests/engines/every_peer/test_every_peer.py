@@ -20,8 +20,9 @@ def test_ray_serve_llm_keeps_a_conversation_on_its_replica(tmp_path: Path) -> No
             assert third >= 384
 
 
-def test_vllms_router_keeps_a_program_on_its_server(tmp_path: Path) -> None:
-    with started("vllm_router", tmp_path) as peer:
+@pytest.mark.parametrize("name", ["vllm_router", "vllm_lmcache"])
+def test_vllms_router_keeps_a_program_on_its_server(tmp_path: Path, name: str) -> None:
+    with started(name, tmp_path) as peer:
         for number in range(4):
             _, second, third = converse(peer, f"conversation-{number}")
             assert second >= 384

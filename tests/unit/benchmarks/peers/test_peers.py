@@ -71,7 +71,7 @@ def test_all_engines_of_all_peers_have_the_same_arguments() -> None:
 def test_a_peer_has_as_many_engines_as_asked_for(name: str) -> None:
     plan = PEERS[name](Options(engines=4, device="cpu"))
     assert plan.engines == (1 if name == "vllm" else 4)
-    collocated = ("vllm", "vllm_router", "ray_serve_llm", "collocated")
+    collocated = ("vllm", "vllm_router", "vllm_lmcache", "ray_serve_llm", "collocated")
     assert plan.prefillers == (0 if name in collocated else 1)
 
 
@@ -132,6 +132,15 @@ def test_vllms_router_schedules_programs_over_all_servers() -> None:
     options = Options(engines=3, device="cpu", engine={"num_gpu_blocks_override": 96})
     plan = PEERS["vllm_router"](options)
     *servers, router = plan.parts
+    cached = PEERS["vllm_lmcache"](options)
+    memory, *others, _ = cached.parts
+    assert len(others) == len(servers)
+    assert memory.command[memory.command.index("--l1-size-gb") + 1] == str(options.host_gib)
+    transfer = cached.engine_arguments["engine"]["kv_transfer_config"]
+    port = transfer["kv_connector_extra_config"]["lmcache.mp.port"]
+    assert (transfer["kv_role"], str(port)) == (
+        *("kv_both", memory.command[memory.command.index("--port") + 1]),
+    )
     urls = [f"http://127.0.0.1:{one.command[one.command.index('--port') + 1]}" for one in servers]
     assert [one.ready_url for one in servers] == [url + "/health" for url in urls]
     given = router.command
