@@ -88,7 +88,7 @@ class RecordedCall:
 class RecordedSession:
     """Calls of one agent, in order, and the agents that it started.
 
-    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` is unique in its file.
+    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` is safe in headers and URLs.
     """
 
     name: str
@@ -258,7 +258,6 @@ def _session(
     blocks = [np.array(call.hash_ids or (), dtype=np.int64) + (own or 0) for call in calls]
     tools, system = raw.tool_tokens or 0, raw.system_tokens or 0
     return RecordedSession(
-        # It becomes a part of a request header and of a URL.
         name=re.sub(r"[^A-Za-z0-9_.:-]", "_", name)[:80],
         block_tokens=block,
         tool_tokens=tools,
