@@ -88,7 +88,7 @@ class RecordedCall:
 class RecordedSession:
     """Calls of one agent, in order, and the agents that it started.
 
-    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` is safe in headers and URLs.
+    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` fits a header or URL.
     """
 
     name: str

@@ -111,7 +111,7 @@ def seen(path: Path) -> Json:
 NO_SUB = {"sub": None, "starts": None, "same ids": None}
 LIKE_AIPERF = SUB_AGENT | {"requests": [CALL | {"t": 9.0}, LATER | {"t": 15.0}]}
 READ: list[tuple[Callable[[Json], None], Json]] = [
-    (drop("block_size"), {}),
+    (drop("block_size"), {"same ids": False}),
     (change(tool_tokens=None), {"head": (0, 20)}),
     (drop("stop", "requests", 2), {"tools": ["", None]}),
     (change("requests", 0, stop=None), {"tools": [None, ""]}),
