@@ -36,7 +36,7 @@ class Selection:
 
     Attributes:
         conversations: recorded sessions' sub-agents are conversations besides.
-        data: a folder of recorded sessions, or a file of dialogues.
+        data: a folder or file of recorded sessions or dialogues.
         vocabulary: token ids for prompts, ``first:last`` (the last is not used).
 
     Raises WorkloadError: an option does not go with the workload, or is missing.

@@ -69,7 +69,7 @@ def run(
         str, typer.Option(help="Kind of conversations: recorded, dialogues, synthetic or agents.")
     ] = "synthetic",
     data: Annotated[
-        Path | None, typer.Option(help="Folder of recorded sessions, or file of dialogues.")
+        Path | None, typer.Option(help="Recorded sessions or dialogues: a folder or file.")
     ] = None,
     preset: Preset = None,
     conversations: Annotated[

@@ -15,7 +15,7 @@ SloMultiple = Annotated[
 ]
 # For commands that need lengths before anything runs.
 KnownWorkload = Annotated[str, typer.Option(help="Kind of conversations: synthetic or recorded.")]
-RecordedData = Annotated[Path | None, typer.Option(help="Folder of recorded sessions.")]
+RecordedData = Annotated[Path | None, typer.Option(help="Recorded sessions: a folder or file.")]
 Preset = Annotated[
     str | None, typer.Option(help=f"Shape of synthetic conversations: {', '.join(PRESETS)}.")
 ]

@@ -1,8 +1,9 @@
 """Recorded dialogues with tool calls, replayed as text with the model's own answers.
 
 The format is that of ``historical_trajectories`` of ``sierra-research/tau-bench``: a list of
-objects whose ``traj`` is a list of OpenAI-style messages. System, user and tool messages are sent
-as recorded; each assistant message is a turn, and the model's answer takes its place.
+objects, or lines of them, whose ``traj`` is a list of OpenAI-style messages. System, user and tool
+messages are sent as recorded; each assistant message is a turn, and the model's answer takes its
+place.
 
 The model need not do what the recorded one did, and the chat has to stay valid. If it made tool
 calls, they get the recorded results in order; calls beyond those get a result that says so, and
@@ -35,12 +36,16 @@ from benchmarks.workloads.plan import (
     choose,
     require,
 )
-from benchmarks.workloads.traces import Recording, read_json
+from benchmarks.workloads.traces import read_json, recordings
 
 CHAT = "/v1/chat/completions"
 NO_RESULT = "Error: this tool gave no result."
 
 _CHARS_A_TOKEN = 4
+_WANTED = (
+    "dialogues are read in the format of tau-bench's historical_trajectories, "
+    "a list of objects with `traj`, or one a line of *.jsonl"
+)
 
 Message = dict[str, Any]
 
@@ -196,11 +201,14 @@ def infer_tools(recordings: Sequence[Sequence[_RawMessage]]) -> list[dict[str, A
 
 
 def _read(path: Path) -> list[list[_RawMessage]]:
-    raw = read_json(Recording(path), list[_RawDialogue], "tau-bench's historical_trajectories")
-    require(bool(raw), f"{path} has no dialogues")
-    for index, dialogue in enumerate(raw):
-        _check(dialogue.traj, f"{path}: [{index}].traj")
-    return [dialogue.traj for dialogue in raw]
+    found = []
+    for recording in recordings(path):
+        raw = read_json(recording, list[_RawDialogue] | _RawDialogue, _WANTED)
+        for index, dialogue in enumerate(raw if isinstance(raw, list) else [raw]):
+            _check(dialogue.traj, f"{recording.name}: [{index}].traj")
+            found.append(dialogue.traj)
+    require(bool(found), f"{path} has no dialogues; {_WANTED}")
+    return found
 
 
 def _check(messages: Sequence[_RawMessage], where: str) -> None:

@@ -43,7 +43,7 @@ from benchmarks.workloads.plan import (
 )
 from benchmarks.workloads.replay import Changes, Replay
 from benchmarks.workloads.tokens import check_vocabulary, key
-from benchmarks.workloads.traces import RecordedSession, Recording, read_session, recordings
+from benchmarks.workloads.traces import RecordedSession, read_session, recordings
 
 _MAX_KEYS_TRIED = 1000
 
@@ -64,7 +64,7 @@ def recorded(
     what sessions share.
 
     Args:
-        source: a folder of recordings, or recordings.
+        source: a folder of recordings, or files.
         sessions: how many are drawn; their sub-agents are conversations besides.
         vocabulary: token ids to use; it should leave out the model's special tokens.
         max_turns: sessions with more turns, sub-agents' not counted, are left out.
@@ -79,28 +79,28 @@ def recorded(
     )
     check_vocabulary(vocabulary)
     changes = changes or Changes()
-    files = recordings(source)
-    replays: dict[Recording, Replay] = {}
+    found = recordings(source)
+    replays: dict[str, Replay] = {}
     chosen: list[Replay] = []
-    left_out: set[Recording] = set()
-    for drawn, recording in enumerate(choose(files, seed)):
-        if recording not in replays:
+    left_out: set[str] = set()
+    for drawn, recording in enumerate(choose(found, seed)):
+        if recording.name not in replays:
             session = read_session(recording)
             require(
                 session.block_tokens * changes.scale_tokens >= 1,
                 f"scale_tokens is {changes.scale_tokens:g}, so blocks of {session.block_tokens} "
                 f"tokens vanish; give at least {1 / session.block_tokens:g}",
             )
-            replays[recording] = Replay(session, changes, vocabulary, seed)
-        replay = replays[recording]
+            replays[recording.name] = Replay(session, changes, vocabulary, seed)
+        replay = replays[recording.name]
         if replay.turns and (max_turns is None or len(replay.session.calls) <= max_turns):
             chosen.append(replay)
         else:
-            left_out.add(recording)
+            left_out.add(recording.name)
         if len(chosen) == sessions:
             break
         require(
-            drawn + 1 < len(files) or bool(chosen),
+            drawn + 1 < len(found) or bool(chosen),
             f"no session of {source} has a first turn that fits into "
             f"{changes.max_context_tokens or 'any number of'} tokens"
             + (f", and at most {max_turns} turns" if max_turns else "")
@@ -119,6 +119,11 @@ def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
     planned = [session for root in chosen for session in _sessions(root.session)]
     turns = sum(replay.turns for replay in agents)
     made = [call for replay in agents for call in replay.session.calls[: replay.turns]]
+    unhashed = sum(
+        not call.kept_blocks + len(call.new_blocks) and call.prompt_tokens >= r.session.block_tokens
+        for r in agents
+        for call in r.session.calls[: r.turns]
+    )
     return {
         "sessions": len(chosen),
         "conversations": len(agents),
@@ -130,7 +135,7 @@ def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
             call.estimated for r in agents for call in r.session.calls[: r.turns - 1]
         ),
         "outputs_lengthened": sum(call.output_tokens == 0 for call in made),
-    }
+    } | ({"prompts_without_hash_ids": unhashed} if unhashed else {})
 
 
 def _sessions(session: RecordedSession) -> Iterator[RecordedSession]:

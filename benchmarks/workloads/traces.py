@@ -1,51 +1,57 @@
-"""Reads recorded sessions: one JSON object a file or a line, plain or compressed with gzip.
+"""Reads recorded sessions: a JSON object a file, or a line of JSONL; plain or gzip.
 
-The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``. A session has
-``tool_tokens`` and ``system_tokens`` (how its prompts begin; none if not said), a ``block_size``,
-and ``requests``. Used are a call's ``t`` (start, s, whole seconds from the session's start), ``in``
-and ``out`` (tokens), ``hash_ids`` (one for each whole block of the prompt, the same for the same
-tokens after the same history, within the session; one more, for the rest, is left out), ``stop``
-(if no call has one, the last one's is taken to be ``end_turn``) and ``api_time`` (s). A
-``subagent`` has calls of its own, with times from its own start; one before its parent's first call
-is left out, as AIPerf does.
+The format is that of the ``traces`` folder of ``callanjfox/kv-cache-tester``, which AIPerf reads as
+``weka_trace``. A session has ``tool_tokens`` and ``system_tokens`` (how its prompts begin; 0 if
+missing), a ``block_size`` (64), and ``requests``. Used are a call's ``t`` (start, s, whole seconds
+from the session's start), ``in`` and ``out`` (tokens), ``stop`` and ``api_time`` (s), and
+``hash_ids``: one for each whole block of the prompt, the same for the same tokens after the same
+history, within the session. Without a ``hash_id_scope``, a sub-agent's ids are its own. A prompt
+without ids shares nothing, and an id of a last, incomplete block is not used.
+
+A ``subagent`` has calls of its own, with times from its own start, or as in AIPerf's data sets from
+the session's. Both tools skip one without calls, and AIPerf one before its parent's first call.
 """
 
+import codecs
 import gzip
 import re
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import IO, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from benchmarks.workloads.plan import WorkloadError, require
+from benchmarks.workloads.tokens import key
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
-# A name becomes a part of a request header and of a URL.
-_UNNAMED = re.compile("[^A-Za-z0-9_.:-]")
-_MOST_NAME_CHARS = 80
-_FORMAT = "kv-cache-tester's traces"
-_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+_BLOCK_TOKENS = 64
+_WANTED = (
+    "recorded sessions are read in the format of kv-cache-tester's traces, "
+    "one JSON object a file, or a line of *.jsonl"
+)
+# Neither hidden files and folders, nor what macOS keeps beside a file (`._*`).
+_FILES = re.compile(r"(?i)([^./][^/]*/)*[^./][^/]*\.(json|jsonl|ndjson)(\.gz)?")
+_LINES = re.compile(r"(?i).+\.(jsonl|ndjson)(\.gz)?")
 
 T = TypeVar("T")
 
 
 class Recording(NamedTuple):
-    """A recorded session: a file, or a line of one, counted from 1, with its ``content``."""
+    """A file of JSON, or a line of JSONL; errors call it by its name."""
 
-    path: Path
-    line: int = 0
-    content: bytes | None = None
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}" if self.line else str(self.path)
+    name: str
+    read: Callable[[], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class RecordedCall:
 class RecordedSession:
     """Calls of one agent, in order, and the agents that it started.
 
-    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` is unique in its file.
+    Its prompts begin with ``tool_tokens`` and ``system_tokens``; ``name`` fits a header or URL.
     """
 
     name: str
@@ -110,7 +116,7 @@ class _RawCall(msgspec.Struct, tag="n"):
     t: _Seconds
     prompt: _Positive = msgspec.field(name="in")
     out: _Count
-    hash_ids: list[_Count] = []
+    hash_ids: list[_Count] | None = None
     stop: str | None = None
     api_time: _Seconds | None = None
 
@@ -122,123 +128,173 @@ class _RawStreamedCall(_RawCall, tag="s"):
 class _RawSubAgent(msgspec.Struct, tag="subagent"):
     t: _Seconds
     agent_id: str
-    requests: list["_RawCall | _RawStreamedCall | _RawSubAgent"]
-    tool_tokens: _Count = 0
-    system_tokens: _Count = 0
+    tool_tokens: _Count | None = None
+    system_tokens: _Count | None = None
+    requests: list["_RawCall | _RawStreamedCall | _RawSubAgent"] | None = None
     duration_ms: _Seconds | None = None
 
 
 class _RawSession(msgspec.Struct):
     id: str
-    block_size: _Positive
     requests: list[_RawCall | _RawStreamedCall | _RawSubAgent]
-    tool_tokens: _Count = 0
-    system_tokens: _Count = 0
-    hash_id_scope: Literal["local", "global"] = "local"
+    block_size: _Positive | None = None
+    tool_tokens: _Count | None = None
+    system_tokens: _Count | None = None
+    hash_id_scope: Literal["local", "global", "per_context"] | None = None
 
 
 def recordings(source: Path | Sequence[Path]) -> list[Recording]:
-    """Return the recordings in a folder and those below it, or in the files named; sorted."""
+    """Return the recordings in a folder, its folders included, or in the files named; by path.
+
+    A file alone is JSONL if it is written so, whatever its name.
+    """
     if isinstance(source, Path) and source.is_dir():
-        found = (file.relative_to(source) for file in source.rglob("*"))
-        files = [
-            source / file
-            for file in found
-            if file.name.lower().endswith(_SUFFIXES)
-            and not any(part.startswith(".") for part in file.parts)
-        ]
-        kinds = ", ".join(f"*{suffix}" for suffix in _SUFFIXES)
-        require(bool(files), f"{source} has no recorded sessions ({kinds})")
+        inside = (path.relative_to(source) for path in source.rglob("*"))
+        files = [source / path for path in inside if _FILES.fullmatch(str(path))]
+        require(bool(files), f"{source} has no recordings (*.json or *.jsonl, plain or .gz)")
     else:
         files = [source] if isinstance(source, Path) else list(source)
-        require(bool(files), "no recorded sessions are named; name a folder or files")
+        require(bool(files), "no recordings are named; name a folder or files")
         for file in files:
-            require(file.is_file(), f"{file} is no file; name a folder or recorded sessions")
-    return [one for file in sorted(set(files)) for one in _rows(file)]
+            require(file.is_file(), f"{file} is no file; name a folder or recordings")
+    files = sorted(set(files))
+    return [recording for file in files for recording in _recordings(file, len(files) == 1)]
 
 
-def _rows(file: Path) -> list[Recording]:
-    if not file.name.lower().endswith((".jsonl", ".jsonl.gz")):
-        return [Recording(file)]
-    lines = enumerate(_content(file).splitlines(), start=1)
-    return [Recording(file, number, line) for number, line in lines if line.strip()]
+def _recordings(path: Path, alone: bool) -> list[Recording]:
+    lines = _lines(path)
+    if _LINES.fullmatch(path.name):
+        found = list(lines)
+        require(bool(found), f"{path} is empty")
+        return found
+    first = list(islice(lines, 2)) if alone else []
+    if len(first) == 2 and first[0].read().rstrip().endswith(b"}"):
+        return [*first, *lines]
+    return [Recording(str(path), partial(_read, path))]
 
 
-def _content(path: Path) -> bytes:
+def _lines(path: Path) -> Iterator[Recording]:
+    start = 0
     try:
-        content = path.read_bytes()
-        if content.startswith(b"\x1f\x8b"):
-            content = gzip.decompress(content)
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                read = partial(_read, path, start)
+                if isinstance(file, gzip.GzipFile):  # To seek in it is slow.
+                    read = partial(zlib.decompress, zlib.compress(line, 1))
+                if not line.isspace():
+                    yield Recording(f"{path}, line {number}", read)
+                start += len(line)
     except (OSError, EOFError, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {error}") from None
-    require(bool(content.strip()), f"{path} is empty")
-    return content.removeprefix(b"\xef\xbb\xbf")
 
 
-def read_json(source: Recording, kind: type[T], form: str) -> T:
-    """Read JSON, plain or gzip, as a ``kind``; WorkloadError says where it is not in this form."""
-    content = _content(source.path) if source.content is None else source.content
+def _read(path: Path, line_at: int | None = None) -> bytes:
+    with _open(path) as file:
+        if line_at is None:
+            return file.read()
+        file.seek(line_at)
+        return file.readline()
+
+
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if packed else path.open("rb")
+
+
+def read_json(recording: Recording, kind: Any, wanted: str) -> Any:
+    """Read a recording's JSON as a ``kind``; WorkloadError says where it is something else, and
+    which format is ``wanted``.
+    """
+    try:
+        content = recording.read().removeprefix(codecs.BOM_UTF8)
+    except (OSError, EOFError, zlib.error) as error:
+        raise WorkloadError(f"{recording.name} cannot be read: {error}") from None
+    require(bool(content.strip()), f"{recording.name} is empty")
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         # The error quotes what was found, line ends included.
-        said = f": {' '.join(str(error).split())}"
+        raise WorkloadError(f"{recording.name}: {' '.join(str(error).split())}; {wanted}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        said = f" is not JSON: {error}"
-    raise WorkloadError(f"{source}{said}; what is read is the format of {form}")
+        raise WorkloadError(f"{recording.name} is not JSON: {error}; {wanted}") from None
 
 
-def read_session(source: Recording) -> RecordedSession:
+def read_session(recording: Recording) -> RecordedSession:
     """Read one recorded session; WorkloadError names the file, the record, and what is wrong."""
-    raw = read_json(source, _RawSession, _FORMAT)
-    return _session(raw.id, raw, raw.block_size, f"{source}: requests")
+    raw: _RawSession = read_json(recording, _RawSession, _WANTED)
+    own = None if raw.hash_id_scope in ("local", "global") else 0
+    block = raw.block_size or _BLOCK_TOKENS
+    return _session(raw.id, raw, block, f"{recording.name}: requests", own, 0.0)
 
 
-def _session(name: str, raw: _RawSession | _RawSubAgent, block: int, where: str) -> RecordedSession:
+def _session(
+    name: str,
+    raw: _RawSession | _RawSubAgent,
+    block: int,
+    where: str,
+    own: int | None,
+    start: float,
+) -> RecordedSession:
+    """Check an agent's records.
+
+    Args:
+        own: is added to ids to make them the agent's own; None: they are the session's.
+        start: of the agent, in seconds of its records' clock.
+    """
     require(bool(raw.requests), f"{where} is empty; a session needs at least one call")
     calls: list[_RawCall] = []
     sub_agents: list[SubAgent] = []
-    for index, record in enumerate(raw.requests):
-        if isinstance(record, _RawSubAgent):
-            agent = _sub_agent(record, len(calls) - 1, block, f"{where}[{index}]")
-            sub_agents += [agent] if calls else []
-        else:
+    for index, record in enumerate(raw.requests or ()):
+        if not isinstance(record, _RawSubAgent):
+            record.t = max(0.0, record.t - start)
             _check(record, calls, block, f"{where}[{index}]")
             calls.append(record)
+        elif calls and record.requests:
+            its_own = None if own is None else key(own, index) >> 2
+            here = f"{where}[{index}].requests"
+            sub_agents.append(_sub_agent(record, len(calls) - 1, block, here, its_own, start))
     require(bool(calls), f"{where} has no call of its own")
-    if all(call.stop is None for call in calls):
-        calls[-1].stop = "end_turn"
-    whole = ((call.hash_ids, call.prompt // block) for call in calls)
-    blocks = [np.array(ids[:most], dtype=np.int64) for ids, most in whole]
-    head = _head(blocks, raw.tool_tokens + raw.system_tokens, block)
+    blocks = [np.array(call.hash_ids or (), dtype=np.int64) + (own or 0) for call in calls]
+    tools, system = raw.tool_tokens or 0, raw.system_tokens or 0
     return RecordedSession(
-        name=_UNNAMED.sub("_", name)[:_MOST_NAME_CHARS],
+        name=re.sub(r"[^A-Za-z0-9_.:-]", "_", name)[:80],
         block_tokens=block,
-        tool_tokens=raw.tool_tokens,
-        system_tokens=raw.system_tokens,
-        calls=_calls(calls, blocks, head),
+        tool_tokens=tools,
+        system_tokens=system,
+        calls=_calls(calls, blocks, _head(blocks, tools + system, block)),
         sub_agents=tuple(sub_agents),
     )
 
 
-def _sub_agent(raw: _RawSubAgent, after: int, block: int, where: str) -> SubAgent:
+def _sub_agent(
+    raw: _RawSubAgent, after: int, block: int, where: str, own: int | None, start: float
+) -> SubAgent:
     """Read a recorded sub-agent; if it has a duration, its ``t`` is when its result came.
 
     ``t`` less the duration is within a second of the end of the parent's call before it. One
     without a duration was started in the background: ``t`` is its start, and the parent goes on.
+    Where its calls are timed from the session's start, ``t`` is its start as well.
     """
-    session = _session(raw.agent_id, raw, block, f"{where}.requests")
+    # Calls' times are rounded to seconds.
+    timed_alike = next((call.t for call in raw.requests or ()), 0.0) > max(0.0, raw.t - 1)
+    session = _session(raw.agent_id, raw, block, where, own, raw.t if timed_alike else 0.0)
+    at_s = max(0.0, raw.t - start)
     if raw.duration_ms is None:
-        return SubAgent(after, raw.t, None, session)
-    return SubAgent(after, max(0.0, raw.t - raw.duration_ms / 1e3), raw.t, session)
+        return SubAgent(after, at_s, None, session)
+    took_s = raw.duration_ms / 1e3
+    ended_s = at_s + took_s if timed_alike else at_s
+    return SubAgent(after, max(0.0, ended_s - took_s), ended_s, session)
 
 
 def _check(call: _RawCall, before: list[_RawCall], block: int, where: str) -> None:
-    whole = call.prompt // block
+    whole, rest = divmod(call.prompt, block)
+    if call.hash_ids and rest and len(call.hash_ids) == whole + 1:
+        call.hash_ids.pop()
     require(
-        len(call.hash_ids) in (whole, -(-call.prompt // block)),
-        f"{where}: hash_ids has {len(call.hash_ids)} blocks, but {call.prompt} tokens (in) are "
-        f"{whole} whole blocks of {block}",
+        not call.hash_ids or len(call.hash_ids) == whole,
+        f"{where}: hash_ids has {len(call.hash_ids or ())} blocks, but {call.prompt} tokens (in) "
+        f"are {whole} whole blocks of {block}",
     )
     if before:
         require(

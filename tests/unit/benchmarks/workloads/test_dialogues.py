@@ -284,7 +284,8 @@ def test_a_broken_dialogue_is_named(
     [
         (b"", "is empty"),
         (b"[]", "has no dialogues"),
-        (b"{}", "got `object`"),
+        (b"{}", "missing required field `traj`; dialogues are read in the format of tau-bench"),
+        (b'{"traj": []}\n{"messages": []}', "line 1: .*no assistant message"),
         (b"[{}]", r"`traj` - at `\$\[0\]`"),
         (b"[", "is not JSON"),
         (gzip.compress(b"[]" * 99, mtime=0)[:-4], "cannot be read"),
@@ -295,7 +296,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) ->
     path.write_bytes(content)
     with pytest.raises(WorkloadError, match=rf"broken\.json\.gz.*{problem}"):
         make(path)
-    with pytest.raises(WorkloadError, match=r"missing\.json cannot be read"):
+    with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
         make(tmp_path / "missing.json")
 
 

@@ -1,4 +1,4 @@
-"""A broken recording gives one error, which names the file, the record and what is wrong there."""
+"""Recordings are read as published; a broken one gives one error, which names the place."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import Arrivals, WorkloadError, recorded
-from benchmarks.workloads.traces import Recording, read_session, recordings
+from benchmarks.workloads.traces import RecordedSession, read_session, recordings
 
 Json = dict[str, Any]
 
@@ -41,10 +41,15 @@ def write(folder: Path, session: Any) -> Path:
     return path
 
 
+def read(path: Path) -> RecordedSession:
+    (recording,) = recordings(path)
+    return read_session(recording)
+
+
 def refused(path: Path) -> str:
     """The error's message; every way to a workload gives the same one."""
     with pytest.raises(WorkloadError) as error:
-        read_session(Recording(path))
+        read(path)
     with pytest.raises(WorkloadError) as again:
         recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(100))
     message = str(error.value)
@@ -58,8 +63,8 @@ def test_plain_and_compressed_files_are_the_same(tmp_path: Path) -> None:
     plain = write(tmp_path, SESSION)
     packed = tmp_path / "packed.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert recordings(tmp_path) == [(plain, 0, None), (packed, 0, None)]
-    one, two = map(read_session, recordings(tmp_path))
+    assert [found.name for found in recordings(tmp_path)] == [str(plain), str(packed)]
+    one, two = read(plain), read(packed)
     assert [call.prompt_tokens for call in one.calls] == [130, 200]
     assert [(call.kept_blocks, call.new_blocks.tolist()) for call in one.calls] == [
         (call.kept_blocks, call.new_blocks.tolist()) for call in two.calls
@@ -86,56 +91,85 @@ def drop(field: str, *path: str | int) -> Callable[[Json], None]:
     return apply
 
 
-# What only some producers write, and what stays of it: names, and which calls were effective.
-SOUND = [
-    (change(), "trace_1", [True, True]),
-    (drop("tool_tokens", "requests", 1), "trace_1", [True, True]),
-    (drop("stop", "requests", 0), "trace_1", [False, True]),
-    (change(requests=[CALL | {"stop": None}, LATER | {"stop": None}]), "trace_1", [False, True]),
-    (change("requests", 0, **{"in": 10, "hash_ids": []}), "trace_1", [True, True]),
-    (change("requests", 2, hash_ids=[1, 2, 3, 4]), "trace_1", [True, True]),
-    (change(requests=[SUB_AGENT, CALL]), "trace_1", [True]),
-    (change(hash_id_scope="global"), "trace_1", [True, True]),
-    (change(id="../é 1"), "..___1", [True, True]),
-]
+def seen(path: Path) -> Json:
+    """What the records below change in a session."""
+    session = read(path)
+    sub = session.sub_agents[0] if session.sub_agents else None
+    workload = recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(1000))
+    return {
+        "name": session.name,
+        "head": (session.tool_tokens, session.system_tokens),
+        "blocks": [(call.kept_blocks, call.new_blocks.tolist()) for call in session.calls],
+        "tools": [call.tool for call in session.calls],
+        "sub": sub and (sub.after, sub.started_s, sub.ended_s, sub.session.name),
+        "starts": sub and [call.started_s for call in sub.session.calls],
+        "same ids": sub and sub.session.calls[0].new_blocks.tolist() == [1, 2],
+        "without ids": workload.counts.get("prompts_without_hash_ids"),
+    }
 
 
-@pytest.mark.parametrize(("changes", "name", "effective"), SOUND)
-def test_what_a_producer_leaves_out_is_no_fault(
-    tmp_path: Path, changes: Callable[[Json], None], name: str, effective: list[bool]
+NO_SUB = {"sub": None, "starts": None, "same ids": None}
+LIKE_AIPERF = SUB_AGENT | {"requests": [CALL | {"t": 9.0}, LATER | {"t": 15.0}]}
+READ: list[tuple[Callable[[Json], None], Json]] = [
+    (drop("block_size"), {"same ids": False}),
+    (change(tool_tokens=None), {"head": (0, 20)}),
+    (drop("stop", "requests", 2), {"tools": ["", None]}),
+    (change("requests", 0, stop=None), {"tools": [None, ""]}),
+    (drop("hash_ids", "requests", 2), {"blocks": [(0, [1, 2]), (0, [])], "without ids": 1}),
+    (change("requests", 0, hash_ids=None, **{"in": 9}), {"blocks": [(0, []), (0, [1, 2, 3])]}),
+    (change("requests", 2, hash_ids=[1, 2, 3, 4]), {}),
+    (change(hash_id_scope="local"), {"same ids": True}),
+    (change(hash_id_scope="global"), {"same ids": True}),
+    (change("requests", 1, agent_id="é 1"), {"sub": (0, 5.0, 9.0, "__1")}),
+    (change(requests=[CALL, LIKE_AIPERF, LATER]),
+     {"sub": (0, 9.0, 13.0, "agent_001"), "starts": [0.0, 6.0]}),
+    (change("requests", 1, requests=[]), NO_SUB),
+    (drop("requests", "requests", 1), NO_SUB),
+    (change(requests=[SUB_AGENT, CALL, LATER]), NO_SUB),
+    (change(id="../é\n" + "x" * 99), {"name": "..___" + "x" * 75}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), READ)
+def test_what_is_missing_means_what_it_does_to_the_tools_that_record(
+    tmp_path: Path, changes: Callable[[Json], None], expected: Json
 ) -> None:
+    plain = seen(write(tmp_path, SESSION))
     session = json.loads(json.dumps(SESSION))
     changes(session)
-    read = read_session(Recording(write(tmp_path, session)))
-    assert read.name == name
-    assert [call.effective for call in read.calls] == effective
-    assert all(len(call.new_blocks) <= call.prompt_tokens // 64 for call in read.calls)
+    assert seen(write(tmp_path, session)) == plain | expected
 
 
-def test_files_are_read_as_people_keep_them(tmp_path: Path) -> None:
-    line = json.dumps(SESSION)
-    names = ("A.JSON", "part/b.json", "._c.json", ".git/d.json", "e.txt")
-    for name in names:
+TEXT = json.dumps(SESSION).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [
+        ({"a.jsonl": TEXT + b"\n\n" + TEXT + b"\r\n"}, ["a.jsonl, line 1", "a.jsonl, line 3"]),
+        ({"a.NDJSON.gz": gzip.compress(b"\n" + TEXT)}, ["a.NDJSON.gz, line 2"]),
+        ({"a.json": TEXT + b"\n" + TEXT}, ["a.json, line 1", "a.json, line 2"]),
+        ({"A.JSON": b"\xef\xbb\xbf" + json.dumps(SESSION, indent=1).encode()}, ["A.JSON"]),
+        ({"p/ä 1.json": TEXT, "._a.json": b"", ".c/b.json": b"", "p/.b.json": b""}, ["p/ä 1.json"]),
+    ],
+)  # fmt: skip
+def test_files_are_read_as_people_bring_them(
+    tmp_path: Path, files: dict[str, bytes], lines: list[str]
+) -> None:
+    for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("\ufeff" + line)
-    (tmp_path / "f.jsonl").write_text(f"{line}\r\n\n{line}\n[]\n")
+        (tmp_path / name).write_bytes(content)
     found = recordings(tmp_path)
-    assert [str(one.relative_to(tmp_path)) for one, _, _ in found] == [
-        *("A.JSON", "f.jsonl", "f.jsonl", "f.jsonl", "part/b.json")
-    ]
-    assert {read_session(one).name for one in found if one.line != 4} == {"trace_1"}
-    with pytest.raises(WorkloadError, match=r"f\.jsonl:4: Expected .*kv-cache-tester"):
-        read_session(found[3])
+    assert [recording.name for recording in found] == [f"{tmp_path}/{line}" for line in lines]
+    assert {read_session(recording).name for recording in reversed(found)} == {"trace_1"}
 
 
 BROKEN = [
     (drop("in", "requests", 0), "requests[0]", "`in`"),
     (drop("t", "requests", 2), "requests[2]", "`t`"),
-    (drop("hash_ids", "requests", 2), "requests[2]", "0 blocks, but 200 tokens (in) are 3"),
     (drop("type", "requests", 0), "requests[0]", "`type`"),
-    (drop("requests", "requests", 1), "requests[1]", "`requests`"),
     (drop("out", "requests", 1, "requests", 1), "requests[1].requests[1]", "`out`"),
-    (drop("block_size"), "broken.json", "`block_size`"),
+    (drop("id"), "broken.json", "`id`; recorded sessions are read in the format of kv-cache"),
     (change("requests", 0, **{"in": -1}), "requests[0]", "`int` >= 1 - at"),
     (change("requests", 0, **{"in": 0}), "requests[0]", "`int` >= 1 - at"),
     (change("requests", 2, out=-3), "requests[2]", "`int` >= 0 - at"),
@@ -145,19 +179,17 @@ BROKEN = [
     (change("requests", 0, hash_ids=[1, -2]), "requests[0]", "hash_ids[1]`"),
     (change("requests", 0, hash_ids=[1, "2"]), "requests[0]", "hash_ids[1]`"),
     (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
-    (change("requests", 0, hash_ids=[]), "requests[0]", "0 blocks, but 130 tokens (in) are 2"),
     (change("requests", 2, hash_ids=[1, 2, 3, 4, 5]), "requests[2]", "hash_ids has 5 blocks"),
     (change("requests", 0, type="x"), "requests[0]", "'x'"),
     (change("requests", 0, type="x\ny"), "requests[0]", "'x y'"),
     (change("requests", 0, t=11), "requests[2]", "t is 10 s, before the call above it (11 s)"),
     (change("requests", 1, duration_ms=-1), "requests[1]", ".duration_ms`"),
-    (change("requests", 1, requests=[]), "requests[1].requests", "is empty"),
     (change(requests=[]), "requests", "is empty"),
     (change(requests=[CALL, [1]]), "requests[1]", "Expected `object`, got `array`"),
     (change(requests={}), "broken.json", "`$.requests`"),
     (change(block_size=0), "broken.json", "`$.block_size`"),
     (change(system_tokens=-1), "broken.json", "`$.system_tokens`"),
-    (change(hash_id_scope="world"), "broken.json", "`$.hash_id_scope`"),
+    (change(hash_id_scope="x"), "broken.json", "`$.hash_id_scope`"),
 ]
 
 
@@ -195,7 +227,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) ->
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="has no recorded sessions"):
+    with pytest.raises(WorkloadError, match="has no recordings"):
         recordings(tmp_path)
     with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
         recordings(tmp_path / "missing.json")
@@ -203,7 +235,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         recordings([])
 
 
-REQUIRED = ("type", "t", "in", "out", "hash_ids")
+REQUIRED = ("type", "t", "in", "out")
 WRONG: dict[str, st.SearchStrategy[Any]] = {
     "type": st.text().filter(lambda kind: kind not in ("n", "s", "subagent")),
     "t": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text() | st.none(),
