@@ -4,10 +4,22 @@ from collections.abc import Callable
 
 import pytest
 
-from conserve.direct import LEASE_S, Began, Continued, Desk, Ended, Notice, Notices, Outbox
+from conserve.direct import (
+    LEASE_S,
+    Began,
+    Continued,
+    Desk,
+    Ended,
+    Home,
+    Homes,
+    Notice,
+    Notices,
+    Outbox,
+)  # fmt: skip
 from conserve.direct import desk as desks
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
+from conserve.recognition import Chain
 
 STATS = TurnStats(100, 20, 0, 96)
 ROOT, END, NEXT = b"r" * 16, b"e" * 16, b"n" * 16
@@ -77,7 +89,7 @@ def test_a_decoder_begins_a_turn_only_if_it_is_plainly_the_next(
 
 def test_nothing_begins_behind_the_lease_and_after_a_long_pause(decoder: Decoder) -> None:
     assert decoder.begins(now_s=100.0 + LEASE_S) is None
-    decoder.desk.hear(Notice(0), asked_s=125.0)
+    decoder.desk.hear(Notice(0), asked_s=127.0)
     # An older request's answer does not shorten it.
     decoder.desk.hear(Notice(0), asked_s=101.0)
     assert decoder.begins(now_s=130.0) is None  # Idle for half of its timeout.
@@ -179,3 +191,17 @@ def test_reports_are_accepted_once_and_in_order() -> None:
     assert not notices.is_current("d", 1)
     assert notices.unconfirmed("a") == []
     assert notices.is_new("d", 1)
+
+
+def test_a_router_remembers_where_histories_with_an_answer_are() -> None:
+    homes, home = Homes(), Home("d", "http://d")
+    first, later, other = (
+        Chain(root, None, ends, False, ())
+        for root, ends in ((ROOT, ()), (ROOT, (END,)), (NEXT, (END,)))
+    )
+    homes.remember("c", first, home)
+    assert homes.find("c", later, None) == home
+    # A first turn is the table's; another history's decoder is not known.
+    assert homes.find("c", first, None) is homes.find("c", other, None) is None
+    homes.forget("c", later)
+    assert homes.find("c", later, None) is None
