@@ -195,10 +195,8 @@ def test_reports_are_accepted_once_and_in_order() -> None:
 
 def test_a_router_remembers_where_histories_with_an_answer_are() -> None:
     homes, home = Homes(), Home("d", "http://d")
-    first, later, other = (
-        Chain(root, None, ends, False, ())
-        for root, ends in ((ROOT, ()), (ROOT, (END,)), (NEXT, (END,)))
-    )
+    ends = ((ROOT, ()), (ROOT, (END,)), (NEXT, (END,)))
+    first, later, other = (Chain(root, None, answers) for root, answers in ends)
     homes.remember("c", first, home)
     assert homes.find("c", later, None) == home
     # A first turn is the table's; another history's decoder is not known.
