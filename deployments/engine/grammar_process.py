@@ -26,7 +26,7 @@ _MOST_BYTES = 2**30
 # An engine waits for the mask of each token, in every step of all its requests.
 _TRIED_TOKENS = 32
 _MOST_STEP_S = 0.02
-NO_TEXT = "no text fits it; correct it"
+NO_TEXT = "no text fits this grammar or schema; correct it"
 # xgrammar begins with the time and a line of its code.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+ ")
 
