@@ -36,6 +36,8 @@ import json, os, sys
 import ray
 from ray import serve
 from deployments.app import app
+from deployments.upstream.outer_address import find_on_loopback
+find_on_loopback(os.environ["RAY_ADDRESS"])
 ray.init(runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}})
 serve.run(app(json.loads(sys.argv[1])), name="default", route_prefix="/")
 """
