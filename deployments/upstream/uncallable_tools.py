@@ -43,13 +43,13 @@ def apply() -> None:
             return None, content
         return whole(parser, content, request, *given, **more)
 
-    def extracted_streaming(parser: Any, **given: Any) -> Any:
-        text = given["delta_text"]
+    def extracted_streaming(parser: Any, *given: Any, **named: Any) -> Any:
+        _, _, text, *_, request = given or (0, 0, named["delta_text"], named["request"])
         if not hasattr(parser, "finds_answer") and text.strip():
-            parser.finds_answer = _is_answer(given["request"], text)
+            parser.finds_answer = _is_answer(request, text)
         if getattr(parser, "finds_answer", False):
             return DeltaMessage(content=text), False
-        return streamed(parser, **given)
+        return streamed(parser, *given, **named)
 
     Parser._apply_structural_tag = lambda parser, request: _tagged(tag, parser, request)
     Parser._extract_tool_calls = extracted

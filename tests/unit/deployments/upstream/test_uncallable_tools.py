@@ -227,5 +227,10 @@ def test_vllm_takes_no_call_where_an_answer_has_a_format() -> None:
 
 
 @pytest.mark.usefixtures("patched")
+def test_a_parser_that_passes_its_arguments_by_position_streams_on() -> None:
+    assert run("kimi_k3", "", PROSE, response_format=None) == [(PROSE, [])] * 2
+
+
+@pytest.mark.usefixtures("patched")
 def test_what_the_look_ahead_has_cached_does_not_count() -> None:
     assert say("hermes", "", CALL)[2].num_cached_tokens == 1
