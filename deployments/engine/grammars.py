@@ -73,23 +73,23 @@ class Grammars:
         def bounded(prompt: Any, sampling_params: Any, *given: Any, **more: Any) -> Any:
             ask = functools.partial(generate, prompt, sampling_params, *given, **more)
             outputs = getattr(sampling_params, "structured_outputs", None)
-            # Calls may come instead, by the patch `uncallable_tools`.
-            every = (outputs, getattr(outputs, "calls", None))
-            held = [one for one in every if one and not _is_free(one)]
-            return _once_judged(self.judge(*held), ask) if held else ask()
+            if outputs is None or outputs.all_constraints_none():
+                return ask()
+            return _once_judged(self.judge(outputs), ask)
 
         client.generate = bounded
 
-    async def judge(self, *held: StructuredOutputsParams) -> None:
-        """Return once grammars are known to be compiled in time.
+    async def judge(self, outputs: StructuredOutputsParams) -> None:
+        """Return once a grammar is known to be compiled in time.
 
         Raises:
-            VLLMValidationError: one is wrong, or takes too long, too much memory or too long a step.
+            VLLMValidationError: it is wrong, or takes too long, too much memory or too long a step.
         """
-        for one in held:
-            await self._judge(*_grammar_of(one))
-
-    async def _judge(self, kind: str, text: str) -> None:
+        if calls := getattr(outputs, "calls", None):
+            await self.judge(calls)  # They may come instead, by the patch `uncallable_tools`.
+        if outputs.json_object:
+            return
+        kind, text = _grammar_of(outputs)
         key = hashlib.sha256(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
         if key not in self._known:
             try:
@@ -153,17 +153,12 @@ class Grammars:
         return self._process
 
     def _compiler(self) -> dict[str, Any]:
-        backend = XgrammarBackend(
-            self._config, self._tokenizer, self._config.model_config.get_vocab_size()
-        )
+        vocab_size = self._config.model_config.get_vocab_size()
+        backend = XgrammarBackend(self._config, self._tokenizer, vocab_size)
         plain = backend.disable_any_whitespace
-        return {
-            "tokenizer": backend.compiler.compile_regex("a").tokenizer_info.serialize_json(),
-            "whitespace": {
-                "any_whitespace": not plain,
-                "separators": [",", ":"] if plain else None,
-            },
-        }
+        tokenizer = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
+        spaces = {"any_whitespace": not plain, "separators": [",", ":"] if plain else None}
+        return {"tokenizer": tokenizer, "whitespace": spaces}
 
     def _end(self) -> None:
         if self._process is not None:
@@ -185,10 +180,6 @@ async def _once_judged(
             yield output
 
 
-def _is_free(outputs: StructuredOutputsParams) -> bool:
-    return bool(outputs.all_constraints_none() or outputs.json_object)
-
-
 def _grammar_of(outputs: StructuredOutputsParams) -> tuple[str, str]:
     """Return the kind and the text of what an engine compiles, as vLLM does."""
     if outputs.choice is not None:
@@ -204,8 +195,7 @@ def _costliest(kind: str, text: str) -> str:
         document = json.loads(text)
     except ValueError:
         return kind
-    costs = [*_costs(document, "")]
-    return max(costs)[1] if costs else kind
+    return max(_costs(document, ""), default=(0.0, kind))[1]
 
 
 def _costs(schema: Any, place: str) -> Iterator[tuple[float, str]]:

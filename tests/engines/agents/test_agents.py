@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.agent import Transcript, client_complete, make_session, run_agent, score
 from conserve.apis import CHAT, MESSAGES, RESPONSES
-from tests import calling
+from conserve.recognition.apis import answers_of
+from conserve.recognition.normal import normalised
 from tests.engines.applications import MAIN
 from tests.engines.metrics import metric
 
@@ -70,12 +71,31 @@ async def test_agents_do_their_tasks_with_one_handoff_each(
     assert metric("conserve_moves_total") == moves
 
 
-FORMAT = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 9999}},
-    "required": ["sum"],
-    "additionalProperties": False,
-}
+VALUE = {"type": "integer", "minimum": 0, "maximum": 9999}
+FORMAT = {"type": "object", "properties": {"sum": VALUE}, "required": ["sum"]}
+
+
+def asked(path: str, said: str, functions: list[Any], choice: str) -> dict[str, Any]:
+    """Fields of a request with tools and a format. ``choice`` is a chat's, or a tool's name."""
+    chosen: Any = choice
+    is_named, user = choice in [one["name"] for one in functions], {"role": "user", "content": said}
+    form = {"type": "json_schema", "name": "r", "schema": FORMAT | {"additionalProperties": False}}
+    tools = [{"type": "function", **one} for one in functions]
+    if path == RESPONSES:
+        chosen = {"type": "function", "name": choice} if is_named else choice
+        body = {"input": [user], "text": {"format": form}, "store": False, "max_output_tokens": 200}
+    elif path == MESSAGES:
+        renamed = {"parameters": "input_schema"}
+        tools = [{renamed.get(name, name): one[name] for name in one} for one in functions]
+        kind = {"auto": "auto", "none": "none", "required": "any"}.get(choice, "tool")
+        chosen = {"type": kind, **({"name": choice} if is_named else {})}
+        body = {"messages": [user], "output_config": {"format": form}, "max_tokens": 200}
+    else:
+        tools = [{"type": "function", "function": one} for one in functions]
+        chosen = {"type": "function", "function": {"name": choice}} if is_named else choice
+        wanted = {"type": "json_schema", "json_schema": form}
+        body = {"messages": [user], "response_format": wanted, "max_tokens": 200}
+    return {**body, "tools": tools, "tool_choice": chosen}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,18 +108,19 @@ async def test_an_agent_whose_answers_have_a_format_calls_its_tools(
     task, first = session.tasks[0], session.tasks[0].calls[0]
     # What the model is asked, what it may call, and whether it calls.
     for said, choice, calls in (
-        (task.question, "auto", [(first.name, first.arguments)]),
+        (task.question, "auto", [[first.name, [first.arguments]]]),
         (task.question, "required", None),
         (task.question, first.name, None),
         (task.question, "none", []),
         ("hello there", "auto", []),
     ):
-        asked = calling.request(path, said, functions, choice) | calling.wanted(path, FORMAT)
-        body = {"model": "conserve-embedded", "temperature": 0, "stream": stream, **asked}
+        body = {"model": "conserve-embedded", "temperature": 0, "stream": stream}
+        body |= asked(path, said, functions, choice)
         reply = await client.post(application + path, json=body)
         assert reply.status_code == 200, reply.text
-        text, called = calling.read(path, reply)
-        assert called == calls if calls is not None else called, (said, choice, text)
+        (answer,) = answers_of(path, [reply.content], stream)
+        _, texts, called = normalised(answer)
+        assert called == calls if calls is not None else called, (said, choice, texts)
         if choice == first.name:
             assert [name for name, _ in called] == [choice]
-        assert called or 0 <= json.loads(text)["sum"] <= 9999
+        assert called or 0 <= json.loads(texts[0])["sum"] <= 9999

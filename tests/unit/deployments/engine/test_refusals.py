@@ -77,11 +77,7 @@ def server() -> RequestCheck:
 
 @functools.cache
 def served(tokenizer_cache_mb: int) -> RequestCheck:
-    return serve(Client(), tokenizer_cache_mb)
-
-
-def serve(client: Any, tokenizer_cache_mb: int = 0) -> RequestCheck:
-    """vLLM's HTTP server on a client."""
+    client: Any = Client()
     template = client.renderer.tokenizer.chat_template
     shared = {"request_logger": None}
     online = OnlineRenderer(
