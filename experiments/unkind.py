@@ -56,7 +56,7 @@ class Unkind(NamedTuple):
     varies: Sequence[int] = ()
 
 
-def _chat(**fields: Any) -> Unkind:
+def chat_of(**fields: Any) -> Unkind:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     return Unkind(CHAT, json.dumps(body | fields).encode())
 
@@ -66,11 +66,11 @@ def _completion(prompt: Any) -> Unkind:
     return Unkind(COMPLETIONS, json.dumps(body).encode())
 
 
-def _schema(**rule: Any) -> Unkind:
+def schema_of(**rule: Any) -> Unkind:
     """Return a request for an object by a schema that no other request has."""
     own = "x" * VARYING_BYTES
     schema = {"name": "own", "schema": {"type": "object", "properties": {own: rule}}}
-    asked = _chat(response_format={"type": "json_schema", "json_schema": schema})
+    asked = chat_of(response_format={"type": "json_schema", "json_schema": schema})
     return asked._replace(varies=[asked.body.index(own.encode())])  # type: ignore[union-attr]
 
 
@@ -98,19 +98,19 @@ def kinds(settings: Settings) -> dict[str, Unkind]:
     messages = [{"role": "user", "content": "a few words of it"}] * budget.MOST_ITEMS
     nested = [_nested(deep)] * (budget.MOST_CONTAINERS // deep - 1)
     return {
-        "longest text": _chat(messages=[{"role": "user", "content": "a " * (room // 2)}]),
+        "longest text": chat_of(messages=[{"role": "user", "content": "a " * (room // 2)}]),
         "most arrays, unbounded": Unkind(CHAT, b'{"messages":[' + b"[]," * (room // 3) + b"[]]}"),
-        "most values": _chat(tools=[[0] * 127] * (budget.MOST_VALUES // 128 - 1)),
+        "most values": chat_of(tools=[[0] * 127] * (budget.MOST_VALUES // 128 - 1)),
         # The engine refuses the temperature.
-        "deepest": _chat(metadata=nested, temperature=-1),
-        "most messages": _chat(messages=messages),
+        "deepest": chat_of(metadata=nested, temperature=-1),
+        "most messages": chat_of(messages=messages),
         "most token ids": _completion([1] * budget.MOST_TOKEN_IDS),
         "most prompts": _completion(["a b " * 10_000] * budget.MOST_CHOICES),
-        "slowest schema": _schema(type="string", pattern="^[a-z]{1,9999}$"),
-        "a new schema each": _schema(enum=[f"value-{n}" for n in range(1000)]),
+        "slowest schema": schema_of(type="string", pattern="^[a-z]{1,9999}$"),
+        "a new schema each": schema_of(enum=[f"value-{n}" for n in range(1000)]),
         "flattest text": Unkind(TOKENIZE, json.dumps({"prompt": " " * flat}).encode()),
         # The engine's model reads text only.
-        "largest image": _chat(messages=[{"role": "user", "content": [picture]}]),
+        "largest image": chat_of(messages=[{"role": "user", "content": [picture]}]),
         "most listed": Unkind("/v1/conversations?limit=10000", None),
     }
 

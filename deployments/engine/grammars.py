@@ -56,7 +56,7 @@ class Grammars:
         self._backend = config.structured_outputs_config.backend
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         self._lock = asyncio.Lock()
-        self._last: asyncio.Future[str | None] | None = None
+        self._last: asyncio.Future[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._idle: asyncio.TimerHandle | None = None
         # Schemas that xgrammar refuses and guidance takes.
@@ -74,42 +74,50 @@ class Grammars:
         def bounded(prompt: Any, sampling_params: Any, *given: Any, **more: Any) -> Any:
             ask = functools.partial(generate, prompt, sampling_params, *given, **more)
             outputs = getattr(sampling_params, "structured_outputs", None)
-            # Calls may come instead, by the patch `uncallable_tools`.
-            every = (outputs, getattr(outputs, "calls", None))
-            held = [x for x in every if x and not (x.all_constraints_none() or x.json_object)]
-            return _once_judged(self.judge(*held), ask) if held else ask()
+            if outputs is None or outputs.all_constraints_none():
+                return ask()
+            return _once_judged(self.judge(outputs), ask)
 
         client.generate = bounded
 
-    async def judge(self, *held: StructuredOutputsParams) -> None:
-        """Return once grammars are known to be compiled in time.
+    async def judge(self, outputs: StructuredOutputsParams) -> None:
+        """Return once a grammar is known to be compiled in time.
 
         Raises:
-            VLLMValidationError: one is wrong, or takes too long, or too much memory.
+            VLLMValidationError: it is wrong, or takes too long, too much memory or too long a step.
         """
-        for one in held:
-            await self._judge(*_grammar_of(one))
-
-    async def _judge(self, kind: str, text: str) -> None:
+        if calls := getattr(outputs, "calls", None):
+            await self.judge(calls)  # They may come instead, by the patch `uncallable_tools`.
+        if outputs.json_object:
+            return
+        kind, text = _grammar_of(outputs)
         key = hashlib.sha256(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
         if key not in self._known:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WAIT_S), self._lock:
-                    # One whose client has left goes on, or the next would get its answer.
+                    # A compilation goes on when its client leaves: the process answers in order.
                     if self._last is not None:
                         await asyncio.wait([self._last])
                     if key not in self._known:
-                        self._last = asyncio.ensure_future(self._problem(kind, text))
-                        self._known[key] = await asyncio.shield(self._last)
-            except TimeoutError:
+                        self._last = asyncio.ensure_future(self._learn(key, kind, text))
+                        await asyncio.shield(self._last)
+            if key not in self._known:
                 raise VLLMValidationError(
                     "the grammar was not compiled in time, as others came first; try again later"
-                ) from None
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
+                )
         self._known.move_to_end(key)
         if (problem := self._known[key]) is not None:
             raise VLLMValidationError(problem)
+
+    async def _learn(self, key: bytes, kind: str, text: str) -> None:
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                self._known[key] = await self._problem(kind, text)
+        except TimeoutError:
+            # The process hangs: its CPU time is bounded, too.
+            self._end()
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
 
     async def _problem(self, kind: str, text: str) -> str | None:
         if kind != "json":
@@ -158,17 +166,12 @@ class Grammars:
         return self._process
 
     def _compiler(self) -> dict[str, Any]:
-        backend = XgrammarBackend(
-            self._config, self._tokenizer, self._config.model_config.get_vocab_size()
-        )
+        vocab_size = self._config.model_config.get_vocab_size()
+        backend = XgrammarBackend(self._config, self._tokenizer, vocab_size)
         plain = backend.disable_any_whitespace
-        return {
-            "tokenizer": backend.compiler.compile_regex("a").tokenizer_info.serialize_json(),
-            "whitespace": {
-                "any_whitespace": not plain,
-                "separators": [",", ":"] if plain else None,
-            },
-        }
+        tokenizer = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()
+        spaces = {"any_whitespace": not plain, "separators": [",", ":"] if plain else None}
+        return {"tokenizer": tokenizer, "whitespace": spaces}
 
     def _end(self) -> None:
         if self._process is not None:
@@ -205,8 +208,7 @@ def _costliest(kind: str, text: str) -> str:
         document = json.loads(text)
     except ValueError:
         return kind
-    costs = [*_costs(document, "")]
-    return max(costs)[1] if costs else kind
+    return max(_costs(document, ""), default=(0.0, kind))[1]
 
 
 def _costs(schema: Any, place: str) -> Iterator[tuple[float, str]]:

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.agent import Transcript, client_complete, make_session, run_agent, score
 from conserve.apis import CHAT, MESSAGES, RESPONSES
+from conserve.recognition.apis import answers_of
+from conserve.recognition.normal import normalised
 from tests.engines.applications import MAIN
 from tests.engines.metrics import metric
 
@@ -69,46 +71,31 @@ async def test_agents_do_their_tasks_with_one_handoff_each(
     assert metric("conserve_moves_total") == moves
 
 
-SUM = {"type": "integer", "minimum": 0, "maximum": 9999}
-FORMAT = {
-    "type": "object", "properties": {"sum": SUM}, "required": ["sum"], "additionalProperties": False
-}  # fmt: skip
-NAMED = {"type": "json_schema", "name": "r", "schema": FORMAT}
+VALUE = {"type": "integer", "minimum": 0, "maximum": 9999}
+FORMAT = {"type": "object", "properties": {"sum": VALUE}, "required": ["sum"]}
 
 
-def asked(path: str, said: str, functions: list[dict[str, Any]], choice: str) -> dict[str, Any]:
-    """A request with tools and a format of the answer."""
-    user = [{"role": "user", "content": said}]
-    if path == MESSAGES:
-        kind = {"type": {"required": "any"}.get(choice, choice)}
-        tools = [{"name": one["name"], "input_schema": one["parameters"]} for one in functions]
-        form = {"type": "json_schema", "schema": FORMAT}
-        more = {"output_config": {"format": form}, "max_tokens": 200}
-        return {"messages": user, "tools": tools, "tool_choice": kind, **more}
+def asked(path: str, said: str, functions: list[Any], choice: str) -> dict[str, Any]:
+    """Fields of a request with tools and a format. ``choice`` is a chat's, or a tool's name."""
+    chosen: Any = choice
+    is_named, user = choice in [one["name"] for one in functions], {"role": "user", "content": said}
+    form = {"type": "json_schema", "name": "r", "schema": FORMAT | {"additionalProperties": False}}
+    tools = [{"type": "function", **one} for one in functions]
     if path == RESPONSES:
-        flat = [{"type": "function", **one} for one in functions]
-        more = {"text": {"format": NAMED}, "max_output_tokens": 200}
-        return {"input": user, "tools": flat, "tool_choice": choice, "store": False, **more}
-    nested = [{"type": "function", "function": one} for one in functions]
-    form = {"type": "json_schema", "json_schema": NAMED}
-    more = {"response_format": form, "max_tokens": 200}
-    return {"messages": user, "tools": nested, "tool_choice": choice, **more}
-
-
-def answered(path: str, told: list[Any]) -> tuple[list[str], str]:
-    """The tools that events call, or an answer in one piece, and its text."""
-    if path == CHAT:
-        parts = [one.get("delta") or one.get("message") or {} for e in told for one in e["choices"]]
-        calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
-        return [n for one in calls if (n := one.get("name"))], parts[0].get("content") or ""
-    if path == MESSAGES:
-        blocks = told[0].get("content") or [e["content_block"] for e in told if "index" in e
-                                            and e.get("content_block")]  # fmt: skip
-        texts = [one["text"] for one in blocks if one["type"] == "text"]
-        return [one["name"] for one in blocks if one["type"] == "tool_use"], "".join(texts)
-    items = (told[-1].get("response") or told[0])["output"]
-    texts = [part["text"] for one in items for part in one.get("content") or ()]
-    return [one["name"] for one in items if one["type"] == "function_call"], "".join(texts)
+        chosen = {"type": "function", "name": choice} if is_named else choice
+        body = {"input": [user], "text": {"format": form}, "store": False, "max_output_tokens": 200}
+    elif path == MESSAGES:
+        renamed = {"parameters": "input_schema"}
+        tools = [{renamed.get(name, name): one[name] for name in one} for one in functions]
+        kind = {"auto": "auto", "none": "none", "required": "any"}.get(choice, "tool")
+        chosen = {"type": kind, **({"name": choice} if is_named else {})}
+        body = {"messages": [user], "output_config": {"format": form}, "max_tokens": 200}
+    else:
+        tools = [{"type": "function", "function": one} for one in functions]
+        chosen = {"type": "function", "function": {"name": choice}} if is_named else choice
+        wanted = {"type": "json_schema", "json_schema": form}
+        body = {"messages": [user], "response_format": wanted, "max_tokens": 200}
+    return {**body, "tools": tools, "tool_choice": chosen}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -118,19 +105,22 @@ async def test_an_agent_whose_answers_have_a_format_calls_its_tools(
 ) -> None:
     session = make_session("integration/0", "held-out")
     functions = [schema["function"] for schema in session.schemas]
-    task, first = session.tasks[0].question, session.tasks[0].calls[0].name
-    for said, choice in (
-        (task, "auto"), (task, "required"), (task, "none"), ("hello there", "auto")
-    ):  # fmt: skip
-        body = {**asked(path, said, functions, choice), "stream": stream, "temperature": 0}
-        reply = await client.post(application + path, json={"model": "conserve-embedded", **body})
+    task, first = session.tasks[0], session.tasks[0].calls[0]
+    # What the model is asked, what it may call, and whether it calls.
+    for said, choice, calls in (
+        (task.question, "auto", [[first.name, [first.arguments]]]),
+        (task.question, "required", None),
+        (task.question, first.name, None),
+        (task.question, "none", []),
+        ("hello there", "auto", []),
+    ):
+        body = {"model": "conserve-embedded", "temperature": 0, "stream": stream}
+        body |= asked(path, said, functions, choice)
+        reply = await client.post(application + path, json=body)
         assert reply.status_code == 200, reply.text
-        lines = reply.text.splitlines() if stream else [f"data: {reply.text}"]
-        told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        calls, text = answered(path, told)
-        if said == task and choice != "none":
-            # Where it must call, its first token is a call's, so it may take another tool.
-            assert calls == [first] if choice == "auto" else calls
-        else:
-            assert not calls
-            assert stream or 0 <= json.loads(text)["sum"] <= 9999
+        (answer,) = answers_of(path, [reply.content], stream)
+        _, texts, called = normalised(answer)
+        assert called == calls if calls is not None else called, (said, choice, texts)
+        if choice == first.name:
+            assert [name for name, _ in called] == [choice]
+        assert called or 0 <= json.loads(texts[0])["sum"] <= 9999

@@ -9,7 +9,7 @@ import pytest
 
 from conserve import budget
 from conserve.settings import Settings
-from experiments.unkind import Unkind, _chat, _schema, kinds, varied
+from experiments.unkind import Unkind, chat_of, kinds, schema_of, varied
 from tests.engines.applications import MAIN
 from tests.engines.client import chat, prose
 
@@ -18,16 +18,16 @@ pytestmark = [pytest.mark.anyio, pytest.mark.full, pytest.mark.application(MAIN)
 _TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(512)]
 KINDS: dict[str, Unkind] = {
     **kinds(Settings()),
-    "slowest regex": _chat(structured_outputs={"regex": "(a|aa|aaa){1,9999}b"}),
-    "most alternatives": _schema(
+    "slowest regex": chat_of(structured_outputs={"regex": "(a|aa|aaa){1,9999}b"}),
+    "most alternatives": schema_of(
         oneOf=[{"type": "object", "required": [str(n)]} for n in range(500)]
     ),
-    "most tools": _chat(tools=_TOOLS, tool_choice="required"),
-    "most stops": _chat(stop=["ab" * 100 + str(n) for n in range(64)], max_tokens=16),
-    "most biases": _chat(logit_bias={str(n): 1 for n in range(1024)}, max_tokens=16),
-    "most choices": _chat(n=budget.MOST_CHOICES),
-    "longest word": _chat(messages=[{"role": "user", "content": "w" * 400_000}]),
-    "most templates": _chat(chat_template_kwargs={"a": ["b" * 100] * 8000}),
+    "most tools": chat_of(tools=_TOOLS, tool_choice="required"),
+    "most stops": chat_of(stop=["ab" * 100 + str(n) for n in range(64)], max_tokens=16),
+    "most biases": chat_of(logit_bias={str(n): 1 for n in range(1024)}, max_tokens=16),
+    "most choices": chat_of(n=budget.MOST_CHOICES),
+    "longest word": chat_of(messages=[{"role": "user", "content": "w" * 400_000}]),
+    "most templates": chat_of(chat_template_kwargs={"a": ["b" * 100] * 8000}),
 }
 
 

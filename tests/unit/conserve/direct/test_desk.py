@@ -1,4 +1,4 @@
-"""What a decoder begins without the table, what it reports, and what the table knows of that."""
+"""Rules of the direct protocol: turns that decoders begin, their reports, the table's notices."""
 
 from collections.abc import Callable
 

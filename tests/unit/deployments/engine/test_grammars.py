@@ -59,7 +59,9 @@ def answers(*asked: dict[str, Any]) -> list[str]:
         grammars.bound(client)
         said = []
         for one in asked:
-            params = SamplingParams(structured_outputs=StructuredOutputsParams(**one))
+            outputs: Any = StructuredOutputsParams(**{k: one[k] for k in one if k != "calls"})
+            outputs.calls = StructuredOutputsParams(**one["calls"]) if "calls" in one else None
+            params = SamplingParams(structured_outputs=outputs)
             try:
                 said += [output async for output in client.generate("", params)]
             except VLLMValidationError as error:
@@ -70,18 +72,22 @@ def answers(*asked: dict[str, Any]) -> list[str]:
     return asyncio.run(each())
 
 
+HOSTILE = {"structural_tag": json.dumps({"type": "structural_tag", "format": {
+    "type": "json_schema",
+    "json_schema": objects(b={"type": "string", "pattern": "^[a-z]{1,9999}$"})["json"]}})
+}  # fmt: skip
+COSTLY = "properties.b.pattern: it takes more than 2 s"
 TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("an object", objects(a={"type": "string", "maxLength": 100_000}), "xgrammar"),
     ("a thousand values", objects(a={"enum": [f"value-{n}" for n in range(1000)]}), "xgrammar"),
+    ("any object", {"json_object": True}, "xgrammar"),
     ("choices", {"choice": ["yes", "no"]}, "xgrammar"),
     ("a regex", {"regex": "((a|aa|aaa)+)+b"}, "xgrammar"),
     ("a grammar", {"grammar": 'root ::= "a" | "b"'}, "xgrammar"),
     ("what only guidance has", objects(a={"type": "integer", "multipleOf": 5}), "guidance"),
-    ("a pattern with a count, in a tool that must be called",
-     {"structural_tag": json.dumps({"type": "structural_tag", "format": {
-         "type": "json_schema",
-         "json_schema": objects(b={"type": "string", "pattern": "^[a-z]{1,9999}$"})["json"]}})},
-     "properties.b.pattern: it takes more than 2 s"),
+    ("a pattern with a count, in a tool that must be called", HOSTILE, COSTLY),
+    ("the same, in a tool that may be called", {**objects(c={}), "calls": HOSTILE}, COSTLY),
+    ("the same, beside any object", {"json_object": True, "calls": HOSTILE}, COSTLY),
     ("1,200 optional properties",
      {"json": {"type": "object",
                "properties": {f"p{n}": {"type": "integer"} for n in range(1200)}}},
@@ -105,7 +111,7 @@ def test_a_grammar_is_served_or_refused_by_its_costliest_keyword() -> None:
             if wanted not in one} == {}  # fmt: skip
 
 
-def test_who_leaves_takes_no_answer_from_the_next() -> None:
+def test_a_client_that_leaves_does_not_shift_answers() -> None:
     async def two() -> None:
         grammars = Grammars(CONFIG, RENDERER.tokenizer)
         left = asyncio.create_task(grammars.judge(StructuredOutputsParams(regex="((")))
@@ -115,6 +121,24 @@ def test_who_leaves_takes_no_answer_from_the_next() -> None:
         await ended(grammars)
 
     asyncio.run(two())
+
+
+def test_a_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def twice() -> None:
+        grammars = Grammars(CONFIG, RENDERER.tokenizer)
+        await grammars.judge(StructuredOutputsParams(regex="a"))
+        stopped = grammars._process
+        assert stopped is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with monkeypatch.context() as soon:
+            soon.setattr("deployments.engine.grammars._WAIT_S", 0.5)
+            with pytest.raises(VLLMValidationError, match="not compiled in time"):
+                await grammars.judge(StructuredOutputsParams(regex="b"))
+        assert await stopped.wait() == -signal.SIGKILL
+        await grammars.judge(StructuredOutputsParams(regex="b"))
+        await ended(grammars)
+
+    asyncio.run(twice())
 
 
 def test_a_grammar_is_compiled_once_and_outlives_its_process() -> None:
