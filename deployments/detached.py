@@ -82,6 +82,9 @@ class Patience(NamedTuple):
     answer_s: float | None = None
 
 
+USUAL = Patience()
+
+
 class ActorClient(ABC):
     """A caller's end of an actor: finds it, and finds it again once Ray has started it again."""
 
@@ -133,3 +136,15 @@ class ActorClient(ABC):
             call(self._connect(), method, *given, **named)
         except ray.exceptions.RayActorError:
             self._actor = None
+
+
+def asks(
+    method: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Answer | Refusal]],
+    patience: Patience = USUAL,
+) -> Callable[Concatenate[ActorClient, Given], Coroutine[Any, Any, Answer]]:
+    """Return the method of an `ActorClient` that calls this one of the actor's; see `_ask`."""
+
+    async def asked(client: ActorClient, *given: Given.args, **named: Given.kwargs) -> Answer:
+        return await client._ask(patience, method, *given, **named)
+
+    return asked
