@@ -7,7 +7,6 @@ nor the process that builds the application loads vLLM, which takes seconds.
 import dataclasses
 import difflib
 import enum
-import importlib.metadata
 import inspect
 import json
 import os
@@ -25,6 +24,7 @@ from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.settings.engine_arguments import workers_disagree
 from conserve.settings.expected import expected
+from conserve.versions import version_of
 from hetero.gpu_layout import roles
 
 _TIMEOUT_S = 300.0
@@ -82,7 +82,7 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
     that do not fit the model are refused, too. This takes the seconds that vLLM takes to load.
     Raises `VllmSilent` if it cannot be asked.
     """
-    of_model = model_is_here and gpu != _has_cpu_build()
+    of_model = model_is_here and gpu == (version_of(_CPU_BUILD) is None)
     asked = [
         (name, own, _question(settings, own, gpu, of_model))
         for name, own in roles(settings)
@@ -96,14 +96,6 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
         if answer.problem:
             found[f"model: vLLM refuses it: {answer.problem}"] = None
     return list(found)
-
-
-def _has_cpu_build() -> bool:
-    try:
-        importlib.metadata.distribution(_CPU_BUILD)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
