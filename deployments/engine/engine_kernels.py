@@ -111,13 +111,14 @@ def require_cuda_ops() -> None:
         importlib.import_module("torch")
         importlib.import_module("lmcache.cuda_ops")
     except ImportError as error:
-        needed = _needed_torch()
+        pinned = _needed_torch()
+        needed = f"torch=={pinned}" if pinned else "the PyTorch that vLLM pins"
+        here = version_of("torch") or "(not installed)"
         why = " ".join(str(error).split())
         raise RuntimeError(
             f"LMCache {version_of('lmcache')} cannot load its CUDA operations (lmcache.cuda_ops) "
-            f"with PyTorch {version_of('torch') or '(not installed)'}: {why}. Without them KV may be read before it is "
-            f"written. Install {f'torch=={needed}' if needed else 'the PyTorch that vLLM pins'}, "
-            "in its CUDA build"
+            f"with PyTorch {here}: {why}. Without them KV may be read before it is written. "
+            f"Install {needed}, in its CUDA build"
         ) from None
 
 
