@@ -260,6 +260,21 @@ class TurnPlan:
     reason: Reason = "home"
 
 
+@dataclass(slots=True)
+class Checked:
+    """The prompts of a turn that an engine would serve.
+
+    Attributes:
+        prompts: the token ids of each.
+        multimodal: whether they hold more than these, such as images.
+        encode_tokens: embeddings of images that the engine's node has not encoded.
+    """
+
+    prompts: list[list[int]]
+    multimodal: bool
+    encode_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """Tells what a prefiller did.
