@@ -2,11 +2,10 @@
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -24,25 +23,25 @@ from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
-from deployments.engine.gpu_worker import WorkerClient
+from deployments.engine.gpu_worker import GpuWorker
 from deployments.engine.http_server import EngineHttp
 from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
 from deployments.engine.load import measure
 from deployments.engine.observer import observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.engine.scheduler.commands import SchedulerClient
-from deployments.engine.sm_slots.lease import tell_worker
+from deployments.engine.sm_slots.lease import lease_of, tell_worker
 from deployments.engine.stored import hold_until_stored
 from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
+from deployments.event_loop import give_way_soon, in_background
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
-from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
 from deployments.upstream import unreachable_scheduler
 from deployments.upstream.outer_address import LOOPBACK
@@ -51,6 +50,7 @@ from deployments.upstream.patches import apply_patches
 from deployments.upstream.seams import require_seams
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
+from hetero.sm_slots import SmLease
 from hetero.tiers import RoleTier
 from hetero.vision_tower import ENCODERS
 
@@ -112,7 +112,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         give_way_soon()
         tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id
-        self._workers = WorkerClient(self.collective_rpc)
         self._role: Role = role
         self._settings = settings
         self._table = TableClient(context.app_name, deployment, settings)
@@ -152,7 +151,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await self._load_engine(llm_config)
         client = self.engine._engine_client
-        failed = FailedImages(functools.partial(_abort, client))
+        failed = FailedImages(lambda request_ids: in_background(client.abort(request_ids)))
         self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
         # On the event loop, nothing waits for an engine that writes.
@@ -161,7 +160,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
-        leases = () if self._sm_slots is None else await self._workers.sm_leases()
+        leases: tuple[SmLease, ...] = ()
+        if self._sm_slots is not None:
+            # By its name: `SlotWorker` cannot be imported without loading vLLM's worker.
+            leases = tuple(map(lease_of, await self.collective_rpc("conserve_sm_lease")))
         if gpus or leases:
             self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
         app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
@@ -244,7 +246,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if not config.engine_kwargs.get("worker_extension_cls"):
             return ()
         try:
-            return await self._workers.gpu_uuids()
+            return tuple(await self.collective_rpc(GpuWorker.conserve_gpu_uuid.__name__))
         except Exception as error:
             # The operator may have set another worker extension.
             logger.warning(
@@ -267,7 +269,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             await self._drain()
         if getattr(self, "engine", None) is not None:
             # Ray ends workers at once, and LMCache's server would keep their memory mapped.
-            await self._give_back("KV space", self._workers.shutdown(), REAPED_S)
+            await self._give_back("KV space", self.collective_rpc("shutdown"), REAPED_S)
         if getattr(self, "_sm_slots", None) is not None:
             await self._give_back("SM slots", self._node.leave(self._id), SILENCE_S)
         await super().__del__()
@@ -379,15 +381,6 @@ def kind_of(vllm_config: Any, tier: str) -> str:
         model.enforce_eager,
     )
     return " ".join(map(str, said))
-
-
-_aborting: set[asyncio.Task[None]] = set()
-
-
-def _abort(client: Any, request_ids: Sequence[str]) -> None:
-    task = asyncio.get_running_loop().create_task(client.abort(request_ids))
-    _aborting.add(task)
-    task.add_done_callback(_aborting.discard)
 
 
 def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:
