@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -120,19 +121,14 @@ def _question(settings: Settings, own: RoleSettings, gpu: bool, of_model: bool) 
 
 def _ask(questions: Sequence[_Question]) -> list[Answer]:
     """Ask each question, those with the same environment in one process."""
-    answers: list[Answer | None] = [None] * len(questions)
-    for index, question in enumerate(questions):
-        if answers[index] is not None:
-            continue
-        same = [
-            place
-            for place, other in enumerate(questions)
-            if other.environment == question.environment
-        ]
+    places = defaultdict(list)
+    for place, question in enumerate(questions):
+        places[frozenset(question.environment.items())].append(place)
+    answers: dict[int, Answer] = {}
+    for same in places.values():
         asked = _ask_one_process([questions[place] for place in same])
-        for place, answer in zip(same, asked, strict=True):
-            answers[place] = answer
-    return [answer for answer in answers if answer is not None]
+        answers.update(zip(same, asked, strict=True))
+    return [answers[place] for place in range(len(questions))]
 
 
 def _ask_one_process(questions: Sequence[_Question]) -> list[Answer]:
