@@ -144,7 +144,7 @@ def asks(
 ) -> Callable[Concatenate[ActorClient, Given], Coroutine[Any, Any, Answer]]:
     """Return the method of an `ActorClient` that calls this one of the actor's; see `_ask`."""
 
-    async def asked(client: ActorClient, *given: Given.args, **named: Given.kwargs) -> Answer:
+    async def asked(client: ActorClient, /, *given: Given.args, **named: Given.kwargs) -> Answer:
         return await client._ask(patience, method, *given, **named)
 
     return asked
