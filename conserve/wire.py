@@ -351,7 +351,7 @@ NO_STAGES = StageTimes()
 
 
 class EngineTold(NamedTuple):
-    """What an engine's scheduler tells of a turn that has ended; None: it does not know histories.
+    """An engine's account of a turn that has ended; None: its scheduler knows no histories.
 
     Attributes:
         waited_s, waited_for: how long the turn waited in the engine before it ran, and what for.

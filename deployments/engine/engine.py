@@ -23,14 +23,14 @@ from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
-from deployments.engine.gpu_worker import GpuWorker
+from deployments.engine.gpu_worker import WorkerClient
 from deployments.engine.http_server import EngineHttp
 from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
 from deployments.engine.load import measure
 from deployments.engine.observer import observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.engine.scheduler.commands import SchedulerClient
-from deployments.engine.sm_slots.lease import lease_of, tell_worker
+from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
 from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
@@ -50,7 +50,6 @@ from deployments.upstream.patches import apply_patches
 from deployments.upstream.seams import require_seams
 from hetero.gpus import EngineUse
 from hetero.host_memory import chunk_tokens, kept_tokens, page_bytes
-from hetero.sm_slots import SmLease
 from hetero.tiers import RoleTier
 from hetero.vision_tower import ENCODERS
 
@@ -112,6 +111,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         give_way_soon()
         tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id
+        self._workers = WorkerClient(self.collective_rpc)
         self._role: Role = role
         self._settings = settings
         self._table = TableClient(context.app_name, deployment, settings)
@@ -160,10 +160,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
-        leases: tuple[SmLease, ...] = ()
-        if self._sm_slots is not None:
-            # By its name: `SlotWorker` cannot be imported without loading vLLM's worker.
-            leases = tuple(map(lease_of, await self.collective_rpc("conserve_sm_lease")))
+        leases = () if self._sm_slots is None else await self._workers.sm_leases()
         if gpus or leases:
             self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
         app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
@@ -246,7 +243,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if not config.engine_kwargs.get("worker_extension_cls"):
             return ()
         try:
-            return tuple(await self.collective_rpc(GpuWorker.conserve_gpu_uuid.__name__))
+            return await self._workers.gpu_uuids()
         except Exception as error:
             # The operator may have set another worker extension.
             logger.warning(
@@ -269,7 +266,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             await self._drain()
         if getattr(self, "engine", None) is not None:
             # Ray ends workers at once, and LMCache's server would keep their memory mapped.
-            await self._give_back("KV space", self.collective_rpc("shutdown"), REAPED_S)
+            await self._give_back("KV space", self._workers.shutdown(), REAPED_S)
         if getattr(self, "_sm_slots", None) is not None:
             await self._give_back("SM slots", self._node.leave(self._id), SILENCE_S)
         await super().__del__()

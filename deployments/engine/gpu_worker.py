@@ -4,12 +4,33 @@ vLLM adds `GpuWorker` to the worker's class by ``worker_extension_cls``, and cal
 ``collective_rpc``, which takes a method's name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from deployments.engine.sm_slots.lease import lease_of
 from hetero.nvml import Gpu, Nvml, NvmlError
+from hetero.sm_slots import SmLease
 
 EXTENSION = "deployments.engine.gpu_worker.GpuWorker"
+
+
+class WorkerClient:
+    """Calls the workers of one engine, by its ``collective_rpc``."""
+
+    def __init__(self, call: Callable[[str], Awaitable[list[Any]]]) -> None:
+        self._call = call
+
+    async def gpu_uuids(self) -> tuple[str, ...]:
+        return tuple(await self._call(GpuWorker.conserve_gpu_uuid.__name__))
+
+    async def sm_leases(self) -> tuple[SmLease, ...]:
+        """Return the SMs that workers have leased (`SlotWorker.conserve_sm_lease`)."""
+        # By its name: `SlotWorker` cannot be imported without loading vLLM's worker.
+        return tuple(lease_of(said) for said in await self._call("conserve_sm_lease"))
+
+    async def shutdown(self) -> None:
+        """Have workers give back their memory, by a method of vLLM's own."""
+        await self._call("shutdown")
 
 
 class GpuWorker:
