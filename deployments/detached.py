@@ -9,7 +9,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.messages import HEAD_NODE, Refusal, unrefused
+from conserve.errors import ApiError
+from deployments.messages import HEAD_NODE, Refusal
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
@@ -67,6 +68,15 @@ def call(
 ) -> Any:
     """Call a method of an actor's class; returns Ray's reference to the answer."""
     return getattr(actor, method.__name__).remote(*given, **named)
+
+
+def unrefused(answer: Answer | Refusal) -> Answer:
+    """Return an answer; raises `ApiError` if it is a refusal."""
+    if isinstance(answer, Refusal):
+        raise ApiError(
+            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+        )
+    return answer
 
 
 class Patience(NamedTuple):

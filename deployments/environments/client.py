@@ -9,9 +9,8 @@ import ray
 
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.detached import ActorClient, Patience, asks, call, find_or_make
+from deployments.detached import ActorClient, Patience, asks, call, find_or_make, unrefused
 from deployments.environments.service import EnvironmentService
-from deployments.messages import unrefused
 
 _RESTARTING = ApiError(
     503, "the manager of environments is being restarted; try again", "unavailable", retry_after_s=2
