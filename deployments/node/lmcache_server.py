@@ -234,7 +234,8 @@ class LMCacheServer:
         """Start it, and again whenever it ends; never returns."""
         backoff_s = 0.5
         while True:
-            taken = _taken_port(self.address)
+            own = (self.address.host, self.address.port), ("127.0.0.1", self.address.http_port)
+            taken = next((port for host, port in own if not is_free(host, port)), None)
             if taken is not None:
                 self._problem = f"port {taken} is in use"
                 if self._taken_since_s is None:
@@ -307,14 +308,6 @@ class LMCacheServer:
         except (OSError, TimeoutError) as error:
             self._problem = f"its health check failed: {error or type(error).__name__}"
             return False
-
-
-def _taken_port(address: Address) -> int | None:
-    """Return a port of the server's that another program has."""
-    for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
-        if not is_free(host, port):
-            return port
-    return None
 
 
 def is_free(host: str, port: int) -> bool:
