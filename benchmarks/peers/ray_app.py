@@ -13,7 +13,7 @@ import ray
 import ray.serve.llm
 from ray import serve
 
-from deployments.ray_token import keep_token
+from deployments.joining import keep_token
 
 
 def main() -> None:

@@ -10,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from conserve.settings import Settings
+from conserve.versions import version_of
 from conserve_cli.cluster import require_ray
 from conserve_cli.doctor.facts import Finding, exit_status
 from conserve_cli.launching import ConfigFile, SettingArguments, given, settings_from
 from conserve_cli.output import console, refuse
-from deployments.upstream.patch import fits, version_of
+from deployments.upstream.patch import fits
 from deployments.upstream.patches import patches as all_patches
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

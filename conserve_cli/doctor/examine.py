@@ -14,8 +14,7 @@ from conserve.settings import Settings
 from conserve_cli.doctor.facts import Finding, NodeFacts, ok, warning, wrong
 from conserve_cli.doctor.observe import observe_node
 from conserve_cli.doctor.verdict import judge
-from deployments import ray_token
-from deployments.joining import find_ray
+from deployments import joining
 from deployments.messages import HEAD_NODE
 
 # A node's first worker takes long to import its modules.
@@ -28,7 +27,7 @@ def examine_cluster(
     settings: Settings, address: str, on_progress: Callable[[str], None]
 ) -> list[Finding]:
     """Examine every node of this Ray cluster; raises `ConnectionError` if there is none."""
-    find_ray(address)
+    joining.find_ray(address)
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]
@@ -49,8 +48,8 @@ def examine_cluster(
 
 def _token(address: str) -> list[Finding]:
     """Return whether the Ray there asks for a token; nothing if it uses TLS."""
-    asked = ray_token.answer(address)
-    if asked == ray_token.NO_TOKEN:
+    asked = joining.answer(address)
+    if asked == joining.NO_TOKEN:
         return [ok("token", f"Ray at {address} answers only clients that have its token")]
     seen = (
         f"Ray at {address} asks for no token: a client that reaches one of its ports can run code"

@@ -8,13 +8,13 @@ images alone, and no token.
 """
 
 import functools
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -25,7 +25,7 @@ from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.engine.vision.node_images import MissingTokens
-from deployments.messages import Prefilled
+from deployments.messages import Checked, Prefilled
 from deployments.upstream.message_fields import no_output
 from deployments.upstream.prompt_lengths import counting, takes_room_left
 
@@ -38,23 +38,15 @@ _WITH_A_CHOICE = (MESSAGES, RESPONSES)
 class _Check:
     path: str = ""
     prefills: bool = False
-    prompts: list[list[int]] = field(default_factory=list)
-    multimodal: bool = False
-    encode_tokens: int = 0
+    found: Checked = field(default_factory=lambda: Checked([], False, 0))
     prefilled: list[Prefilled] = field(default_factory=list)
     refusal: Any = None
 
     @property
-    def answer(self) -> dict[str, Any] | None:
+    def answer(self) -> Checked | Prefilled | None:
         if self.prefills:
-            return asdict(_all_of(self.prefilled)) if self.prefilled else None
-        if not self.prompts:
-            return None
-        return {
-            "prompts": self.prompts,
-            "multimodal": self.multimodal,
-            "encode_tokens": self.encode_tokens,
-        }
+            return _all_of(self.prefilled) if self.prefilled else None
+        return self.found if self.found.prompts else None
 
 
 _current: ContextVar[_Check | None] = ContextVar("conserve_check", default=None)
@@ -107,10 +99,10 @@ def make_checkable(
             refuse_check(error)
             raise
         ids = list(asked.prompt_token_ids or ())
-        check.prompts.append(ids)
+        check.found.prompts.append(ids)
         images = [(one.identifier, one.mm_position) for one in asked.mm_features or ()]
-        check.multimodal |= bool(images)
-        check.encode_tokens += missing_tokens(images)
+        check.found.multimodal |= bool(images)
+        check.found.encode_tokens += missing_tokens(images)
         return _answer(request_id, ids, choices)
 
     client.generate = checked
@@ -192,8 +184,8 @@ def _all_of(done: list[Prefilled]) -> Prefilled:
 class RequestCheck:
     """ASGI middleware that serves `CHECK_PREFIX` and `PREFILL_PREFIX` before an engine's HTTP app.
 
-    It answers ``{"prompts": [[token ids], ...], "multimodal": bool, "encode_tokens": int}``, or the
-    members of `Prefilled`. Where the engine would refuse the request, it answers so.
+    It answers with `Checked` or `Prefilled` as JSON. Where the engine would refuse the request, it
+    answers so.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -231,7 +223,7 @@ class RequestCheck:
         if (refusal := check.refusal) is not None:
             answer: Response = JSONResponse(refusal.model_dump(), refusal.error.code)
         elif status == 200 and check.answer is not None:
-            answer = Response(json.dumps(check.answer), media_type="application/json")
+            answer = Response(msgspec.json.encode(check.answer), media_type="application/json")
         else:
             answer = Response(b"".join(parts), status, media_type="application/json")
         await answer(scope, receive, send)

@@ -2,11 +2,10 @@
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -37,12 +36,12 @@ from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
+from deployments.event_loop import give_way_soon, in_background
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
-from deployments.threads import give_way_soon
 from deployments.tracing import tell_of_lost_collector
 from deployments.upstream import unreachable_scheduler
 from deployments.upstream.outer_address import LOOPBACK
@@ -152,7 +151,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             llm_config.get_or_create_callback().ctx.run_init_node = False
         await self._load_engine(llm_config)
         client = self.engine._engine_client
-        failed = FailedImages(functools.partial(_abort, client))
+        failed = FailedImages(lambda request_ids: in_background(client.abort(request_ids)))
         self._meter = measure(client, failed.have_failed)
         hold_until_stored(client)
         # On the event loop, nothing waits for an engine that writes.
@@ -379,15 +378,6 @@ def kind_of(vllm_config: Any, tier: str) -> str:
         model.enforce_eager,
     )
     return " ".join(map(str, said))
-
-
-_aborting: set[asyncio.Task[None]] = set()
-
-
-def _abort(client: Any, request_ids: Sequence[str]) -> None:
-    task = asyncio.get_running_loop().create_task(client.abort(request_ids))
-    _aborting.add(task)
-    task.add_done_callback(_aborting.discard)
 
 
 def _tell_connector(config: LLMConfig, more: dict[str, Any]) -> None:

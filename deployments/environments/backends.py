@@ -89,10 +89,7 @@ class Processes:
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
         ports = choose_ports(one)
-        try:
-            place(self._root, one).make()
-        except OSError as error:
-            raise SandboxError(f"its folder cannot be made: {error.strerror}") from error
+        place(self._root, one).make()
         if one.spec.setup is not None:
             one_with_ports = place(self._root, one, ports)
             setup = Run(command=one.spec.setup)
@@ -173,17 +170,14 @@ class Containers:
         ports = choose_ports(one)
         where = place(self._root, one)
         self._remove_containers([self.name(one)])
-        try:
-            where.make()
-        except OSError as error:
-            raise SandboxError(f"its folder cannot be made: {error.strerror}") from error
+        where.make()
         user = where.uid or os.getuid()
         limits = one.spec.limits
         network = ["--network", "bridge" if self._settings.network else "none"]
         if self._settings.network:
             network += [word for port in ports for word in ("-p", f"127.0.0.1:{port}:{port}")]
-        self._ask(
-            "run", "--detach", "--init", "--name", self.name(one),
+        ask(
+            self._engine, "run", "--detach", "--init", "--name", self.name(one),
             "--label", f"{_LABEL}={self._label}",
             "--user", f"{user}:{user}", "--cap-drop", "ALL",
             "--security-opt", "no-new-privileges",
@@ -209,22 +203,19 @@ class Containers:
         place(self._root, one).remove()
 
     def tidy(self, kept: Collection[int]) -> None:
-        listed = self._ask(
-            "ps", "--all", "--filter", f"label={_LABEL}={self._label}", "--format", "{{.Names}}"
-        )
+        of_ours = f"label={_LABEL}={self._label}"
+        names = ask(self._engine, "ps", "--all", "--filter", of_ours, "--format", "{{.Names}}")
+        listed = names.split()
         keep = {f"conserve-{self._label}-{number}" for number in kept}
-        self._remove_containers([name for name in listed.split() if name not in keep])
+        self._remove_containers([name for name in listed if name not in keep])
         # A restart ends what a predecessor's commands still run in kept containers.
-        for name in listed.split():
+        for name in listed:
             if name in keep:
-                self._ask("restart", "--time", "0", name)
+                ask(self._engine, "restart", "--time", "0", name)
 
     def _remove_containers(self, names: list[str]) -> None:
         for name in names:
-            self._ask("rm", "--force", "--volumes", name, missing_is_fine=True)
-
-    def _ask(self, *words: str, timeout_s: float = _ANSWER_S, missing_is_fine: bool = False) -> str:
-        return ask(self._engine, *words, timeout_s=timeout_s, missing_is_fine=missing_is_fine)
+            ask(self._engine, "rm", "--force", "--volumes", name, missing_is_fine=True)
 
 
 class ContainerCommand:
@@ -260,20 +251,16 @@ class ContainerCommand:
         self._process.kill()
 
     def wait(self) -> Outcome:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        outputs = (self._process.stdout.fileno(), self._process.stderr.fileno())
-        stdout, stderr, _, dropped = read_outputs(
-            *outputs, None, self._output_bytes, self._deadline_s
-        )
-        timed_out = time.monotonic() >= self._deadline_s
-        if timed_out or self._was_cut:
-            self._process.kill()
-            # The command outlives ``docker exec``.
-            ask(self._engine, "restart", "--time", "0", self._name)
-        code = self._process.wait()
-        self._process.stdout.close()
-        self._process.stderr.close()
+        with self._process:
+            stdout, stderr, _, dropped = read_outputs(
+                self._process, None, self._output_bytes, self._deadline_s
+            )
+            timed_out = time.monotonic() >= self._deadline_s
+            if timed_out or self._was_cut:
+                self._process.kill()
+                # The command outlives ``docker exec``.
+                ask(self._engine, "restart", "--time", "0", self._name)
+        code = self._process.returncode
         said = stderr.decode(errors="replace")
         if code == _NOT_ASKED:
             raise SandboxError(f"the container cannot be asked: {said[-300:].strip()}")

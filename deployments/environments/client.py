@@ -9,9 +9,8 @@ import ray
 
 from conserve.errors import ApiError
 from conserve.settings import Settings
-from deployments.detached import ActorClient, Patience, call, find_or_make
+from deployments.detached import ActorClient, Patience, asks, call, find_or_make, unrefused
 from deployments.environments.service import EnvironmentService
-from deployments.messages import unrefused
 
 _RESTARTING = ApiError(
     503, "the manager of environments is being restarted; try again", "unavailable", retry_after_s=2
@@ -41,17 +40,10 @@ class EnvironmentClient(ActorClient):
         digest = hashlib.sha256(said.encode()).hexdigest()[:8]
         self._name = f"conserve:{application}:environments:{digest}"
 
-    async def declare(self, conversation_id: str, body: Any) -> Any:
-        return await self._ask(_USUAL, EnvironmentService.declare, conversation_id, body)
-
-    async def listed(self, conversation_id: str) -> Any:
-        return await self._ask(_USUAL, EnvironmentService.listed, conversation_id)
-
-    async def shown(self, conversation_id: str, name: str) -> Any:
-        return await self._ask(_USUAL, EnvironmentService.shown, conversation_id, name)
-
-    async def let_go(self, conversation_id: str, name: str) -> None:
-        await self._ask(_USUAL, EnvironmentService.let_go, conversation_id, name)
+    declare = asks(EnvironmentService.declare, _USUAL)
+    listed = asks(EnvironmentService.listed, _USUAL)
+    shown = asks(EnvironmentService.shown, _USUAL)
+    let_go = asks(EnvironmentService.let_go, _USUAL)
 
     async def run(self, conversation_id: str, name: str, body: Any) -> Any:
         """Run a command; cancelling this ends it."""

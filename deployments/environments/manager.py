@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import OrderedDict
@@ -185,16 +186,8 @@ class Manager:
             of_it.discard(command)
             if not of_it:
                 self._commands.pop(one.number, None)
-        return answers.CommandDone(
-            exit_code=outcome.exit_code,
-            stdout=outcome.stdout,
-            stderr=outcome.stderr,
-            truncated=outcome.truncated,
-            timed_out=outcome.timed_out,
-            reason=outcome.reason,
-            wall_s=round(outcome.wall_s, 4),
-            isolation=backend.isolation,
-        )
+        told = dataclasses.asdict(outcome) | {"wall_s": round(outcome.wall_s, 4)}
+        return answers.CommandDone(**told, isolation=backend.isolation)
 
     async def _prepared(self, one: Environment, conversation_id: str) -> None:
         if one.state in ("declared", "preparing"):

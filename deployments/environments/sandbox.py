@@ -87,16 +87,19 @@ class Place:
         return _FIRST_UID + self.slot if os.geteuid() == 0 else None
 
     def make(self) -> None:
-        """Make its folders anew, empty."""
-        self.remove()
-        for name in ("home", "tmp"):
-            path = self.folder / name
-            path.mkdir(parents=True)
-            path.chmod(0o700)
-            if self.uid is not None:
-                os.chown(path, self.uid, self.uid)
-        # Without namespaces, its user has to pass through this folder.
-        self.folder.chmod(0o711)
+        """Make its folders anew, empty; raises `SandboxError` if they cannot be made."""
+        try:
+            self.remove()
+            for name in ("home", "tmp"):
+                path = self.folder / name
+                path.mkdir(parents=True)
+                path.chmod(0o700)
+                if self.uid is not None:
+                    os.chown(path, self.uid, self.uid)
+            # Without namespaces, its user has to pass through this folder.
+            self.folder.chmod(0o711)
+        except OSError as error:
+            raise SandboxError(f"its folder cannot be made: {error.strerror}") from error
 
     def remove(self) -> None:
         remove_tree(self.folder)
@@ -172,19 +175,13 @@ class Command:
     def wait(self) -> Outcome:
         """Return when it and its processes have ended; raises `SandboxError`."""
         try:
-            assert self._process.stdout is not None
-            assert self._process.stderr is not None
-            outputs = (self._process.stdout.fileno(), self._process.stderr.fileno())
             stdout, stderr, said, dropped = read_outputs(
-                *outputs, self._result, self._output_bytes, self._deadline_s
+                self._process, self._result, self._output_bytes, self._deadline_s
             )
         finally:
-            self.cut()
-            self._process.kill()
-            self._process.wait()
-            for file in (self._process.stdout, self._process.stderr):
-                assert file is not None
-                file.close()
+            with self._process:
+                self.cut()
+                self._process.kill()
             os.close(self._result)
         if not said.endswith(b"\n"):
             # The launcher, which finds the command's processes, was killed.
@@ -206,13 +203,16 @@ class Command:
 
 
 def read_outputs(
-    stdout: int, stderr: int, result: int | None, most_bytes: int, deadline_s: float
+    process: subprocess.Popen[bytes], result: int | None, most_bytes: int, deadline_s: float
 ) -> tuple[bytes, bytes, bytes, bool]:
     """Return what a process writes, up to ``most_bytes`` an output, and whether there was more.
 
     The third output, ``result``, is where a launcher writes the outcome: once it has ended, no
     known process can write. ``deadline_s`` is by `time.monotonic`.
     """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdout, stderr = process.stdout.fileno(), process.stderr.fileno()
     parts = {stdout: b"", stderr: b""}
     dropped = False
     with selectors.DefaultSelector() as selector:
@@ -276,18 +276,9 @@ def marked(beginning: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if marker_of(process.pid).startswith(beginning):
+            if process.environ().get(MARKER, "").startswith(beginning):
                 found.append(process)
     return found
-
-
-def marker_of(pid: int) -> str:
-    """Return a process's `MARKER`, or ""; raises `OSError` if it is gone or not readable."""
-    wanted = MARKER.encode() + b"="
-    for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if variable.startswith(wanted):
-            return variable[len(wanted) :].decode(errors="replace")
-    return ""
 
 
 def kill_marked(beginning: str, *, exactly: bool = True) -> int:
@@ -297,7 +288,7 @@ def kill_marked(beginning: str, *, exactly: bool = True) -> int:
         left = []
         for process in marked(beginning):
             with contextlib.suppress(psutil.Error, OSError):
-                same = not exactly or marker_of(process.pid) == beginning
+                same = not exactly or process.environ().get(MARKER) == beginning
                 if same and process.status() != psutil.STATUS_ZOMBIE:
                     left.append(process)
         # Look again, as they may start others meanwhile.

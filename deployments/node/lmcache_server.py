@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from conserve.engines import allocator_environment
 from conserve.settings import Settings
@@ -169,6 +169,7 @@ def lmcache_environment() -> dict[str, str]:
     }
 
 
+@dataclass(eq=False)
 class LMCacheServer:
     """Starts the server, watches it, and restarts it on the same address.
 
@@ -176,29 +177,20 @@ class LMCacheServer:
     ``gpu_workers`` the most engines' workers on this node.
     """
 
-    def __init__(
-        self,
-        size_gb: float,
-        chunk_tokens: int,
-        address: Address,
-        directory_url: str | None = None,
-        gpu: bool = True,
-        gpu_workers: int = 0,
-    ) -> None:
-        self.address = address
-        self.restarts = -1
-        self._size_gb = size_gb
-        self._chunk_tokens = chunk_tokens
-        self._directory_url = directory_url
-        self._gpu = gpu
-        self._gpu_workers = gpu_workers
-        self._process: asyncio.subprocess.Process | None = None
-        self._cache: NodeCache | None = None
-        self._launched = asyncio.Event()
-        self._healthy = asyncio.Event()
-        self._problem = "it has not been started"
-        # Since when another program has had one of its ports.
-        self._taken_since_s: float | None = None
+    size_gb: float
+    chunk_tokens: int
+    address: Address
+    directory_url: str | None = None
+    gpu: bool = True
+    gpu_workers: int = 0
+    restarts: int = -1
+    _process: asyncio.subprocess.Process | None = None
+    _cache: NodeCache | None = None
+    _launched: asyncio.Event = field(default_factory=asyncio.Event)
+    _healthy: asyncio.Event = field(default_factory=asyncio.Event)
+    _problem: str = "it has not been started"
+    # Since when another program has had one of its ports.
+    _taken_since_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -242,7 +234,8 @@ class LMCacheServer:
         """Start it, and again whenever it ends; never returns."""
         backoff_s = 0.5
         while True:
-            taken = _taken_port(self.address)
+            own = (self.address.host, self.address.port), ("127.0.0.1", self.address.http_port)
+            taken = next((port for host, port in own if not is_free(host, port)), None)
             if taken is not None:
                 self._problem = f"port {taken} is in use"
                 if self._taken_since_s is None:
@@ -254,16 +247,16 @@ class LMCacheServer:
             self._taken_since_s = None
             self.restarts += 1
             started_s = time.monotonic()
-            self._cache = new_node_cache(self.address) if self._directory_url else None
+            self._cache = new_node_cache(self.address) if self.directory_url else None
             self._process = await asyncio.create_subprocess_exec(
                 *lmcache_command(
-                    self._size_gb,
-                    self._chunk_tokens,
+                    self.size_gb,
+                    self.chunk_tokens,
                     self.address,
                     self._cache,
-                    self._directory_url,
-                    gpu=self._gpu,
-                    gpu_workers=self._gpu_workers,
+                    self.directory_url,
+                    gpu=self.gpu,
+                    gpu_workers=self.gpu_workers,
                 ),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -315,14 +308,6 @@ class LMCacheServer:
         except (OSError, TimeoutError) as error:
             self._problem = f"its health check failed: {error or type(error).__name__}"
             return False
-
-
-def _taken_port(address: Address) -> int | None:
-    """Return a port of the server's that another program has."""
-    for host, port in ((address.host, address.port), ("127.0.0.1", address.http_port)):
-        if not is_free(host, port):
-            return port
-    return None
 
 
 def is_free(host: str, port: int) -> bool:

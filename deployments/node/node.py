@@ -19,7 +19,7 @@ from aiohttp import web
 
 from conserve.settings import Settings
 from conserve.wire import BEAT_S
-from deployments.detached import ActorClient, Patience, call, find_or_make, listed
+from deployments.detached import USUAL, ActorClient, asks, call, find_or_make, listed
 from deployments.messages import NodeCache
 from deployments.node.arena import make_arena
 from deployments.node.lmcache_server import Address, LMCacheServer, choose_address, require_nixl
@@ -38,7 +38,6 @@ _BEAT_TIMEOUT_S = 10.0
 _CACHES_PERIOD_S = 1.0
 _GPUS_PERIOD_S = 1.0
 _CACHE_TIMEOUT_S = 2.0
-_PATIENCE = Patience()
 
 
 class NodeService:
@@ -238,9 +237,12 @@ class NodeClient(ActorClient):
     def prepare(self) -> None:
         self._tell(NodeService.prepare)
 
+    arena = asks(NodeService.arena)
+    wait_until_healthy = asks(NodeService.wait_until_healthy)
+
     async def launch(self) -> Address:
         """Start the node's LMCache server, beat from now on, and return where it listens."""
-        self._address = await self._ask(_PATIENCE, NodeService.launch)
+        self._address = await self._ask(USUAL, NodeService.launch)
         self.keep_beating()
         return self._address
 
@@ -249,18 +251,10 @@ class NodeClient(ActorClient):
         """The actor's name in Ray's namespace ``serve``."""
         return self._names.of(self._node_id)
 
-    async def arena(self) -> str:
-        """Return the path of the node's arena, in which engines keep what they have encoded."""
-        return await self._ask(_PATIENCE, NodeService.arena)
-
     async def leave(self, engine_id: str) -> None:
         """Tell the node that the engine has ended, which frees its SMs."""
         self.use = None
-        await self._ask(_PATIENCE, NodeService.leave, engine_id)
-
-    async def wait_until_healthy(self) -> None:
-        """Return when the node's LMCache server answers; raises `RuntimeError` if it does not."""
-        await self._ask(_PATIENCE, NodeService.wait_until_healthy)
+        await self._ask(USUAL, NodeService.leave, engine_id)
 
     def keep_beating(self) -> None:
         """Beat from a thread, since loading a model blocks the event loop for minutes."""

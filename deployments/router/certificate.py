@@ -3,6 +3,7 @@
 Connections keep the certificate that they began with.
 """
 
+import contextlib
 import logging
 import os
 import ssl
@@ -15,8 +16,6 @@ logger = logging.getLogger("ray.serve")
 
 # How often the files are looked at, by connections that begin.
 _LOOK_S = 2.0
-# A file's inode, size and time of change. Kubernetes and certbot put another file in its place.
-_Seen = tuple[int, int, int]
 
 
 class CertificateError(Exception):
@@ -104,13 +103,11 @@ def _explained(error: ssl.SSLError, cert_file: str, key_file: str) -> str:
     return f"tls.key_file: {key_file} has no private key in PEM"
 
 
-def _seen(files: tuple[str, str]) -> list[_Seen | None]:
-    return [_seen_of(file) for file in files]
-
-
-def _seen_of(file: str) -> _Seen | None:
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _seen(files: tuple[str, str]) -> list[tuple[int, int, int]]:
+    """Return what tells these files from others that Kubernetes or certbot put in their place."""
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = os.stat(file)
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return found

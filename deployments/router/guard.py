@@ -9,7 +9,6 @@ CORS (https://fetch.spec.whatwg.org/#http-cors-protocol) says what a page of ano
 and read. Starlette's middleware for it takes a fixed list of origins, and refuses in plain text.
 """
 
-import ipaddress
 import re
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conserve.errors import ApiError
-from conserve.loopback import is_loopback
+from conserve.loopback import address_of, is_loopback
 from deployments.router.errors import RawHeaders, error_response
 
 _JSON = re.compile(
@@ -95,7 +94,7 @@ class Guard:
         # HTTP/1.0 may come without a Host; browsers never do.
         for host in headers.getlist("host"):
             name = _name_in(f"//{host}")
-            if name is None or not (_address(name) or self._is_ours(name)):
+            if name is None or not (address_of(name) or self._is_ours(name)):
                 return ApiError(
                     421,
                     f"this router listens on loopback and does not go by the name "
@@ -156,16 +155,9 @@ def _name_in(url: str) -> str | None:
     return None if name is None or parts.username is not None else name.removesuffix(".")
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
-
-
 def _is_unspecified(name: str) -> bool:
     """Whether a name is 0.0.0.0 or ``::``, by which a client reaches its own machine."""
-    address = _address(name)
+    address = address_of(name)
     return address is not None and address.is_unspecified
 
 

@@ -14,9 +14,10 @@ import os
 import socket
 import struct
 import uuid
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from deployments.event_loop import in_background
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,7 +38,6 @@ class Listener:
     def __init__(self, application: str, host: str, port: int, deployment: str) -> None:
         group = hashlib.sha256(f"{application} {host} {port}".encode()).hexdigest()[:16]
         self._deployment = deployment.encode()
-        self._giving: set[asyncio.Task[None]] = set()
         self.taken = False
         self.ending = False
         # Open for as long as this router lives, which is how the earlier one knows.
@@ -63,7 +63,7 @@ class Listener:
         """Offer the socket to routers that start later, now that this one accepts from it."""
         self._door.setblocking(False)
         self._door.listen(8)
-        self._begin(self._keep_giving())
+        in_background(self._keep_giving())
         return self
 
     def close(self) -> None:
@@ -88,16 +88,11 @@ class Listener:
             asking.close()
         return None
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._giving.add(task)
-        task.add_done_callback(self._giving.discard)
-
     async def _keep_giving(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             asking, _ = await loop.sock_accept(self._door)
-            self._begin(self._give(asking))
+            in_background(self._give(asking))
 
     async def _give(self, asking: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -17,10 +17,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 
 from conserve.encoders import Encoders
 from conserve.errors import ApiError
+from conserve.loopback import address_of
 from conserve.media import (
     Lifted,
     Medium,
@@ -66,12 +67,17 @@ class NotFetched(Exception):
 
 @dataclass(eq=False)
 class MediaReader:
-    """Names the media of requests, and keeps what has to be kept of them, for its `encoders`."""
+    """Names the media of requests, and keeps what has to be kept of them, for its `encoders`.
+
+    Attributes:
+        kept: media that a tenant has sent, by ``url`` or ``uuid``, the tenant's salt, and that.
+        types: media types of images that were decoded, by name.
+    """
 
     settings: Settings
     encoders: Encoders = field(default_factory=Encoders)
-    _kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
-    _checked: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
+    kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
+    types: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
 
     def named(
         self,
@@ -121,24 +127,8 @@ class MediaReader:
                 task.cancel()
         found = {url: task.result() for url, task in tasks.items()}
         for url, data in found.items():
-            self._kept.put(("url", salt, url), data)
+            self.kept.put(("url", salt, url), data)
         return missing.kept | found
-
-    def kept(self, kind: str, salt: str | None, name: str) -> bytes | None:
-        """Return media that a tenant has sent before by this URL, or under this uuid."""
-        return self._kept.get((kind, salt, name))
-
-    def keep(self, kind: str, salt: str | None, name: str, data: bytes) -> None:
-        self._kept.put((kind, salt, name), data)
-
-    def known_type(self, name: str) -> str | None:
-        """Return the media type of an image that was decoded before."""
-        return self._checked.get(name)
-
-    def checked(self, name: str, media_type: str) -> None:
-        self._checked[name] = media_type
-        if len(self._checked) > _MOST_CHECKED:
-            self._checked.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -179,16 +169,18 @@ class _Reading:
         if place.kind == "image":
             media_type = self._image_type(name, data, place.where)
         if place.uuid is not None:
-            self.reader.keep("uuid", self.salt, _uuid(place), data)
+            self.reader.kept.put(("uuid", self.salt, _uuid(place)), data)
         return Medium(name, media_type, text).url
 
     def _image_type(self, name: str, data: bytes, where: str) -> str:
-        known = self.reader.known_type(name)
-        if known is not None:
-            return known
+        types = self.reader.types
+        if name in types:
+            return types[name]
         most = self.reader.settings.media.pixels
         known, pixels = check_image(data, most, where)
-        self.reader.checked(name, known)
+        types[name] = known
+        if len(types) > _MOST_CHECKED:
+            types.popitem(last=False)
         self.pixels += pixels
         if self.pixels > _MOST_LARGEST * most:
             # What was decoded is known when it comes again: this router may be new.
@@ -206,7 +198,7 @@ class _Reading:
         """Return media type, bytes, and base64 or its mark; None: to be fetched."""
         url = place.url
         if url is None and place.uuid is not None:
-            data = self.reader.kept("uuid", self.salt, _uuid(place))
+            data = self.reader.kept.get(("uuid", self.salt, _uuid(place)))
             if data is None:
                 raise unfit(
                     place.where,
@@ -221,7 +213,7 @@ class _Reading:
             raise unfit(place.where, "must have a data:, http: or https: URL")
         data = self.fetched.get(url)
         if data is None:
-            data = self.reader.kept("url", self.salt, url)
+            data = self.reader.kept.get(("url", self.salt, url))
         if data is None:
             self.missing.setdefault(url, place.where)
             return None
@@ -302,7 +294,7 @@ async def fetched(url: str, where: str, domains: Iterable[str], budget: _Budget)
         )
     if parts.username is not None or parts.password is not None:
         raise unfit(where, "has a user or a password in its URL; send it as a data: URL")
-    if is_address(host) and not is_public(host):
+    if address_of(host) is not None and not is_public(host):
         # No name is resolved then.
         raise unfit(where, "is at an address that is not public")
     timeout = aiohttp.ClientTimeout(total=_FETCH_S)
@@ -337,50 +329,22 @@ class NotPublic(OSError):
     """A name stands for an address that is not public."""
 
 
-class PublicResolver(AbstractResolver):
+class PublicResolver(aiohttp.ThreadedResolver):
     """Resolves names to public addresses; raises `NotPublic` if any other is among them."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, family=family, flags=socket.AI_ADDRCONFIG
-        )
-        addresses = [
-            (own_family, proto, str(address[0])) for own_family, _, proto, _, address in found
-        ]
-        if not all(is_public(address) for _, _, address in addresses):
+        found = await super().resolve(host, port, family)
+        if not all(is_public(one["host"]) for one in found):
             raise NotPublic
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=own_family,
-                proto=proto,
-                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
-            )
-            for own_family, proto, address in addresses
-        ]
-
-    async def close(self) -> None:
-        pass
-
-
-def is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return found
 
 
 def is_public(address: str) -> bool:
     """Whether an address is of the public internet, and so is an IPv4 address within it."""
-    try:
-        known = ipaddress.ip_address(address)
-    except ValueError:
+    known = address_of(address)
+    if known is None:
         return False
     if isinstance(known, ipaddress.IPv6Address):
         inner = known.ipv4_mapped or known.sixtofour

@@ -20,7 +20,10 @@ LIVE, READY, HEALTHZ, VERSION = "/live", "/ready", "/-/healthz", "/version"
 
 
 class Probes:
-    """Knows whether this router lives and can serve turns, as the table last said."""
+    """Knows whether this router lives and can serve turns, as the table last said.
+
+    While it is `draining`, load balancers send no more requests here.
+    """
 
     def __init__(self, settings: Settings, now_s: Callable[[], float] = time.monotonic) -> None:
         self._versions = answers.Versions(**installed(), model=settings.model_id)
@@ -34,10 +37,6 @@ class Probes:
         self._heard_s = self._now_s()
         if can_serve is not None:
             self._can_serve = can_serve
-
-    def drain(self) -> None:
-        """Have load balancers send no more requests here: the router ends once it has served."""
-        self.draining = True
 
     def not_ready(self) -> str | None:
         """Return why no turn should be sent here now; None: this router can serve turns."""

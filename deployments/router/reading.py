@@ -70,16 +70,12 @@ async def understood(
         more: bytes that it reads besides.
     """
     if len(lifted.raw) > _UNPACED_BYTES:
-        await _aside(_look, lifted)
+        await _aside(lambda: lifted.may_hold_media)
     if lifted.may_hold_media:
         return await _aside(function, *arguments, executor=_MEDIA)
     if len(lifted.raw) + more <= _SMALL_BYTES:
         return function(*arguments)
     return await _aside(function, *arguments)
-
-
-def _look(lifted: Lifted) -> bool:
-    return lifted.may_hold_media
 
 
 async def _aside(

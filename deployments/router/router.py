@@ -26,13 +26,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from conserve.settings import Settings, SettingsError, load
 from conserve.wire import BEAT_S
 from deployments.environments.client import EnvironmentClient
+from deployments.event_loop import give_way_soon
 from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
 from deployments.router.certificate import Certificate
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
 from deployments.table.table_client import TableClient, TableUnavailable
-from deployments.threads import give_way_soon
 from deployments.upstream import sigterm_exits
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
@@ -74,7 +74,7 @@ class Drain:
 
     def announce(self) -> None:
         """Have the router replaced; it serves as before until it is."""
-        self.door.probes.drain()
+        self.door.probes.draining = True
         self.listener.ending = True
 
     async def run(self) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -14,7 +13,7 @@ import msgspec
 
 from conserve import wire
 from conserve.errors import ApiError, from_engine
-from deployments.messages import Prefilled
+from deployments.messages import Checked, Prefilled
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -25,21 +24,6 @@ _LONG_BYTES = 256 * 1024
 
 # What makes an engine's spans part of the current turn's trace; None: it is not traced.
 TRACE_HEADERS: ContextVar[Mapping[str, str] | None] = ContextVar("trace_headers", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The prompts of a turn that an engine would serve.
-
-    Attributes:
-        prompts: the token ids of each.
-        multimodal: whether they hold more than these, such as images.
-        encode_tokens: embeddings of images that the engine's node has not encoded.
-    """
-
-    prompts: list[list[int]]
-    multimodal: bool
-    encode_tokens: int
 
 
 class EngineUnreachable(Exception):
@@ -81,7 +65,7 @@ class Upstream:
                 )
             if response.status != 200:
                 raise await engine_error(response)
-            return Checked(**await response.json())
+            return msgspec.json.decode(await response.read(), type=Checked)
 
     async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
         """Have the KV of a turn's prompt computed and stored; nothing is generated."""

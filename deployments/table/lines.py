@@ -105,7 +105,7 @@ def log_event(event: Event) -> None:
     if event.kind in _NOT_LOGGED or not lines.isEnabledFor(logging.INFO):
         return
     level = logging.WARNING if event.kind == "engine_lost" else logging.INFO
-    fields = _whose(event.history_id) | event.details
+    fields = whose(event.history_id) | event.details
     told = {"fields": fields, "only_file": event.kind not in _OF_ENGINES}
     lines.log(level, event.kind, extra=told)
 
@@ -121,7 +121,7 @@ def turn_fields(timing: TurnTiming, why: str | None = None) -> dict[str, Any]:
     done = timing.summary
     fields: dict[str, Any] = {
         "request_id": timing.request_id,
-        **_whose("" if timing.turn is None else timing.turn.history_id),
+        **whose("" if timing.turn is None else timing.turn.history_id),
         "turn": None if timing.turn is None else timing.turn.turn_id,
         "outcome": timing.outcome,
         "error": timing.error,
@@ -150,7 +150,8 @@ def turn_fields(timing: TurnTiming, why: str | None = None) -> dict[str, Any]:
     }
 
 
-def _whose(history_id: str) -> dict[str, Any]:
+def whose(history_id: str) -> dict[str, Any]:
+    """Return what tells the history of an event; nothing for an event of an engine."""
     if not history_id:
         return {}
     tenant, number = identity.tenant_of(history_id), identity.number_of(history_id)

@@ -198,25 +198,20 @@ class Row(Generic[_State]):
     read: Callable[[_State], Samples]
 
 
+@dataclass(eq=False)
 class Rows(Collector, Generic[_State]):
     """Rows, and the state that they are read from; all are left out unless ``if_any(state)``."""
 
-    def __init__(
-        self,
-        rows: Sequence[Row[_State]],
-        state: _State,
-        if_any: Callable[[_State], bool] = lambda _: True,
-    ) -> None:
-        self._rows = rows
-        self._state = state
-        self._if_any = if_any
+    rows: Sequence[Row[_State]]
+    state: _State
+    if_any: Callable[[_State], bool] = lambda _: True
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for row in self._rows if self._if_any(self._state) else ():
-            samples = row.read(self._state)
+        for row in self.rows if self.if_any(self.state) else ():
+            samples = row.read(self.state)
             if samples is None:
                 continue
             family = row.kind(row.name, row.help, labels=row.labels)

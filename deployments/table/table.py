@@ -63,11 +63,10 @@ class TableService:
     """The conversation table, an actor that `TableClient` calls; ``queue_limit`` turns may wait."""
 
     def __init__(self, settings: Settings, queue_limit: int = QUEUE_LIMIT) -> None:
-        # Turns are numbered by hundreds.
+        # In microseconds: above all ids of turns and events that an earlier table gave.
         first_id = time.time_ns() // 1000
-        # Theirs is finer: there may be several in a millisecond.
         lines.log_in_session(settings.log.format)
-        self._events = EventLog(unix_s, time.time_ns() // 1000, told=lines.log_event)
+        self._events = EventLog(unix_s, first_id, told=lines.log_event)
         self._table = ConversationTable(
             settings.policy(engine_costs(settings)),
             settings.idle_timeout_s,

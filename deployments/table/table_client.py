@@ -12,20 +12,14 @@ import msgspec
 import ray
 
 from conserve.conversations import MEMORY_ENVIRONMENT
-from conserve.direct import Notice, Report
-from conserve.engine_scheduling import SchedulerLoad
-from conserve.environments.pressure import HostPressure
 from conserve.events import Event, Kind
 from conserve.history import History, TurnKey
 from conserve.holdings import Parked
-from conserve.pausing import ToolReport
-from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
 from deployments import answers, messages
-from deployments.detached import ActorClient, Patience, call, find_or_make, listed
+from deployments.detached import USUAL, ActorClient, Patience, asks, call, find_or_make, listed
 from deployments.table.table import TableService
-from hetero.energy import EngineEnergy
 
 Claimed = TypeVar("Claimed", messages.TurnPlan | messages.Unplaced, messages.TurnPlan)
 
@@ -129,7 +123,6 @@ class TableUnavailable(Exception):
     """The conversation table did not answer in time; Ray is starting it again."""
 
 
-_USUAL = Patience()
 # For callers that ask again soon, and for those that look at the application's health.
 _NONE = Patience(0.0, 10.0)
 _SOME = Patience(5.0, 10.0)
@@ -152,10 +145,10 @@ class TableClient(ActorClient):
     # --- of routers --------------------------------------------------------------------------
 
     async def begin(self, asked: messages.BeginTurn) -> messages.TurnPlan | messages.Unplaced:
-        return await self._claimed(self._ask(_USUAL, TableService.begin, asked))
+        return await self._claimed(self._ask(USUAL, TableService.begin, asked))
 
     async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan:
-        return await self._claimed(self._ask(_USUAL, TableService.place, asked))
+        return await self._claimed(self._ask(USUAL, TableService.place, asked))
 
     def forgo(self, placed: messages.Unplaced) -> None:
         self._tell(TableService.forgo, placed.history_id, placed.claim)
@@ -174,82 +167,43 @@ class TableClient(ActorClient):
         """End the conversation of a turn that was its last one."""
         self._tell(TableService.release, history_id, "final")
 
-    async def release(self, conversation_id: str) -> bool:
-        return await self._ask(_USUAL, TableService.release, conversation_id)
-
-    async def report_tool(self, conversation_id: str, report: ToolReport) -> int | None:
-        return await self._ask(_USUAL, TableService.report_tool, conversation_id, report)
-
-    async def router_beat(
-        self, router_id: str, timeouts: messages.Timeouts | None = None
-    ) -> messages.RouterHeard:
-        return await self._ask(_USUAL, TableService.router_beat, router_id, timeouts)
-
-    async def engine_lost(self, engine_id: str, why: str) -> None:
-        await self._ask(_USUAL, TableService.engine_lost, engine_id, why)
-
-    async def health(self) -> answers.Alive:
-        return await self._ask(_SOME, TableService.health)
-
     async def engines(self, *, exact: bool = False, soon: bool = False) -> list[answers.Engine]:
         """Return the engines alive.
 
         Args:
             soon: whether a table that does not answer within ten seconds is unavailable.
         """
-        return await self._ask(_SOME if soon else _USUAL, TableService.engines, exact)
-
-    async def drain(self, engine_id: str) -> int | None:
-        return await self._ask(_USUAL, TableService.drain, engine_id)
-
-    async def conversation(self, conversation_id: str) -> answers.Conversation | None:
-        return await self._ask(_USUAL, TableService.conversation, conversation_id)
-
-    async def conversations(self, limit: int, tenant: str | None) -> bytes:
-        return await self._ask(_USUAL, TableService.conversations, limit, tenant)
+        return await self._ask(_SOME if soon else USUAL, TableService.engines, exact)
 
     async def events(self, query: messages.EventQuery) -> messages.EventPage:
         patience = Patience(0.0, 2 * max(10.0, query.patience_s))
         return await self._ask(patience, TableService.events, query)
 
-    async def metrics(self) -> bytes:
-        return await self._ask(_USUAL, TableService.metrics)
+    release = asks(TableService.release)
+    report_tool = asks(TableService.report_tool)
+    router_beat = asks(TableService.router_beat)
+    engine_lost = asks(TableService.engine_lost)
+    health = asks(TableService.health, _SOME)
+    drain = asks(TableService.drain)
+    conversation = asks(TableService.conversation)
+    conversations = asks(TableService.conversations)
+    metrics = asks(TableService.metrics)
 
     # --- of engines --------------------------------------------------------------------------
 
     def engine_starting(self, engine: messages.EngineStarting) -> None:
         self._tell(TableService.engine_starting, engine)
 
-    async def register(self, engine: messages.EngineInfo) -> list[tuple[str, int]]:
-        return await self._ask(_USUAL, TableService.register, engine)
-
-    async def beat(
-        self,
-        engine_id: str,
-        energy: EngineEnergy | None,
-        load: EngineLoad | None,
-        scheduler: SchedulerLoad | None = None,
-    ) -> messages.Heard | None:
-        return await self._ask(_USUAL, TableService.beat, engine_id, energy, load, scheduler)
-
-    async def leave(self, engine_id: str, overdue: bool) -> bool:
-        return await self._ask(_USUAL, TableService.leave, engine_id, overdue)
-
-    async def left(self, engine_id: str) -> None:
-        await self._ask(_USUAL, TableService.left, engine_id)
-
-    async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        return await self._ask(_REPORTING, TableService.hear, decoder_id, registration, heard)
-
-    async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        return await self._ask(_REPORTING, TableService.report, decoder_id, registration, report)
+    register = asks(TableService.register)
+    beat = asks(TableService.beat)
+    leave = asks(TableService.leave)
+    left = asks(TableService.left)
+    hear = asks(TableService.hear, _REPORTING)
+    report = asks(TableService.report, _REPORTING)
 
     # --- of the manager of environments ------------------------------------------------------
 
-    async def lifecycle(
-        self, conversation_ids: list[str], pressure: HostPressure
-    ) -> messages.Lifecycle:
-        return await self._ask(_NONE, TableService.lifecycle, conversation_ids, pressure)
+    lifecycle = asks(TableService.lifecycle, _NONE)
 
     def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
         self._tell(TableService.note, kind, conversation_id, details)

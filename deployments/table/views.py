@@ -22,6 +22,7 @@ from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
 from deployments import answers
 from deployments.messages import EngineInfo, EventPage, EventQuery
+from deployments.table import lines
 
 # The newest events of a conversation that are shown with it.
 SHOWN_EVENTS = 32
@@ -29,7 +30,7 @@ SHOWN_EVENTS = 32
 _EVERY_S = 0.5
 _MOST_AT_ONCE = 512
 # Details that tell of other conversations or tenants, or of how full decoders are.
-_OF_OTHERS = ("history", "turn", "ahead", "missing_tokens", "decoders")
+_OF_OTHERS = ("turn", "ahead", "missing_tokens", "decoders")
 
 
 async def listen(events: EventLog, query: EventQuery) -> EventPage:
@@ -64,12 +65,8 @@ def _of(tenant: str | None, conversation_id: str | None) -> Callable[[str], bool
 
 def _json(event: Event) -> bytes:
     """Encode an event, and which conversation or engine it is of."""
-    shown: dict[str, Any] = {"number": event.number}
-    if event.history_id:
-        tenant = identity.tenant_of(event.history_id)
-        shown["conversation"] = identity.own_id(event.history_id)
-        shown |= {} if tenant is None else {"tenant": tenant}
-    return msgspec.json.encode(shown | _event(event))
+    whose = lines.whose(event.history_id)
+    return msgspec.json.encode({"number": event.number} | whose | _event(event))
 
 
 def own_event(event: Event) -> answers.Event:
@@ -81,12 +78,7 @@ def own_event(event: Event) -> answers.Event:
 
 def _event(event: Event) -> dict[str, Any]:
     # As `answers.Event` has them.
-    shown: dict[str, Any] = {"kind": event.kind, "at": round(event.at_s, 3)}
-    number = identity.number_of(event.history_id)
-    if number is not None:
-        shown["history"] = number
-    shown.update(event.details)
-    return shown
+    return {"kind": event.kind, "at": round(event.at_s, 3), **event.details}
 
 
 # The histories of a conversation that are shown: an id that many clients share has thousands.

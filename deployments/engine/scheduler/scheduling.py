@@ -21,7 +21,7 @@ from conserve.engine_scheduling import (
     Retention,
     kind_of,
 )
-from conserve.wire import StageTimes, kept, staged, waited
+from conserve.wire import EngineTold, StageTimes
 from deployments.engine.lane.scheduler_lane import SchedulerLane
 from deployments.engine.scheduler.commands import offer_commands
 from deployments.engine.scheduler.histories import Histories
@@ -86,7 +86,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self._left = 0
         # Tokens left to requests that wait on a better level than a running one, by its level.
         self._left_to_waiting: list[int] = []
-        self._decoding = False
+        self.decoding = False
         # Steps in flight: when each began, prefill tokens, decodes, and SMs.
         self._steps: dict[int, tuple[float, int, int, int]] = {}
         self._updated_s = 0.0
@@ -118,10 +118,6 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self._note(output, now_s)
         return output
 
-    @property
-    def decodes(self) -> bool:
-        return self._decoding
-
     def left_tokens(self) -> int:
         """Return the step's tokens that are left for the lane: at least a block, so it goes on."""
         most = int(self.max_num_scheduled_tokens)
@@ -137,20 +133,15 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self.queue.serve(turn.key, tokens, 0, self.clock())
         turn.charged_tokens = max(turn.charged_tokens, start) + tokens
 
-    def lane_encoded(self, lasted_s: float, embeds: int) -> None:
-        """Have the engine's server learn what encoding takes."""
-        assert self.connector is not None
-        self.connector.lane_encoded(lasted_s, embeds)
-
     def _set_limit(self, waits: bool, now_s: float) -> None:
         running = self.running
-        self._decoding = any(not one.is_prefill_chunk for one in running)
+        self.decoding = any(not one.is_prefill_chunk for one in running)
         prefills = [one for one in running if one.is_prefill_chunk]
-        if not self._cuts or not (prefills or waits) or not (self._decoding or waits):
+        if not self._cuts or not (prefills or waits) or not (self.decoding or waits):
             self._limit = None
             return
         most = int(self.max_num_scheduled_tokens)
-        self._limit = self._left = self.chunks.allowed_tokens() if self._decoding else most
+        self._limit = self._left = self.chunks.allowed_tokens() if self.decoding else most
         self._left_to_waiting = [0] * (self.queue.levels + 1)
         if not prefills:
             return
@@ -330,7 +321,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
             allowed = 0
         else:
             allowed = self.parts.whole_blocks(start, tokens, limit)
-        if self._decoding:
+        if self.decoding:
             self.chunks.was_cut()
             self.counts.cut[self.turns[request.request_id].kind] += 1
         return allowed
@@ -382,12 +373,10 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         times = StageTimes() if self.lane is None else self.lane.over(request.request_id)
         params, encoder_params = super()._free_request(request, delay_free_blocks)
         if turn.is_known:
-            stays = kept(
-                self.histories.cached_tokens(turn.key), self.histories.kept_for_s(turn.key, now_s)
-            )
-            params = {**(params or {}), **stays, **waited(turn.waited_s, turn.waited_for)}
-            if any(times):
-                params |= staged(times)
+            cached_tokens = self.histories.cached_tokens(turn.key)
+            kept_s = self.histories.kept_for_s(turn.key, now_s)
+            told = EngineTold(turn.waited_s, turn.waited_for, cached_tokens, kept_s, times)
+            params = {**(params or {}), **told.params()}
         return params, encoder_params
 
     def _free_blocks(self, request: Any) -> None:

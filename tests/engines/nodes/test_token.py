@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.ray_token import NO_TOKEN, answer
+from deployments.joining import NO_TOKEN, answer
 
 # As the application starts, or joins RAY_ADDRESS, without engines.
 START = """

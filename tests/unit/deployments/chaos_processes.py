@@ -28,9 +28,9 @@ from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.engine.vision.failures import FailedImages
-from deployments.messages import EngineInfo, Prefilled
+from deployments.messages import Checked, EngineInfo, Prefilled
 from deployments.router.turn import TurnEndpoint
-from deployments.router.upstream import Checked, EngineUnreachable
+from deployments.router.upstream import EngineUnreachable
 from deployments.table.table import QUEUE_LIMIT, TableService
 from deployments.table.table_client import TableClient, TableUnavailable
 

@@ -8,8 +8,8 @@ from conserve.conversations import ConversationTable
 from conserve.placement import ConversationPlacement
 from conserve.wire import Role
 from deployments.answers import Engine
-from deployments.detached import Patience
-from deployments.messages import EngineInfo, unrefused
+from deployments.detached import Patience, unrefused
+from deployments.messages import EngineInfo
 from deployments.table.table_client import TableClient
 from deployments.table.views import engine_view
 

@@ -13,7 +13,7 @@ import pytest
 
 import conserve
 from conserve.settings import Settings, SettingsError, load
-from deployments.ray_token import close_token, keep_token
+from deployments.joining import close_token, keep_token
 from hetero.gpu_layout import with_counts, with_memory
 from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of

@@ -17,8 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES
 from deployments.engine.check import RequestCheck, make_checkable
-from deployments.messages import Prefilled
-from deployments.router.upstream import Checked
+from deployments.messages import Checked, Prefilled
 from tests.unit.deployments.asgi import exchange
 
 PROMPT = [1, 2, 3]

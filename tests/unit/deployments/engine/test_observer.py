@@ -250,7 +250,7 @@ def test_an_engine_is_told_of_a_prefill_and_the_table_what_was_not_found_of_it()
 def test_the_table_is_told_what_a_turn_waited_for_and_what_of_its_history_stays() -> None:
     decoder = Decoder("length", schedules=True)
     decoder.turn()
-    decoder.said = wire.waited(1.5, "room") | wire.kept(640, 12.5)
+    decoder.said = wire.EngineTold(1.5, "room", 640, 12.5).params()
     decoder.turn()
     first, second = (ended.stats for ended in told(decoder.desk))
     assert first is not None
@@ -264,7 +264,7 @@ def test_the_table_is_told_what_a_turn_waited_for_and_what_of_its_history_stays(
 def test_the_table_is_told_how_long_a_turn_was_in_each_stage() -> None:
     decoder = Decoder("length", schedules=True)
     decoder.turn()
-    decoder.said = wire.staged(wire.StageTimes(0.5, 0.25, 0.125))
+    decoder.said = wire.EngineTold(stages=wire.StageTimes(0.5, 0.25, 0.125)).params()
     decoder.turn()
     first, second = (ended.stats for ended in told(decoder.desk))
     assert first is not None

@@ -9,9 +9,10 @@ import pytest
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
+from deployments.detached import unrefused
 from deployments.environments.client import EnvironmentClient
 from deployments.environments.service import EnvironmentService
-from deployments.messages import EngineStarting, unrefused
+from deployments.messages import EngineStarting
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table import TableService
 from tests.unit.deployments.environments.test_manager import World, root, world

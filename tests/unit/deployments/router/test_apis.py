@@ -24,11 +24,12 @@ from conserve.tenants import Caller, Limits
 from conserve.wire import Role
 from deployments.answers import Engine
 from deployments.engine.response_store import MEDIA, TURN, ResponseKeeper, ResponseStore
+from deployments.messages import Checked
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest
 from deployments.router.stored import StoredResponses
-from deployments.router.upstream import Checked, EngineUnreachable
+from deployments.router.upstream import EngineUnreachable
 from deployments.table.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
 from tests.unit.deployments import asgi

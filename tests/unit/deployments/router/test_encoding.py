@@ -17,12 +17,12 @@ from conserve.errors import ApiError
 from conserve.media import Lifted, name_of, places
 from conserve.settings import Settings
 from conserve.wire import Encoded
-from deployments.messages import Prefilled
+from deployments.messages import Checked, Prefilled
 from deployments.router import encoding
 from deployments.router.encoding import Encoding
 from deployments.router.media import MediaReader
 from deployments.router.turn import TurnEndpoint
-from deployments.router.upstream import Checked, EngineUnreachable
+from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments.asgi import exchange
 from tests.unit.deployments.router.test_direct import Decoders, Placing
 from tests.unit.deployments.router.test_turn import Table, told_by

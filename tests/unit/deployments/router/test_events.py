@@ -110,7 +110,7 @@ async def test_a_stream_ends_with_its_router() -> None:
     """Its listener goes on at another one."""
     door = a_door(Table(EventPage(7, 0, []), EventPage(8, 0, [(8, "end", b"{}")])))
     listener = Listener(door)
-    door.probes.drain()
+    door.probes.draining = True
     await listener.until(lambda one: one.sent[-1].get("more_body") is False)
 
 

@@ -287,12 +287,16 @@ def test_of_a_name_with_several_addresses_all_have_to_be_public(
                 for address in ("1.1.1.1", "127.0.0.1")[: len(asked)]]  # fmt: skip
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
-    (found,) = asyncio.run(PublicResolver().resolve(HOST, 80))
+
+    async def resolve() -> list[Any]:
+        return [*await PublicResolver().resolve(HOST, 80)]
+
+    (found,) = asyncio.run(resolve())
     assert (found["host"], found["flags"]) == (
         "1.1.1.1", socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
     )  # fmt: skip
     with pytest.raises(module.NotPublic):
-        asyncio.run(PublicResolver().resolve(HOST, 80))
+        asyncio.run(resolve())
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_serves_own_answer_is_success_and_nothing_else() -> None:
 def test_one_that_drains_is_not_ready_and_lives() -> None:
     door = a_door(True)
     assert asked(door, "/ready").json() == {"status": "ready"}
-    door.probes.drain()
+    door.probes.draining = True
     door.probes.heard(True)
     for path in ("/ready", "/-/healthz"):
         assert asked(door, path).status_code == 503

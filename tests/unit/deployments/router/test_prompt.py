@@ -10,9 +10,10 @@ from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.recognition import chain_of
 from conserve.recognition.apis import heard
+from deployments.messages import Checked
 from deployments.router.prompt import CountedPrompt, SystemLengths, counted_as_sent
 from deployments.router.request import ClientRequest
-from deployments.router.upstream import Checked, EngineUnreachable
+from deployments.router.upstream import EngineUnreachable
 
 SYSTEM = "be brief " * 60
 MODEL = "conserve-embedded"

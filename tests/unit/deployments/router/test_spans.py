@@ -15,10 +15,10 @@ from opentelemetry.trace import SpanKind
 
 from conserve import wire
 from conserve.settings import Settings
-from deployments.messages import Prefilled, TurnTiming
+from deployments.messages import Checked, Prefilled, TurnTiming
 from deployments.router import turn as turns
 from deployments.router.spans import Spans
-from deployments.router.upstream import TRACE_HEADERS, Checked, Upstream
+from deployments.router.upstream import TRACE_HEADERS, Upstream
 from deployments.tracing import CollectorLost
 from tests.collector import Collector, Span
 from tests.unit.deployments.router.test_turn import PROMPT, STREAMED, Streams, Table, exchange

@@ -18,10 +18,10 @@ from conserve.history import TurnKey
 from conserve.settings import Settings, load
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.wire import Emitted
-from deployments.messages import Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
+from deployments.messages import Checked, Prefilled, Refusal, TurnPlan, TurnTenant, Unplaced
 from deployments.router.access import Access
 from deployments.router.turn import TurnEndpoint
-from deployments.router.upstream import Checked, EngineUnreachable
+from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments import asgi
 from tests.unit.deployments.stub_table import StubTable
 from tests.unit.deployments.table import virtual_time

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from conserve.errors import ApiError
-from deployments.messages import Prefilled
-from deployments.router.upstream import Checked, EngineUnreachable, Upstream
+from deployments.messages import Checked, Prefilled
+from deployments.router.upstream import EngineUnreachable, Upstream
 
 
 async def _asked(url: str) -> EngineUnreachable:

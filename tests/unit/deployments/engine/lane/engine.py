@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from conserve.wire import StageTimes, stage_times
+from conserve.wire import StageTimes, engine_told
 from deployments.engine.lane.connector import LaneConnecting
 
 BLOCK_TOKENS = 32
@@ -187,7 +187,7 @@ class Engine:
                 self.cached[name] = output.num_cached_tokens
             if output.finished:
                 ended.append(name)
-                self.times[name] = stage_times(output.kv_transfer_params)
+                self.times[name] = engine_told(output.kv_transfer_params).stages
         self.ended.update(ended)
         return ended
 

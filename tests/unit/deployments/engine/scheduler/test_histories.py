@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conserve.engine_scheduling import SchedulerLoad
-from conserve.wire import KEPT
+from conserve.wire import engine_told
 from deployments.engine.scheduler.commands import Observe, Pin, Release, obey
 from tests.unit.deployments.engine.scheduler.stand_in import BLOCK_TOKENS, StandIn, words
 
@@ -165,9 +165,10 @@ def test_a_turns_end_says_what_stays_of_its_history() -> None:
     engine.add("mine.1", tokens(8), 4, "mine")
     engine.add("nobodys", tokens(8), 4)
     engine.drain()
-    kept = engine.said["mine.1"][KEPT]
-    assert kept["tokens"] == 8 * BLOCK_TOKENS
-    assert 0 < kept["for_s"] <= 3.0
+    told = engine_told(engine.said["mine.1"])
+    assert told.kept_tokens == 8 * BLOCK_TOKENS
+    assert told.kept_s is not None
+    assert 0 < told.kept_s <= 3.0
     assert engine.said["nobodys"] is None
 
 

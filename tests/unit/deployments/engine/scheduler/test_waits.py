@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from conserve.wire import engine_wait
+from conserve.wire import engine_told
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
 
 
 def waited(engine: StandIn, name: str) -> tuple[float | None, str | None]:
-    return engine_wait(engine.said[name])
+    return engine_told(engine.said[name])[:2]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
