@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from ray.serve._private.common import TimeStampedValue
+from ray.serve.config import AutoscalingConfig
 
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS, FollowTable, serve_options
 
@@ -46,8 +47,6 @@ def test_without_a_fresh_word_serve_leaves_it_as_it_is(
 
 
 def test_serve_accepts_the_options_and_finds_the_policy() -> None:
-    from ray.serve.config import AutoscalingConfig
-
     config = AutoscalingConfig(**serve_options(1, 4))
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (1, 1, 4)
     assert config.policy.get_policy() is FollowTable

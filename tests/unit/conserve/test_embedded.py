@@ -5,10 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
+from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
 from benchmarks.agent import Call, Message, make_session, transcript
 from benchmarks.agent.screens import CLICK, Walk
@@ -126,9 +128,6 @@ def test_the_template_puts_calls_on_lines_of_their_own(directory: Path, remark: 
 
 def test_the_one_that_sees_clicks_what_is_highlighted_on_the_newest_screen(tmp_path: Path) -> None:
     """Transformers reads the same files as vLLM: processor, template and weights."""
-    import torch
-    from transformers import AutoProcessor, Idefics3ForConditionalGeneration
-
     folder = model_path(tmp_path, VISION_MODEL_NAME)
     assert (folder / "model.safetensors").stat().st_size < MAX_VISION_BYTES
     processor = AutoProcessor.from_pretrained(folder)

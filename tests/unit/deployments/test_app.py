@@ -10,9 +10,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import torch
+from ray._private.services import determine_plasma_store_config
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 import conserve
 from conserve.settings import Settings, SettingsError, load
+from deployments import app as building
+from deployments.app import (
+    _kv_role,
+    _require_cuda_build,
+    _say_nothing_gained,
+    _with_parsers,
+    app,
+    llm_arguments,
+    placement_options,
+)
+from deployments.engine.lane.worker import LaneWorking
+from deployments.engine.sm_slots.worker import SlotWorker
 from deployments.joining import close_token, keep_token
 from hetero.gpu_layout import with_counts, with_memory
 from hetero.host_memory import chunk_tokens
@@ -21,8 +41,6 @@ from tests.unit.hetero.shapes import QWEN3_8B
 
 
 def test_the_package_is_the_door_to_the_application() -> None:
-    from deployments.app import app
-
     assert conserve.app is app
 
 
@@ -38,8 +56,6 @@ def test_the_package_is_the_door_to_the_application() -> None:
 def test_decoders_store_where_something_is_parked_or_read(
     settings: dict[str, Any], decoders: str
 ) -> None:
-    from deployments.app import _kv_role
-
     chosen = Settings(**{"placement": "conversation", **settings})
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_producer", decoders)
 
@@ -47,8 +63,6 @@ def test_decoders_store_where_something_is_parked_or_read(
 @pytest.mark.parametrize(("pausing", "decoders"), [(True, "kv_both"), (False, "kv_consumer")])
 def test_a_prefiller_that_hosts_stores_what_it_is_told_to(pausing: bool, decoders: str) -> None:
     """Of its own conversations' prompts nobody else has any use."""
-    from deployments.app import _kv_role
-
     chosen = Settings(pausing=pausing)
     assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
 
@@ -56,16 +70,12 @@ def test_a_prefiller_that_hosts_stores_what_it_is_told_to(pausing: bool, decoder
 @pytest.mark.parametrize("gpu", [False, True])
 def test_an_encoder_has_no_kv_to_hand_over(gpu: bool) -> None:
     """Nor does it schedule conversations."""
-    from deployments.app import llm_arguments
-
     settings = load({"encoders": 1, "engine_scheduler": "conversation_lane"})
     engine = llm_arguments("encoder", settings, settings.encoders, gpu)["engine_kwargs"]
     assert not {"kv_transfer_config", "scheduler_cls", "worker_cls"} & engine.keys()
 
 
 def _config(gpu: bool = True, **arguments: Any) -> Any:
-    from deployments.app import llm_arguments
-
     settings = load(arguments)
     return llm_arguments("decoder", settings, settings.decoders, gpu)
 
@@ -75,8 +85,6 @@ def test_engines_of_any_model_are_told_their_parsers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: bool
 ) -> None:
     """By names that vLLM has them; and the start says which."""
-    from deployments.app import _with_parsers, llm_arguments
-
     config = {"architectures": ["MistralForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with caplog.at_level(logging.INFO, "ray.serve"):
@@ -98,12 +106,6 @@ def test_replicas_are_placed_as_ray_serve_llm_would(
     monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:
     """Without asking it: that loads vLLM."""
-    import ray
-    from ray.serve.llm import LLMConfig
-    from ray.serve.llm.deployment import LLMServer
-
-    from deployments.app import placement_options
-
     context = SimpleNamespace(runtime_env={"working_dir": "/work"})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     arguments = _config(gpu, decoders={"num_cpus": 2}, engine={"tensor_parallel_size": 2})
@@ -140,8 +142,6 @@ def test_an_engine_on_a_part_of_a_gpu_asks_for_no_more() -> None:
 
 def test_a_kv_space_in_bytes_is_taken_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """There vLLM takes the variable over the argument."""
-    from vllm.platforms.cpu import CpuPlatform
-
     name = "VLLM_CPU_KVCACHE_SPACE"
 
     def variables(**arguments: Any) -> Any:
@@ -156,8 +156,6 @@ def test_a_kv_space_in_bytes_is_taken_on_cpus(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_engines_are_told_how_many_wait_on_a_node() -> None:
-    from deployments.app import llm_arguments
-
     settings = load({"model": "m"})
     for waiting, expected in ((0, None), (6, "6")):
         arguments = llm_arguments("decoder", settings, settings.decoders, True, waiting)
@@ -172,11 +170,6 @@ def test_rays_store_fits_a_container(
     shm_bytes: int, expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By default Ray takes 30 % of the memory, and refuses to start where that is over 10 GB."""
-    import ray
-    from ray._private.services import determine_plasma_store_config
-
-    from deployments import app as building
-
     options: dict[str, Any] = {}
     sessions = [tmp_path / f"session_2026-01-0{day}_1" for day in range(1, 8)]
     for session in sessions:
@@ -211,20 +204,14 @@ def test_what_the_plan_tells_engines_reaches_vllm() -> None:
     settings = with_counts(load({"device": "gpu"}), 1)
     shape = shape_of(QWEN3_8B, 16_381_470_720)
     settings, plans = with_memory(settings, shape, {"prefillers": card, "decoders": card})
-    from deployments.app import llm_arguments
-
     arguments = llm_arguments("decoder", settings, settings.decoders, True)["engine_kwargs"]
     assert arguments["kv_cache_memory_bytes"] == plans[-1].kv_bytes
     # vLLM takes both by these names.
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields & set(arguments)
 
 
 def test_what_gains_nothing_on_cpus_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    from deployments.app import _say_nothing_gained
-
     with caplog.at_level(logging.WARNING, "ray.serve"):
         _say_nothing_gained(load({"tiers": {"a": {"sm_slots": 3}, "b": {}}, "decoders.tier": "b"}))
         assert caplog.messages == []
@@ -237,10 +224,6 @@ def test_what_gains_nothing_on_cpus_is_said(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from deployments.app import _require_cuda_build
-
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SettingsError, match=r"device: .* build without CUDA: .*\.\[cuda\]"):
         _require_cuda_build()
@@ -263,8 +246,6 @@ def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch
 def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
     given: dict[str, Any], gpu: bool, chunk: int
 ) -> None:
-    from deployments.app import llm_arguments
-
     settings = load(given)
     assert chunk_tokens(settings, gpu) == chunk
     # Engines are told, to say what to set where their blocks turn out to be others.
@@ -284,8 +265,6 @@ def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
 def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_for(
     settings: dict[str, Any], scheduled: tuple[str, ...]
 ) -> None:
-    from deployments.app import llm_arguments
-
     chosen = Settings(**settings)
     for role, own in (("decoder", chosen.decoders), ("prefiller", chosen.prefillers)):
         arguments = llm_arguments(role, chosen, own, gpu=False)["engine_kwargs"]  # type: ignore[arg-type]
@@ -297,8 +276,6 @@ def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_fo
 
 @pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "worker")])
 def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
-    from deployments.app import llm_arguments
-
     chosen = Settings(
         engine_scheduler="conversation_lane",
         placement="conversation",
@@ -318,8 +295,6 @@ def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) ->
 
 
 def test_an_engine_with_a_lane_is_told_the_shares_of_its_profiles_stages() -> None:
-    from deployments.app import llm_arguments
-
     def told(scheduler: str, **given: Any) -> Any:
         given = {"engine_scheduler": scheduler, "profile": "a6000-cogagent"} | given
         chosen = Settings(**given)
@@ -339,12 +314,6 @@ def test_an_engine_with_a_lane_is_told_the_shares_of_its_profiles_stages() -> No
 
 
 def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from deployments.app import llm_arguments
-    from deployments.engine.lane.worker import LaneWorking
-    from deployments.engine.sm_slots.worker import SlotWorker
-
     tiers = {"x": {"sm_slots": 7}}
     decoders = {"tier": "x"}
     chosen = Settings(engine_scheduler="conversation_lane", tiers=tiers, decoders=decoders)
@@ -356,8 +325,6 @@ def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
 
 
 def test_engines_add_their_spans_where_turns_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deployments.app import llm_arguments
-
     def told(role: Any, **settings: Any) -> tuple[str | None, dict[str, str]]:
         chosen = load({"encoders": 1, **settings})
         given = llm_arguments(role, chosen, chosen.of_role(role), gpu=False)

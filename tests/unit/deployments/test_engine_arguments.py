@@ -1,10 +1,12 @@
 """What vLLM itself says of engine arguments, before any engine starts."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from conserve.settings import load
 from deployments.engine_arguments import of_model, refusals, require_one_split
@@ -87,10 +89,6 @@ def test_what_vllm_takes_is_not_refused(given: dict[str, Any]) -> None:
 
 def test_no_default_of_vllms_is_refused() -> None:
     """Whatever type it is declared to have."""
-    import dataclasses
-
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     defaults = {
         field.name: field.default
         for field in dataclasses.fields(AsyncEngineArgs)

@@ -5,17 +5,16 @@ import io
 from typing import Any
 
 import pytest
+from PIL import Image
+from vllm.multimodal.media.connector import MediaConnector
 
 from conserve.settings import Settings
+from deployments.app import llm_arguments
 
 
 def connector(**settings: Any) -> tuple[Any, list[str]]:
     """vLLM's own, made as an engine makes it of its arguments; and what it would have fetched."""
     # Here, since it takes ten seconds, and files are read for every test.
-    from vllm.multimodal.media.connector import MediaConnector
-
-    from deployments.app import llm_arguments
-
     made = Settings(**settings)
     arguments = llm_arguments("decoder", made, made.decoders, gpu=False)["engine_kwargs"]
     fetched: list[str] = []
@@ -34,8 +33,6 @@ def connector(**settings: Any) -> tuple[Any, list[str]]:
 
 
 def _pixel() -> str:
-    from PIL import Image
-
     buffer = io.BytesIO()
     Image.new("RGB", (1, 1)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
@@ -62,8 +59,6 @@ def test_an_engine_fetches_nothing_whatever_routers_may() -> None:
 
 
 def test_where_one_redirects_to_is_not_asked() -> None:
-    from deployments.app import llm_arguments
-
     made = Settings()
     config = llm_arguments("decoder", made, made.decoders, gpu=False)
     assert config["runtime_env"]["env_vars"]["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"

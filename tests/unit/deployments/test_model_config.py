@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from conserve.settings import load
 from deployments.model_config import with_defaults
@@ -38,9 +40,6 @@ CLASSES: list[dict[str, Any]] = [
 
 def _kept(config: dict[str, Any]) -> int:
     """Values of a token that a model projects to keys and values, or to what is both."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
@@ -105,9 +104,6 @@ TOWERS: list[dict[str, Any]] = [
 
 def _in_tower(config: dict[str, Any]) -> int:
     """Parameters of a model's classes outside of its language model."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
-
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         own = CONFIG_MAPPING[config["model_type"]].from_dict(config)

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 
+from conserve.embedded import write_checkpoint
 from conserve.parsers import (
     ARCHITECTURES,
     FORMATS,
@@ -176,8 +182,6 @@ def test_files_that_are_none_are_passed_over(folder: Path) -> None:
 
 def test_the_embedded_model_would_be_found_as_well(tmp_path: Path) -> None:
     """By its own files, as any other."""
-    from conserve.embedded import write_checkpoint
-
     write_checkpoint(tmp_path)
     assert _found(tmp_path) == ("hermes", None)
 
@@ -197,18 +201,12 @@ REASONING_PARSERS = {
 
 
 def _tokenizer(tokens: tuple[str, ...]) -> Any:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = {token: number for number, token in enumerate(("<unk>", *tokens))}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
 
 
 def test_the_table_has_vllms_parsers_and_leaves_out_no_new_one() -> None:
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
     assert set(ToolParserManager.list_registered()) == TOOL_PARSERS | _NOT_CHOSEN["tools"]
     assert not TOOL_PARSERS & _NOT_CHOSEN["tools"]
     registered = set(ReasoningParserManager.list_registered())
@@ -233,9 +231,6 @@ def _needs(kind: str, name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("kind", ["tools", "reasoning"])
 def test_parsers_want_the_tokens_that_the_table_says(kind: str) -> None:
     """Each is made with these in its vocabulary, and fails without any one of them."""
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
-
     table = TOOL_TOKENS if kind == "tools" else REASONING_TOKENS
     names = TOOL_PARSERS if kind == "tools" else REASONING_PARSERS
     wrong = []
@@ -321,9 +316,6 @@ _CALLS = {
 @pytest.mark.parametrize("name", sorted(_CALLS))
 def test_a_parser_reads_what_the_table_takes_it_for(name: str) -> None:
     """Calls with a format's marks, by vLLM's own parser."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
     written = _CALLS[name]
     tool = {
         "type": "function",

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hetero.container import HostMemory, cpu_dtype, host_memory, usable_cpus
+from hetero.container import HostMemory, _levels, cpu_dtype, host_memory, usable_cpus
 from tests.checkout import ROOT
 
 GIB = 2**30
@@ -181,8 +181,6 @@ def test_a_path_that_is_not_shown_here_is_the_topmost_group(groups: Groups) -> N
 @contextlib.contextmanager
 def real_group() -> Iterator[Path]:
     """A control group of this machine's, nested in this process's own, with limits to set."""
-    from hetero.container import _levels
-
     for own in _levels("memory", Path("/")):
         group = own / f"conserve-{uuid.uuid4().hex}"
         try:

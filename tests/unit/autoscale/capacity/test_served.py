@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from autoscale.capacity.profile import load_profile
 from autoscale.capacity.served import with_profile
 from conserve.settings import Settings, SettingsError
 
@@ -30,8 +31,6 @@ def test_the_profile_has_to_be_of_the_served_model() -> None:
 def test_the_profile_has_to_be_of_the_version_that_runs(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autoscale.capacity.profile import load_profile
-
     data = json.loads(load_profile("a40-qwen3-0.6b").model_dump_json())
     data["versions"] = {"vllm": "0.1.0"}
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+
 from conserve import wire
+from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.stores import groups_that_give_up
+from deployments.upstream.lost_server import Connection
 from tests.unit.deployments.engine.scheduler.stand_in import BLOCK_TOKENS, StandIn
 
 CHUNK_TOKENS = 64
@@ -79,9 +87,6 @@ class Storing(StandIn):
         config.scheduler_config.async_scheduling = self.two_in_flight
 
     def _groups(self) -> list[Any]:
-        import torch
-        from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
-
         groups = super()._groups()
         if self.window:
             spec = SlidingWindowSpec(
@@ -93,15 +98,6 @@ class Storing(StandIn):
 
     def _connector(self) -> tuple[Any, Any]:
         """The scheduler's half, and the worker's."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-            KVConnectorBase_V1,
-            KVConnectorRole,
-        )
-
-        from deployments.engine.lmcache_connector import ResilientMPConnector
-        from deployments.engine.stores import groups_that_give_up
-        from deployments.upstream.lost_server import Connection
-
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         give_up = groups_that_give_up(SimpleNamespace(kv_cache_groups=groups))
         assert len(give_up) == self.window
@@ -213,8 +209,6 @@ class Storing(StandIn):
     # --- the model's runner -----------------------------------------------------------------------
 
     def _connector_output(self, output: Any) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput
-
         back, metadata = self.back, output.kv_connector_metadata
         # As time goes by, before this step may write anything.
         self._copy(lambda copy: copy.due <= self.steps)

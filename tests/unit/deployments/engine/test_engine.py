@@ -4,6 +4,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
+from lmcache.v1.memory_management import AddressManager
+from ray.serve.llm import LLMConfig
+from transformers import CONFIG_MAPPING
+from vllm.config import ECTransferConfig
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.worker.utils import AttentionGroup
+
+from conserve.settings import load
+from deployments.app import llm_arguments
+from deployments.engine.engine import EngineServer, LLMServer, _share_encoded
+from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
+from deployments.engine.vision.offload import kept_layers
+from deployments.upstream import patches
+from deployments.upstream.patch import PatchError
 
 
 @pytest.mark.parametrize("server_fails", [True, False])
@@ -12,8 +30,6 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
     monkeypatch: pytest.MonkeyPatch, server_fails: bool, engine_fails: bool
 ) -> None:
     # Here, since it takes ten seconds, and files are read for every test.
-    from deployments.engine.engine import EngineServer, LLMServer
-
     class Node:
         async def wait_until_healthy(self) -> None:
             if server_fails:
@@ -44,15 +60,6 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
 async def test_an_altered_vllm_is_refused_before_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch, engine_scheduler: str
 ) -> None:
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.worker.utils import AttentionGroup
-
-    from conserve.settings import load
-    from deployments.engine.engine import EngineServer
-    from deployments.upstream import patches
-    from deployments.upstream.patch import PatchError
-
     owner, name, patch = {
         "vllm": (shm_broadcast, "sched_yield", "spinning_wait"),
         "conversation": (BlockPool, "touch", "scheduler"),
@@ -88,8 +95,6 @@ async def test_an_altered_vllm_is_refused_before_an_engine_starts(
 def test_an_engine_holds_what_vllm_has_counted(
     blocks: int, counted: int | None, expected: int
 ) -> None:
-    from deployments.engine.kv_layers import capacity_tokens
-
     cache = SimpleNamespace(num_gpu_blocks=blocks, block_size=128, kv_cache_size_tokens=counted)
     assert capacity_tokens(cache) == expected
 
@@ -129,8 +134,6 @@ def test_chunks_take_whole_pages_of_host_memory() -> None:
     page = 4 * 2**20
     assert _host_token_bytes(QWEN3_8B, (4, 1), 256, page) == 4 * 3 * page / 256
     # By what LMCache's own memory hands out.
-    from lmcache.v1.memory_management import AddressManager
-
     handed_out = AddressManager(2**30, align_bytes=page).compute_aligned_size(256 * 147_456 // 4)
     assert handed_out == 3 * page
 
@@ -138,8 +141,6 @@ def test_chunks_take_whole_pages_of_host_memory() -> None:
 @pytest.mark.parametrize("workers", [(1, 1), (8, 1), (4, 2)])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
 def test_as_many_workers_store_as_lmcache_says(name: str, workers: tuple[int, int]) -> None:
-    from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
-
     tensor, stages = workers
     lmcaches = ParallelStrategy(
         mla_only=name == "deepseek_v3", vllm_world_size=tensor * stages, vllm_worker_id=0,
@@ -156,12 +157,6 @@ def _host_token_bytes(
     config: dict[str, Any], workers: tuple[int, int], chunk: int, page: int, kept_as: str = "auto"
 ) -> float:
     """By a `VllmConfig` as far as it is read, with vLLM's own reading of heads."""
-    import torch
-    from transformers import CONFIG_MAPPING
-    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
-
-    from deployments.engine.kv_layers import host_token_bytes
-
     own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     read = ModelArchConfigConvertorBase(own, own)
     tensor, stages = workers
@@ -182,14 +177,6 @@ def _host_token_bytes(
 
 
 def test_an_engine_tells_its_worker_how_many_layers_of_the_tower_stay() -> None:
-    from ray.serve.llm import LLMConfig
-    from vllm.config import ECTransferConfig
-
-    from conserve.settings import load
-    from deployments.app import llm_arguments
-    from deployments.engine.engine import _share_encoded
-    from deployments.engine.vision.offload import kept_layers
-
     settings = load(None)
     for told in (None, 2):
         config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, False))

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.platforms import current_platform
@@ -257,8 +259,6 @@ def test_memory_that_cannot_be_shared_is_not_used(
 
 def test_pytorch_reads_it_when_it_first_allocates() -> None:
     """So a plugin, which runs once PyTorch is loaded, is in time."""
-    import subprocess
-
     code = (
         "import os, torch; from conserve.engines import allocator_environment\n"
         "os.environ.update(allocator_environment(os.environ))\n"
@@ -274,8 +274,6 @@ def test_pytorch_reads_it_when_it_first_allocates() -> None:
 
 def test_vllm_itself_would_refuse_it_or_not_notice() -> None:
     """What the plugin prevents; if this fails, vLLM has mended it."""
-    from vllm.config import VllmConfig
-
     source = inspect.getsource(VllmConfig._verify_kv_transfer_compat)
     assert '"PYTORCH_CUDA_ALLOC_CONF"' in source
     assert "PYTORCH_ALLOC_CONF" not in source

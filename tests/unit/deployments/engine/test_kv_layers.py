@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GraniteMoeHybridConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from deployments.engine.kv_layers import require_whole_blocks
 from hetero.gpu_plan import _STATE_BLOCK_TOKENS
@@ -22,8 +27,6 @@ def _config(device: str = "cuda") -> Any:
 
 def _groups(*blocks: int) -> Any:
     """As vLLM groups layers: full attention, and Mamba's, with blocks of so many tokens."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
-
     specs: list[Any] = [
         FullAttentionSpec(block_size=blocks[0], num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     ]
@@ -59,11 +62,6 @@ def test_engines_on_a_cpu_hand_over_one_kind_of_layers() -> None:
 
 def _vllms_blocks(folder: Path, heads: int, given: int | None) -> tuple[int, int]:
     """Return vLLM's blocks, of attention and of Mamba, for a model with this many Mamba heads."""
-    from transformers import GraniteMoeHybridConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
     hybrid = GraniteMoeHybridConfig(
         vocab_size=4096, hidden_size=32 * heads, num_hidden_layers=4, num_key_value_heads=1,
         layer_types=["mamba", "mamba", "mamba", "attention"], num_attention_heads=heads // 2,

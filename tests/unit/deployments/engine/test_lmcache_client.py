@@ -5,11 +5,13 @@ import threading
 import time
 
 import pytest
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+from deployments.engine.lmcache_client import wait_for_server
+from deployments.engine.lmcache_connector import ResilientMPConnector
 
 
 def test_an_engine_waits_for_a_server_that_starts_beside_it() -> None:
-    from deployments.engine.lmcache_client import wait_for_server
-
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         host, port = server.getsockname()
@@ -23,10 +25,6 @@ def test_an_engine_waits_for_a_server_that_starts_beside_it() -> None:
 
 def test_the_server_is_told_nothing_for_its_metrics() -> None:
     """The name is LMCache's: if it changes, every turn sends its whole prompt again."""
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     name = "_report_block_allocation_deltas"
     assert name in LMCacheMPConnector.build_connector_meta.__code__.co_names
     assert getattr(ResilientMPConnector, name) is not getattr(LMCacheMPConnector, name)

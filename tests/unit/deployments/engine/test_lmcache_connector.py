@@ -7,19 +7,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestMetadata
+from lmcache.v1.multiprocess.futures import MessagingFuture
+from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
+    AsyncEngineDrivenTransferContext,
+)
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from conserve import wire
+from deployments.engine import lmcache_connector
+from deployments.engine.lmcache_client import LateKV
+from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.stores import FORGOTTEN_S, StepNotes, Stores
+from deployments.engine.vision.failures import WorkersFailures
+from deployments.upstream.lost_server import Connection
 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(stores: bool) -> None:
     """A prefiller's queue of prompts whose clients leave: LMCache's connector fails on each."""
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request, RequestStatus
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     ended: list[str] = []
 
     class Adapter:
@@ -51,11 +61,6 @@ def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(sto
 
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded() -> None:
     """Where KV was loaded there are none, and vLLM's engine ends over that."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     connector = object.__new__(ResilientMPConnector)
     connector.request_trackers = {}
     connector.lazy_offload = False
@@ -72,12 +77,6 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded(
 
 def test_prompts_with_other_images_have_other_keys() -> None:
     """From the image on; vLLM gives both the same token ids."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     connector = object.__new__(ResilientMPConnector)
     connector.request_trackers = {}
     connector.lazy_offload = False
@@ -101,12 +100,6 @@ def test_prompts_with_other_images_have_other_keys() -> None:
 @pytest.mark.parametrize("embeddings", [True, False])
 def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -> None:
     """It has no token ids, so it would share its keys with all others of its kind."""
-    import torch
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestMetadata
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
 
     class Adapter:
         lmcache_tokens_per_chunk = 128
@@ -152,12 +145,6 @@ def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
     role: str, params: dict[str, object], asks: bool, stores: bool
 ) -> None:
     """A prompt of three chunks, of which it has two; LMCache has none."""
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestMetadata
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     asked: list[str] = []
 
     class Adapter:
@@ -227,8 +214,6 @@ class LateServer:
         return SimpleNamespace(no_worker_id_version=lambda: (start, end))
 
     def free_lookup_locks(self, key: tuple[int, int], tp_size: int) -> Any:
-        from lmcache.v1.multiprocess.futures import MessagingFuture
-
         self.freed.append(key)
         self.freeing.append(MessagingFuture())
         return self.freeing[-1]
@@ -236,9 +221,6 @@ class LateServer:
 
 def _decoder(server: LateServer) -> tuple[Any, list[float]]:
     """A decoder's connector, and its clock."""
-    from deployments.engine.lmcache_client import LateKV
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     connector = object.__new__(ResilientMPConnector)
     connector.request_trackers = {}
     connector.lazy_offload = connector._can_store = False
@@ -253,16 +235,11 @@ def _decoder(server: LateServer) -> tuple[Any, list[float]]:
 
 
 def _request(tokens: int, **params: Any) -> Any:
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
     asked = {"kv_transfer_params": wire.transfer_params(**params)}
     return Request("r", [1] * tokens, SamplingParams(max_tokens=1, extra_args=asked), None)
 
 
 def _told(connector: Any, request: Any) -> wire.CachedTokens:
-    from vllm.v1.request import RequestStatus
-
     request.status = RequestStatus.FINISHED_STOPPED
     return wire.cached_tokens(connector.request_finished(request, [])[1])
 
@@ -366,12 +343,6 @@ class Worker:
 
 def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     """A worker's connector, and every store that it asks for."""
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-    from lmcache.v1.multiprocess.futures import MessagingFuture
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-    from deployments.upstream.lost_server import Connection
-
     stores = []
 
     def store(self: Any) -> None:
@@ -393,8 +364,6 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
 
 
 def _metadata(step: int, *stores: str, **more: str) -> Any:
-    from deployments.engine.stores import StepNotes
-
     told = {what: {name: [name, 0] for name in more.get(what, "")} for what in ("whole", "gone")}
     known = {what: frozenset(more.get(what, "")) for what in ("ended", "preempted")}
     requests = [SimpleNamespace(request_id=name) for name in stores]
@@ -405,9 +374,6 @@ def test_kv_of_an_image_that_could_not_be_encoded_is_not_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of a request that shares it with the one for which it was encoded."""
-    from deployments.engine import lmcache_connector
-    from deployments.engine.vision.failures import WorkersFailures
-
     own = WorkersFailures()
     monkeypatch.setattr(lmcache_connector, "failures", own)
     connector, _ = _worker(monkeypatch)
@@ -505,8 +471,6 @@ def test_no_step_waits_and_a_prompt_is_told_of_when_all_of_it_is_stored(
 
 
 def test_a_store_that_cannot_be_begun_is_told_of_as_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-
     connector, _ = _worker(monkeypatch)
 
     def fail(self: Any) -> None:
@@ -560,8 +524,6 @@ def test_a_server_that_is_gone_reads_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_store_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """LMCache's server only logs an error of its own."""
-    from deployments.engine.stores import FORGOTTEN_S, Stores
-
     connector, _ = _worker(monkeypatch)
     now_s = [0.0]
     connector._stores = Stores(lambda: 0, lambda address: None, lambda: now_s[0])
@@ -573,12 +535,6 @@ def test_a_store_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_copy_of_the_workers_own_is_over_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server may be gone while it still reads, and be back before it is done."""
-    from lmcache.v1.multiprocess.transfer_context.async_engine_driven import (
-        AsyncEngineDrivenTransferContext,
-    )
-
-    from deployments.engine.stores import FORGOTTEN_S
-
     connector, stores = _worker(monkeypatch)
     now_s = [0.0]
     connector._stores.clock = lambda: now_s[0]
@@ -664,8 +620,6 @@ def _new(request_id: str, computed_tokens: int) -> Any:
 
 
 def _finish(connector: Any, request: Any) -> bool:
-    from vllm.v1.request import RequestStatus
-
     request.status = RequestStatus.FINISHED_STOPPED
     kept: bool = connector.request_finished(request, [])[0]
     return kept

@@ -7,14 +7,22 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 import torch
+from ray.serve.llm import LLMConfig
+from vllm.config import KVTransferConfig
 from vllm.distributed import parallel_state
 from vllm.utils import torch_utils
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from conserve.settings import load
+from deployments.app import llm_arguments
+from deployments.engine.engine import _tell_connector
+from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.sm_slots import lease as leasing
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.lease import SLOT_WORKER, lease_of, said_of, tell_worker, told
@@ -267,8 +275,6 @@ def test_the_runner_goes_where_the_border_has_moved_its_steps(
     current: Callable[[], Stream],
     unpatched: None,
 ) -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
     # It is remembered by this name, in this way.
     assert isinstance(vars(GPUModelRunner)["main_stream"], functools.cached_property)
     worker = a_worker()
@@ -358,18 +364,12 @@ def test_with_neither_it_does_not_start(
 
 def test_a_lease_passes_between_vllms_processes() -> None:
     lease = SmSlotLedger({GPU: h100()}).lease_slots(GPU, "d", 7)
-    import msgspec
-
     said = msgspec.msgpack.decode(msgspec.msgpack.encode(said_of(lease)))
     assert lease_of(said) == lease
 
 
 def test_vllm_takes_the_worker_by_its_name() -> None:
     """It mixes the extension into the class, which must not have anything of it already."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from deployments.engine.gpu_worker import EXTENSION
-
     worker = resolve_obj_by_qualname(SLOT_WORKER)
     extension = resolve_obj_by_qualname(EXTENSION)
     assert issubclass(worker, Worker)
@@ -382,8 +382,6 @@ def test_vllm_takes_the_worker_by_its_name() -> None:
 def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
     gpu: bool, slots: int | None
 ) -> None:
-    from deployments.app import llm_arguments
-
     settings = load({"tiers": {"x": {"sm_slots": slots}}, "decoders.tier": "x"})
     config = llm_arguments("decoder", settings, settings.decoders, gpu)
     environment = config["runtime_env"]["env_vars"]
@@ -397,11 +395,6 @@ def test_only_an_engine_with_slots_on_a_gpu_has_another_worker(
 
 
 def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
-    from ray.serve.llm import LLMConfig
-
-    from deployments.app import llm_arguments
-    from deployments.engine.engine import _tell_connector
-
     settings = load({"tiers": {"x": {"sm_slots": 7}}, "decoders.tier": "x"})
     config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, True))
     _tell_connector(config, {"lmcache.mp.port": 7610})
@@ -412,8 +405,6 @@ def test_an_engine_tells_its_worker_beside_what_the_connector_needs() -> None:
     }  # fmt: skip
     assert transfer.kv_connector_extra_config["lmcache.mp.port"] == 7610
     # Engines that differ in it alone load what one of them has compiled.
-    from vllm.config import KVTransferConfig
-
     one, other = (
         KVTransferConfig(kv_connector_extra_config={"conserve.sm_slots": name}) for name in "ab"
     )

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.sched.output import CachedRequestData
@@ -131,6 +132,4 @@ def test_vllms_own_loggers_take_what_is_added() -> None:
 class _Connector:
     @staticmethod
     def build_kv_connector_stats(data: dict[str, Any]) -> Any:
-        from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-
         return LMCacheMPConnector.build_kv_connector_stats(data)

@@ -7,7 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
+from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.stores import StoresReport, groups_that_give_up
 from tests.unit.deployments.engine.scheduler.stand_in import words
 from tests.unit.deployments.engine.storing import CHUNK_TOKENS, Storing
 
@@ -134,8 +146,6 @@ def test_failures_of_lmcaches_blocks_give_wrong_answers() -> None:
 
 def test_lmcache_alone_stores_what_others_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a load that failed it stores late, when a window's blocks are others'."""
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-
     monkeypatch.setattr(ResilientMPConnector, "_correct_counts", lambda self, output: None)
 
     def change(engine: Storing) -> None:
@@ -166,19 +176,6 @@ def _eventually(holds: Any) -> None:
 
 
 def test_groups_that_give_up_blocks_are_those_without_full_attention() -> None:
-    import torch
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        KVCacheGroupSpec,
-        MambaSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-        UniformTypeKVCacheSpecs,
-    )
-
-    from deployments.engine.stores import groups_that_give_up
-
     shape = {"block_size": 32, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
     specs = [
@@ -196,8 +193,6 @@ def test_groups_that_give_up_blocks_are_those_without_full_attention() -> None:
 
 
 def test_what_one_worker_has_not_stored_stays_pinned() -> None:
-    from deployments.engine.stores import StoresReport
-
     assert StoresReport(4).aggregate(StoresReport(2)) == StoresReport(2)
 
 

@@ -3,10 +3,12 @@
 import argparse
 import asyncio
 import socket
+from argparse import ArgumentParser
 from typing import Any
 
 import aiohttp
 import pytest
+from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
 
 from conserve.settings import LMCacheSettings, Settings, load
 from deployments.messages import NodeCache
@@ -71,8 +73,6 @@ def test_one_node_stays_on_loopback() -> None:
 
 def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
     """As LMCache's own parser has it, which refuses what is too soon."""
-    from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
-
     command = lmcache_command(2.0, 256, Address("127.0.0.1", 7610, 7611))
     parser = add_mp_server_args(argparse.ArgumentParser())
     given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
@@ -107,10 +107,6 @@ def test_each_worker_on_a_gpu_has_a_thread_that_copies_for_it(workers: int, thre
 
 def test_lmcache_knows_what_it_is_told() -> None:
     """And has one thread for all workers on GPUs, unless it is told otherwise."""
-    from argparse import ArgumentParser
-
-    from lmcache.v1.multiprocess.config import add_mp_server_args
-
     parser = ArgumentParser()
     add_mp_server_args(parser)
     assert parser.parse_args([GPU_THREADS, "8"]).max_gpu_workers == 8

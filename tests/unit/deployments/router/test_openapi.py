@@ -9,6 +9,11 @@ import pytest
 import schemathesis
 from fastapi import FastAPI
 from starlette.routing import Route
+from vllm.entrypoints.anthropic import api_router as anthropic
+from vllm.entrypoints.openai.chat_completion import api_router as chat
+from vllm.entrypoints.openai.completion import api_router as completion
+from vllm.entrypoints.openai.responses import api_router as responses
+from vllm.entrypoints.serve.tokenize import api_router as tokenize
 
 from conserve.apis import MESSAGES, TOKEN_PATHS, TURN_PATHS
 from conserve.hints import NAMES
@@ -29,12 +34,6 @@ MODEL = "the-model"
 @pytest.fixture(scope="module")
 def engines_own() -> dict[str, Any]:
     """What an engine says, of vLLM's own paths."""
-    from vllm.entrypoints.anthropic import api_router as anthropic
-    from vllm.entrypoints.openai.chat_completion import api_router as chat
-    from vllm.entrypoints.openai.completion import api_router as completion
-    from vllm.entrypoints.openai.responses import api_router as responses
-    from vllm.entrypoints.serve.tokenize import api_router as tokenize
-
     app = FastAPI()
     for each in (chat, completion, anthropic, responses, tokenize):
         app.include_router(each.router)

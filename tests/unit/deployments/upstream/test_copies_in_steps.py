@@ -8,8 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
+from lmcache.integration.vllm.lmcache_mp_metadata import (
+    LMCacheMPConnectorMetadata,
+    LMCacheMPRequestMetadata,
+    LoadStoreOp,
+)
+from lmcache.integration.vllm.vllm_multi_process_adapter import (
+    LMCacheMPWorkerAdapter,
+    ParallelStrategy,
+)
+from lmcache.utils import EngineType
+from lmcache.v1.multiprocess.custom_types import (
+    PrepareStoreResponse,
+    RegisterEngineDrivenContextResponse,
+)
+from lmcache.v1.multiprocess.futures import MessagingFuture
+from lmcache.v1.multiprocess.transfer_context import worker_transfer
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
 
+from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.engine.stores import StepNotes
 from deployments.upstream.copies_in_steps import PATCH
+from deployments.upstream.lost_server import Connection
 
 
 def _eventually(holds: Any) -> None:
@@ -39,13 +60,9 @@ class SlowServer:
     unregistered_with: list[str] = field(default_factory=list)
 
     def register_kv_cache_engine_driven_context(self, context: Any) -> Any:
-        from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResponse
-
         return _answered(RegisterEngineDrivenContextResponse())
 
     def prepare_store(self, key: Any, instance_id: int) -> Any:
-        from lmcache.v1.multiprocess.custom_types import PrepareStoreResponse
-
         answer = _unanswered()
         takes_s = self.takes_s[key.request_id]
         told = threading.Timer(takes_s, answer.set_result, [PrepareStoreResponse()])
@@ -64,8 +81,6 @@ class SlowServer:
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmcache.v1.multiprocess.transfer_context import worker_transfer
-
     build = "_build_engine_driven_context"
     monkeypatch.setattr(worker_transfer, build, getattr(worker_transfer, build))
     assert PATCH.apply is not None
@@ -73,8 +88,6 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unanswered() -> Any:
-    from lmcache.v1.multiprocess.futures import MessagingFuture
-
     return MessagingFuture()
 
 
@@ -86,16 +99,6 @@ def _answered(result: Any) -> Any:
 
 def _worker(server: SlowServer) -> tuple[Any, Any]:
     """A worker's connector with LMCache's own adapter and transfer, and its KV of 16 blocks."""
-    import torch
-    from lmcache.integration.vllm.vllm_multi_process_adapter import (
-        LMCacheMPWorkerAdapter,
-        ParallelStrategy,
-    )
-    from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
-
-    from deployments.engine.lmcache_connector import ResilientMPConnector
-    from deployments.upstream.lost_server import Connection
-
     blocks = torch.arange(2 * 16 * BLOCK_TOKENS * 8, dtype=torch.float32)
     blocks = blocks.view(2, 16, 1, BLOCK_TOKENS, 8)
     adapter = object.__new__(LMCacheMPWorkerAdapter)
@@ -122,8 +125,6 @@ def _worker(server: SlowServer) -> tuple[Any, Any]:
 
 
 def _register(adapter: Any) -> None:
-    from lmcache.utils import EngineType
-
     adapter.transfer_ctx.register(
         adapter.kv_caches, "model", 1, 2, 10.0, layout_hints={"kv_layout": "HND"},
         engine_type=EngineType.VLLM,
@@ -132,10 +133,6 @@ def _register(adapter: Any) -> None:
 
 def _step(connector: Any, number: int, *stores: Any, **notes: Any) -> set[str]:
     """A step of vLLM's runner; requests whose blocks are free after it."""
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPConnectorMetadata
-
-    from deployments.engine.stores import StepNotes
-
     metadata = LMCacheMPConnectorMetadata()
     metadata.requests = list(stores)
     metadata.notes = StepNotes(number, **notes)
@@ -149,8 +146,6 @@ def _step(connector: Any, number: int, *stores: Any, **notes: Any) -> set[str]:
 
 
 def _store(name: str, *blocks: int) -> Any:
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestMetadata, LoadStoreOp
-
     tokens = len(blocks) * BLOCK_TOKENS
     return LMCacheMPRequestMetadata(
         name, "STORE", LoadStoreOp([1] * tokens, [list(blocks)], 0, tokens)
@@ -234,8 +229,6 @@ def test_a_worker_unregisters_when_its_copies_are_over() -> None:
 @pytest.mark.usefixtures("patched")
 def test_stores_that_wait_while_the_server_restarts_fail() -> None:
     """They would copy to the memory of the run that is gone, and be committed to the next one."""
-    from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
-
     server = SlowServer({"a": 0.2, "b": 0.0, "c": 0.0})
     connector, _ = _worker(server)
     adapter = connector.worker_adapter

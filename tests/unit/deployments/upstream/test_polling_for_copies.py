@@ -1,6 +1,7 @@
 """How often an LMCache server without a GPU looks for copies."""
 
 import pytest
+import torch
 from lmcache.v1.multiprocess.native_completion import DeviceHostFuncDispatcher
 
 from deployments.upstream.polling_for_copies import PATCH
@@ -15,8 +16,6 @@ def test_a_dispatcher_looks_200_times_a_second() -> None:
 def test_a_patched_one_rests_without_a_gpu(
     gpu: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     start = DeviceHostFuncDispatcher.__init__
     before = start.__defaults__
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)

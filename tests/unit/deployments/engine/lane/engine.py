@@ -9,11 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
 )
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
 
+from conserve.embedded import model_path
 from conserve.wire import StageTimes, engine_told
 from deployments.engine.lane.connector import LaneConnecting
 
@@ -81,13 +88,6 @@ class Engine:
             VLLM_NO_USAGE_STATS="1",
             VLLM_LOGGING_LEVEL="ERROR",
         )
-        import torch
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        from conserve.embedded import model_path
-
         torch.set_num_threads(1)
         # Chunks are short, so that there are many; feedback on time would differ between runs.
         policies: dict[str, Any] = {
@@ -142,8 +142,6 @@ class Engine:
     @property
     def thread(self) -> Any:
         """The lane's thread, of the worker's half."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         return get_kv_transfer_group()._lane_thread
 
     def use_lane(self, on: bool) -> None:
@@ -159,10 +157,6 @@ class Engine:
         images: Sequence[Any] = (),
     ) -> None:
         """A turn comes, with an image for each ``<image>`` of its text."""
-        from vllm import SamplingParams
-
-        from conserve.wire import scheduled_turn
-
         params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False,
             extra_args={"kv_transfer_params": scheduled_turn(key or name, None, False)},

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
 from deployments.engine.lane.scheduler_lane import Job
 from deployments.engine.lane.thread import Turns
-from tests.unit.deployments.engine.lane.engine import require_empty
+from tests.unit.deployments.engine.lane.engine import LaneAlone, require_empty
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
 
 
@@ -35,10 +39,6 @@ class LaneStandIn(StandIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-        from tests.unit.deployments.engine.lane.engine import LaneAlone
-
         self._chance = random.Random(self.seed)
         self._until: dict[str, int] = {}
         self._turns = Turns(alternate=True)
@@ -56,8 +56,6 @@ class LaneStandIn(StandIn):
         lane.notes = noted
 
     def _configure(self, config: Any) -> None:
-        from vllm.config import KVTransferConfig
-
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="LaneAlone",
@@ -67,8 +65,6 @@ class LaneStandIn(StandIn):
         )
 
     def _connector_output(self, output: Any) -> Any:
-        from vllm.v1.outputs import KVConnectorOutput
-
         worker = self._worker
         with self._turns.step():
             worker.bind_connector_metadata(output.kv_connector_metadata)

@@ -1,11 +1,14 @@
 """A real engine computes long prompts in its lane; nothing else changes."""
 
 import random
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests import machines
 from tests.unit.deployments.engine.lane.engine import BLOCK_TOKENS, Engine, words
@@ -35,8 +38,6 @@ def engine(only_engine: Engine) -> Engine:
 
 def engine_thread_lives() -> bool:
     """Whether there is a thread of a lane's."""
-    import threading
-
     return any(thread.name == "prefill-lane" for thread in threading.enumerate())
 
 
@@ -159,8 +160,6 @@ def test_who_leaves_while_the_lane_computes_leaves_nothing(engine: Engine) -> No
 def test_blocks_of_who_left_are_nobodys_until_the_chunk_is_over(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     begun, go_on = threading.Event(), threading.Event()
     forward = engine.thread._forward
     wait = forward.compute
@@ -297,8 +296,6 @@ def test_spoiled_kv_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     compute = forward.compute
 
     def spoils(job: Any, start: int, end: int) -> Any:
-        from dataclasses import replace
-
         ids = [*job.tokens[:-1], (job.tokens[-1] + 1) % 900]
         return compute(replace(job, tokens=ids), start, end)
 
@@ -308,8 +305,6 @@ def test_spoiled_kv_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_requests_that_it_is_not_for_are_computed_inline(engine: Engine) -> None:
-    from vllm import SamplingParams
-
     done = engine.policy.done
     _decode(engine)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, detokenize=False)

@@ -12,16 +12,25 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from conserve.embedded import model_path
+from conserve.wire import scheduled_turn
+
 BLOCK_TOKENS = 32
 SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 
 
 @cache
 def _config(kind: str, max_num_seqs: int, step_tokens: int) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    from conserve.embedded import model_path
-
     ours = {} if kind == "vllm" else {
         "scheduler_cls": SCHEDULER, "scheduling_policy": "priority",
     }  # fmt: skip
@@ -64,11 +73,6 @@ class StandIn:
     spoil: Any = lambda sampled: None
 
     def __post_init__(self) -> None:
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import KVCacheConfig
-        from vllm.v1.structured_output import StructuredOutputManager
-
         init_none_hash(sha256)
         self.now_s = 0.0
         config = copy.deepcopy(_config(self.kind, self.max_num_seqs, self.step_tokens))
@@ -112,11 +116,6 @@ class StandIn:
         priority: int = 0,
     ) -> Any:
         """Add a request; a history's turn where it has a key."""
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        from conserve.wire import scheduled_turn
-
         extra = {} if key is None else {"kv_transfer_params": scheduled_turn(key, resume_s, last)}
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
@@ -131,15 +130,11 @@ class StandIn:
 
     def abort(self, name: str) -> None:
         """Its client leaves."""
-        from vllm.v1.request import RequestStatus
-
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.live[name]
 
     def step(self) -> list[Any]:
         """One step; the requests that have ended with it."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
         self.steps += 1
         scheduler = self.scheduler
         if scheduler.has_requests():
@@ -191,9 +186,6 @@ class StandIn:
 
     def _groups(self) -> list[Any]:
         """The model's layers: one, with full attention."""
-        import torch
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
-
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
         )

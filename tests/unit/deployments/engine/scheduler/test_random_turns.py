@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
+from deployments.engine.scheduler.histories import Histories
 from tests.unit.deployments.engine.scheduler.play import POLICIES, play
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn
 
@@ -47,8 +48,6 @@ def test_a_token_in_the_wrong_place_is_found(kind: str) -> None:
 
 
 def test_a_block_that_is_kept_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deployments.engine.scheduler.histories import Histories
-
     free_kept = Histories._free_kept
 
     def forgetful(self: Histories, key: str, one: object) -> None:

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from vllm.v1.worker.gpu_worker import Worker
 
 from deployments.engine.vision import offload as module
+from deployments.engine.vision.connector import prepare_worker
 from deployments.engine.vision.offload import (
     TOWER_LAYERS,
     LayerMissing,
@@ -216,10 +218,6 @@ def test_the_start_says_how_much_is_freed(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_worker_offloads_once_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from deployments.engine.vision.connector import prepare_worker
-
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         self.loaded = True
 
