@@ -165,6 +165,7 @@ def test_a_name_that_is_none_is_one_line_with_the_one_that_is(name: str, tmp_pat
             "tiers.some.power_cap: give a number of watts, or a share of up to 100%, such as 70%",
         ),
         ("lmcache.zzz=1", "lmcache.zzz: no such setting; lmcache has size_gb and port"),
+        ("idle_timeout=3", "idle_timeout: no such setting; did you mean idle_timeout_s?"),
         ("replicas=2", "replicas: no such setting; did you mean decoders.replicas?"),
         (
             "tensor_parallel_size=2",

@@ -26,161 +26,7 @@ from deployments.engine.stores import FORGOTTEN_S, StepNotes, Stores
 from deployments.engine.vision.failures import WorkersFailures
 from deployments.upstream.lost_server import Connection
 
-
-@pytest.mark.parametrize("stores", [True, False])
-def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(stores: bool) -> None:
-    """A prefiller's queue of prompts whose clients leave: LMCache's connector fails on each."""
-    ended: list[str] = []
-
-    class Adapter:
-        def cleanup_lookup_result(self, request_id: str) -> None:
-            ended.append(f"look-up of {request_id}")
-
-        def end_session(self, request_id: str) -> None:
-            ended.append(f"session of {request_id}")
-
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = False
-    connector.scheduler_adapter = Adapter()
-    connector._can_store = stores
-    connector._prepare_scheduler()
-    parameters = SamplingParams(
-        max_tokens=1, extra_args={"kv_transfer_params": wire.transfer_params()}
-    )
-    request = Request("r", [1, 2, 3], parameters, None)
-    request.status = RequestStatus.FINISHED_ABORTED
-    with pytest.raises(AssertionError, match="not found"):
-        LMCacheMPConnector.request_finished(connector, request, [])
-    kept, params = connector.request_finished(request, [])
-    assert not kept
-    assert wire.cached_tokens(params).lmcache_tokens == 0
-    assert ended == ["look-up of r", "session of r"]
-    assert not connector.request_trackers
-
-
-def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded() -> None:
-    """Where KV was loaded there are none, and vLLM's engine ends over that."""
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = False
-    connector._can_store = False
-    connector._prepare_scheduler()
-    # There is no adapter: nobody can be asked.
-    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert list(connector.request_trackers) == ["r"]
-    other = Request("o", [1, 2, 3], SamplingParams(max_tokens=1), None)
-    with pytest.raises(AttributeError, match="scheduler_adapter"):
-        connector.get_num_new_matched_tokens(other, 0)
-
-
-def test_prompts_with_other_images_have_other_keys() -> None:
-    """From the image on; vLLM gives both the same token ids."""
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = False
-    text, placeholders = [5, 6, 7], [9] * 8
-
-    def keyed(name: str, image: str) -> list[int]:
-        where = PlaceholderRange(offset=len(text), length=len(placeholders))
-        feature = MultiModalFeatureSpec(None, "image", image, where, mm_hash=image)
-        request = Request(
-            name, [*text, *placeholders, *text], SamplingParams(), None, mm_features=[feature]
-        )
-        ids: list[int] = connector._get_or_create_request_tracker(request).get_token_ids()
-        return ids
-
-    one, same, other = keyed("r1", "a"), keyed("r2", "a"), keyed("r3", "b")
-    assert one == same
-    assert one[:3] == one[-3:] == other[:3] == other[-3:] == text
-    assert not set(one[3:-3]) & {*other[3:-3], 9}
-
-
-@pytest.mark.parametrize("embeddings", [True, False])
-def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -> None:
-    """It has no token ids, so it would share its keys with all others of its kind."""
-
-    class Adapter:
-        lmcache_tokens_per_chunk = 128
-
-        def maybe_submit_lookup_request(self, request_id: str, **asked: object) -> None:
-            assert not embeddings
-
-        def check_lookup_result(self, request_id: str) -> int:
-            return 0
-
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = False
-    connector.scheduler_adapter = Adapter()
-    connector._can_store = connector._reserve_last_token_for_lookup = True
-    connector._prepare_scheduler()
-    connector._hit_alignment_tokens = 128
-    connector._connector_stats = type("Stats", (), {"record_lookup": lambda self, took_s: None})()
-    prompt = {"prompt_embeds": torch.zeros(256, 4)} if embeddings else {}
-    ids = None if embeddings else [1] * 256
-    request = Request("r", ids, SamplingParams(max_tokens=1), None, **prompt)
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-    tracker = connector.request_trackers["r"]
-    tracker.append_block_ids(([1, 2],))
-    tracker.increase_num_scheduled_tokens(256)
-    stored = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, 128, [128])
-    assert (stored is None) is embeddings
-
-
-@pytest.mark.parametrize(
-    ("role", "params", "asks", "stores"),
-    [
-        ("kv_producer", wire.transfer_params(), True, True),
-        ("kv_both", wire.transfer_params(256), False, False),
-        ("kv_both", wire.transfer_params(256, park=True), True, True),
-        ("kv_both", wire.transfer_params(512), True, False),
-        ("kv_both", wire.transfer_params(), True, False),
-        ("kv_consumer", wire.transfer_params(256), False, False),
-        ("kv_consumer", wire.transfer_params(512), True, False),
-    ],
-)
-def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
-    role: str, params: dict[str, object], asks: bool, stores: bool
-) -> None:
-    """A prompt of three chunks, of which it has two; LMCache has none."""
-    asked: list[str] = []
-
-    class Adapter:
-        lmcache_tokens_per_chunk = 128
-
-        def maybe_submit_lookup_request(self, request_id: str, **what: object) -> None:
-            asked.append(request_id)
-
-        def check_lookup_result(self, request_id: str) -> int:
-            return 0
-
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = False
-    connector.scheduler_adapter = Adapter()
-    connector._can_store = role != "kv_consumer"
-    connector._parks = role == "kv_both"
-    connector._prepare_scheduler()
-    connector._reserve_last_token_for_lookup = True
-    connector._hit_alignment_tokens = 128
-    connector._connector_stats = type("Stats", (), {"record_lookup": lambda self, took_s: None})()
-    parameters = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    request = Request("r", [1] * 390, parameters, None)
-    assert connector.get_num_new_matched_tokens(request, 256) == (0, False)
-    assert asked == ["r"] * asks
-    tracker = connector.request_trackers["r"]
-    tracker.append_block_ids(([1, 2, 3, 4],))
-    tracker.increase_num_scheduled_tokens(134)
-    stored = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, 128, [128])
-    # All of its whole chunks, those too that it had before.
-    assert (None if stored is None else (stored.op.start, stored.op.end)) == (
-        (0, 384) if stores else None
-    )
-
-
-# --- what was said to be stored, and is not found yet --------------------------------------------
+PREFILLED = wire.transfer_params(prefilled=True)
 
 
 class LateServer:
@@ -219,8 +65,8 @@ class LateServer:
         return self.freeing[-1]
 
 
-def _decoder(server: LateServer) -> tuple[Any, list[float]]:
-    """A decoder's connector, and its clock."""
+def _connector(server: Any, **more: Any) -> Any:
+    """A scheduler's connector to a server."""
     connector = object.__new__(ResilientMPConnector)
     connector.request_trackers = {}
     connector.lazy_offload = connector._can_store = False
@@ -228,15 +74,25 @@ def _decoder(server: LateServer) -> tuple[Any, list[float]]:
     connector._reserve_last_token_for_lookup = False
     connector._hit_alignment_tokens = 128
     connector._connector_stats = SimpleNamespace(record_lookup=lambda took_s: None)
+    vars(connector).update(more)
     connector._prepare_scheduler()
-    now_s = [0.0]
-    connector._late = LateKV(lambda: now_s[0])
-    return connector, now_s
+    return connector
 
 
-def _request(tokens: int, **params: Any) -> Any:
-    asked = {"kv_transfer_params": wire.transfer_params(**params)}
-    return Request("r", [1] * tokens, SamplingParams(max_tokens=1, extra_args=asked), None)
+def _request(
+    tokens: int | None, params: dict[str, Any] | None = None, name: str = "r", **more: Any
+) -> Any:
+    asked = {"kv_transfer_params": wire.transfer_params() if params is None else params}
+    sampling = SamplingParams(max_tokens=1, extra_args=asked)
+    return Request(name, tokens and [1] * tokens, sampling, None, **more)
+
+
+def _step_of_one(connector: Any, tokens: int) -> Any:
+    """What is stored once the request "r" has blocks for 512 tokens and computes these."""
+    tracker = connector.request_trackers["r"]
+    tracker.append_block_ids(([1, 2, 3, 4],))
+    tracker.increase_num_scheduled_tokens(tokens)
+    return LMCacheMPRequestMetadata.GetStoreMetadata(tracker, 128, [128])
 
 
 def _told(connector: Any, request: Any) -> wire.CachedTokens:
@@ -244,11 +100,108 @@ def _told(connector: Any, request: Any) -> wire.CachedTokens:
     return wire.cached_tokens(connector.request_finished(request, [])[1])
 
 
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(stores: bool) -> None:
+    """A prefiller's queue of prompts whose clients leave: LMCache's connector fails on each."""
+    server = LateServer()
+    connector, request = _connector(server, _can_store=stores), _request(3)
+    request.status = RequestStatus.FINISHED_ABORTED
+    with pytest.raises(AssertionError, match="not found"):
+        LMCacheMPConnector.request_finished(connector, request, [])
+    kept, params = connector.request_finished(request, [])
+    assert not kept
+    assert wire.cached_tokens(params).lmcache_tokens == 0
+    assert server.asked == ["over", "ended"]
+    assert not connector.request_trackers
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded() -> None:
+    """Where KV was loaded there are none, and vLLM's engine ends over that."""
+    connector = _connector(None)  # Nobody can be asked.
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert list(connector.request_trackers) == ["r"]
+    with pytest.raises(AttributeError, match="NoneType"):
+        connector.get_num_new_matched_tokens(_request(3, name="o"), 0)
+
+
+def test_prompts_with_other_images_have_other_keys() -> None:
+    """From the image on; vLLM gives both the same token ids."""
+    connector = _connector(None)
+    text, placeholders = [5, 6, 7], [9] * 8
+
+    def keyed(name: str, image: str) -> list[int]:
+        where = PlaceholderRange(offset=len(text), length=len(placeholders))
+        feature = MultiModalFeatureSpec(None, "image", image, where, mm_hash=image)
+        request = Request(
+            name, [*text, *placeholders, *text], SamplingParams(), None, mm_features=[feature]
+        )
+        ids: list[int] = connector._get_or_create_request_tracker(request).get_token_ids()
+        return ids
+
+    one, same, other = keyed("r1", "a"), keyed("r2", "a"), keyed("r3", "b")
+    assert one == same
+    assert one[:3] == one[-3:] == other[:3] == other[-3:] == text
+    assert not set(one[3:-3]) & {*other[3:-3], 9}
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -> None:
+    """It has no token ids, so it would share its keys with all others of its kind."""
+    server = LateServer(0)
+    connector = _connector(server, _can_store=True, _reserve_last_token_for_lookup=True)
+    prompt = {"prompt_embeds": torch.zeros(256, 4)} if embeddings else {}
+    request = _request(None if embeddings else 256, **prompt)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert bool(server.asked) is not embeddings
+    assert (_step_of_one(connector, 256) is None) is embeddings
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "asks", "stores"),
+    [
+        ("kv_producer", wire.transfer_params(), True, True),
+        ("kv_both", wire.transfer_params(256), False, False),
+        ("kv_both", wire.transfer_params(256, park=True), True, True),
+        ("kv_both", wire.transfer_params(512), True, False),
+        ("kv_both", wire.transfer_params(), True, False),
+        ("kv_consumer", wire.transfer_params(256), False, False),
+        ("kv_consumer", wire.transfer_params(512), True, False),
+    ],
+)
+def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
+    role: str, params: dict[str, object], asks: bool, stores: bool
+) -> None:
+    """A prompt of three chunks, of which it has two; LMCache has none."""
+    server = LateServer(0)
+    connector = _connector(
+        server, _can_store=role != "kv_consumer", _parks=role == "kv_both",
+        _reserve_last_token_for_lookup=True,
+    )  # fmt: skip
+    assert connector.get_num_new_matched_tokens(_request(390, params), 256) == (0, False)
+    assert server.asked == ["look-up"] * asks
+    stored = _step_of_one(connector, 134)
+    # All of its whole chunks, those too that it had before.
+    assert (None if stored is None else (stored.op.start, stored.op.end)) == (
+        (0, 384) if stores else None
+    )
+
+
+# --- what was said to be stored, and is not found yet --------------------------------------------
+
+
+def _decoder(server: LateServer) -> tuple[Any, list[float]]:
+    """A decoder's connector, and its clock."""
+    connector, now_s = _connector(server), [0.0]
+    connector._late = LateKV(lambda: now_s[0])
+    return connector, now_s
+
+
 def test_what_a_prefiller_has_just_stored_is_looked_up_until_it_is_there() -> None:
     """LMCache tells of it some milliseconds after its store: first of nothing, then of a part."""
     server = LateServer(0, 256, 384)
     connector, now_s = _decoder(server)
-    request = _request(400, prefilled=True)
+    request = _request(400, PREFILLED)
     # Meanwhile the scheduler goes on with others.
     assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
     assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
@@ -269,7 +222,7 @@ def test_what_a_prefiller_has_just_stored_is_looked_up_until_it_is_there() -> No
 def test_what_stays_away_is_computed_and_counted() -> None:
     server = LateServer(128)
     connector, now_s = _decoder(server)
-    request = _request(400, prefilled=True)
+    request = _request(400, PREFILLED)
     matched, asked = (None, True), 0
     while matched == (None, True):
         now_s[0] += 0.001
@@ -290,7 +243,7 @@ def test_what_a_server_that_died_does_not_have_is_counted() -> None:
     server = LateServer(0)
     server.is_healthy = False
     connector, _ = _decoder(server)
-    request = _request(400, prefilled=True)
+    request = _request(400, PREFILLED)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert server.asked == ["look-up"]
     told = _told(connector, request)
@@ -301,17 +254,17 @@ def test_what_a_server_that_died_does_not_have_is_counted() -> None:
     ("params", "own_tokens", "server"),
     [
         # Nobody said that it is there.
-        ({}, 0, LateServer(0)),
+        (wire.transfer_params(), 0, LateServer(0)),
         # All of it is, or what is not the decoder has itself.
-        ({"prefilled": True}, 0, LateServer(384)),
-        ({"prefilled": True}, 384, LateServer(0)),
+        (PREFILLED, 0, LateServer(384)),
+        (PREFILLED, 384, LateServer(0)),
     ],
 )
 def test_nothing_is_looked_up_twice_without_a_reason(
     params: dict[str, Any], own_tokens: int, server: LateServer
 ) -> None:
     connector, _ = _decoder(server)
-    request = _request(400, **params)
+    request = _request(400, params)
     matched, _ = connector.get_num_new_matched_tokens(request, own_tokens)
     assert matched is not None
     assert server.asked == ["look-up"]
@@ -587,7 +540,7 @@ def _scheduling(role: str, **prompts: int) -> tuple[Any, dict[str, Any], Any]:
     begun: set[str] = set()
     requests = {}
     for name, tokens in prompts.items():
-        requests[name] = request = _request(tokens, park=True)
+        requests[name] = request = _request(tokens, wire.transfer_params(park=True))
         request.request_id = name
         request.kv_transfer_params[wire.STORED_TO] = [name, 0]
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
