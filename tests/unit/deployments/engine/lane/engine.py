@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from conserve.embedded import model_path
-from conserve.wire import StageTimes, engine_told
+from conserve.wire import StageTimes, engine_told, scheduled_turn
 from deployments.engine.lane.connector import LaneConnecting
 
 BLOCK_TOKENS = 32
