@@ -139,10 +139,11 @@ def vllm_router(options: Options) -> PeerPlan:
 def vllm_lmcache(options: Options) -> PeerPlan:
     """vLLM servers that share LMCache's host memory, behind vLLM's router.
 
-    Settings: those of `vllm_router`, and LMCache 0.5.6 as its guide "Multiprocess mode" has it: one
-    server with LRU eviction and ``host_gib`` of memory, chunks of 256 tokens (on CPUs 128, which is
-    a block), and engines with `LMCacheMPConnector` and ``kv_both``: all that is computed is stored
-    at once, and found by whichever engine needs it.
+    Settings: those of `vllm_router`, and LMCache 0.5.6 in the multi-process mode that vLLM's
+    examples recommend for instances that share KV: one server with LRU eviction and ``host_gib`` of
+    memory, chunks of 256 tokens (on CPUs 128, which is a block), and engines with
+    `LMCacheMPConnector` and ``kv_both``: all that is computed is stored at once, and found by
+    whichever engine needs it.
     """
     address = Address("127.0.0.1", free_port(), free_port())
     arguments = engine_arguments(options) | {"kv_transfer_config": connector("kv_both", address)}
