@@ -31,7 +31,9 @@ def shown(model: Path, *kept: int, gpu: bool = False) -> dict[str, Any]:
         capture_output=True, text=True, timeout=_START_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # vLLM logs there, too, and ends last.
+    told = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    found: dict[str, Any] = json.loads(told)
     return found
 
 

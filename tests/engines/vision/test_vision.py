@@ -19,7 +19,7 @@ from tests.engines.lone import LONE_PORT
 from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
-from tests.engines.vision.failing import RED
+from tests.engines.vision.failing import GREEN
 from tests.engines.vision.turns import OUTPUT_TOKENS, ask, png
 from tests.engines.vision.turns import answer_of as _answered
 from tests.engines.vision.turns import body_of as _body
@@ -327,7 +327,7 @@ async def test_an_encoder_that_fails_ends_its_turn_and_not_the_engine(
 ) -> None:
     stage.wait_for_lone()
     before = {engine["id"] for engine in engines()}
-    body = _body(CHAT, _texts(rng), png(Image.new("RGB", (112, 112), RED))) | {"stream": stream}
+    body = _body(CHAT, _texts(rng), png(Image.new("RGB", (112, 112), GREEN))) | {"stream": stream}
     other = Agent(client, messages=[_user(_said(_texts(rng), _image(rng)))])
     answering = asyncio.ensure_future(other.ask(tokens=200, stream=True))
     # Nothing that was computed for the first is found for the second.
