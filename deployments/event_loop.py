@@ -1,4 +1,4 @@
-"""An event loop that passes all turns' tokens on, its tasks, and threads beside it."""
+"""Background tasks of a process's event loop, and how soon other threads yield to it."""
 
 import asyncio
 import sys
@@ -7,17 +7,17 @@ from typing import Any
 
 # Python's default is ten times as long, and a token may wait for it several times on its way.
 _SWITCH_S = 0.0005
-# The loop itself keeps weak references alone.
+# Keeps references to running tasks: the event loop has weak ones only.
 _tasks: set[asyncio.Task[None]] = set()
 
 
-def give_way_soon() -> None:
-    """Have this process's threads switch sooner, so that its event loop waits less for them."""
+def switch_threads_sooner() -> None:
+    """Shorten the time after which Python switches threads, for the event loop's latency."""
     sys.setswitchinterval(_SWITCH_S)
 
 
 def in_background(work: Coroutine[Any, Any, None]) -> None:
-    """Run work on this thread's event loop, and do not wait for it."""
+    """Start a coroutine on this thread's event loop without waiting for it."""
     task = asyncio.get_running_loop().create_task(work)
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)

@@ -1,4 +1,4 @@
-"""Has a process join a Ray at the address where it listens, and with its token.
+"""Connects this process to a Ray cluster, with its token and at the address where it listens.
 
 A Ray that asks for a token answers only clients that have it (docs/security.md).
 """
@@ -20,9 +20,9 @@ _FILE = "~/.ray/auth_token"
 
 
 def keep_token() -> None:
-    """Have a token, in a file for this user alone, for the Ray that this process starts next.
+    """Write a token for the Ray that this process starts next, in a file only this user can read.
 
-    Ray 2.60 would make it for all users to read. What the environment says of it is left alone.
+    Ray 2.60 would let all users read it. A token or mode set in the environment is left alone.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
@@ -36,7 +36,7 @@ def keep_token() -> None:
 
 
 def close_token() -> None:
-    """Have the token, if Ray or `keep_token` has made one, be for this user alone to read."""
+    """Restrict the token file, if there is one, to this user."""
     file = Path(os.path.expanduser(_FILE))
     if file.exists() and file.stat().st_uid == os.getuid():
         file.parent.chmod(0o700)
@@ -58,10 +58,10 @@ def answer(address: str, headers: dict[str, str] | None = None) -> str:
 
 
 def find_ray(address: str) -> None:
-    """Have this process join a Ray, on loopback if it listens only there.
+    """Prepare this process to join a Ray, on loopback if that Ray listens only there.
 
-    It sends its token if that Ray asks for one. A Ray that asks for none would end the actors of a
-    process with one: it cannot call it back.
+    The token is sent only if that Ray asks for one: a Ray without tokens cannot call back a process
+    that has one, and ends its actors.
 
     Args:
         address: as for ``ray.init``, such as ``auto``.

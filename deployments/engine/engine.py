@@ -36,7 +36,7 @@ from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
-from deployments.event_loop import give_way_soon, in_background
+from deployments.event_loop import in_background, switch_threads_sooner
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S
@@ -108,7 +108,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
         apply_patches("ray")
-        give_way_soon()
+        switch_threads_sooner()
         tell_of_lost_collector(settings)
         self._id = context.replica_id.unique_id
         self._workers = WorkerClient(self.collective_rpc)

@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from conserve.settings import Settings, SettingsError, load
 from conserve.wire import BEAT_S
 from deployments.environments.client import EnvironmentClient
-from deployments.event_loop import give_way_soon
+from deployments.event_loop import switch_threads_sooner
 from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
 from deployments.router.certificate import Certificate
@@ -137,7 +137,7 @@ class Router:
         require_seams("half_closed", "ignored_upgrade")
         require(sigterm_exits.PATCH)
         apply_patches("ray")
-        give_way_soon()
+        switch_threads_sooner()
         self._handles = engines
         self._timeouts: Timeouts | None = None
         self._settings = settings

@@ -156,7 +156,7 @@ class LaneConnector(LaneConnecting, ResilientMPConnector):
         super().unmap()
 
     def lane_encoded(self, lasted_s: float, embeds: int) -> None:
-        """Have the engine's server learn what encoding takes."""
+        """Report an encode's duration and embeddings to the engine's server."""
         self._meter.encoded(lasted_s, embeds)
 
     def _lane_has_failed(self, request_id: str) -> None:

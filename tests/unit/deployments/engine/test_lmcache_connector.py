@@ -88,7 +88,7 @@ def _request(
 
 
 def _step_of_one(connector: Any, tokens: int) -> Any:
-    """What is stored once the request "r" has blocks for 512 tokens and computes these."""
+    """Return what is stored by a step that computes `tokens` of the request "r", of 512."""
     tracker = connector.request_trackers["r"]
     tracker.append_block_ids(([1, 2, 3, 4],))
     tracker.increase_num_scheduled_tokens(tokens)
