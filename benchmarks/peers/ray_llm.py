@@ -9,7 +9,9 @@ From Ray's user guides "Direct streaming" and "Enable High Throughput on Ray Ser
 
 import json
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.plan import (
@@ -23,7 +25,7 @@ from benchmarks.peers.plan import (
     module,
     require_two,
 )
-from deployments.node.lmcache_server import Address, lmcache_command, lmcache_environment
+from deployments.node.lmcache_server import THREADS, Address, lmcache_environment
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -138,11 +140,24 @@ def connector(role: str, address: Address) -> dict[str, Any]:
 
 
 def lmcache_server(options: Options, address: Address) -> Part:
+    """Return LMCache's own server, with its defaults but for memory, chunks and threads.
+
+    ConServe's server misses a worker after 30 s without a heartbeat. LMCache's own workers send
+    their first with their first request, and wait for ever for a server that has missed them.
+    """
     environment = lmcache_environment()
-    chunk_tokens = 256 if options.gpu else 128
+    command = (
+        *(str(Path(sys.executable).parent / "lmcache"), "server"),
+        *("--host", address.host, "--port", str(address.port)),
+        *("--http-host", "127.0.0.1", "--http-port", str(address.http_port)),
+        # On CPUs workers copy, which the default mode has no handlers for.
+        *("--supported-transfer-mode", "auto", "--eviction-policy", "LRU"),
+        *("--l1-size-gb", str(options.host_gib)),
+        *("--chunk-size", str(256 if options.gpu else 128), "--max-workers", str(THREADS)),
+    )
     return Part(
         "lmcache",
-        tuple(lmcache_command(options.host_gib, chunk_tokens, address)),
+        command,
         {key: value for key, value in environment.items() if os.environ.get(key) != value},
         ready_url=f"http://127.0.0.1:{address.http_port}/healthcheck",
     )
