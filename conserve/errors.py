@@ -99,7 +99,8 @@ class ApiError(Exception):
         message, param = self.told(path)
         told: Error | AnthropicError
         if apis.is_anthropic(path):
-            details = AnthropicErrorDetails(_anthropic_type(self.status), message)
+            other = "api_error" if self.status >= 500 else "invalid_request_error"
+            details = AnthropicErrorDetails(_ANTHROPIC_TYPES.get(self.status, other), message)
             told = AnthropicError(details, REQUEST_ID.get())
         else:
             told = Error(ErrorDetails(message, _error_type(self.status), param, self.code))
@@ -142,11 +143,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-def _anthropic_type(status: int) -> str:
-    known = _ANTHROPIC_TYPES.get(status)
-    return known or ("api_error" if status >= 500 else "invalid_request_error")
 
 
 class PromptTooLong(ApiError):

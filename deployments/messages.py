@@ -110,12 +110,15 @@ class Heard:
         decided_s: when that was decided, or confirmed; Unix time.
         holds: histories, their incarnations, and for how many seconds from now the engine has to
             hold what it has of them.
+        touched: histories whose copies in host memory should outlive others, since their turns
+            wait for room.
     """
 
     ended: list[tuple[str, int]]
     wanted_replicas: int
     decided_s: float
     holds: list[tuple[str, int, float]] = field(default_factory=list)
+    touched: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from hashlib import blake2b
+from itertools import chain
 
 import msgspec
 
@@ -234,10 +235,16 @@ class Cluster(Clients):
 
     def _look(self, now_s: float, _: None) -> None:
         self._looks = False
-        self._admission.observe(now_s)
+        self._observe(now_s)
         self._admit(now_s)
         if self._admission.line:
             self._look_again(now_s)
+
+    def _observe(self, now_s: float) -> None:
+        self._admission.observe(now_s)
+        if (memory := self.table.memory) is not None:
+            for id in chain.from_iterable(map(memory.take_touched, self._homes)):
+                self._host.use(id, 0, now_s)
 
     def _give_up(self, now_s: float, ticket: Ticket) -> None:
         one, waits_with = self._in_line.get(ticket.history_id, (None, None))
@@ -377,7 +384,7 @@ class Cluster(Clients):
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)
         self._count_kv(now_s)
         self._completed(one, work, decoder.id, now_s, one.found_tokens)
-        self._admission.observe(now_s)
+        self._observe(now_s)
         if self._admission.line:
             self._admit(now_s)
 

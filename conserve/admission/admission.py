@@ -33,6 +33,8 @@ _TRIED = 8
 # While decoders hold a smaller share of their KV than this, none is evicted for want of room: what
 # is computed again was lost with a decoder, say, or was no whole block.
 _PRESSED = 0.5
+# How often what waits is touched in host memory, where other KV comes meanwhile.
+_TOUCH_S = 5.0
 
 Why = Literal["room", "window", "order"]
 """Why a ticket waits: no decoder has ``room``, the ``window`` is full, or the ``order`` has others
@@ -82,9 +84,14 @@ class Admission:
         self.line = WaitingLine(limit, timeout_s, order)
         self.window = window
         self._counted = (0, 0)
+        self._touched_s = -_TOUCH_S
 
     def observe(self, now_s: float, cpu_pressure: float = 0.0) -> bool:
         """Update the window, if it is due, and return whether it has changed; then call `admit`."""
+        memory = self._table.memory
+        if memory is not None and now_s - self._touched_s >= _TOUCH_S:
+            self._touched_s = now_s
+            memory.touch((one.history_id for one in self.line.tickets(now_s)), now_s)
         window = self.window
         if window is None or not window.is_due(now_s):
             return False
@@ -93,17 +100,14 @@ class Admission:
         again = table.missing_cached_tokens + table.recomputed_tokens
         before, self._counted = self._counted, (expected, again)
         kv = (again - before[1]) / max(1, expected - before[0])
-        if self._held_share() < _PRESSED:
+        decoders = table.decoders.values()
+        capacity_tokens = sum(one.capacity_tokens for one in decoders)
+        if sum(one.held_tokens for one in decoders) <= _PRESSED * capacity_tokens:
             kv = 0.0
         was = window.limit
         tools = table.tools.times.pressure(now_s)
         window.observe(now_s, table.active(now_s), Pressure(kv, cpu_pressure, tools))
         return window.limit != was
-
-    def _held_share(self) -> float:
-        decoders = self._table.decoders.values()
-        capacity_tokens = sum(one.capacity_tokens for one in decoders)
-        return sum(one.held_tokens for one in decoders) / max(1, capacity_tokens)
 
     def enter(
         self,

@@ -141,7 +141,8 @@ class Ledger:
             )
         if found is None:
             self._require_room(tenant)
-            number, slot = self._next, self._free_slot()
+            number, taken = self._next, {one.slot for one in self._all.values()}
+            slot = next(slot for slot in range(self._quotas.most) if slot not in taken)
             self._do(
                 {"op": "declare", "number": number, "slot": slot, "tenant": tenant,
                  "spec": spec.model_dump()}
@@ -161,10 +162,6 @@ class Ledger:
             raise QuotaExceeded(
                 f"the tenant has {quotas.most_of_tenant} environments already", "most"
             )
-
-    def _free_slot(self) -> int:
-        taken = {one.slot for one in self._all.values()}
-        return next(slot for slot in range(self._quotas.most) if slot not in taken)
 
     def let_go(self, conversation_id: str, name: str) -> bool:
         """Take an environment from a conversation; False if it does not have it."""

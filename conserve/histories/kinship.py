@@ -96,7 +96,7 @@ class Kinship:
                 at_home = (
                     one.decoder_id
                     for one in reversed(siblings(history_id))
-                    if one.decoder_id in tokens and not one.promised and _begins_with(one, system)
+                    if one.decoder_id in tokens and not one.promised and _system_of(one) == system
                 )
                 warm_on = next(at_home, None)
         return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
@@ -236,10 +236,6 @@ def _messages_in_common(points: Points, chain: Chain) -> int:
     """Return the number of a chain's last answer that a history has; it may have forgotten one."""
     longest_first = zip(chain.ends, chain.numbers, strict=False)
     return next((number for end, number in longest_first if end in points), 0)
-
-
-def _begins_with(history: History, system: Digest) -> bool:
-    return _system_of(history) == system
 
 
 def _system_of(history: History) -> Digest | None:

@@ -119,6 +119,13 @@ class HostMemory:
         for gone in self._cache.use(key, min(tokens - shared_tokens, self._capacity_tokens)):
             del self._uses[gone]
 
+    def renew(self, key: str, for_s: float, now_s: float) -> bool:
+        """Use what is left of a history, unless it is kept ``for_s`` anyway; return whether so."""
+        if key not in self._cache or self.keeps(key, for_s):
+            return False
+        self.use(key, 0, now_s, self._uses[key].shared_tokens)
+        return True
+
     def take_over(self, uses: Iterable[tuple[str, int, float, int]]) -> None:
         """Note what was used under a table before this one, in any order.
 

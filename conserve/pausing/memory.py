@@ -23,6 +23,8 @@ from conserve.wire import history_key
 # look waits.
 _LOOKED_AT = 256
 _IN_VAIN_S = 0.5
+# What host memory would evict sooner than that is touched while its turn waits.
+_TOUCHED_S = 15.0
 PAUSE_REASONS = ("room", "mark")
 RESTORES = ("kept", "reloaded", "moved", "again")
 
@@ -85,6 +87,8 @@ class Memory:
         self._paused_on: dict[str, tuple[str, int]] = {}
         # Decoders that histories were on, and that have a record of them.
         self._left: dict[str, set[str]] = {}
+        # By decoder, the histories whose copies its engine has to touch.
+        self._touched: dict[str, list[str]] = {}
         self._forgotten: list[Forgotten] = []
         # By decoder that asks: histories of which a turn has ended since then.
         self._rested: dict[str, dict[str, None]] = {}
@@ -279,6 +283,7 @@ class Memory:
         self._emptied.pop(decoder_id, None)
         self._in_vain.pop(decoder_id, None)
         self._rested.pop(decoder_id, None)
+        self._touched.pop(decoder_id, None)
 
     def take_holds(self, decoder_id: str, now_s: float) -> list[Hold]:
         """Return how long an engine should hold the histories that became idle since the last call.
@@ -298,6 +303,23 @@ class Memory:
             for_s = self._policy.hold_s(wait.tool) - max(0.0, now_s - history.last_used_s)
             holds.append(Hold(history_id, history.incarnation, max(0.0, for_s)))
         return holds
+
+    def touch(self, waiting: Iterable[str], now_s: float) -> None:
+        """Have host memory keep the copies of these rather than others': their turns are next.
+
+        It evicts what was used least lately, which would be what has waited longest.
+        """
+        host = self._host
+        for history in filter(None, map(self._get, waiting)):
+            was_on = self.paused_on(history.id) or ""
+            if host is None or was_on not in self._decoders:
+                continue
+            if host.renew(_key(history), _TOUCHED_S, now_s):
+                self._touched.setdefault(was_on, []).append(history.id)
+
+    def take_touched(self, decoder_id: str) -> list[str]:
+        """Return the histories that an engine has to touch in host memory, since the last call."""
+        return self._touched.pop(decoder_id, [])
 
     def take_forgotten(self) -> list[Forgotten]:
         """Return the histories that decoders may forget, since the last call."""

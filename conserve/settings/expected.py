@@ -94,8 +94,9 @@ def expected(node: Node, name: str) -> str:
         return f'give a list{said}, such as ["{items[0]}"]'
     if kind == "object":
         inner = next(_names(node, f"{name}."), f"{name}.NAME")
-        default = _default(node, inner.removeprefix(f"{name}."))
-        return f"give names and values, such as {inner}={default}"
+        default = _inner(node).get(inner.removeprefix(f"{name}."), {}).get("default")
+        shown = "VALUE" if default is None else str(default).lower()
+        return f"give names and values, such as {inner}={shown}"
     return _IN_WORDS.get(node.get("pattern", ""), "give text; in a file, put numbers in quotes")
 
 
@@ -175,11 +176,6 @@ def _names(group: Node, prefix: str) -> Iterator[str]:
     free = _free(group)
     if free:
         yield from _names(free, f"{prefix}NAME.")
-
-
-def _default(group: Node, name: str) -> str:
-    default = _inner(group).get(name, {}).get("default")
-    return "VALUE" if default is None else str(default).lower()
 
 
 def _drop_titles(node: Any) -> None:

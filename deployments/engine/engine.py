@@ -21,6 +21,7 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, SILENCE_S, Role
 from deployments.engine import core
+from deployments.engine.copies import Copies
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
 from deployments.engine.gpu_worker import WorkerClient
@@ -156,7 +157,12 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         hold_until_stored(client)
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
-        observe_engine(client, self._meter, failed, missing_tokens, schedules=schedules)
+        cache_api = f"{LOOPBACK}:{server.http_port}"
+        host_tokens = self._host_tokens(client.vllm_config) if settings.parks else 0
+        self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens)
+        observe_engine(
+            client, self._meter, failed, missing_tokens, schedules=schedules, copies=self._copies
+        )
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
@@ -184,10 +190,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             gpus=gpus,
             sm_slots=self._sm_slots or 0,
             sms=sum(lease.sms for lease in leases),
-            host_tokens=self._host_tokens(client.vllm_config) if settings.parks else 0,
+            host_tokens=host_tokens,
             also_hosts=role == "prefiller" and settings.prefillers_host,
             kind=kind_of(client.vllm_config, tier.name),
-            cache_metrics=f"{LOOPBACK}:{server.http_port}",
+            cache_metrics=cache_api,
         )
         if not encodes_only:
             self._table.engine_starting(EngineStarting(self._id, "warming up"))
@@ -346,6 +352,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 self._heard = heard
                 for history_id, incarnation in heard.ended:
                     self._holdings.drop(history_id, incarnation)
+                if heard.touched:
+                    in_background(self._copies.touch(heard.touched))
                 if self._scheduler is not None:
                     self._scheduler.release(heard.ended)
                     self._scheduler.hold(heard.holds)

@@ -30,6 +30,7 @@ from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
 from deployments.engine.continuation import can_be_continued, continued
+from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.response_events import is_stream
 from deployments.engine.response_store import TURN, aside, read_ahead, replay
@@ -195,10 +196,12 @@ def observe_engine(
     missing_tokens: MissingTokens,
     *,
     schedules: bool = False,
+    copies: Copies | None = None,
 ) -> None:
     """Have an ``AsyncLLM`` report what it does for the current turn.
 
-    With `schedules`, the engine's scheduler is told which turn each request is.
+    With `schedules`, the engine's scheduler is told which turn each request is; `copies` are told
+    which prompts are left in host memory.
     """
     generate = client.generate
 
@@ -211,6 +214,10 @@ def observe_engine(
         identifiers = {identifier for identifier, _ in images}
         if observation is not None:
             observation.tell_engine(prompt, sampling_params, schedules)
+            # LMCache's keys of images are not their tokens.
+            if copies is not None and observation.parks and not images:
+                ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+                copies.keep(observation.key.history_id, ids or (), salt or "")
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
 
         def see(output: Any) -> None:

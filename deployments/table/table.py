@@ -159,8 +159,10 @@ class TableService:
         if scheduler is not None:
             self._registry.schedulers[engine_id] = scheduler
         ended = self._registry.take_ended(engine_id)
-        holds = self._holds(engine_id)
-        return messages.Heard(ended, self._autoscaler.replicas(engine.role), self._decided_s, holds)
+        wanted = self._autoscaler.replicas(engine.role)
+        memory = self._table.memory
+        touched = [] if memory is None else memory.take_touched(engine_id)
+        return messages.Heard(ended, wanted, self._decided_s, self._holds(engine_id), touched)
 
     def _holds(self, engine_id: str) -> list[tuple[str, int, float]]:
         memory = self._table.memory

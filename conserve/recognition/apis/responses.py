@@ -115,14 +115,12 @@ def _reasoning(item: Mapping[str, Any]) -> Any:
 def _content(content: Any) -> Any:
     if not isinstance(content, _ARRAY):
         return content
-    return [_image(part) if _is_image(part) else part for part in content]
+    return [_as_in_chats(part) for part in content]
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "input_image"
-
-
-def _image(part: Mapping[str, Any]) -> Message:
+def _as_in_chats(part: Any) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") != "input_image":
+        return part
     image = {"url": part.get("image_url")}
     if part.get("detail") not in (None, "auto"):
         image["detail"] = part["detail"]

@@ -4,6 +4,7 @@ Workers are processes without a model. In the mode ``lmcache_driven`` the server
 their memory, and announces what it has after that, as it does on GPUs.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import zmq
 
 from conserve import wire
+from deployments.engine.copies import Copies
 from deployments.node.lmcache_server import (
     Address,
     free_port,
@@ -62,6 +64,19 @@ class Server:
         """How many chunks it has."""
         return int(_found(self._get("status"), "total_object_count"))
 
+    async def found(self, ids: list[int]) -> int:
+        """How many of a prompt's chunks it has."""
+        body = {"model_name": MODEL, "world_size": 1, "token_ids": ids}
+        request = self._get("cache/prefetches", json.dumps(body).encode())["request_id"]
+        status: dict[str, Any] = {}
+
+        def over() -> bool:
+            status.update(self._get(f"cache/prefetches/{request}"))
+            return status["status"] == "completed"
+
+        await eventually("the prefetch is over", over)
+        return int(status["found_keys"])
+
     def up(self) -> bool:
         try:
             self._get("healthcheck")
@@ -69,9 +84,10 @@ class Server:
             return False
         return True
 
-    def _get(self, path: str) -> Any:
+    def _get(self, path: str, body: bytes | None = None) -> Any:
         url = f"http://127.0.0.1:{self.address.http_port}/{path}"
-        return json.load(urllib.request.urlopen(url, timeout=5))
+        asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(asked, timeout=5))
 
 
 def _found(status: Any, name: str) -> Any:
@@ -114,11 +130,12 @@ class Worker:
 
 
 @pytest.fixture
-def server(machine_alone: None) -> Iterator[Server]:
+def server(machine_alone: None, request: pytest.FixtureRequest) -> Iterator[Server]:
+    size_gb = getattr(request, "param", 0.2)
     address = Address("127.0.0.1", free_port("127.0.0.1"), free_port("127.0.0.1"))
     before = set(_SHARED.iterdir())
     process = subprocess.Popen(
-        lmcache_command(0.2, CHUNK_TOKENS, address, gpu=False),
+        lmcache_command(size_gb, CHUNK_TOKENS, address, gpu=False),
         env=lmcache_environment(), stdout=subprocess.DEVNULL,
     )  # fmt: skip
     server = Server(address, [])
@@ -201,6 +218,30 @@ async def test_a_slow_store_delays_nobody_and_is_done_when_it_is_said_to_be(
     assert server.chunks() == 3
     # What was stored is what was computed, and found at the first look.
     assert (seen["found"], seen["late"], seen["same"]) == (384, False, True)
+
+
+@pytest.mark.parametrize("server", [0.02], indirect=True)
+async def test_what_is_touched_outlives_what_was_stored_later(server: Server) -> None:
+    worker = server.worker("engine_driven")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model=MODEL, use_mla=False),
+        parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1),
+    )
+    copies = Copies(f"http://127.0.0.1:{server.address.http_port}", config, 10_000)
+    # A worker's prompts differ by the lengths of their names.
+    tokens = 15 * CHUNK_TOKENS
+    copies.keep("waits", [1] * tokens, "")
+    for length in range(1, 71):
+        assert worker.do("store", "x" * length, tokens) == "True"
+        if length % 5 == 0:
+            await copies.touch(["waits", "unknown"])
+        # It evicts once a second.
+        await asyncio.sleep(0.2)
+    found = [await server.found([length] * tokens) for length in (1, 2, 3, 70)]
+    assert found == [15, 0, 0, 15]
+    # Nothing is left locked, or waits for an answer.
+    await copies.touch(["waits"])
+    assert len(copies._open) == 1
 
 
 def _forget(server: Server, instance_id: int, mode: str) -> None:

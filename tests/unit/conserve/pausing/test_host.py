@@ -31,6 +31,20 @@ def test_the_oldest_says_for_how_long_it_keeps_anything() -> None:
     assert (host.keeps("c", 1.0), host.keeps("a", 10.0)) == (False, True)
 
 
+def test_what_is_renewed_outlives_what_came_later() -> None:
+    host = HostMemory(1000)
+    host.use("waits", 500, 1.0, shared_tokens=100)
+    assert not host.renew("waits", 15.0, 2.0)  # There is room.
+    host.use("later", 500, 3.0)
+    assert host.renew("waits", 15.0, 4.0)
+    assert not host.renew("gone", 15.0, 4.0)
+    host.use("last", 400, 5.0)
+    assert [host.left_tokens(name) for name in ("waits", "later", "last")] == [500, 200, 400]
+    host.use("last", 400, 20.0)
+    host.use("waits", 0, 30.0, shared_tokens=100)
+    assert not host.renew("waits", 15.0, 31.0)  # It is kept for long anyway.
+
+
 def test_of_what_is_longer_than_the_memory_its_beginning_stays() -> None:
     host = HostMemory(100)
     host.use("a", 50, 1.0)

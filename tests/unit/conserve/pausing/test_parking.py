@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conserve.admission import Admission, Ticket
 from conserve.conversations import ConversationTable
 from conserve.events import EventLog
 from conserve.history import History, TurnStats
@@ -61,6 +62,31 @@ def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
         placement = table.bind("new", 700, NOW_S + 1)
         assert (placement is not None) == goes
         assert paused(table) == ({"a"} if goes else set())
+
+
+def test_engines_touch_what_waits_before_host_memory_evicts_it() -> None:
+    table = a_parking_table(host_tokens=1000)
+    memory = memory_of(table)
+    assert parking(table, "waits", 600)
+    memory.pause(the(table, "waits"), "room")
+    start(table, "runs", 900, NOW_S)
+    admission = Admission(table, limit=10, timeout_s=600.0)
+    for name in ("waits", "new"):
+        assert isinstance(admission.enter(name, 620, NOW_S), Ticket)
+    admission.observe(NOW_S)
+    assert memory.take_touched("d1") == []  # There is room.
+    memory.parked(the(table, "runs"), 400)
+    touched = []
+    for second in range(1, 31):
+        admission.observe(NOW_S + second)
+        touched += [(second, name) for name in memory.take_touched("d1")]
+    # Once it is the newest by far, it is kept for long.
+    assert touched == [(5, "waits"), (10, "waits"), (15, "waits")]
+    # Nobody touches what was on a decoder that is lost.
+    memory.parked(the(table, "runs"), 410)
+    table.remove_decoder("d1")
+    admission.observe(NOW_S + 100)
+    assert memory.take_touched("d1") == []
 
 
 def test_host_memory_serves_any_decoder_and_who_has_lost_his() -> None:

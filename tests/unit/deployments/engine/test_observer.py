@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from array import array
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from conserve.embedded import model_path
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
+from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.response_store import TURN
@@ -81,7 +83,13 @@ class Decoder:
         self.expected: list[dict[str, tuple[int, int]]] = []
         self.meter = LoadMeter({})
         self.failed = FailedImages(self.aborted.extend)
-        observe_engine(self.client, self.meter, self.failed, self._missing, schedules=schedules)
+        engine = SimpleNamespace(model="m", use_mla=False, world_size=1)
+        config = SimpleNamespace(model_config=engine, parallel_config=engine)
+        self.copies = Copies("http://127.0.0.1:1", config, most_tokens=5)
+        observe_engine(
+            self.client, self.meter, self.failed, self._missing,
+            schedules=schedules, copies=self.copies,
+        )  # fmt: skip
         self.failure: Exception | None = None
         self.observer = TurnObserver(self._app, Holdings(), self.desk)
 
@@ -215,6 +223,23 @@ def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
         params = decoder.transfer_params[-1]
         assert params.get(wire.STORED_TOKENS) == stored
         assert params.get(wire.PARK, False) == parks
+
+
+def test_prompts_are_remembered_that_are_in_host_memory_and_have_no_images() -> None:
+    decoder = Decoder("length")
+    decoder.turn()
+    decoder.images = IMAGES
+    decoder.turn(parks=True)
+    assert not decoder.copies._prompts
+    decoder.images = {}
+    decoder.turn(parks=True)
+    kept = {"c": (array("I", PROMPT), "")}
+    assert decoder.copies._prompts == kept
+    decoder.turn()
+    assert decoder.copies._prompts == kept
+    # Of more than host memory holds, the oldest are forgotten.
+    decoder.copies.keep("other", PROMPT, "salt")
+    assert [*decoder.copies._prompts] == ["other"]
 
 
 def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder() -> None:
