@@ -29,6 +29,7 @@ def _body(path: str, prompt: str) -> dict[str, Any]:
     return {**body, "input": said, "max_output_tokens": TOKENS, "ignore_eos": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", [pytest.param(MESSAGES, marks=pytest.mark.long), RESPONSES])
 async def test_a_stream_goes_on_at_another_decoder(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random, path: str

@@ -12,6 +12,8 @@ from tests.engines.client import Agent, engines, last_turn, prose
 from tests.engines.metrics import metric
 from tests.engines.vision.turns import ask, body_of, encoded, new_image
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.application(PAPER)
 async def test_as_in_the_paper_each_conversation_is_handed_over_once_and_never_moves(
