@@ -88,6 +88,11 @@ class HostMemory:
     def tokens(self) -> int:
         return self._cache.tokens
 
+    @property
+    def room_tokens(self) -> int:
+        """Return how much it can have without evicting the oldest for all that comes."""
+        return int(_FULL * self._capacity_tokens)
+
     def left_tokens(self, key: str) -> int:
         if key not in self._cache:
             return 0
@@ -96,7 +101,7 @@ class HostMemory:
     def keeps(self, key: str, for_s: float) -> bool:
         if key not in self._cache:
             return False
-        if self._cache.tokens < _FULL * self._capacity_tokens:
+        if self.tokens < self.room_tokens:
             oldest_s = -inf
         else:
             oldest_s = self._uses[next(iter(self._cache))].now_s

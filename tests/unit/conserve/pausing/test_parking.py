@@ -52,9 +52,17 @@ def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> N
 
 
 def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
-    """Host memory that is full, with nothing older than half a minute, soon evicts it."""
-    for first_s, goes in ((NOW_S - 30, False), (NOW_S - 90, True)):
+    """Host memory that is full, with nothing older than half a minute, soon evicts it.
+
+    But not if it has room for all that is worked on: then only what is not is evicted.
+    """
+    for first_s, others_tokens, goes in (
+        (NOW_S - 30, 400, False),
+        (NOW_S - 30, 200, True),
+        (NOW_S - 90, 400, True),
+    ):
         table = a_parking_table(host_tokens=1000)
+        memory_of(table).working.add("others", others_tokens)
         assert parking(table, "early", 500, first_s)
         table.release("early")
         assert parking(table, "a", 600, NOW_S)
@@ -214,6 +222,7 @@ def test_a_turn_that_was_cut_before_its_first_token_says_nothing_of_host_memory(
 
 def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_used() -> None:
     table = a_parking_table(host_tokens=1000)
+    memory_of(table).working.add("others", 400)
     assert parking(table, "a", 600, NOW_S - 100)
     # It goes on, on its decoder alone; meanwhile others have come.
     turn = start(table, "a", 650, NOW_S)
