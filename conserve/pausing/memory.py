@@ -331,7 +331,7 @@ class Memory:
             return inf
         self.working.advance(now_s)
         engines_tokens = sum(one.capacity_tokens for one in self._decoders.values())
-        return max(engines_tokens, self._host.room_tokens) - self.working.tokens
+        return max(engines_tokens, self._host.capacity_tokens) - self.working.tokens
 
     def touch(self, waiting: Iterable[str], now_s: float) -> None:
         """Have host memory keep the copies of these rather than others': their turns are next.
@@ -598,7 +598,7 @@ class Memory:
         if host is None:
             return 0
         # If all that is worked on fits, none of it is evicted before its next turn.
-        kept_s = 0.0 if self.working.tokens <= host.room_tokens else self._policy.kept_s
+        kept_s = 0.0 if self.working.tokens <= host.capacity_tokens else self._policy.kept_s
         return host.left_tokens(_key(history)) if host.keeps(_key(history), kept_s) else 0
 
 

@@ -72,9 +72,9 @@ def test_what_a_memory_has_goes_before_what_none_has() -> None:
     assert admission.ahead("a", NOW_S + 2) == (0, "room")
     assert admission.ahead("new", NOW_S + 2) == (1, "window")
     # It is worked on as long as its turn waits, and not when its client has left.
-    assert memory_of(table).free_tokens(NOW_S + 70) == 1800 - 620 - 600
+    assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 620 - 600
     admission.leave("a")
-    assert memory_of(table).free_tokens(NOW_S + 70) == 1800 - 600
+    assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 600
 
 
 @pytest.mark.parametrize(("name", "goes"), [("new", False), ("b", True)])

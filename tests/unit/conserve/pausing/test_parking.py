@@ -57,9 +57,9 @@ def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
     But not if it has room for all that is worked on: then only what is not is evicted.
     """
     for first_s, others_tokens, goes in (
-        (NOW_S - 30, 400, False),
+        (NOW_S - 30, 450, False),
         (NOW_S - 30, 200, True),
-        (NOW_S - 90, 400, True),
+        (NOW_S - 90, 450, True),
     ):
         table = a_parking_table(host_tokens=1000)
         memory_of(table).working.add("others", others_tokens)
@@ -222,7 +222,7 @@ def test_a_turn_that_was_cut_before_its_first_token_says_nothing_of_host_memory(
 
 def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_used() -> None:
     table = a_parking_table(host_tokens=1000)
-    memory_of(table).working.add("others", 400)
+    memory_of(table).working.add("others", 450)
     assert parking(table, "a", 600, NOW_S - 100)
     # It goes on, on its decoder alone; meanwhile others have come.
     turn = start(table, "a", 650, NOW_S)
