@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_anthropic
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unfit
 from conserve.fields import UNSERVED
 
 Json = dict[str, Any]
@@ -340,32 +340,30 @@ def resolved(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _with_allowed(body: dict[str, Any], choice: Any) -> dict[str, Any]:
     if not isinstance(choice, dict):
-        raise _unfit(_ALLOWED, "must be an object with a mode and tools")
+        raise unfit(_ALLOWED, "must be an object with a mode and tools")
     mode, listed, tools = choice.get("mode"), choice.get("tools"), body.get("tools")
     if mode not in _MODES:
-        raise _unfit(f"{_ALLOWED}.mode", f"must be {' or '.join(_MODES)}")
+        raise unfit(f"{_ALLOWED}.mode", f"must be {' or '.join(_MODES)}")
     where = f"{_ALLOWED}.tools"
     if not isinstance(listed, list) or not listed:
-        raise _unfit(
-            where, f'must be a list with at least one tool; for none send {_FIELD}: "none"'
-        )
+        raise unfit(where, f'must be a list with at least one tool; for none send {_FIELD}: "none"')
     if not isinstance(tools, list):
         raise ApiError(400, f"{_ALLOWED} allows some of tools; send these too", param="tools")
     names = {_required_name(one, f"{where}[{position}]") for position, one in enumerate(listed)}
     kept = [tool for tool in tools if _name_of(tool) in names]
     missing = names - {_name_of(tool) for tool in kept}
     if missing:
-        raise _unfit(where, f"names {min(missing)[:100]!r}, which is not one of tools")
+        raise unfit(where, f"names {min(missing)[:100]!r}, which is not one of tools")
     return {**body, "tools": kept, _FIELD: mode}
 
 
 def _required_name(tool: Any, where: str) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise _unfit(f"{where}.type", f"is {kind[:40]!r}, and only functions are served")
+        raise unfit(f"{where}.type", f"is {kind[:40]!r}, and only functions are served")
     name = _name_of(tool)
     if name is None:
-        raise _unfit(where, 'must be {"type": "function", "function": {"name": ...}}')
+        raise unfit(where, 'must be {"type": "function", "function": {"name": ...}}')
     return name
 
 
@@ -373,7 +371,3 @@ def _name_of(tool: Any) -> str | None:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
-
-
-def _unfit(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where} {what}", param=where)
