@@ -224,15 +224,12 @@ def _check_tool_choice(choice: Any) -> None:
         _require_one_of(choice, "tool_choice", "mode", _ALLOWED_MODES)
         if not isinstance(choice.get("tools"), list):
             raise unfit("tool_choice.tools", "must be a list of tools")
-        kinds = [
-            _kind(tool, f"tool_choice.tools[{position}]")
-            for position, tool in enumerate(choice["tools"])
-        ]
-        if FUNCTION not in kinds:
+        named = {f"tool_choice.tools[{at}]": tool for at, tool in enumerate(choice["tools"])}
+        functions = {where: tool for where, tool in named.items() if _kind(tool, where) == FUNCTION}
+        if not functions:
             raise unfit("tool_choice.tools", "must name a function; no other tools are served")
-        for position, tool in enumerate(choice["tools"]):
-            if kinds[position] == FUNCTION:
-                _require_text(tool, f"tool_choice.tools[{position}]", "name")
+        for where, tool in functions.items():
+            _require_text(tool, where, "name")
         return
     if kind != FUNCTION:
         raise _unserved("tool_choice.type", f"tools of type {_shown(kind)}", (FUNCTION,))

@@ -111,28 +111,27 @@ def require_served_block(block: Mapping[str, Any], where: str, role: str) -> Non
     allowed = _BLOCKS.get(role)
     if allowed is None or kind is None:
         return  # vLLM refuses it.
+    _require_one_of(allowed, block, where, f"in a message of the {role}'s")
+    inner = block.get("content") if kind == "tool_result" else None
+    for position, one in enumerate(inner if isinstance(inner, list) else ()):
+        _require_one_of(_RESULT_BLOCKS, one, f"{where}.content[{position}]", "in a tool's result")
+
+
+def _require_one_of(allowed: tuple[str, ...], block: Any, where: str, within: str) -> None:
+    """Refuse a block of another kind, and an image that is sent in a way that is not served."""
+    kind = block.get("type") if isinstance(block, dict) else None
     if kind not in allowed:
-        raise _unserved_block(where, kind, f"in a message of the {role}'s", allowed)
-    if kind == "image":
-        _require_served_image(block, where)
-    inner = block.get("content")
-    if kind != "tool_result" or not isinstance(inner, list):
-        return
-    for position, one in enumerate(inner):
-        place = f"{where}.content[{position}]"
-        kind = one.get("type") if isinstance(one, dict) else None
-        if kind not in _RESULT_BLOCKS:
-            raise _unserved_block(place, kind, "in a tool's result", _RESULT_BLOCKS)
-        if kind == "image":
-            _require_served_image(one, place)
-
-
-def _require_served_image(block: Mapping[str, Any], where: str) -> None:
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
-    if kind not in (None, *_IMAGE_SOURCES):
+        raise ApiError(
+            400,
+            f"{where}.type: {_shown(kind)} is not served {within}; send {', '.join(allowed)}",
+            "unsupported_value",
+            param=f"{where}.type",
+        )
+    source = block.get("source") if kind == "image" else None
+    by = source.get("type") if isinstance(source, dict) else None
+    if by not in (None, *_IMAGE_SOURCES):
         field = f"{where}.source.type"
-        raise _unserved(field, f"an image by {_shown(kind)}", "send it as base64, or by its url")
+        raise _unserved(field, f"an image by {_shown(by)}", "send it as base64, or by its url")
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
@@ -297,16 +296,6 @@ def _shown(value: Any) -> str:
 def _unserved(field: str, what: str, instead: str) -> ApiError:
     return ApiError(
         400, f"{field}: {what} is not served here; {instead}", "unsupported_value", param=field
-    )
-
-
-def _unserved_block(where: str, kind: Any, within: str, allowed: tuple[str, ...]) -> ApiError:
-    field = f"{where}.type"
-    return ApiError(
-        400,
-        f"{field}: {_shown(kind)} is not served {within}; send {', '.join(allowed)}",
-        "unsupported_value",
-        param=field,
     )
 
 
