@@ -36,11 +36,7 @@ class Holdings:
         return list(self._parked.values())
 
     def begin(
-        self,
-        turn: TurnKey,
-        root: Digest | None = None,
-        points: bytes = b"",
-        look_up: bool = False,
+        self, turn: TurnKey, root: Digest | None = None, points: bytes = b"", look_up: bool = False
     ) -> None:
         """Note that a turn arrives; ``root`` and ``points`` are its history's, if that begins here.
 
