@@ -74,6 +74,7 @@ class Admission:
 
     A prompt that no memory has most of waits, too, until the working set has room for it
     (`Memory.free_tokens`): more than memories hold would be evicted, and computed, again and again.
+    While no turn runs, it does not wait.
     After five sixths of ``timeout_s`` it waits no longer for that if its history has begun before.
     """
 
@@ -94,9 +95,11 @@ class Admission:
     def observe(self, now_s: float, cpu_pressure: float = 0.0) -> bool:
         """Update the window, if it is due, and return whether it has changed; then call `admit`."""
         memory = self._table.memory
-        if memory is not None and now_s - self._touched_s >= _TOUCH_S:
-            self._touched_s = now_s
-            memory.touch((one.history_id for one in self.line.tickets(now_s)), now_s)
+        if memory is not None:
+            memory.working.advance(now_s)
+            if now_s - self._touched_s >= _TOUCH_S:
+                self._touched_s = now_s
+                memory.touch((one.history_id for one in self.line.tickets(now_s)), now_s)
         window = self.window
         if window is None or not window.is_due(now_s):
             return False
@@ -216,7 +219,10 @@ class Admission:
 
     def _free_tokens(self, now_s: float) -> float:
         memory = self._table.memory
-        return inf if memory is None else memory.free_tokens(now_s)
+        # While no turn runs, to compute what is evicted again takes no other turn's time.
+        if memory is None or not self._table.reasoning:
+            return inf
+        return memory.free_tokens(now_s)
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
         late = now_s - ticket.joined_s >= self.line.timeout_s * 5 / 6

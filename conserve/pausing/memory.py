@@ -330,8 +330,10 @@ class Memory:
         if self._host is None or not self._decoders:
             return inf
         self.working.advance(now_s)
-        engines_tokens = sum(one.capacity_tokens for one in self._decoders.values())
-        return max(engines_tokens, self._host.capacity_tokens) - self.working.tokens
+        return max(self._engines_tokens(), self._host.capacity_tokens) - self.working.tokens
+
+    def _engines_tokens(self) -> int:
+        return sum(one.capacity_tokens for one in self._decoders.values())
 
     def touch(self, waiting: Iterable[str], now_s: float) -> None:
         """Have host memory keep the copies of these rather than others': their turns are next.
@@ -390,15 +392,16 @@ class Memory:
         """Pause histories of the cheapest decoder that are away or parked, so that a prompt fits.
 
         Args:
-            waited_s: how long the turn of a paused history has waited. In the end, or while no turn
-                runs, any idle history may be paused for it. None for a new history.
+            waited_s: how long the turn of a paused history has waited: in the end, any idle history
+                may be paused for it. None for a new history.
             root: of the prompt: histories that begin with it stay, if that is enough.
+            any_runs: whether a turn runs. While none does, any idle history may be paused.
 
         Returns:
             False if the others leave too little room everywhere.
         """
         patience_s = self._policy.patience_s
-        any_idle = waited_s is not None and (not any_runs or waited_s >= patience_s)
+        any_idle = not any_runs or (waited_s is not None and waited_s >= patience_s)
         until_s, at_least = self._no_room.get(any_idle, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
@@ -597,8 +600,9 @@ class Memory:
         host = self._host
         if host is None:
             return 0
-        # If all that is worked on fits, none of it is evicted before its next turn.
-        kept_s = 0.0 if self.working.tokens <= host.capacity_tokens else self._policy.kept_s
+        # If all that is worked on fits, little of it is evicted before its next turn.
+        fits = self.working.tokens <= host.capacity_tokens + self._engines_tokens()
+        kept_s = 0.0 if fits else self._policy.kept_s
         return host.left_tokens(_key(history)) if host.keeps(_key(history), kept_s) else 0
 
 

@@ -5,7 +5,7 @@ import pytest
 from conserve.admission import Admission, Admitted, Levels, Ticket
 from conserve.conversations import ConversationTable
 from conserve.pausing.working_set import WorkingSet
-from tests.unit.conserve.conversations.scene import the
+from tests.unit.conserve.conversations.scene import start, the
 from tests.unit.conserve.pausing.test_memory import NOW_S, memory_of, paused
 from tests.unit.conserve.pausing.test_parking import a_parking_table, parking
 
@@ -13,11 +13,12 @@ TIMEOUT_S = 60.0
 
 
 def three_at_work(host_tokens: int = 2000) -> tuple[ConversationTable, Admission]:
-    """One is on the decoder, and two have made room for it: what is worked on is 1800 tokens."""
+    """One is on the decoder, two have made room for it, and a turn of a fourth runs: 1900 tokens."""
     table = a_parking_table(host_tokens=host_tokens)
     for name in "abc":
         assert parking(table, name, 600)
     assert paused(table) == {"a", "b"}
+    start(table, "runs", 100)
     return table, Admission(table, 64, TIMEOUT_S, Levels(rise_s=TIMEOUT_S / 6))
 
 
@@ -58,6 +59,13 @@ def test_a_new_prompt_waits_until_memories_can_keep_it_too(host_tokens: int, wai
         assert names(admission.admit(NOW_S + 3)) == ["new"]
 
 
+def test_while_no_turn_runs_none_waits_for_memories() -> None:
+    table, admission = three_at_work()
+    assert isinstance(admission.enter("new", 300, NOW_S + 1), Ticket)
+    table.release("runs")
+    assert names(admission.admit(NOW_S + 2)) == ["new"]
+
+
 def test_who_did_not_come_back_in_time_is_not_waited_for() -> None:
     _, admission = three_at_work()
     assert isinstance(admission.enter("new", 300, NOW_S + 1), Ticket)
@@ -72,9 +80,9 @@ def test_what_a_memory_has_goes_before_what_none_has() -> None:
     assert admission.ahead("a", NOW_S + 2) == (0, "room")
     assert admission.ahead("new", NOW_S + 2) == (1, "window")
     # It is worked on as long as its turn waits, and not when its client has left.
-    assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 620 - 600
+    assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 620 - 600 - 100
     admission.leave("a")
-    assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 600
+    assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 600 - 100
 
 
 @pytest.mark.parametrize(("name", "goes"), [("new", False), ("b", True)])
@@ -99,4 +107,4 @@ def test_what_was_lost_with_its_decoder_is_not_worked_on() -> None:
     table.add_decoder("d2", 1000)
     table.remove_decoder("d1")
     assert the(table, "c").decoder_id is None
-    assert memory_of(table).free_tokens(NOW_S + 1) == free_tokens + 600
+    assert memory_of(table).free_tokens(NOW_S + 1) == free_tokens + 600 + 100
