@@ -136,7 +136,10 @@ class Admission:
         self._table.tools.turn_came(history_id, arrived_s)
         memory = self._table.memory
         warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
-        ticket = Ticket(history_id, prompt_tokens, now_s, arrived_s, now_s, warm=warm)
+        own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
+        ticket = Ticket(
+            history_id, prompt_tokens, now_s, arrived_s, now_s, own_tokens=own_tokens, warm=warm
+        )
         if not self.line and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(history_id, prompt_tokens, now_s, arrived_s, opening)
             if admitted is not None:
@@ -145,10 +148,10 @@ class Admission:
         served_tokens = attained_service(histories)
         others_wait = bool(self.line)
         ticket = self.line.join(
-            history_id, prompt_tokens, now_s, arrived_s, opening, served_tokens, warm
+            history_id, prompt_tokens, now_s, arrived_s, opening, served_tokens, own_tokens, warm
         )
         if memory is not None and warm:
-            memory.working.add(history_id, prompt_tokens)
+            memory.working.add(history_id, own_tokens)
         # The tickets before it were tried when room last came free, and did not fit.
         if others_wait and any(one is ticket for one in self._candidates(now_s)):
             return self._admit_one(ticket, now_s) or ticket
@@ -227,7 +230,7 @@ class Admission:
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
         late = now_s - ticket.joined_s >= self.line.timeout_s * 5 / 6
         passes = ticket.warm or (late and ticket.history_id in self._table)
-        if not passes and ticket.prompt_tokens > free_tokens:
+        if not passes and ticket.own_tokens > free_tokens:
             return False
         return late or self.window is None or self._table.active(now_s) < self.window.limit
 

@@ -18,6 +18,7 @@ class Ticket:
 
     Attributes:
         served_tokens: its conversation's histories'.
+        own_tokens: of its prompt, what is no beginning that decoders held for others.
         warm: whether a memory has most of its prompt.
     """
 
@@ -28,6 +29,7 @@ class Ticket:
     deadline_s: float
     opening: Opening | None = None
     served_tokens: int = 0
+    own_tokens: int = 0
     warm: bool = False
 
 
@@ -220,6 +222,7 @@ class WaitingLine:
         arrived_s: float | None = None,
         opening: Opening | None = None,
         served_tokens: int = 0,
+        own_tokens: int = 0,
         warm: bool = False,
     ) -> Ticket:
         """Take a place.
@@ -235,8 +238,9 @@ class WaitingLine:
         arrived_s = now_s if arrived_s is None else arrived_s
         deadline_s = now_s + self.timeout_s
         ticket = Ticket(
-            history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens, warm
-        )
+            history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens,
+            own_tokens, warm,
+        )  # fmt: skip
         self._line[history_id] = ticket
         self._order.join(ticket)
         return ticket

@@ -133,7 +133,7 @@ class Memory:
             gaps = policy.resumes if wait.tool_ended else policy.gaps
             gaps.returned(came_s - wait.since_s, wait.tool)
             self._tools.turn_came(history.id, came_s)
-        self.working.add(history.id, history.held_tokens)
+        self.working.add(history.id, _own_tokens(history))
         self.used(history)
 
     def used(self, history: History) -> None:
@@ -146,8 +146,7 @@ class Memory:
             cache = EngineCache(self._decoders[decoder_id].capacity_tokens)
             self._caches[decoder_id] = cache
             self._emptied[decoder_id] = {}
-        base = history.base
-        gone = cache.use(history.id, history.held_tokens - (0 if base is None else base.tokens))
+        gone = cache.use(history.id, _own_tokens(history))
         emptied = self._emptied[decoder_id]
         if emptied:
             emptied.pop(history.id, None)
@@ -180,7 +179,7 @@ class Memory:
             if stats is not None:
                 self._tools.turn_ended(history)
             until_s = history.last_used_s + self._policy.hold_s(self._wait(history).tool)
-            self.working.rest(history.id, history.held_tokens, until_s)
+            self.working.rest(history.id, _own_tokens(history), until_s)
         if (rested := self._rested.get(history.decoder_id or "")) is not None:
             rested[history.id] = None
         parking = turn_id in self._parking
@@ -604,6 +603,11 @@ class Memory:
         fits = self.working.tokens <= host.capacity_tokens + self._engines_tokens()
         kept_s = 0.0 if fits else self._policy.kept_s
         return host.left_tokens(_key(history)) if host.keeps(_key(history), kept_s) else 0
+
+
+def _own_tokens(history: History) -> int:
+    """Return what a history holds beyond what it shares with others."""
+    return history.held_tokens - (0 if history.base is None else history.base.tokens)
 
 
 def _key(history: History) -> str:

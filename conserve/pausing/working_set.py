@@ -7,7 +7,7 @@ class WorkingSet:
     """Histories of which a turn runs or waits, or the next one is near.
 
     Attributes:
-        tokens: what all of them hold together.
+        tokens: what all of them hold together, but for what they share.
     """
 
     def __init__(self) -> None:

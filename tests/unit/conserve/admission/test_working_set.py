@@ -4,7 +4,9 @@ import pytest
 
 from conserve.admission import Admission, Admitted, Levels, Ticket
 from conserve.conversations import ConversationTable
+from conserve.histories.kinship import Opening
 from conserve.pausing.working_set import WorkingSet
+from conserve.recognition import Chain
 from tests.unit.conserve.conversations.scene import start, the
 from tests.unit.conserve.pausing.test_memory import NOW_S, memory_of, paused
 from tests.unit.conserve.pausing.test_parking import a_parking_table, parking
@@ -13,7 +15,7 @@ TIMEOUT_S = 60.0
 
 
 def three_at_work(host_tokens: int = 2000) -> tuple[ConversationTable, Admission]:
-    """One is on the decoder, two have made room for it, and a turn of a fourth runs: 1900 tokens."""
+    """One is on the decoder, two have made room for it, and a fourth runs: 1900 tokens."""
     table = a_parking_table(host_tokens=host_tokens)
     for name in "abc":
         assert parking(table, name, 600)
@@ -108,3 +110,14 @@ def test_what_was_lost_with_its_decoder_is_not_worked_on() -> None:
     table.remove_decoder("d1")
     assert the(table, "c").decoder_id is None
     assert memory_of(table).free_tokens(NOW_S + 1) == free_tokens + 600 + 100
+
+
+def test_a_beginning_that_all_share_does_not_count_for_each() -> None:
+    """Agents have system prompts of thousands of tokens in common."""
+    table = a_parking_table(host_tokens=1000)
+    admission = Admission(table, 64, TIMEOUT_S)
+    for number in range(5):
+        began = Chain(bytes([number]) * 16, b"system".ljust(16), (), ends_with_root=True)
+        answer = admission.enter(f"c{number}", 600, NOW_S, opening=Opening(began, 500))
+        assert isinstance(answer, Admitted)
+    assert memory_of(table).free_tokens(NOW_S) == 1000 - 5 * 100
