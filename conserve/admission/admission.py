@@ -148,8 +148,9 @@ class Admission:
         served_tokens = attained_service(histories)
         others_wait = bool(self.line)
         ticket = self.line.join(
-            history_id, prompt_tokens, now_s, arrived_s, opening, served_tokens, own_tokens, warm
-        )
+            history_id, prompt_tokens, now_s, arrived_s, opening,
+            served_tokens=served_tokens, own_tokens=own_tokens, warm=warm,
+        )  # fmt: skip
         if memory is not None and warm:
             memory.working.add(history_id, own_tokens)
         # The tickets before it were tried when room last came free, and did not fit.

@@ -221,6 +221,7 @@ class WaitingLine:
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
+        *,
         served_tokens: int = 0,
         own_tokens: int = 0,
         warm: bool = False,
