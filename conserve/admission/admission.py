@@ -67,15 +67,15 @@ class Admission:
     The caller calls `admit` whenever room may have come free, and `leave` when a conversation has
     waited for ``timeout_s``.
 
+    A prompt that no memory has most of waits, too, until the working set has room for it
+    (`Memory.free_tokens`): more than memories hold would be evicted, and computed, again and again.
+    It does not wait for that while no turn runs, nor after five sixths of ``timeout_s`` if its
+    history has begun before.
+
     Args:
         order: of the queue; by default `FirstCome`.
         window: how many histories may be active; None means as many as there is room for. A
             conversation that has waited five sixths of ``timeout_s`` passes it.
-
-    A prompt that no memory has most of waits, too, until the working set has room for it
-    (`Memory.free_tokens`): more than memories hold would be evicted, and computed, again and again.
-    While no turn runs, it does not wait.
-    After five sixths of ``timeout_s`` it waits no longer for that if its history has begun before.
     """
 
     def __init__(
