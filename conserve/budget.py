@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conserve import apis, items
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unfit
 from conserve.items import ITEMS_A_PART
 
 # Entries of lists and objects in all, at whatever depth, token ids aside.
@@ -114,15 +114,14 @@ def check(body: Mapping[str, Any], path: str) -> None:
         _check_entries(name, body.get(name), most)
     if not isinstance(body.get("structured_outputs"), dict | None):
         # vLLM 0.32 reads it before it checks its type, and fails.
-        raise ApiError(400, "structured_outputs must be an object", param="structured_outputs")
+        raise unfit("structured_outputs", "must be an object")
     for name in _GRAMMARS:
         length = len(json.dumps(body.get(name), ensure_ascii=False))
         if length > MOST_GRAMMAR_CHARS:
-            raise ApiError(
-                400,
-                f"{name} may have {MOST_GRAMMAR_CHARS} characters of JSON, and this one has "
-                f"{length}; ask for something simpler",
-                param=name,
+            raise unfit(
+                name,
+                f"may have {MOST_GRAMMAR_CHARS} characters of JSON, and this one has {length}; ask "
+                "for something simpler",
             )
     _check_tool_grammars(body)
     # None is asked for log-probabilities of the prompt, and to fill the cache.
@@ -131,13 +130,13 @@ def check(body: Mapping[str, Any], path: str) -> None:
         cap = body.get(name)
         # vLLM names one field for all of them.
         if isinstance(cap, int) and cap < (0 if may_be_none else 1):
-            raise ApiError(400, f"{name} must be at least 1, and is {cap}", param=name)
+            raise unfit(name, f"must be at least 1, and is {cap}")
     if not isinstance(body.get("stream"), bool | None):
-        raise ApiError(400, "stream must be true or false", param="stream")
+        raise unfit("stream", "must be true or false")
     n = body.get("n")
     # The engine would accept "2", and "yes" above.
     if n is not None and (type(n) not in (int, float) or n % 1):
-        raise ApiError(400, "n must be an integer", param="n")
+        raise unfit("n", "must be an integer")
     if n is not None and n * prompts > MOST_CHOICES:
         raise ApiError(
             400,
@@ -153,7 +152,7 @@ def check_tokenize(body: Mapping[str, Any], length: int) -> None:
     if prompt is None and messages is None:
         raise ApiError(400, "send a prompt, which is a string, or messages", param="prompt")
     if prompt is not None and not isinstance(prompt, str):
-        raise ApiError(400, "prompt must be a string; send one at a time", param="prompt")
+        raise unfit("prompt", "must be a string; send one at a time")
     _check_values(body, messages is not None)
     _check_entries("tools", body.get("tools"), _MOST_ENTRIES["tools"])
     # The engine would accept "yes" and 1 as true.
@@ -170,7 +169,7 @@ def check_detokenize(body: Mapping[str, Any]) -> None:
     """Refuse to detokenize what is no list of token ids, or too many, with ApiError (400)."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
-        raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+        raise unfit("tokens", "must be a list of token ids")
     _check_values({name: value for name, value in body.items() if name != "tokens"})
     _check_id_count(len(tokens), "tokens")
     _check_ids(tokens, "tokens")
@@ -218,11 +217,7 @@ def _check_values(body: Mapping[str, Any], has_messages: bool = False) -> None:
                     param=name[:64],
                 )
             if name not in _AS_TEXT and any(map(_takes_more_than_64_bits, level)):
-                raise ApiError(
-                    400,
-                    f"{name} has a number that takes more than 64 bits; send a smaller one",
-                    param=name,
-                )
+                raise unfit(name, "has a number that takes more than 64 bits; send a smaller one")
             level = [one for one in level if isinstance(one, _CONTAINER)]
             if not level:
                 break
@@ -288,11 +283,10 @@ def _unfit(what: str) -> ApiError:
 
 def _check_count(count: int, most: int, name: str, what: str) -> None:
     if count > most:
-        raise ApiError(
-            400,
-            f"{name} may have {most} {what}, of which each counts by what it costs to read (a part "
-            f"of one as {ITEMS_A_PART}), and these count {count}; join or drop some",
-            param=name,
+        raise unfit(
+            name,
+            f"may have {most} {what}, of which each counts by what it costs to read (a part of one "
+            f"as {ITEMS_A_PART}), and these count {count}; join or drop some",
         )
 
 
@@ -301,7 +295,7 @@ def _check_entries(name: str, value: Any, most: int) -> None:
         return
     entries = [value] if isinstance(value, str) else value
     if len(entries) > most:
-        raise ApiError(400, f"{name} may have {most} entries, not {len(entries)}", param=name)
+        raise unfit(name, f"may have {most} entries, not {len(entries)}")
     longest = _LONGEST_CHARS.get(name)
     if longest is not None and any(isinstance(one, str) and len(one) > longest for one in entries):
         raise ApiError(
@@ -312,22 +306,19 @@ def _check_entries(name: str, value: Any, most: int) -> None:
 def _check_prompt(prompt: Any) -> int:
     """Check a completion's prompt, and return how many prompts it holds."""
     if not prompt:
-        raise ApiError(400, "prompt must not be empty", param="prompt")
+        raise unfit("prompt", "must not be empty")
     if isinstance(prompt, str):
         return 1
     if not isinstance(prompt, list):
-        raise ApiError(400, "prompt must be a string or a list", param="prompt")
+        raise unfit("prompt", "must be a string or a list")
     single = isinstance(prompt[0], int)
     lists = [prompt] if single else [one for one in prompt if isinstance(one, list)]
-    ids = sum(map(len, lists))
-    _check_id_count(ids, "prompt")
+    _check_id_count(sum(map(len, lists)), "prompt")
     if single or len(lists) == len(prompt):
         for one in lists:
             _check_ids(one, "prompt")
     elif not all(isinstance(one, str) for one in prompt):
-        raise ApiError(
-            400, "prompt must hold strings, or token ids, or lists of token ids", param="prompt"
-        )
+        raise unfit("prompt", "must hold strings, or token ids, or lists of token ids")
     if single:
         return 1
     if len(prompt) > MOST_CHOICES:
@@ -342,11 +333,10 @@ def _check_prompt(prompt: Any) -> int:
 
 def _check_id_count(ids: int, name: str) -> None:
     if ids > MOST_TOKEN_IDS:
-        raise ApiError(
-            400,
-            f"{name} may hold {MOST_TOKEN_IDS} token ids, and this one holds {ids}; send text, or "
-            "several requests",
-            param=name,
+        raise unfit(
+            name,
+            f"may hold {MOST_TOKEN_IDS} token ids, and this one holds {ids}; send text, or several "
+            "requests",
         )
 
 
@@ -354,7 +344,5 @@ def _check_ids(ids: list[Any], name: str) -> None:
     # A bool is an int to Python, and no token.
     if set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) <= _LARGEST_TOKEN_ID):
         raise ApiError(
-            400,
-            f"token ids in {name} must be integers from 0 to {_LARGEST_TOKEN_ID}",
-            param=name,
+            400, f"token ids in {name} must be integers from 0 to {_LARGEST_TOKEN_ID}", param=name
         )

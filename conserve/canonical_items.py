@@ -31,7 +31,7 @@ def canonical(body: Json) -> Json:
     if isinstance(given, list):
         own["input"] = _all_canonical(given, _item)
     if "tools" in own:
-        own["tools"] = _served_tools(own["tools"])
+        own["tools"] = [_without_unserved(tool) for tool in own["tools"] if is_served(tool)]
     choice = own.get("tool_choice")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         own["tool_choice"] = choice["mode"]
@@ -55,8 +55,7 @@ def unserved_tools(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _all_canonical(given: list[Json], one: Callable[[Json], Json]) -> list[Json]:
     found = [one(item) for item in given]
-    same = all(made is item for made, item in zip(found, given, strict=True))
-    return given if same else found
+    return given if found == given else found
 
 
 def _item(item: Json) -> Json:
@@ -133,11 +132,6 @@ def _output_text(text: str) -> Json:
 def _joined(parts: Iterable[Json]) -> str:
     """Return the text of parts, joined as vLLM joins those of a chat's message."""
     return "\n".join(part[TEXTS[part["type"]]] for part in parts)
-
-
-def _served_tools(tools: list[Json]) -> list[Json]:
-    served = [_without_unserved(tool) for tool in tools if is_served(tool)]
-    return tools if served == tools else served
 
 
 def _without_unserved(tool: Json) -> Json:

@@ -71,12 +71,11 @@ def allocator_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     With ``expandable_segments`` memory cannot be shared by CUDA IPC.
     """
-    found = {}
-    for name in ALLOCATOR_VARIABLES:
-        given = environment.get(name, "")
-        if expands_segments(given):
-            found[name] = _EXPANDABLE.sub(r"\1False", given)
-    return found
+    return {
+        name: _EXPANDABLE.sub(r"\1False", environment[name])
+        for name in ALLOCATOR_VARIABLES
+        if expands_segments(environment.get(name, ""))
+    }
 
 
 def server_command(

@@ -305,6 +305,11 @@ def from_engine(status: int, body: Any) -> ApiError:
     return ApiError(status, message, code, param=param if isinstance(param, str) else None)
 
 
+def unfit(where: str, what: str) -> ApiError:
+    """Return the refusal of a field, or a part of one, which is named."""
+    return ApiError(400, f"{where} {what}", param=where)
+
+
 def unknown_model(asked: str, served: str) -> ApiError:
     return ApiError(
         404,

@@ -179,10 +179,6 @@ class History(msgspec.Struct, gc=False):
         return 0 if last is None else last.prompt_tokens + last.output_tokens
 
     @property
-    def has_points(self) -> bool:
-        return len(self.packed) > _PACKED.size
-
-    @property
     def points(self) -> bytes:
         """Return `Points.packed`: beginnings of known length, at which others may leave it."""
         return self.packed[_PACKED.size :]

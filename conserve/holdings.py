@@ -36,11 +36,7 @@ class Holdings:
         return list(self._parked.values())
 
     def begin(
-        self,
-        turn: TurnKey,
-        root: Digest | None = None,
-        points: bytes = b"",
-        look_up: bool = False,
+        self, turn: TurnKey, root: Digest | None = None, points: bytes = b"", look_up: bool = False
     ) -> None:
         """Note that a turn arrives; ``root`` and ``points`` are its history's, if that begins here.
 
@@ -133,16 +129,13 @@ class Holdings:
         """
         if not end:
             return None if conversation_id is None else self._completions_of(conversation_id)
-        one = conversation_id is not None and identity.is_generated(conversation_id)
-
-        def busy(history_id: str) -> bool:
-            if one and identity.conversation_of(history_id) != conversation_id:
-                return True  # Its client states an id that was generated for it.
-            return history_id in self._given_up or self._held[history_id].running != ()
-
-        key = root + mark(end) + scope_for(conversation_id)
-        found = self._continued_by.only(key)
-        return None if found is None or busy(found) else self._held[found]
+        found = self._continued_by.only(root + mark(end) + scope_for(conversation_id))
+        if found is None or found in self._given_up or self._held[found].running:
+            return None
+        # A client may state an id that was generated for it.
+        stated = conversation_id is not None and identity.is_generated(conversation_id)
+        others = stated and identity.conversation_of(found) != conversation_id
+        return None if others else self._held[found]
 
     def _completions_of(self, conversation_id: str) -> History | None:
         # It has an id of its own if the conversation has chats, too.

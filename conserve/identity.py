@@ -297,11 +297,9 @@ def _required(source: str, value: Any) -> str | None:
             f"must be a string of at most {MAX_ID_CHARS} characters, not {kind}; "
             "send it in quotes or leave it out",
         )
-    stripped = value.strip()
-    return _checked(source, stripped) if stripped else None
-
-
-def _checked(source: str, value: str) -> str:
+    value = value.strip()
+    if not value or is_id(value):
+        return value or None
     if len(value) > MAX_ID_CHARS:
         raise InvalidConversationId(
             source,
@@ -314,8 +312,6 @@ def _checked(source: str, value: str) -> str:
             f'must not be "{value}", which clients remove from URLs, so that the conversation '
             "could be neither read nor ended; choose another id",
         )
-    if value.isascii() and value.isprintable():
-        return value
     position, char = next(
         (i, c) for i, c in enumerate(value) if not (c.isascii() and c.isprintable())
     )

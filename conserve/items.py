@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unfit
 from conserve.served import require_continuable, require_served_block
 
 ITEMS_A_PART = 3
@@ -88,19 +88,17 @@ def response_items(body: Mapping[str, Any]) -> int:
     if isinstance(given, str):
         return 1
     if not isinstance(given, list) or not given:
-        raise ApiError(
-            400, "input must be a string or a list with at least one item", param="input"
-        )
+        raise unfit("input", "must be a string or a list with at least one item")
     return sum(_item(item, f"input[{position}]") for position, item in enumerate(given))
 
 
 def _item(item: Any, where: str) -> int:
     if not isinstance(item, dict):
-        raise _unfit(where, "must be an object")
+        raise unfit(where, "must be an object")
     kind = item.get("type")
     if kind is None:
         if "role" not in item and "id" in item:
-            raise _unfit(f"{where}.type", f"must be {REFERENCE} where an item is named by its id")
+            raise unfit(f"{where}.type", f"must be {REFERENCE} where an item is named by its id")
         kind = "message"
     cost = _ITEM_COSTS.get(kind) if isinstance(kind, str) else None
     if cost is None:
@@ -108,22 +106,20 @@ def _item(item: Any, where: str) -> int:
     _require_text(item, where, "id", optional=True)
     _require_one_of(item, where, "status", _STATUSES)
     if kind == "message":
-        if item.get("role") not in _ROLES:
-            raise _unfit(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        _require_one_of(item, where, "role", _ROLES)
         _require_one_of(item, where, "phase", _PHASES)
         allowed = _ASSISTANT_PARTS if item["role"] == "assistant" else _INPUT_PARTS
         return cost + _parts(item.get("content"), f"{where}.content", allowed)
     if kind == "reasoning":
         if item.get("encrypted_content"):
-            raise _unfit(
+            raise unfit(
                 f"{where}.encrypted_content",
                 "can be read by the server alone that has made it; leave this item out",
             )
-        parts = 0
         for name in ("summary", "content"):
             if item.get(name) is not None:
-                parts += _parts(item[name], f"{where}.{name}", _REASONING_PARTS, text=False)
-        return cost + parts
+                cost += _parts(item[name], f"{where}.{name}", _REASONING_PARTS, text=False)
+        return cost
     _require_text(item, where, "call_id")
     _require_text(item, where, "namespace", optional=True)
     if kind == "function_call_output":
@@ -138,7 +134,7 @@ def _parts(content: Any, where: str, allowed: tuple[str, ...], *, text: bool = T
     if text and isinstance(content, str):
         return 0
     if not isinstance(content, list):
-        raise _unfit(where, f"must be {'a string or ' * text}a list of parts")
+        raise unfit(where, f"must be {'a string or ' * text}a list of parts")
     for position, part in enumerate(content):
         _part(part, f"{where}[{position}]", allowed)
     return ITEMS_A_PART * len(content)
@@ -146,7 +142,7 @@ def _parts(content: Any, where: str, allowed: tuple[str, ...], *, text: bool = T
 
 def _part(part: Any, where: str, allowed: tuple[str, ...]) -> None:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise _unfit(where, f"must be a part of type {', '.join(allowed)}")
+        raise unfit(where, f"must be a part of type {', '.join(allowed)}")
     kind = part["type"]
     if kind not in allowed:
         raise _unserved(where, f"parts of type {_shown(kind)}", allowed)
@@ -155,7 +151,7 @@ def _part(part: Any, where: str, allowed: tuple[str, ...]) -> None:
         _require_text(part, where, name)
         return
     if part.get("file_id") is not None:
-        raise _unfit(f"{where}.file_id", "names a file, and none are kept here; send its image_url")
+        raise unfit(f"{where}.file_id", "names a file, and none are kept here; send its image_url")
     # With a uuid, it may be an image that the engine has.
     _require_text(part, where, "image_url", optional=part.get("uuid") is not None)
     _require_one_of(part, where, "detail", _DETAILS)
@@ -190,8 +186,7 @@ def _check_tools(tools: Any) -> None:
     if tools is None:
         return
     if not isinstance(tools, list):
-        raise _unfit("tools", "must be a list of tools")
-    served = False
+        raise unfit("tools", "must be a list of tools")
     for position, tool in enumerate(tools):
         where = f"tools[{position}]"
         kind = _kind(tool, where)
@@ -201,12 +196,11 @@ def _check_tools(tools: Any) -> None:
             for name in ("name", "description"):
                 _require_text(tool, where, name)
             if not isinstance(tool.get("tools"), list):
-                raise _unfit(f"{where}.tools", "must be a list of tools")
+                raise unfit(f"{where}.tools", "must be a list of tools")
             for number, inner in enumerate(tool["tools"]):
                 if _kind(inner, f"{where}.tools[{number}]") == FUNCTION:
                     _check_function(inner, f"{where}.tools[{number}]")
-        served = served or is_served(tool)
-    if tools and not served:
+    if tools and not any(map(is_served, tools)):
         kind = _shown(tools[0]["type"])
         raise _unserved("tools[0].type", f"tools of type {kind}", (FUNCTION, NAMESPACE))
 
@@ -215,30 +209,27 @@ def _check_function(tool: Mapping[str, Any], where: str) -> None:
     _require_text(tool, where, "name")
     _require_text(tool, where, "description", optional=True)
     if not isinstance(tool.get("parameters"), dict | None):
-        raise _unfit(f"{where}.parameters", "must be an object: the JSON schema of its arguments")
+        raise unfit(f"{where}.parameters", "must be an object: the JSON schema of its arguments")
     if not isinstance(tool.get("strict"), bool | None):
-        raise _unfit(f"{where}.strict", "must be true or false")
+        raise unfit(f"{where}.strict", "must be true or false")
 
 
 def _check_tool_choice(choice: Any) -> None:
     if not isinstance(choice, dict):
         if not isinstance(choice, str | None) or choice not in _TOOL_CHOICES:
-            raise _unfit("tool_choice", "must be auto, none, required, or an object")
+            raise unfit("tool_choice", "must be auto, none, required, or an object")
         return
     kind = _kind(choice, "tool_choice")
     if kind == "allowed_tools":
         _require_one_of(choice, "tool_choice", "mode", _ALLOWED_MODES)
         if not isinstance(choice.get("tools"), list):
-            raise _unfit("tool_choice.tools", "must be a list of tools")
-        kinds = [
-            _kind(tool, f"tool_choice.tools[{position}]")
-            for position, tool in enumerate(choice["tools"])
-        ]
-        if FUNCTION not in kinds:
-            raise _unfit("tool_choice.tools", "must name a function; no other tools are served")
-        for position, tool in enumerate(choice["tools"]):
-            if kinds[position] == FUNCTION:
-                _require_text(tool, f"tool_choice.tools[{position}]", "name")
+            raise unfit("tool_choice.tools", "must be a list of tools")
+        named = {f"tool_choice.tools[{at}]": tool for at, tool in enumerate(choice["tools"])}
+        functions = {where: tool for where, tool in named.items() if _kind(tool, where) == FUNCTION}
+        if not functions:
+            raise unfit("tool_choice.tools", "must name a function; no other tools are served")
+        for where, tool in functions.items():
+            _require_text(tool, where, "name")
         return
     if kind != FUNCTION:
         raise _unserved("tool_choice.type", f"tools of type {_shown(kind)}", (FUNCTION,))
@@ -255,14 +246,14 @@ def is_served(tool: Mapping[str, Any]) -> bool:
 def _kind(tool: Any, where: str) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or not _KIND.fullmatch(kind):
-        raise _unfit(where, "must be an object with a type")
+        raise unfit(where, "must be an object with a type")
     return kind
 
 
 def _require_text(item: Mapping[str, Any], where: str, name: str, optional: bool = False) -> None:
     value = item.get(name)
     if not isinstance(value, str) and not (optional and value is None):
-        raise _unfit(f"{where}.{name}", "must be a string")
+        raise unfit(f"{where}.{name}", "must be a string")
 
 
 def _require_one_of(
@@ -270,7 +261,7 @@ def _require_one_of(
 ) -> None:
     if item.get(name) not in allowed:
         words = ", ".join(word for word in allowed if word is not None)
-        raise _unfit(f"{where}.{name}", f"must be one of {words}")
+        raise unfit(f"{where}.{name}", f"must be one of {words}")
 
 
 def _shown(kind: Any) -> str:
@@ -284,7 +275,3 @@ def _unserved(where: str, what: str, served: Iterable[str]) -> ApiError:
         "unsupported_value",
         param=where,
     )
-
-
-def _unfit(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where} {what}", param=where)

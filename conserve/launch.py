@@ -18,7 +18,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -39,6 +38,21 @@ _LAUNCHER = "CONSERVE_LAUNCHER"
 
 class LaunchError(RuntimeError):
     """The application did not start; the message has its last errors, and names the log."""
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore signals that would leave processes behind; only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class Launch:
@@ -86,12 +100,7 @@ class Launch:
         threading.Thread(target=self._bound_log, args=[self._process], daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property
@@ -150,12 +159,9 @@ class Launch:
                 )
             time.sleep(_POLL_S)
 
+    @_undisturbed()
     def stop(self, grace_s: float = 20.0) -> None:
         """End the application and everything that it started; cannot be interrupted."""
-        with _undisturbed():
-            self._stop(grace_s)
-
-    def _stop(self, grace_s: float) -> None:
         if self._process is None:
             return
         known = _descendants()
@@ -270,21 +276,6 @@ def require_free(url: str) -> None:
         raise LaunchError(f"something serves at {url} already: stop it, or choose another port")
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore signals that would leave processes behind; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def health(url: str) -> dict[str, Any]:
     """Return the body of ``GET /health``, whatever its status; empty without an answer."""
     try:
@@ -332,5 +323,4 @@ def _kill(left: list[psutil.Process], in_memory: Iterable[Path]) -> None:
 
 
 def _descendants() -> list[psutil.Process]:
-    found: list[psutil.Process] = psutil.Process().children(recursive=True)
-    return found
+    return list(psutil.Process().children(recursive=True))

@@ -6,7 +6,6 @@ parameter of ``data:`` (RFC 2397), whichever API the request came by. Histories 
 names, too.
 """
 
-import base64
 import binascii
 import hashlib
 import io
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from conserve import apis
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unfit
 
 Json = dict[str, Any]
 
@@ -253,11 +252,7 @@ Put = Callable[[Place], str | None]
 def places(body: Json, path: str) -> list[Place]:
     """Return the parts of a turn's body that hold media, in their order."""
     found: list[Place] = []
-
-    def note(place: Place) -> None:
-        found.append(place)
-
-    with_urls(body, path, note)
+    with_urls(body, path, found.append)
     return found
 
 
@@ -289,8 +284,7 @@ class _Walk:
         if not isinstance(given, list):
             return given
         changed = [self.one(one, f"{where}[{n}]", depth) for n, one in enumerate(given)]
-        same = all(one is other for one, other in zip(changed, given, strict=True))
-        return given if same else changed
+        return given if changed == given else changed
 
     def one(self, given: Any, where: str, depth: int) -> Any:
         """Return a message or item (0), its part (1), or a part of a tool's result in it (2)."""
@@ -364,17 +358,11 @@ def marks(body: Json, path: str) -> set[str]:
 
     Raises ApiError (400) for a body that is nested too deep to be looked at.
     """
-    found: set[str] = set()
-
-    def note(place: Place) -> None:
-        if isinstance(place.url, str) and place.url.startswith(_DATA):
-            found.add(place.url.partition(",")[2])
-
     try:
-        with_urls(body, path, note)
+        urls = [place.url for place in places(body, path)]
     except RecursionError:
         raise ApiError(400, "the body is nested too deep") from None
-    return found
+    return {url.partition(",")[2] for url in urls if isinstance(url, str) and url.startswith(_DATA)}
 
 
 def lifted_media(raw: bytes, path: str) -> Lifted:
@@ -424,10 +412,6 @@ def _decoded(encoded: bytes) -> bytes:
     )
 
 
-def encoded(data: bytes) -> bytes:
-    return base64.b64encode(data)
-
-
 def check_image(data: bytes, most_pixels: int, where: str) -> tuple[str, int]:
     """Return an image's media type and pixels, if it can be shown to a model: it is decoded.
 
@@ -465,8 +449,3 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Typ
 def _too_many_pixels(where: str, size: str | None, most: int) -> ApiError:
     shown = "" if size is None else f" ({size})"
     return unfit(where, f"has more than {most:,} pixels{shown}; send a smaller image")
-
-
-def unfit(where: str, what: str) -> ApiError:
-    """Return the refusal of a part, which is named."""
-    return ApiError(400, f"{where} {what}", param=where)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_anthropic
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unfit
 from conserve.fields import UNSERVED
 
 Json = dict[str, Any]
@@ -111,28 +111,27 @@ def require_served_block(block: Mapping[str, Any], where: str, role: str) -> Non
     allowed = _BLOCKS.get(role)
     if allowed is None or kind is None:
         return  # vLLM refuses it.
+    _require_one_of(allowed, block, where, f"in a message of the {role}'s")
+    inner = block.get("content") if kind == "tool_result" else None
+    for position, one in enumerate(inner if isinstance(inner, list) else ()):
+        _require_one_of(_RESULT_BLOCKS, one, f"{where}.content[{position}]", "in a tool's result")
+
+
+def _require_one_of(allowed: tuple[str, ...], block: Any, where: str, within: str) -> None:
+    """Refuse a block of another kind, and an image that is sent in a way that is not served."""
+    kind = block.get("type") if isinstance(block, dict) else None
     if kind not in allowed:
-        raise _unserved_block(where, kind, f"in a message of the {role}'s", allowed)
-    if kind == "image":
-        _require_served_image(block, where)
-    inner = block.get("content")
-    if kind != "tool_result" or not isinstance(inner, list):
-        return
-    for position, one in enumerate(inner):
-        place = f"{where}.content[{position}]"
-        kind = one.get("type") if isinstance(one, dict) else None
-        if kind not in _RESULT_BLOCKS:
-            raise _unserved_block(place, kind, "in a tool's result", _RESULT_BLOCKS)
-        if kind == "image":
-            _require_served_image(one, place)
-
-
-def _require_served_image(block: Mapping[str, Any], where: str) -> None:
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, dict) else None
-    if kind not in (None, *_IMAGE_SOURCES):
+        raise ApiError(
+            400,
+            f"{where}.type: {_shown(kind)} is not served {within}; send {', '.join(allowed)}",
+            "unsupported_value",
+            param=f"{where}.type",
+        )
+    source = block.get("source") if kind == "image" else None
+    by = source.get("type") if isinstance(source, dict) else None
+    if by not in (None, *_IMAGE_SOURCES):
         field = f"{where}.source.type"
-        raise _unserved(field, f"an image by {_shown(kind)}", "send it as base64, or by its url")
+        raise _unserved(field, f"an image by {_shown(by)}", "send it as base64, or by its url")
 
 
 def require_continuable(body: Mapping[str, Any]) -> None:
@@ -300,16 +299,6 @@ def _unserved(field: str, what: str, instead: str) -> ApiError:
     )
 
 
-def _unserved_block(where: str, kind: Any, within: str, allowed: tuple[str, ...]) -> ApiError:
-    field = f"{where}.type"
-    return ApiError(
-        400,
-        f"{field}: {_shown(kind)} is not served {within}; send {', '.join(allowed)}",
-        "unsupported_value",
-        param=field,
-    )
-
-
 _FIELD = "tool_choice"
 _ALLOWED = f"{_FIELD}.allowed_tools"
 _MODES = ("auto", "required")
@@ -340,32 +329,30 @@ def resolved(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _with_allowed(body: dict[str, Any], choice: Any) -> dict[str, Any]:
     if not isinstance(choice, dict):
-        raise _unfit(_ALLOWED, "must be an object with a mode and tools")
+        raise unfit(_ALLOWED, "must be an object with a mode and tools")
     mode, listed, tools = choice.get("mode"), choice.get("tools"), body.get("tools")
     if mode not in _MODES:
-        raise _unfit(f"{_ALLOWED}.mode", f"must be {' or '.join(_MODES)}")
+        raise unfit(f"{_ALLOWED}.mode", f"must be {' or '.join(_MODES)}")
     where = f"{_ALLOWED}.tools"
     if not isinstance(listed, list) or not listed:
-        raise _unfit(
-            where, f'must be a list with at least one tool; for none send {_FIELD}: "none"'
-        )
+        raise unfit(where, f'must be a list with at least one tool; for none send {_FIELD}: "none"')
     if not isinstance(tools, list):
         raise ApiError(400, f"{_ALLOWED} allows some of tools; send these too", param="tools")
     names = {_required_name(one, f"{where}[{position}]") for position, one in enumerate(listed)}
     kept = [tool for tool in tools if _name_of(tool) in names]
     missing = names - {_name_of(tool) for tool in kept}
     if missing:
-        raise _unfit(where, f"names {min(missing)[:100]!r}, which is not one of tools")
+        raise unfit(where, f"names {min(missing)[:100]!r}, which is not one of tools")
     return {**body, "tools": kept, _FIELD: mode}
 
 
 def _required_name(tool: Any, where: str) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise _unfit(f"{where}.type", f"is {kind[:40]!r}, and only functions are served")
+        raise unfit(f"{where}.type", f"is {kind[:40]!r}, and only functions are served")
     name = _name_of(tool)
     if name is None:
-        raise _unfit(where, 'must be {"type": "function", "function": {"name": ...}}')
+        raise unfit(where, 'must be {"type": "function", "function": {"name": ...}}')
     return name
 
 
@@ -373,7 +360,3 @@ def _name_of(tool: Any) -> str | None:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
-
-
-def _unfit(where: str, what: str) -> ApiError:
-    return ApiError(400, f"{where} {what}", param=where)

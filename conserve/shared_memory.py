@@ -25,12 +25,9 @@ def mapped(pids: Iterable[int]) -> set[Path]:
             # address, permissions, offset, device, inode, path
             if "/dev/shm/" in line:
                 inodes.add(int(line.split(maxsplit=5)[4]))
+    made = (file for file in _FOLDER.iterdir() if file.name.startswith(_MADE_BY_PYTHON))
     # By inode, since a semaphore had another name when it was mapped.
-    return {file for file in _files() if _inode(file) in inodes} if inodes else set()
-
-
-def _files() -> list[Path]:
-    return [file for file in _FOLDER.iterdir() if file.name.startswith(_MADE_BY_PYTHON)]
+    return {file for file in made if _inode(file) in inodes} if inodes else set()
 
 
 def _inode(file: Path) -> int | None:

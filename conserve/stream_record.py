@@ -4,7 +4,7 @@ import json
 import re
 
 from conserve import apis, wire
-from conserve.errors import ApiError
+from conserve.errors import from_engine
 
 END_OF_EVENT = b"\n\n"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-|msg_)([^"\\]{1,200})"')
@@ -16,9 +16,7 @@ _SAYS_USAGE = b"event: message_delta\n"
 _KEEPS_ALIVE = (b":", b"event: ping\n")
 _COUNTED_ONCE = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 # vLLM's own event tells of the classes in which it has failed to read another one.
-_FAILED = ApiError(
-    500, "the engine failed on this request; try again, and see its log if it fails again"
-)
+_FAILED = from_engine(500, None)
 
 
 class StreamRecord:

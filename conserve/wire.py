@@ -105,7 +105,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     last: bool = False
 
     def header(self) -> str:
-        return _header_value(self)
+        return header_value(self)
 
     @classmethod
     def read(cls, value: str) -> "DecoderTurn":
@@ -123,15 +123,11 @@ _DECODER_TURN = msgspec.msgpack.Decoder(DecoderTurn)
 _TURN_KEY = msgspec.msgpack.Decoder(TurnKey)
 
 
-def key_header(key: TurnKey) -> str:
-    return _header_value(key)
-
-
 def read_key(value: str) -> TurnKey:
     return _TURN_KEY.decode(base64.b64decode(value))
 
 
-def _header_value(told: DecoderTurn | TurnKey) -> str:
+def header_value(told: DecoderTurn | TurnKey) -> str:
     return base64.b64encode(msgspec.msgpack.encode(told)).decode()
 
 
@@ -152,9 +148,9 @@ NOTE_MARK = b": "
 _EMITTED = msgspec.json.Decoder(list[Emitted])
 
 
-def note(emitted: Sequence[Emitted]) -> bytes:
-    """Write an event's outputs as the line that comes before it."""
-    return NOTE_MARK + msgspec.json.encode(emitted) + b"\n"
+def note(told: "Sequence[Emitted] | TurnSummary") -> bytes:
+    """Write an event's outputs, or a turn's summary, as the line that comes before an event."""
+    return NOTE_MARK + msgspec.json.encode(told) + b"\n"
 
 
 def read_notes(notes: bytes) -> list[Emitted]:
@@ -195,11 +191,6 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 SUMMARY_HEADER = "x-conserve-summary"
 SUMMARY_MARK = NOTE_MARK + b"{"
 _SUMMARY = msgspec.json.Decoder(TurnSummary)
-
-
-def summary_line(summary: TurnSummary) -> bytes:
-    """Write a summary as the line that comes before a stream's last event."""
-    return NOTE_MARK + msgspec.json.encode(summary) + b"\n"
 
 
 def read_summary(said: bytes | str) -> TurnSummary:

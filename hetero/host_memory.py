@@ -13,8 +13,9 @@ PROMPT_TOKENS = 24_500
 # Handoffs that may be under way or unread at a time. With fewer than the least, a new one drops
 # another before its decoder has read it.
 _PROMPTS, _LEAST_PROMPTS = 16, 4
-# LMCache's server drops a fifth of what it holds when it is full to four fifths.
-KEPT_SHARE = 0.64
+# LMCache's server looks each second: full to four fifths, it drops this share of what it holds.
+EVICTED_SHARE = 0.1
+KEPT_SHARE = 0.8 * (1 - EVICTED_SHARE)
 # Host memory for parked conversations, relative to a decoder's KV (docs/scheduling.md).
 _PARKED = 1.5
 # LMCache's own page size, and the least one where servers share memory. There NIXL describes every

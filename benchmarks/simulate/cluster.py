@@ -65,7 +65,7 @@ class Cluster(Clients):
             self.table.memory.set_host_tokens(system.host_tokens)
         timeout_s = system.queue_timeout_s
         order = Levels(rise_s=timeout_s / 6) if system.pausing else FirstCome()
-        window = Window(follows_kv=system.host_tokens > 0) if system.pausing else None
+        window = Window(follows_kv=False) if system.pausing else None
         self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
         self._looks = False
         self._in_line: dict[str, tuple[Open, Ticket]] = {}

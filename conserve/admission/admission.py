@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, get_args
 
 from conserve import identity
@@ -37,8 +38,8 @@ _PRESSED = 0.5
 _TOUCH_S = 5.0
 
 Why = Literal["room", "window", "order"]
-"""Why a ticket waits: no decoder has ``room``, the ``window`` is full, or the ``order`` has others
-first."""
+"""Why a ticket waits: no decoder has ``room``, the ``window`` or the working set is full, or the
+``order`` has others first."""
 WHYS: tuple[Why, ...] = get_args(Why)
 
 
@@ -66,6 +67,11 @@ class Admission:
     The caller calls `admit` whenever room may have come free, and `leave` when a conversation has
     waited for ``timeout_s``.
 
+    A prompt that no memory has most of waits, too, until the working set has room for it
+    (`Memory.free_tokens`): more than memories hold would be evicted, and computed, again and again.
+    It does not wait for that while no turn runs, nor after five sixths of ``timeout_s`` if its
+    history has begun before.
+
     Args:
         order: of the queue; by default `FirstCome`.
         window: how many histories may be active; None means as many as there is room for. A
@@ -89,9 +95,11 @@ class Admission:
     def observe(self, now_s: float, cpu_pressure: float = 0.0) -> bool:
         """Update the window, if it is due, and return whether it has changed; then call `admit`."""
         memory = self._table.memory
-        if memory is not None and now_s - self._touched_s >= _TOUCH_S:
-            self._touched_s = now_s
-            memory.touch((one.history_id for one in self.line.tickets(now_s)), now_s)
+        if memory is not None:
+            memory.working.advance(now_s)
+            if now_s - self._touched_s >= _TOUCH_S:
+                self._touched_s = now_s
+                memory.touch((one.history_id for one in self.line.tickets(now_s)), now_s)
         window = self.window
         if window is None or not window.is_due(now_s):
             return False
@@ -126,14 +134,25 @@ class Admission:
         arrived_s = now_s if arrived_s is None else arrived_s
         # While it waits for room, its tool does not run.
         self._table.tools.turn_came(history_id, arrived_s)
-        if not self.line and self._has_slot(now_s, now_s):
+        memory = self._table.memory
+        warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
+        own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
+        ticket = Ticket(
+            history_id, prompt_tokens, now_s, arrived_s, now_s, own_tokens=own_tokens, warm=warm
+        )
+        if not self.line and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(history_id, prompt_tokens, now_s, arrived_s, opening)
             if admitted is not None:
                 return admitted
         histories = self._table.histories(identity.conversation_of(history_id))
         served_tokens = attained_service(histories)
         others_wait = bool(self.line)
-        ticket = self.line.join(history_id, prompt_tokens, now_s, arrived_s, opening, served_tokens)
+        ticket = self.line.join(
+            history_id, prompt_tokens, now_s, arrived_s, opening,
+            served_tokens=served_tokens, own_tokens=own_tokens, warm=warm,
+        )  # fmt: skip
+        if memory is not None and warm:
+            memory.working.add(history_id, own_tokens)
         # The tickets before it were tried when room last came free, and did not fit.
         if others_wait and any(one is ticket for one in self._candidates(now_s)):
             return self._admit_one(ticket, now_s) or ticket
@@ -148,16 +167,20 @@ class Admission:
 
     def leave(self, history_id: str) -> Ticket | None:
         """Give up a place; None if it has none. Others may fit then, so call `admit`."""
-        return self.line.leave(history_id)
+        ticket = self.line.leave(history_id)
+        if ticket is not None and self._table.memory is not None:
+            self._table.memory.working.remove(history_id)
+        return ticket
 
     def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
         """Yield the waiting tickets in their order, and the reason why each waits."""
-        tried = len(self._candidates(now_s))
-        for ahead, ticket in enumerate(self.line.tickets(now_s)):
-            if ahead >= tried:
-                yield ticket, "order"
+        tried = {one.history_id for one in self._candidates(now_s)}
+        free_tokens = self._free_tokens(now_s)
+        for ticket in self.line.tickets(now_s):
+            if ticket.history_id in tried:
+                yield ticket, "room"
             else:
-                yield ticket, "room" if self._has_slot(now_s, ticket.joined_s) else "window"
+                yield ticket, "order" if self._has_slot(ticket, now_s, free_tokens) else "window"
 
     def ahead(self, history_id: str, now_s: float) -> tuple[int, Why]:
         """Return how many tickets are ahead of a waiting one (else KeyError), and why it waits."""
@@ -171,7 +194,10 @@ class Admission:
 
     def _candidates(self, now_s: float) -> list[Ticket]:
         candidates: list[Ticket] = []
+        free_tokens = self._free_tokens(now_s)
         for ticket in self.line.tickets(now_s):
+            if not self._has_slot(ticket, now_s, free_tokens):
+                continue
             candidates.append(ticket)
             if len(candidates) == _TRIED or self.line.holds_up(ticket, now_s):
                 break
@@ -188,8 +214,6 @@ class Admission:
         return None
 
     def _admit_one(self, ticket: Ticket, now_s: float) -> Admitted | None:
-        if not self._has_slot(now_s, ticket.joined_s):
-            return None
         admitted = self._bind(
             ticket.history_id, ticket.prompt_tokens, now_s, ticket.arrived_s, ticket.opening
         )
@@ -197,10 +221,19 @@ class Admission:
             self.line.leave(ticket.history_id, went=True)
         return admitted
 
-    def _has_slot(self, now_s: float, joined_s: float) -> bool:
-        if self.window is None or now_s - joined_s >= self.line.timeout_s * 5 / 6:
-            return True
-        return self._table.active(now_s) < self.window.limit
+    def _free_tokens(self, now_s: float) -> float:
+        memory = self._table.memory
+        # While no turn runs, to compute what is evicted again takes no other turn's time.
+        if memory is None or not self._table.reasoning:
+            return inf
+        return memory.free_tokens(now_s)
+
+    def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
+        late = now_s - ticket.joined_s >= self.line.timeout_s * 5 / 6
+        passes = ticket.warm or (late and ticket.history_id in self._table)
+        if not passes and ticket.own_tokens > free_tokens:
+            return False
+        return late or self.window is None or self._table.active(now_s) < self.window.limit
 
     def _bind(
         self,

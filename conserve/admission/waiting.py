@@ -14,7 +14,13 @@ from conserve.histories.kinship import Opening
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the queue; ``served_tokens`` are its conversation's histories'."""
+    """A place in the queue.
+
+    Attributes:
+        served_tokens: its conversation's histories'.
+        own_tokens: of its prompt, what is no beginning that decoders held for others.
+        warm: whether a memory has most of its prompt.
+    """
 
     history_id: str
     prompt_tokens: int
@@ -23,6 +29,8 @@ class Ticket:
     deadline_s: float
     opening: Opening | None = None
     served_tokens: int = 0
+    own_tokens: int = 0
+    warm: bool = False
 
 
 class LineOrder(Protocol):
@@ -77,7 +85,7 @@ class Levels:
     reaches up to ``growth`` times as far. After each ``rise_s`` a ticket rises by one level, and
     from level 0 it becomes *aged*. Aged tickets go first, by the time they became aged; then level
     after level in order of arrival. Later tickets may overtake any but the aged, for which room is
-    kept. So:
+    kept. What is warm comes aged: it is soon done, and takes up a memory until then. So:
 
     - No ticket that comes later than (level + 1) x ``rise_s`` after another goes before it.
     - Once a ticket is aged, only aged tickets that wait already go before it.
@@ -108,11 +116,11 @@ class Levels:
         return level
 
     def join(self, ticket: Ticket) -> None:
-        place = _Place(
-            self.level(ticket.served_tokens), ticket.joined_s, next(self._numbers), ticket
-        )
+        level = _AGED if ticket.warm else self.level(ticket.served_tokens)
+        place = _Place(level, ticket.joined_s, next(self._numbers), ticket)
         self._put(place)
-        heappush(self._rises, (ticket.joined_s + self._rise_s, place.number, ticket.history_id))
+        if not ticket.warm:
+            heappush(self._rises, (ticket.joined_s + self._rise_s, place.number, ticket.history_id))
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Remove a ticket; if it was admitted, its tenant's next comes after the other tenants'."""
@@ -213,7 +221,10 @@ class WaitingLine:
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
+        *,
         served_tokens: int = 0,
+        own_tokens: int = 0,
+        warm: bool = False,
     ) -> Ticket:
         """Take a place.
 
@@ -228,8 +239,9 @@ class WaitingLine:
         arrived_s = now_s if arrived_s is None else arrived_s
         deadline_s = now_s + self.timeout_s
         ticket = Ticket(
-            history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens
-        )
+            history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens,
+            own_tokens, warm,
+        )  # fmt: skip
         self._line[history_id] = ticket
         self._order.join(ticket)
         return ticket

@@ -5,14 +5,13 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
 import openai
 
-from conserve.client.environment import Environment, EnvironmentRefused, asked
+from conserve.client.environment import Environment, EnvironmentRefused, asked, said_by
 from conserve.client.tools import Tool
 
 logger = logging.getLogger("conserve.client")
@@ -66,12 +65,7 @@ class Agent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -146,7 +140,8 @@ class Agent:
         except httpx.HTTPError as error:
             logger.info("a tool's %s is not reported: %s", event, error)
             return
-        if answer.status_code in (404, 405) and not _is_about_conversation(answer):
+        # A 404 may also mean that the conversation has not begun.
+        if answer.status_code in (404, 405) and said_by(answer)[1] != "conversation_not_found":
             self._reports = False
             logger.info("this server does not take reports of tools")
 
@@ -184,11 +179,3 @@ class Agent:
                     result = self.call(function.name, function.arguments, asked_for.id)
                 history.append({"role": "tool", "tool_call_id": asked_for.id, "content": result})
         return ""
-
-
-def _is_about_conversation(answer: httpx.Response) -> bool:
-    """Return whether a 404 means that the conversation has not begun."""
-    try:
-        return bool(answer.json()["error"]["code"] == "conversation_not_found")
-    except (ValueError, KeyError, TypeError):
-        return False

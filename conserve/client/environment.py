@@ -120,7 +120,7 @@ def asked(
             if answer.is_success:
                 found: dict[str, Any] = answer.json()
                 return found
-            message, code = _said(answer)
+            message, code = said_by(answer)
             again = answer.status_code in (429, 502, 503, 504) and code != "command_cut"
             if not again or attempt == _ATTEMPTS:
                 raise EnvironmentRefused(answer.status_code, message, code)
@@ -129,7 +129,8 @@ def asked(
     raise AssertionError
 
 
-def _said(answer: httpx.Response) -> tuple[str, str | None]:
+def said_by(answer: httpx.Response) -> tuple[str, str | None]:
+    """Return the message and the code of an error."""
     try:
         error = answer.json()["error"]
         return str(error["message"]), error.get("code")

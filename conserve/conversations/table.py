@@ -172,7 +172,7 @@ class Membership:
                 self._ledger.lose(history)
                 if running:
                     if self._memory is not None:
-                        self._memory.turns_lost(running)
+                        self._memory.turns_lost(history.id, running)
                     # It may have been kept for its running turn.
                     self._idleness.watch(history)
                 unbound.append(history.id)

@@ -3,18 +3,6 @@
 docs/later-turns.md has the protocol.
 """
 
-from conserve.direct.desk import (
-    LEASE_S,
-    STRIDE,
-    Began,
-    Continued,
-    Desk,
-    Ended,
-    Outbox,
-    Report,
-    first_asked,
-    is_direct,
-    next_direct,
-)
+from conserve.direct.desk import LEASE_S, Began, Continued, Desk, Ended, Outbox, Report, is_direct
 from conserve.direct.homes import LARGE_TOKENS, Home, Homes
 from conserve.direct.notices import Notice, Notices

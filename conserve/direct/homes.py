@@ -43,8 +43,7 @@ class Homes:
     guess: the decoder checks it (`Desk`), so a wrong one costs one call.
     """
 
-    def __init__(self, most: int = _MOST_HOMES) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._homes: OrderedDict[tuple[str, bytes], Home] = OrderedDict()
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class Homes:
             return
         self._homes[key] = home
         self._homes.move_to_end(key)
-        if len(self._homes) > self._most:
+        if len(self._homes) > _MOST_HOMES:
             self._homes.popitem(last=False)
 
     def find(

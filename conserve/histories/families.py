@@ -100,7 +100,10 @@ class Families:
             return
         scope = scope_for(conversation_id)
         marks = [mark(end) for end in (*chain.ends[1:], chain.root)]
-        ids = iter((known,)) if isinstance(known, str) else known.continued_by(marks, scope)
+        if isinstance(known, str):
+            ids: Iterable[str] = (known,)
+        else:
+            ids = (id for one in marks for id in known.tails.newest(one + scope))
         for history_id in ids:
             history = self._get(history_id)
             assert history is not None
@@ -130,10 +133,6 @@ class _Family:
     def join(self, history: History) -> None:
         self.members[history.id] = None
         self.tails.add(history.id, _keys(history))
-
-    def continued_by(self, marks: Iterable[bytes], scope: bytes) -> Iterator[str]:
-        for one in marks:
-            yield from self.tails.newest(one + scope)
 
     def leave(self, history: History) -> None:
         self.members.pop(history.id, None)

@@ -44,9 +44,7 @@ class Kinship:
     """Finds a history's kin, by its root, and links it to the nearest of them on its decoder."""
 
     def __init__(
-        self,
-        get: Callable[[str], History | None],
-        charge: Callable[[History, int], None],
+        self, get: Callable[[str], History | None], charge: Callable[[History, int], None]
     ) -> None:
         self._get = get
         self.families = Families(get)
@@ -138,7 +136,7 @@ class Kinship:
         if chain is None:
             return
         if self.families.is_alone(chain.root):
-            if chain.ends_with_root and not history.has_points:
+            if chain.ends_with_root and not history.points:
                 history.points = one_point(chain.root, history.held_tokens)
         else:
             nearest, tokens = self._nearest(history, chain.root, lambda kin: _common(kin, chain))

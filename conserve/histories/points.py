@@ -24,9 +24,7 @@ def one_point(digest: Digest, tokens: int) -> bytes:
     return _POINT.pack(digest, tokens)
 
 
-def with_point(
-    packed: bytes, digest: Digest, tokens: int, before: int = 0, most: int = MOST_POINTS
-) -> bytes:
+def with_point(packed: bytes, digest: Digest, tokens: int, before: int = 0) -> bytes:
     """Add a newest point to packed ones after ``before`` other bytes.
 
     Points that are not shorter are dropped: a template may drop the reasoning of earlier answers,
@@ -36,14 +34,12 @@ def with_point(
     while end > before and _LENGTH.unpack_from(packed, end - _LENGTH.size)[0] >= tokens:
         end -= _POINT.size
     packed = packed[:end] + _POINT.pack(digest, tokens)
-    if len(packed) - before <= most * _POINT.size:
+    if len(packed) - before <= MOST_POINTS * _POINT.size:
         return packed
     lengths = [tokens for _, tokens in _POINT.iter_unpack(packed[before:])]
 
     def loss(i: int) -> float:
-        shorter: int = lengths[i - 1]
-        longer: int = lengths[i + 1]
-        return longer / max(shorter, 1)
+        return float(lengths[i + 1] / max(lengths[i - 1], 1))
 
     drop = before + min(range(1, len(lengths) - _NEWEST), key=loss) * _POINT.size
     return packed[:drop] + packed[drop + _POINT.size :]
@@ -62,11 +58,10 @@ class Points:
     dropped point counts from the next shorter one.
     """
 
-    __slots__ = ("_most", "packed")
+    __slots__ = ("packed",)
 
-    def __init__(self, packed: bytes = b"", most: int = MOST_POINTS) -> None:
+    def __init__(self, packed: bytes = b"") -> None:
         self.packed = packed
-        self._most = most
 
     def __iter__(self) -> Iterator[tuple[bytes, int]]:
         yield from _POINT.iter_unpack(self.packed)
@@ -75,7 +70,7 @@ class Points:
         return len(self.packed) // _POINT.size
 
     def add(self, digest: Digest, tokens: int) -> None:
-        self.packed = with_point(self.packed, digest, tokens, most=self._most)
+        self.packed = with_point(self.packed, digest, tokens)
 
     def clip(self, tokens: int) -> None:
         """Note how many tokens of the newest point the next turn kept."""

@@ -77,7 +77,7 @@ class HostMemory:
     """
 
     def __init__(self, capacity_tokens: int) -> None:
-        self._capacity_tokens = capacity_tokens
+        self.capacity_tokens = capacity_tokens
         self._cache = EngineCache(capacity_tokens)
         self._uses: dict[str, _Use] = {}
 
@@ -96,14 +96,14 @@ class HostMemory:
     def keeps(self, key: str, for_s: float) -> bool:
         if key not in self._cache:
             return False
-        if self._cache.tokens < _FULL * self._capacity_tokens:
+        if self.tokens < _FULL * self.capacity_tokens:
             oldest_s = -inf
         else:
             oldest_s = self._uses[next(iter(self._cache))].now_s
         return self._uses[key].now_s - oldest_s >= for_s
 
     def resize(self, capacity_tokens: int) -> None:
-        self._capacity_tokens = capacity_tokens
+        self.capacity_tokens = capacity_tokens
         for gone in self._cache.resize(capacity_tokens):
             del self._uses[gone]
 
@@ -116,7 +116,7 @@ class HostMemory:
         shared_tokens = min(shared_tokens, tokens)
         self._uses[key] = _Use(now_s, shared_tokens)
         # Of a history that is longer than the memory, only the beginning stays.
-        for gone in self._cache.use(key, min(tokens - shared_tokens, self._capacity_tokens)):
+        for gone in self._cache.use(key, min(tokens - shared_tokens, self.capacity_tokens)):
             del self._uses[gone]
 
     def renew(self, key: str, for_s: float, now_s: float) -> bool:
@@ -135,7 +135,7 @@ class HostMemory:
         known = [(key, self.left_tokens(key), *self._uses[key]) for key in self._cache]
         times_s = {key: used.now_s for key, used in self._uses.items()}
         new = [use for use in uses if use[2] > times_s.get(use[0], -inf)]
-        self._cache, self._uses = EngineCache(self._capacity_tokens), {}
+        self._cache, self._uses = EngineCache(self.capacity_tokens), {}
         for key, tokens, now_s, shared_tokens in sorted(known + new, key=lambda use: use[2]):
             self.use(key, tokens, now_s, shared_tokens)
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import inf
 from typing import Any
 
 from conserve.events import EventLog, Kind
@@ -14,7 +15,8 @@ from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache, HostMemory
 from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.tools import RunningTools, Wait
-from conserve.placement import Decoder, Shared
+from conserve.pausing.working_set import WorkingSet
+from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Digest
 from conserve.wire import history_key
 
@@ -56,6 +58,7 @@ class Memory:
     A *parked* history, paused or not, has a copy in host memory.
 
     Attributes:
+        working: with host memory, what it and engines should keep.
         pauses: counts, by reason.
         restores: counts of histories that came back: ``kept`` to the decoder that still has them,
             ``reloaded`` from host memory, ``moved`` to another decoder and ``again`` to the same
@@ -81,6 +84,7 @@ class Memory:
         # Parked histories (None without host memory), and turns that will leave theirs there.
         self._host: HostMemory | None = None
         self._parking: set[int] = set()
+        self.working = WorkingSet()
         # By decoder, its histories of which its engine should have nothing any more.
         self._emptied: dict[str, dict[str, None]] = {}
         # The decoder that each paused history was on, and the tokens that it shared there.
@@ -129,6 +133,7 @@ class Memory:
             gaps = policy.resumes if wait.tool_ended else policy.gaps
             gaps.returned(came_s - wait.since_s, wait.tool)
             self._tools.turn_came(history.id, came_s)
+        self.working.add(history.id, _own_tokens(history))
         self.used(history)
 
     def used(self, history: History) -> None:
@@ -141,8 +146,7 @@ class Memory:
             cache = EngineCache(self._decoders[decoder_id].capacity_tokens)
             self._caches[decoder_id] = cache
             self._emptied[decoder_id] = {}
-        base = history.base
-        gone = cache.use(history.id, history.held_tokens - (0 if base is None else base.tokens))
+        gone = cache.use(history.id, _own_tokens(history))
         emptied = self._emptied[decoder_id]
         if emptied:
             emptied.pop(history.id, None)
@@ -171,8 +175,11 @@ class Memory:
 
     def turn_ended(self, history: History, turn_id: int, stats: TurnStats | None) -> None:
         """Note that a turn has ended; ``stats`` is None if the engine did nothing for it."""
-        if stats is not None and not history.running:
-            self._tools.turn_ended(history)
+        if not history.running:
+            if stats is not None:
+                self._tools.turn_ended(history)
+            until_s = history.last_used_s + self._policy.hold_s(self._wait(history).tool)
+            self.working.rest(history.id, _own_tokens(history), until_s)
         if (rested := self._rested.get(history.decoder_id or "")) is not None:
             rested[history.id] = None
         parking = turn_id in self._parking
@@ -214,8 +221,9 @@ class Memory:
         if uses:
             self._host.take_over(uses)
 
-    def turns_lost(self, turn_ids: Iterable[int]) -> None:
+    def turns_lost(self, history_id: str, turn_ids: Iterable[int]) -> None:
         self._parking.difference_update(turn_ids)
+        self.working.remove(history_id)
 
     def lost(self, histories: Iterable[History]) -> None:
         for history in histories:
@@ -254,7 +262,7 @@ class Memory:
 
     def ended(self, history: History) -> None:
         """Note that a history has ended; decoders that it was on before may forget it."""
-        self.turns_lost(history.running)
+        self.turns_lost(history.id, history.running)
         left = self._left.pop(history.id, set())
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None:
@@ -303,6 +311,28 @@ class Memory:
             for_s = self._policy.hold_s(wait.tool) - max(0.0, now_s - history.last_used_s)
             holds.append(Hold(history_id, history.incarnation, max(0.0, for_s)))
         return holds
+
+    def is_warm(self, history_id: str, prompt_tokens: int) -> bool:
+        """Return whether a memory has most of the prompt of a history that is bound nowhere."""
+        found = self.found(history_id, NOTHING_SHARED)
+        return (
+            self._host is not None
+            and 2 * max(found.left_tokens, found.parked_tokens) >= prompt_tokens
+        )
+
+    def free_tokens(self, now_s: float) -> float:
+        """Return how much may be added to the working set, so that a memory can keep all of it.
+
+        Host memory has what engines hold, too, so the larger of both counts. There is no bound
+        without host memory, where those that wait are computed again all the same.
+        """
+        if self._host is None or not self._decoders:
+            return inf
+        self.working.advance(now_s)
+        return max(self._engines_tokens(), self._host.capacity_tokens) - self.working.tokens
+
+    def _engines_tokens(self) -> int:
+        return sum(one.capacity_tokens for one in self._decoders.values())
 
     def touch(self, waiting: Iterable[str], now_s: float) -> None:
         """Have host memory keep the copies of these rather than others': their turns are next.
@@ -361,15 +391,16 @@ class Memory:
         """Pause histories of the cheapest decoder that are away or parked, so that a prompt fits.
 
         Args:
-            waited_s: how long the turn of a paused history has waited. In the end, or while no turn
-                runs, any idle history may be paused for it. None for a new history.
+            waited_s: how long the turn of a paused history has waited: in the end, any idle history
+                may be paused for it. None for a new history.
             root: of the prompt: histories that begin with it stay, if that is enough.
+            any_runs: whether a turn runs. While none does, any idle history may be paused.
 
         Returns:
             False if the others leave too little room everywhere.
         """
         patience_s = self._policy.patience_s
-        any_idle = waited_s is not None and (not any_runs or waited_s >= patience_s)
+        any_idle = not any_runs or (waited_s is not None and waited_s >= patience_s)
         until_s, at_least = self._no_room.get(any_idle, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
@@ -565,9 +596,18 @@ class Memory:
         )
 
     def _parked(self, history: History) -> int:
-        if self._host is None or not self._host.keeps(_key(history), self._policy.kept_s):
+        host = self._host
+        if host is None:
             return 0
-        return self._host.left_tokens(_key(history))
+        # If all that is worked on fits, little of it is evicted before its next turn.
+        fits = self.working.tokens <= host.capacity_tokens + self._engines_tokens()
+        kept_s = 0.0 if fits else self._policy.kept_s
+        return host.left_tokens(_key(history)) if host.keeps(_key(history), kept_s) else 0
+
+
+def _own_tokens(history: History) -> int:
+    """Return what a history holds beyond what it shares with others."""
+    return history.held_tokens - (0 if history.base is None else history.base.tokens)
 
 
 def _key(history: History) -> str:

@@ -48,10 +48,7 @@ class FullDisaggregationPlacement(PlacementPolicy):
         return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
 
     def prefill_later_turn(
-        self,
-        prefillers: Iterable[Prefiller],
-        appended: Appended | None = None,
-        now_s: float = 0.0,
+        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
     ) -> str | None:
         return shortest_queue(prefillers)
 
@@ -74,10 +71,7 @@ class PerTurnPlacement(FullDisaggregationPlacement):
         self._draws = random.Random(seed)
 
     def prefill_later_turn(
-        self,
-        prefillers: Iterable[Prefiller],
-        appended: Appended | None = None,
-        now_s: float = 0.0,
+        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
     ) -> str | None:
         if self._draws.random() >= self._wrong_decision_rate:
             return None

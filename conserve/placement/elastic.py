@@ -119,10 +119,7 @@ class ElasticPlacement(PlacementPolicy):
         )
 
     def prefill_later_turn(
-        self,
-        prefillers: Iterable[Prefiller],
-        appended: Appended | None = None,
-        now_s: float = 0.0,
+        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
     ) -> str | None:
         if appended is None:
             return None

@@ -224,11 +224,6 @@ class StepCosts:
         """Return prefills' spread around what they should take, relative to that."""
         return math.sqrt(self._prefills.noise)
 
-    @property
-    def prefill_doubt(self) -> float:
-        """Return the standard deviation of a prefill's time, relative to it."""
-        return self._prefills.doubt if self._prefills.weight else self._prior.doubt
-
     def costs(self) -> EngineCosts:
         step_s, per_sequence_s, per_kv_token_s = self._decodes.constants
         constant_s, per_token_s, per_pair_s = self._prefills.constants
@@ -248,7 +243,7 @@ class StepCosts:
             per_cached_token_s=scale * self._prior.per_cached_token_s,
             per_encoded_token_s=per_encoded_token_s,
             prefill_share=self._share,
-            doubt=self.prefill_doubt,
+            doubt=self._prefills.doubt if self._prefills.weight else self._prior.doubt,
         )
 
 
@@ -260,11 +255,12 @@ class EngineStepCosts:
         self._prefills = _Factor()
         self._decodes = _Factor()
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, *, starts: bool = False) -> None:
+        """Learn from iterations; while engines start, they slow each other down."""
         if not step.lasted_s > 0:
             return
         kind, prefills, decodes = self._kind, self._prefills, self._decodes
-        if step.encoded_tokens:
+        if starts or step.encoded_tokens:
             pass  # How long an image takes is the least certain part of it.
         elif not step.new_tokens:
             if kind.knows_decodes:
@@ -273,11 +269,6 @@ class EngineStepCosts:
             beside_s = step.lasted_s - decodes.value * kind.decodes_s(step)
             prefills.add(beside_s / kind.prefills_s(step), step.count)
         kind.add(step, prefills.value, decodes.value)
-
-    def add_start(self, step: Step) -> None:
-        """Learn from iterations of its start, when engines slow each other down."""
-        if step.lasted_s > 0:
-            self._kind.add(step)
 
     def costs(self) -> EngineCosts:
         costs = self._kind.costs().times(self._prefills.value, self._decodes.value)

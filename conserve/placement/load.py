@@ -329,10 +329,7 @@ class Loads:
         if stats.decode_s is not None and arrived:
             seconds = now_s - stats.decode_s - placed.at_s
             self._handing_over.took(
-                seconds,
-                placed.estimated_s,
-                placed.moves_tokens,
-                handed_over=placed.handed_over,
+                seconds, placed.estimated_s, placed.moves_tokens, handed_over=placed.handed_over
             )
 
     def _of(self, engine_id: str) -> "_Engine":
@@ -524,10 +521,7 @@ class _Engine:
 
     def learn(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            if self._started:
-                self._model.add(step)
-            else:
-                self._model.add_start(step)
+            self._model.add(step, starts=not self._started)
         # The first report with steps has those of its start.
         self._started |= bool(steps)
         self.costs = self._model.costs()

@@ -153,10 +153,7 @@ class PlacementPolicy(ABC):
         """
 
     def prefill_later_turn(
-        self,
-        prefillers: Iterable[Prefiller],
-        appended: Appended | None = None,
-        now_s: float = 0.0,
+        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
     ) -> str | None:
         """Return the prefiller of a bound history's turn; None means its decoder."""
         return None

@@ -7,10 +7,4 @@ meaning for the model is hashed: role, text, and tool calls by name and argument
 """
 
 from conserve.recognition.answers import answers_from_body, answers_from_stream
-from conserve.recognition.chain import (
-    Beginning,
-    Chain,
-    Digest,
-    TailIndex,
-    chain_of,
-)
+from conserve.recognition.chain import Beginning, Chain, Digest, TailIndex, chain_of

@@ -62,9 +62,6 @@ def _segments(content: Any) -> list[Any]:
     Adjacent text parts are joined by a line break, as vLLM renders them for chat templates that
     take plain strings.
     """
-    if isinstance(content, str):
-        text = content.strip()
-        return [text] if text else []
     if content is None:
         return []
     segments: list[Any] = []

@@ -12,11 +12,9 @@ from conserve.settings.groups import (
     EnvironmentSettings,
     LimitSettings,
     LMCacheSettings,
-    LogSettings,
     MediaSettings,
     RoleSettings,
     TierSettings,
     TLSSettings,
-    TracingSettings,
 )
 from conserve.settings.loading import load

@@ -28,6 +28,11 @@ VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _ROOT = "/var/tmp/conserve-environments"
 
 
+def _absolute(path: str | None) -> str | None:
+    # The process that opens it has a working directory of its own.
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
 class Strict(BaseModel):
     """Refuses names that are no settings."""
 
@@ -285,11 +290,7 @@ class TLSSettings(Strict):
         "again when it changes.",
     )
 
-    @field_validator("cert_file", "key_file", mode="after")
-    @classmethod
-    def _whole_path(cls, value: str | None) -> str | None:
-        # The router's process has a working directory of its own.
-        return None if value is None else os.path.abspath(os.path.expanduser(value))
+    _whole_path = field_validator("cert_file", "key_file", mode="after")(_absolute)
 
     @property
     def files(self) -> tuple[str, str] | None:
@@ -378,11 +379,7 @@ class EnvironmentSettings(Strict):
         "tenant may have a quarter of them.",
     )
 
-    @field_validator("root", mode="after")
-    @classmethod
-    def _whole_path(cls, value: str | None) -> str | None:
-        # The manager's process has a working directory of its own.
-        return None if value is None else os.path.abspath(os.path.expanduser(value))
+    _whole_path = field_validator("root", mode="after")(_absolute)
 
     @property
     def most_of_tenant(self) -> int:

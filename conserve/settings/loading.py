@@ -42,7 +42,11 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
         return arguments
     given = copy.deepcopy(arguments or {})
     path = given.pop("config", None)
-    nested = _like(_over(_nested(given), {} if path is None else _nested(read_file(path))))
+    nested = _over(_nested(given), {} if path is None else _nested(read_file(path)))
+    for name, value in LIKE.get(str(nested.get("like")), {}).items():
+        own = nested.setdefault(name, value)
+        if isinstance(own, dict):
+            own.setdefault("replicas", value)
     try:
         return Settings.model_validate(nested)
     except ValidationError as error:
@@ -67,15 +71,6 @@ def _over(given: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
 
 def _role(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"replicas": value}
-
-
-def _like(nested: dict[str, Any]) -> dict[str, Any]:
-    chosen = LIKE.get(str(nested.get("like")), {})
-    for name, value in chosen.items():
-        given = nested.setdefault(name, value)
-        if isinstance(given, dict):
-            given.setdefault("replicas", value)
-    return nested
 
 
 def _nested(arguments: dict[str, Any]) -> dict[str, Any]:

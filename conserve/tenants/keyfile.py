@@ -85,8 +85,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def without_key(self, key_id: str) -> "KeyFile":
         """Return the file without this key, whose tenant stays; KeyFileError if there is none."""
         # The whole key is accepted, too.
-        whole = _KEY.fullmatch(key_id)
-        if whole is not None:
+        if whole := _KEY.fullmatch(key_id):
             key_id = whole[1]
         keys = [key for key in self.keys if key.id != key_id]
         if len(keys) == len(self.keys):
@@ -136,13 +135,10 @@ def parsed(raw: bytes, path: Path) -> KeyFile:
     """Parse a key file that came from ``path``; KeyFileError if it is not usable."""
     try:
         found = msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8), type=KeyFile)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise KeyFileError(f"the key file {path} is not usable: {error}") from None
-    for name in found.tenants:
-        try:
+        for name in found.tenants:
             _check_name(name)
-        except KeyFileError as error:
-            raise KeyFileError(f"the key file {path} is not usable: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyFileError) as error:
+        raise KeyFileError(f"the key file {path} is not usable: {error}") from None
     ids = set()
     for key in found.keys:
         if key.tenant not in found.tenants:

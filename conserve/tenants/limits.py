@@ -1,5 +1,6 @@
 """Limits of what a tenant may have at a time, and what it has."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -75,18 +76,13 @@ class UsageBook:
     """Tenants' usage, by name; conversations without a tenant have the name ""."""
 
     def __init__(self) -> None:
-        self._without_tenant = TenantUsage()
-        self._usage: dict[str, TenantUsage] = {"": self._without_tenant}
+        self._usage: defaultdict[str, TenantUsage] = defaultdict(TenantUsage)
 
     def of(self, history_id: str) -> TenantUsage:
-        name = identity.tenant_of(history_id)
-        return self._without_tenant if name is None else self.tenant(name)
+        return self.tenant(identity.tenant_of(history_id) or "")
 
     def tenant(self, name: str) -> TenantUsage:
-        usage = self._usage.get(name)
-        if usage is None:
-            usage = self._usage[name] = TenantUsage()
-        return usage
+        return self._usage[name]
 
     def tenants(self) -> dict[str, TenantUsage]:
         return {name: usage for name, usage in self._usage.items() if name}

@@ -393,7 +393,7 @@ class _Turn:
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
                     self.report(completed=self._completed())
                     if self.streamed and (summary := self.observation.summary()) is not None:
-                        message["body"] = wire.summary_line(summary) + part
+                        message["body"] = wire.note(summary) + part
                     # The report is sent before the answer's end.
                     await asyncio.sleep(0)
                 elif self.streamed and (unnoted := self.observation.unnoted):
@@ -407,7 +407,7 @@ class _Turn:
         """Return what its router is told beside the answer; one in one piece is complete by now."""
         own, seen = [], self.observation
         if seen.asked.key is None:
-            own.append((wire.TURN_HEADER.encode(), wire.key_header(seen.key).encode()))
+            own.append((wire.TURN_HEADER.encode(), wire.header_value(seen.key).encode()))
         if not self.streamed and (summary := seen.summary()) is not None:
             own.append((wire.SUMMARY_HEADER.encode(), msgspec.json.encode(summary)))
         return own

@@ -27,7 +27,7 @@ from deployments.messages import NodeCache
 from deployments.node import lmcache_main
 from deployments.node.lmcache_main import OWN_POOL
 from deployments.upstream.forgotten_worker import REAP_TIMEOUT_S
-from hetero.host_memory import page_bytes
+from hetero.host_memory import EVICTED_SHARE, page_bytes
 
 logger = logging.getLogger("conserve.node")
 
@@ -126,6 +126,7 @@ def lmcache_command(
         "--http-port", str(address.http_port),
         "--l1-size-gb", str(size_gb),
         "--eviction-policy", "LRU",
+        "--eviction-ratio", str(EVICTED_SHARE),
         "--supported-transfer-mode", "auto",
         "--chunk-size", str(chunk_tokens),
         "--max-workers", str(THREADS),

@@ -6,6 +6,7 @@ is connected to.
 """
 
 import asyncio
+import base64
 import ipaddress
 import json
 import socket
@@ -20,7 +21,7 @@ import aiohttp
 from aiohttp.abc import ResolveResult
 
 from conserve.encoders import Encoders
-from conserve.errors import ApiError
+from conserve.errors import ApiError, unfit
 from conserve.loopback import address_of
 from conserve.media import (
     Lifted,
@@ -29,11 +30,9 @@ from conserve.media import (
     alone,
     check_image,
     data_of,
-    encoded,
     make_name,
     name_of,
     places,
-    unfit,
     with_urls,
 )
 from conserve.settings import Settings
@@ -221,7 +220,7 @@ class _Reading:
         return f"{place.kind}/*", data, self._lift(data)
 
     def _lift(self, data: bytes) -> str:
-        return self.lifted.add(encoded(data))
+        return self.lifted.add(base64.b64encode(data))
 
 
 def _uuid(place: Place) -> str:

@@ -336,7 +336,7 @@ TABLE: tuple[Row[Observed], ...] = (
     Row(
         GAUGE, "conserve_waiting",
         "Queued conversations, by reason: no decoder has room (room), as many are active as the "
-        "window admits (window), or others go first (order).",
+        "window admits or memories keep (window), or others go first (order).",
         ("why",), _waiting,
     ),
     Row(
@@ -345,9 +345,15 @@ TABLE: tuple[Row[Observed], ...] = (
         (), lambda seen: None if (window := seen.admission.window) is None else window.limit,
     ),
     Row(
+        GAUGE, "conserve_working_tokens",
+        "Tokens of histories that are worked on: a turn runs or waits, or the next is near.",
+        (), _memory(lambda memory: memory.working.tokens),
+    ),
+    Row(
         GAUGE, "conserve_admission_pressure",
-        "Pressure that the window follows, from 0 to 1: of KV (kv), of CPUs of the machine that "
-        "environments run on (cpu), and of tools that take longer while many run (tools).",
+        "Pressures, from 0 to 1: of KV that is computed again (kv); and, which the window follows, "
+        "of CPUs of the machine that environments run on (cpu), and of tools that take longer "
+        "while many run (tools).",
         ("of",), _pressures,
     ),
     Row(

@@ -92,8 +92,4 @@ def _chat_tool(tool: Any) -> Any:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
-    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
-    return {
-        "type": "function",
-        "function": {name: value for name, value in shown.items() if value is not None},
-    }
+    return responses.chat_function(function, function.get("name"))

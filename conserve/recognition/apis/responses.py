@@ -37,14 +37,14 @@ def functions(tool: Any) -> list[Any]:
     if tool.get("type") == "namespace":
         inner = tool.get("tools")
         return [
-            _function(one, _flat(tool.get("name"), one.get("name")))
+            chat_function(one, _flat(tool.get("name"), one.get("name")))
             for one in (inner if isinstance(inner, _ARRAY) else [])
             if isinstance(one, Mapping) and one.get("type") == "function"
         ]
-    return [_function(tool, tool.get("name"))] if tool.get("type") == "function" else []
+    return [chat_function(tool, tool.get("name"))] if tool.get("type") == "function" else []
 
 
-def _function(tool: Mapping[str, Any], name: Any) -> Message:
+def chat_function(tool: Mapping[str, Any], name: Any) -> Message:
     shown = {"name": name, **{key: tool.get(key) for key in ("description", "parameters")}}
     function = {key: value for key, value in shown.items() if value is not None}
     return {"type": "function", "function": function}

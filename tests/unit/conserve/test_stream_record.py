@@ -6,7 +6,7 @@ import pytest
 
 from conserve import wire
 from conserve.stream_record import StreamRecord
-from conserve.wire import Emitted, TurnSummary, note, read_notes, summary_line
+from conserve.wire import Emitted, TurnSummary, note, read_notes
 
 
 def _event(text: str, created: int = 1700000000, **choice: object) -> bytes:
@@ -50,7 +50,7 @@ def test_events_are_passed_on_without_their_notes_however_the_bytes_come() -> No
 def test_what_the_decoder_tells_of_a_turn_is_kept_and_not_passed_on() -> None:
     told = TurnSummary(600, 128, 256, 4, queued_s=0.5)
     expected = b"".join(event for _, event in _stream()) + DONE
-    whole = b"".join(before + event for before, event in _stream()) + summary_line(told) + DONE
+    whole = b"".join(before + event for before, event in _stream()) + note(told) + DONE
     for size in (1, 7, len(whole)):
         record = StreamRecord(continues=False)
         parts = [whole[start : start + size] for start in range(0, len(whole), size)]

@@ -40,29 +40,29 @@ def test_host_memory_is_for_what_decoders_park() -> None:
     decoders = found.engines[-1]
     assert decoders.kv_bytes is not None
     assert found.size_gb == int(1.5 * 2 * decoders.kv_bytes / GIB) == 161
-    assert found.kept_tokens == int(0.64 * found.size_gb * GIB / TOKEN)
+    assert found.kept_tokens == int(0.72 * found.size_gb * GIB / TOKEN)
     assert found.notes == ()
 
 
 def test_without_parking_it_is_for_handoffs() -> None:
     found = made({"pausing": False}, node(cards=2))
-    # 16 first prompts of 24,500 tokens, in the 64 % that are always kept.
-    assert found.size_gb == int(16 * 24_500 * TOKEN / 0.64 / GIB) == 84
+    # 16 first prompts of 24,500 tokens, in the 72 % that are always kept.
+    assert found.size_gb == int(16 * 24_500 * TOKEN / 0.72 / GIB) == 74
 
 
 def test_it_is_half_of_what_is_free_at_most_and_too_little_is_said() -> None:
     found = made({}, node(cards=2, free=16))
     assert found.size_gb == 8
     (said,) = found.notes
-    assert said.startswith("lmcache.size_gb: 8 GiB keep 37,282 tokens")
-    assert "21 GiB or more keep 4" in said
+    assert said.startswith("lmcache.size_gb: 8 GiB keep 41,943 tokens")
+    assert "19 GiB or more keep 4" in said
 
 
 def test_what_is_set_is_kept_and_too_little_is_said() -> None:
     found = made({"lmcache.size_gb": 2}, node(cards=2))
     assert found.size_gb == 2
     # 14.5k tokens fit, of which those over four fifths are dropped at any time.
-    assert "2 GiB keep 9,320 tokens" in found.notes[0]
+    assert "2 GiB keep 10,485 tokens" in found.notes[0]
     assert made({"lmcache.size_gb": 40}, node(cards=2)).notes == ()
 
 
@@ -74,7 +74,7 @@ def limited(free: float, total: float, cards: int = 2) -> GpuNode:
 def test_the_containers_limit_caps_the_default_and_is_said() -> None:
     found = made({}, limited(free=16, total=20))
     assert found.size_gb == 8
-    said = "8 GiB a node, 37,282 tokens at least; 16.0 of the container's limit of 20.0 GiB are"
+    said = "8 GiB a node, 41,943 tokens at least; 16.0 of the container's limit of 20.0 GiB are"
     assert said in found.lines()[2]
     unknown = made({}, limited(free=3, total=20), shape=None, why="model: not to be had")
     assert unknown.size_gb == 1.5

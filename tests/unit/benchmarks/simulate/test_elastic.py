@@ -53,7 +53,7 @@ def _workload() -> Workload:
     [
         ({}, "ac19b100cc68e417"),
         ({"pausing": True}, "4cc93d93108c7953"),
-        ({"pausing": True, "host_tokens": 150_000}, "9aacf2ac2a9d3a23"),
+        ({"pausing": True, "host_tokens": 150_000}, "a094665fb60e67e8"),
     ],
 )
 def test_the_papers_placement_decides_as_before_there_was_another(

@@ -38,7 +38,8 @@ def test_who_does_not_fit_waits_and_goes_when_there_is_room() -> None:
     admission = Admission(table, 8, 60)
     admission.enter("first", 800, 0.0)
     ticket = admission.enter("second", 800, 1.0, arrived_s=0.5)
-    assert ticket == Ticket("second", 800, joined_s=1.0, arrived_s=0.5, deadline_s=61.0)
+    times_s = {"joined_s": 1.0, "arrived_s": 0.5, "deadline_s": 61.0}
+    assert ticket == Ticket("second", 800, **times_s, own_tokens=800)
     assert admission.line.tokens == 800
     assert admission.admit(2.0) == []
     table.release("first")

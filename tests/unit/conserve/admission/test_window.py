@@ -136,7 +136,7 @@ def test_the_window_bounds_who_is_at_work() -> None:
     began = [admission.enter(f"c{number}", 100, 0.0) for number in range(5)]
     assert [isinstance(one, Admitted) for one in began] == [True, True, True, False, False]
     assert admission.ahead("c3", 0.0) == (0, "window")
-    assert admission.ahead("c4", 0.0) == (1, "order")
+    assert admission.ahead("c4", 0.0) == (1, "window")
     first = began[0]
     assert isinstance(first, Admitted)
     table.advance(first.turn, "d1", TurnStats(100, 10, 0, 0), (), 5.0)

@@ -52,13 +52,22 @@ def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> N
 
 
 def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
-    """Host memory that is full, with nothing older than half a minute, soon evicts it."""
-    for first_s, goes in ((NOW_S - 30, False), (NOW_S - 90, True)):
+    """Host memory that is full, with nothing older than half a minute, soon evicts it.
+
+    But not if it has room for all that is worked on: then only what is not is evicted.
+    """
+    for first_s, others_tokens, goes in (
+        (NOW_S - 30, 1400, False),
+        (NOW_S - 30, 1300, True),
+        (NOW_S - 90, 1400, True),
+    ):
         table = a_parking_table(host_tokens=1000)
+        memory_of(table).working.add("others", others_tokens)
         assert parking(table, "early", 500, first_s)
         table.release("early")
         assert parking(table, "a", 600, NOW_S)
         assert memory_of(table).parked_tokens == 1000
+        start(table, "runs", 10, NOW_S)
         placement = table.bind("new", 700, NOW_S + 1)
         assert (placement is not None) == goes
         assert paused(table) == ({"a"} if goes else set())
@@ -214,6 +223,8 @@ def test_a_turn_that_was_cut_before_its_first_token_says_nothing_of_host_memory(
 
 def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_used() -> None:
     table = a_parking_table(host_tokens=1000)
+    memory_of(table).working.add("others", 1400)
+    start(table, "runs", 10, NOW_S)
     assert parking(table, "a", 600, NOW_S - 100)
     # It goes on, on its decoder alone; meanwhile others have come.
     turn = start(table, "a", 650, NOW_S)
@@ -335,6 +346,7 @@ def test_who_was_parked_makes_room_at_once_under_a_new_table_too() -> None:
         memory_of(new).set_host_tokens(10_000)
         memory_of(new).take_over(parked)
         new.add_prefiller("p1")
+        start(new, "runs", 10, NOW_S)
         assert (new.bind("new", 600, NOW_S + 1) is not None) == goes
         assert paused(new) == ({"a"} if goes else set())
         if goes:

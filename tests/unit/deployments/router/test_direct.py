@@ -80,7 +80,7 @@ class Decoders(Engines):
         if self.will == "refuse":
             yield Answer(wire.REFUSED_STATUS, {wire.REFUSED_HEADER: "1"})
             return
-        yield Answer(200, {wire.TURN_HEADER: wire.key_header(TurnKey("c", 1, 257))})
+        yield Answer(200, {wire.TURN_HEADER: wire.header_value(TurnKey("c", 1, 257))})
 
 
 def play(

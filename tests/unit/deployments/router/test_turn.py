@@ -474,7 +474,7 @@ class Streams(Engines):
         ]
         answer = [event.replace(b"$", str(len(self.posted)).encode()) for event in answer]
         if name not in self.after:
-            told = b"" if self.summary is None else wire.summary_line(self.summary)
+            told = b"" if self.summary is None else wire.note(self.summary)
             yield Stream([*answer, told + b"data: [DONE]\n\n"])
             return
         answer = answer[: self.after[name]]
