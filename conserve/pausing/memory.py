@@ -335,7 +335,7 @@ class Memory:
         return sum(one.capacity_tokens for one in self._decoders.values())
 
     def touch(self, waiting: Iterable[str], now_s: float) -> None:
-        """Have host memory keep the copies of these rather than others': their turns are next.
+        """Note which copies engines have to touch, so that host memory evicts others first.
 
         It evicts what was used least lately, which would be what has waited longest.
         """

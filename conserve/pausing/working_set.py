@@ -24,7 +24,7 @@ class WorkingSet:
         self._until_s.pop(history_id, None)
 
     def rest(self, history_id: str, tokens: int, until_s: float) -> None:
-        """Have a history leave then, unless it is added again."""
+        """Note when to remove a history, unless it is added again."""
         self.add(history_id, tokens)
         self._until_s[history_id] = until_s
         heappush(self._leaves, (until_s, history_id))

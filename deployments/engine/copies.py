@@ -1,4 +1,4 @@
-"""Has host memory keep copies of histories whose next turns wait for room.
+"""Touches copies in host memory of histories whose next turns wait for room.
 
 LMCache's server evicts what was used least lately, which would be what has waited longest. Of all
 that it can be asked, only a prefetch from a further tier touches what is there and locks nothing;
@@ -49,7 +49,7 @@ class Copies:
             self._drop(next(iter(self._prompts)))
 
     async def touch(self, history_ids: Iterable[str]) -> None:
-        """Have these evicted after all that was used before now, as far as they are there."""
+        """Touch those that are there yet, so that all that was used before now is evicted first."""
         known = [found for one in history_ids if (found := self._prompts.get(one)) is not None]
         if not known:
             return

@@ -1,4 +1,4 @@
-"""What is worked on fits memories: new prompts wait for that, and what is there goes first."""
+"""New prompts wait until memories have room for them, and turns go first whose KV is there."""
 
 import pytest
 
