@@ -87,8 +87,8 @@ def test_what_a_memory_has_goes_before_what_none_has() -> None:
     assert memory_of(table).free_tokens(NOW_S + 70) == 2000 - 600 - 100
 
 
-@pytest.mark.parametrize(("name", "goes"), [("new", False), ("b", True)])
-def test_in_the_end_only_what_has_begun_is_let_in(name: str, goes: bool) -> None:
+@pytest.mark.parametrize(("name", "tokens", "goes"), [("new", 200, False), ("b", 900, True)])
+def test_in_the_end_only_what_has_begun_is_let_in(name: str, tokens: int, goes: bool) -> None:
     """A new conversation can be refused; one that has begun has more to lose."""
     table, admission = three_at_work()
     memory = memory_of(table)
@@ -96,8 +96,8 @@ def test_in_the_end_only_what_has_begun_is_let_in(name: str, goes: bool) -> None
     memory.set_host_tokens(100)
     for other in ("a", "c"):
         memory.working.add(other, 600)
-    # The engine has 400 tokens of b.
-    assert isinstance(admission.enter(name, 900, NOW_S + 1), Ticket)
+    # The decoder has room for 300 tokens, and its engine 400 tokens of b.
+    assert isinstance(admission.enter(name, tokens, NOW_S + 1), Ticket)
     assert admission.ahead(name, NOW_S + 1) == (0, "window")
     assert names(admission.admit(NOW_S + 52)) == ([name] if goes else [])
 
@@ -114,7 +114,8 @@ def test_what_was_lost_with_its_decoder_is_not_worked_on() -> None:
 
 def test_a_beginning_that_all_share_does_not_count_for_each() -> None:
     """Agents have system prompts of thousands of tokens in common."""
-    table = a_parking_table(host_tokens=1000)
+    # The larger memory counts, which is the decoder's.
+    table = a_parking_table(host_tokens=500)
     admission = Admission(table, 64, TIMEOUT_S)
     for number in range(5):
         began = Chain(bytes([number]) * 16, b"system".ljust(16), (), ends_with_root=True)
