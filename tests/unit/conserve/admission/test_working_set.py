@@ -7,7 +7,7 @@ from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.pausing.working_set import WorkingSet
 from conserve.recognition import Chain
-from tests.unit.conserve.conversations.scene import start, the
+from tests.unit.conserve.conversations.scene import Turn, start, the
 from tests.unit.conserve.pausing.test_memory import NOW_S, memory_of, paused
 from tests.unit.conserve.pausing.test_parking import a_parking_table, parking
 
@@ -117,8 +117,11 @@ def test_a_beginning_that_all_share_does_not_count_for_each() -> None:
     # The larger memory counts, which is the decoder's.
     table = a_parking_table(host_tokens=500)
     admission = Admission(table, 64, TIMEOUT_S)
+    memory_of(table).working.add("others", 300)
     for number in range(5):
         began = Chain(bytes([number]) * 16, b"system".ljust(16), (), ends_with_root=True)
         answer = admission.enter(f"c{number}", 600, NOW_S, opening=Opening(began, 500))
         assert isinstance(answer, Admitted)
-    assert memory_of(table).free_tokens(NOW_S) == 1000 - 5 * 100
+    assert memory_of(table).free_tokens(NOW_S) == 1000 - 300 - 5 * 100
+    Turn.last(table, "c4").advance(table, 640, now_s=NOW_S)
+    assert memory_of(table).free_tokens(NOW_S) == 1000 - 300 - 4 * 100 - 150
