@@ -71,6 +71,16 @@ def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:
     assert keys(line, 30.0) == ["at fifteen", "old", "at ten"]
 
 
+def test_what_is_warm_comes_aged_and_rises_no_further() -> None:
+    line = a_line()
+    line.join("old", 10, 0.0)
+    line.join("warm", 10, 5.0, served_tokens=5000, warm=True)
+    line.join("young", 10, 6.0)
+    line.join("warm too", 10, 12.0, warm=True)
+    for now_s in (12.0, 16.0, 60.0):
+        assert keys(line, now_s) == ["warm", "old", "warm too", "young"]
+
+
 @given(
     st.lists(
         st.tuples(
