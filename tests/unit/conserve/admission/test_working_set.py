@@ -69,9 +69,18 @@ def test_while_no_turn_runs_none_waits_for_memories() -> None:
 
 
 def test_who_did_not_come_back_in_time_is_not_waited_for() -> None:
+    table, admission = three_at_work()
+    assert isinstance(admission.enter("new", 300, NOW_S + 1), Ticket)
+    admission.observe(NOW_S + 61)
+    assert memory_of(table).working.tokens == 100
+    assert names(admission.admit(NOW_S + 61)) == ["new"]
+
+
+def test_what_waits_for_memories_holds_up_nobody_else() -> None:
     _, admission = three_at_work()
     assert isinstance(admission.enter("new", 300, NOW_S + 1), Ticket)
-    assert names(admission.admit(NOW_S + 61)) == ["new"]
+    # It is aged by now.
+    assert isinstance(admission.enter("a", 620, NOW_S + 15), Admitted)
 
 
 def test_what_a_memory_has_goes_before_what_none_has() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
 from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
 
 from conserve.settings import LMCacheSettings, Settings, load
@@ -22,6 +23,7 @@ from deployments.node.lmcache_server import (
     require_nixl,
 )
 from deployments.node.node import CACHE_SILENCE_S, CacheDirectory, SeenCaches
+from hetero.host_memory import KEPT_SHARE
 
 SEPARATE = "--separate-object-groups"
 GPU_THREADS = "--max-gpu-workers"
@@ -80,6 +82,14 @@ def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
     assert config.worker_reap_timeout_seconds == 30
     # By its first heartbeat, too: an engine may die before that.
     assert config.worker_registration_grace_seconds == 30
+
+
+def test_what_it_drops_at_a_time_leaves_what_is_said_to_be_kept() -> None:
+    """The rest follows from LMCache's own watermark."""
+    command = lmcache_command(2.0, 256, Address("127.0.0.1", 7610, 7611))
+    given, _ = add_storage_manager_args(argparse.ArgumentParser()).parse_known_args(command)
+    eviction = parse_args_to_config(given).eviction_config
+    assert eviction.trigger_watermark * (1 - eviction.eviction_ratio) == pytest.approx(KEPT_SHARE)
 
 
 def test_layers_of_several_kinds_are_stored_apart_on_gpus() -> None:

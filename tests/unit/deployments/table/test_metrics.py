@@ -10,7 +10,7 @@ from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import EventLog
 from conserve.history import TurnStats
-from conserve.pausing import ToolReport
+from conserve.pausing import Pausing, ToolReport
 from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
 from deployments.messages import EngineInfo
@@ -38,7 +38,7 @@ COUNTED = (
 
 class Scene:
     def __init__(self, window: Window | None = None) -> None:
-        self.table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
+        self.table = ConversationTable(ConversationPlacement(), 60, pausing=Pausing())
         admission = Admission(self.table, limit=3, timeout_s=60, window=window)
         self.line = admission.line
         self.registry = Registry(self.table, 0.0)
@@ -120,6 +120,7 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
     assert scene.value("conserve_conversations", phase="reasoning") == 2
     assert scene.value("conserve_prefiller_queued_tokens", prefiller="p") == 800
     assert scene.value("conserve_decoder_held_tokens", decoder="d1") == 300
+    assert scene.value("conserve_working_tokens") == 800
     assert scene.value("conserve_decoder_held_tokens", decoder="d2") == 500
     assert scene.value("conserve_decoder_capacity_tokens", decoder="d2") == 4000
     assert scene.value("conserve_decoder_conversations", decoder="d2") == 1
