@@ -58,8 +58,8 @@ class Window:
     An overload begins when a pressure has been high for ``persists_s``, and ends when it is low.
 
     Args:
-        follows_kv: whether ``Pressure.kv`` counts. It should where histories are parked; else those
-            that wait are computed again all the same.
+        follows_kv: whether ``Pressure.kv`` counts, as in MARS. The live window leaves KV to the
+            working set (`conserve.pausing.working_set`).
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
+from conserve.settings import Settings
 
 CALM, MIDDLING, HIGH = Pressure(0.05, 0.5), Pressure(0.15, 0.8), Pressure(0.3, 0.95)
 INTERVAL_S, PERSISTS_S = 10.0, 20.0
@@ -44,10 +45,11 @@ def test_either_pressure_is_enough(high: Pressure) -> None:
     assert after(a_window(), *[(high, 40)] * 3)[-1] == 20
 
 
-def test_without_host_memory_kv_does_not_count() -> None:
-    window = Window(2, 1.0, 0.5, INTERVAL_S, PERSISTS_S, follows_kv=False)
+def test_the_live_window_does_not_follow_kv() -> None:
+    window = Settings().admission_window()
+    assert window is not None
     assert after(window, *[(Pressure(kv=1.0), 40)] * 9)[-1] == math.inf
-    assert after(window, *[(Pressure(cpu=0.95), 40)] * 3, from_s=90.0)[-1] == 20
+    assert after(window, *[(Pressure(cpu=0.95), 40)] * 4, from_s=90.0)[-1] == 28
 
 
 def test_between_the_bounds_it_stays_as_it_is() -> None:
