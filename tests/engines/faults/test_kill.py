@@ -169,6 +169,7 @@ async def test_a_decoder_before_its_answer_began(
     await asyncio.to_thread(stage.wait_until_whole)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["replica", pytest.param("engine core", marks=pytest.mark.long)])
 async def test_the_prefiller(
     application: str,
