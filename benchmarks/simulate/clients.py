@@ -15,6 +15,7 @@ from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
 from benchmarks.simulate.rivals import Program
 from benchmarks.simulate.system import SimulationError, System
 from conserve.history import TurnKey
+from conserve.pausing.cache import HostMemory
 
 _NOTHING_SAID = Answer("")
 
@@ -72,6 +73,10 @@ class Clients(ABC):
         self._arriving = False
         # Of a closed loop: conversations that begin when others end.
         self._next_programs: Iterator[tuple[float, Script]] = iter(())
+        self._host = HostMemory(system.host_tokens)
+        # Until when KV comes from host memory to an engine: one history after the other.
+        self._loads_until_s: dict[str, float] = {}
+        self._loaded_tokens = 0
         self._longest_tokens = min(
             costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
         )
@@ -188,6 +193,25 @@ class Clients(ABC):
     def _come(self, now_s: float, what: tuple[EngineTurn, SimulatedEngine]) -> None:
         work, engine = what
         engine.submit(work, now_s)
+
+    # --- Host memory --------------------------------------------------------------------------
+
+    def _whole_chunks(self, tokens: int) -> int:
+        chunk = self.system.handoff_chunk_tokens
+        return tokens // chunk * chunk
+
+    def _load(self, one: Open, work: EngineTurn, engine: SimulatedEngine, now_s: float) -> float:
+        """Have an engine take what it has dropped from host memory; returns when it is there."""
+        there = min(self._host.left_tokens(work.conversation), work.reusable_tokens)
+        missing = self._whole_chunks(there) - engine.finds(work)
+        if missing < self.system.handoff_chunk_tokens:
+            return now_s
+        work.loaded_tokens = one.found_tokens = self._whole_chunks(there)
+        self._loaded_tokens += missing
+        self._host.use(work.conversation, 0, now_s)
+        begins_s = max(now_s, self._loads_until_s.get(engine.id, now_s))
+        ends_s = self._loads_until_s[engine.id] = begins_s + engine.costs.handoff(missing)
+        return ends_s
 
     # --- Clients ------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from conserve.direct import LARGE_TOKENS
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
-from conserve.pausing.cache import HostMemory
 from conserve.placement import Step, make_policy
 from conserve.recognition import Chain
 
@@ -58,9 +57,6 @@ class Cluster(Clients):
         patience_s = system.queue_timeout_s * 5 / 6
         pausing = Pausing(patience_s=patience_s) if system.pausing else None
         self.table = ConversationTable(policy, _NEVER_S, pausing=pausing)
-        self._host = HostMemory(system.host_tokens)
-        # Until when KV comes from host memory to a decoder: one history after the other.
-        self._loads_until_s: dict[str, float] = {}
         if self.table.memory is not None:
             self.table.memory.set_host_tokens(system.host_tokens)
         timeout_s = system.queue_timeout_s
@@ -98,7 +94,7 @@ class Cluster(Clients):
         self._kv_costs = SpaceTimeCosts()
         for name, engine in self._homes.items():
             self._kv_costs.add(name, engine.costs.capacity_tokens, 0.0)
-        self._handoffs = self._handoff_tokens = self._loaded_tokens = 0
+        self._handoffs = self._handoff_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
@@ -121,18 +117,20 @@ class Cluster(Clients):
         if one.decoder is None:
             self._place(one, prompt_tokens, now_s)
             return
-        conversation = self.table.begin(one.script.conversation, now_s)
+        known = self.table.get(one.script.conversation)
+        assert known is not None
+        counted = None
+        if self.system.host_tokens and prompt_tokens - known.held_tokens >= LARGE_TOKENS:
+            counted = prompt_tokens
+        conversation = self.table.begin(known.id, now_s, prompt_tokens=counted)
         if conversation is None:
-            # It was paused.
+            # It was paused, or is to be moved.
             one.decoder = None
             self._place(one, prompt_tokens, now_s)
             return
         one.key = conversation.newest_turn
         self._count_turn(one.key, now_s)
-        counted = None
-        if self.system.host_tokens and prompt_tokens - conversation.held_tokens >= LARGE_TOKENS:
-            counted = prompt_tokens
-        prefiller_id = self.table.prefill_later_turn(conversation, counted, now_s)
+        prefiller_id = self.table.prefill_later_turn(conversation)
         if prefiller_id is None:
             self._submit_to_decoder(one, now_s)
             return
@@ -276,19 +274,7 @@ class Cluster(Clients):
         decoder = one.decoder
         assert decoder is not None
         work = self._work(one)
-        after_s = self.system.direct_s
-        there = min(self._host.left_tokens(work.conversation), work.reusable_tokens)
-        here = decoder.finds(work)
-        missing = self._whole_chunks(there) - here
-        if missing >= self.system.handoff_chunk_tokens:
-            work.loaded_tokens = self._whole_chunks(there)
-            one.found_tokens = work.loaded_tokens
-            self._loaded_tokens += missing
-            self._host.use(work.conversation, 0, now_s)
-            begins_s = max(now_s, self._loads_until_s.get(decoder.id, now_s))
-            ends_s = begins_s + decoder.costs.handoff(missing)
-            self._loads_until_s[decoder.id] = ends_s
-            after_s += ends_s - now_s
+        after_s = self.system.direct_s + self._load(one, work, decoder, now_s) - now_s
         one.parks = self._parks(one)
         self._submit(work, decoder, now_s, after_s)
 
@@ -303,10 +289,6 @@ class Cluster(Clients):
             base = None if history is None else history.base
             shared_tokens = 0 if base is None else base.tokens
             self._host.use(history_id, self._whole_chunks(tokens), now_s, shared_tokens)
-
-    def _whole_chunks(self, tokens: int) -> int:
-        chunk = self.system.handoff_chunk_tokens
-        return tokens // chunk * chunk
 
     def _prefill_later(self, one: Open, prefiller: SimulatedEngine, now_s: float) -> None:
         work = EngineTurn(

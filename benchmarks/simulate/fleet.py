@@ -11,7 +11,10 @@ from benchmarks.simulate.system import System
 
 
 class Fleet(Clients):
-    """One run of one rival. No turn is refused but one that no engine holds."""
+    """One run of one rival. No turn is refused but one that no engine holds.
+
+    With host memory, all that is computed is copied there, as vLLM with LMCache does it.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,10 @@ class Fleet(Clients):
             priority=self._rival.priority(program),
             shared=request.shared,
         )
-        self._submit(work, self.decoders[engine_id], now_s, self.system.direct_s)
+        engine = self.decoders[engine_id]
+        one.found_tokens = 0
+        loaded_s = self._load(one, work, engine, now_s) - now_s
+        self._submit(work, engine, now_s, self.system.direct_s + loaded_s)
 
     def _answered(self, work: EngineTurn, engine: SimulatedEngine, now_s: float) -> None:
         one: Open = work.turn
@@ -84,11 +90,15 @@ class Fleet(Clients):
         program.reasoning = False
         program.acting_s = now_s
         program.attained_s += now_s - work.admitted_s
+        if self.system.host_tokens:
+            # What others begin with is there for nothing.
+            tokens = self._whole_chunks(work.prompt_tokens)
+            self._host.use(program.id, tokens, now_s, work.shared_tokens)
         self._rival.answered(program, now_s)
         keep_s = self._rival.keep_s(program)
         if keep_s:
             engine.pin(program.id, now_s + keep_s)
-        self._completed(one, work, engine.id, now_s)
+        self._completed(one, work, engine.id, now_s, one.found_tokens)
 
     def _closed(self, one: Open, now_s: float) -> None:
         self._rival.ended(one.program)

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-RivalName = Literal["vllm", "affinity", "ttl", "attained", "thunderagent"]
+RivalName = Literal["vllm", "affinity", "sticky", "ttl", "attained", "thunderagent"]
 """``vllm``: least loaded, first come first served; ``affinity``: the same, but conversations stay
-where they began; ``ttl``: Continuum; ``attained``: Autellix; ``thunderagent``: ThunderAgent."""
+where they began; ``sticky``: that, unless that engine has far more turns than another; ``ttl``:
+Continuum; ``attained``: Autellix; ``thunderagent``: ThunderAgent."""
 
 # Autellix: bounds of the queues, in seconds of service: each four times the one before.
 _FIRST_S, _FACTOR, _QUEUES = 1.0, 4.0, 8
+# Sticky: SGLang's router has 64 turns by default; fewer are better here.
+_AHEAD, _TIMES = 1, 1.5
 # ThunderAgent: a waiting program is sent on after so long, wherever there is room or not.
 _LONGEST_WAIT_S = 1800.0
 # ThunderAgent: what is kept free for each program on an engine, to decode.
@@ -108,6 +111,25 @@ class Affinity(Rival):
 
     def route(self, program: Program, now_s: float) -> str | None:
         return program.engine_id or self.least_loaded()
+
+
+class Sticky(Affinity):
+    """Affinity that gives way to load, as cache-aware routers': SGLang's, and vLLM's by its policy.
+
+    Taken: a turn goes to the engine with the fewest turns where the fullest has more than
+    ``_AHEAD`` turns, and more than ``_TIMES`` times as many, beyond it; the program stays there.
+    The routers look at all engines; here it is the program's own that counts, as otherwise a turn
+    would leave an idle engine.
+
+    Simplified: they find a prompt's engine by a tree of prompts, here it is known.
+    """
+
+    def route(self, program: Program, now_s: float) -> str | None:
+        least = self.least_loaded()
+        if program.engine_id is None:
+            return least
+        here, there = self._engines[program.engine_id].turns, self._engines[least].turns
+        return least if here - there > _AHEAD and here > _TIMES * there else program.engine_id
 
 
 class Attained(Affinity):
@@ -322,6 +344,8 @@ def make_rival(
             return LeastLoaded(engines)
         case "affinity":
             return Affinity(engines)
+        case "sticky":
+            return Sticky(engines)
         case "ttl":
             return Ttl(engines, ttl_s)
         case "attained":

@@ -1,11 +1,13 @@
 """Binds histories to decoders, and has others make room for them."""
 
 from dataclasses import replace
+from math import inf
 
 from conserve.conversations.ending import Ending, Idleness
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
 from conserve.conversations.turns import Turns
+from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import held_alone
 from conserve.history import History
@@ -18,6 +20,9 @@ from conserve.placement import (
     Shared,
 )
 from conserve.recognition import Digest
+
+# A turn for which a decoder makes no room is not tried on all others.
+_TRIED = 2
 
 
 class Binding:
@@ -47,6 +52,42 @@ class Binding:
         self._displaced: list[History] = []
         self.recomputed_tokens = 0
 
+    def begin(
+        self,
+        history_id: str,
+        now_s: float,
+        hints: Hints | None = None,
+        prompt_tokens: int | None = None,
+        encode_tokens: int = 0,
+    ) -> History | None:
+        """Start a turn as `Turns.begin` does; None, too, if it would cost less elsewhere.
+
+        Then the history has been paused, for `bind` to place.
+
+        Args:
+            prompt_tokens: None if not known: as many as the history holds.
+            encode_tokens: embeddings of its images that are not encoded yet.
+        """
+        known, memory = self._live.by_id.get(history_id), self._memory
+        if known is not None and memory is not None and known.decoder_id and not known.running:
+            shared = memory.found(history_id, replace(NOTHING_SHARED, encode_tokens=encode_tokens))
+            costs = self._turn_costs(prompt_tokens or known.held_tokens, shared, now_s)
+            if min(costs.values(), default=inf) < costs.get(known.decoder_id, 0.0):
+                memory.pause(known, "load")
+                return None
+        history = self._turns.begin(history_id, now_s, hints)
+        if history is not None and prompt_tokens is not None and self._loads is not None:
+            self._loads.appended(history, prompt_tokens, now_s, encode_tokens)
+        return history
+
+    def prefill_later_turn(self, history: History) -> str | None:
+        """Return the prefiller of the turn that has just begun; None means its decoder."""
+        prefiller_id = self._policy.prefill_later_turn(self._engines.accepting_prefillers)
+        if prefiller_id is not None:
+            self._engines.leave_queue(history)
+            self._engines.join_queue(history, prefiller_id, history.held_tokens)
+        return prefiller_id
+
     def bind(
         self,
         history_id: str,
@@ -69,11 +110,21 @@ class Binding:
         shared = self._shared(known, history_id, opening)
         decoders = self._engines.accepting_decoders
         prefillers = self._engines.accepting_prefillers
-        placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         root = None if opening.chain is None else opening.chain.root
         waited_s = None
         if known is not None:
             waited_s = 0.0 if arrived_s is None else now_s - arrived_s
+        placement: Placement | None = None
+        costs = self._turn_costs(prompt_tokens, shared, now_s)
+        for id in sorted(costs, key=costs.__getitem__)[:_TRIED]:
+            one = self._engines.decoders[id]
+            if one.has_room(shared.beyond(prompt_tokens, one.id)) or self._make_room(
+                history_id, prompt_tokens, shared, now_s, waited_s, root, [one]
+            ):
+                placement = Placement(id, None)
+                break
+        if placement is None:
+            placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         while placement is None and self._make_room(
             history_id, prompt_tokens, shared, now_s, waited_s, root
         ):
@@ -149,10 +200,14 @@ class Binding:
         now_s: float,
         waited_s: float | None,
         root: Digest | None,
+        decoders: list[Decoder] | None = None,
     ) -> bool:
-        """Have idle histories make room for a prompt that fits nowhere; return whether any did."""
-        decoders = self._policy.homes(
-            self._engines.accepting_decoders, self._engines.accepting_prefillers, now_s
+        """Have idle histories make room for a prompt, anywhere or on some decoders; return whether
+        any did.
+        """
+        engines = self._engines
+        decoders = decoders or self._policy.homes(
+            engines.accepting_decoders, engines.accepting_prefillers, now_s
         )
         memory = self._memory
         if memory is None:
@@ -167,6 +222,13 @@ class Binding:
         if in_the_way is not None:
             memory.pause(in_the_way, "room")
         return in_the_way is not None
+
+    def _turn_costs(self, prompt_tokens: int, shared: Shared, now_s: float) -> dict[str, float]:
+        """Return what the turn costs at each decoder; empty if histories stay where they began."""
+        if self._memory is None or not self._memory.keeps:
+            return {}
+        decoders = self._engines.accepting_decoders
+        return self._policy.turn_costs(prompt_tokens, decoders, shared, now_s)
 
     def _displace(self, history_id: str, prompt_tokens: int, decoders: list[Decoder]) -> bool:
         """End what a conversation left behind, if that makes room for a new history of it."""

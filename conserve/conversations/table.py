@@ -11,7 +11,7 @@ from conserve.conversations.turns import Turns
 from conserve.events import EventLog
 from conserve.history import History, TurnKey
 from conserve.pausing import Memory, Pausing
-from conserve.placement import Appended, Decoder, Loads, PlacementPolicy, Prefiller
+from conserve.placement import Decoder, Loads, PlacementPolicy, Prefiller
 
 
 class Membership:
@@ -180,61 +180,6 @@ class Membership:
         return unbound
 
 
-class Appends:
-    """Asks the policy where what turns append is prefilled, and keeps account of it."""
-
-    def __init__(self, policy: PlacementPolicy, engines: Engines, memory: Memory | None) -> None:
-        self._policy = policy
-        self._engines = engines
-        self._loads = engines.loads
-        self._memory = memory
-
-    def prefill(
-        self,
-        history: History,
-        prompt_tokens: int | None = None,
-        now_s: float = 0.0,
-        encode_tokens: int = 0,
-    ) -> str | None:
-        """Return the prefiller of the turn that has just begun; None means its decoder.
-
-        Args:
-            prompt_tokens: None if not known: the queue then counts what the history holds.
-            encode_tokens: embeddings of its images that are not encoded yet.
-        """
-        appended = None
-        if prompt_tokens is not None and history.decoder_id is not None:
-            appended = Appended(
-                history.decoder_id,
-                prompt_tokens,
-                min(history.held_tokens, prompt_tokens - 1),
-                0 if self._memory is None else self._memory.parked_of(history),
-                encode_tokens,
-            )
-        pool = self._engines.accepting_prefillers
-        prefiller_id = self._policy.prefill_later_turn(pool, appended, now_s)
-        queued_tokens = history.held_tokens
-        if appended is not None:
-            cached_tokens = appended.held_tokens
-            if prefiller_id is not None:
-                cached_tokens = min(appended.parked_tokens, cached_tokens)
-            queued_tokens = appended.tokens - cached_tokens
-            if self._loads is not None:
-                self._loads.appended(
-                    history.id,
-                    queued_tokens,
-                    cached_tokens,
-                    prefiller_id or appended.decoder_id,
-                    now_s,
-                    encode_tokens=encode_tokens,
-                    lent=prefiller_id is not None,
-                )
-        if prefiller_id is not None:
-            self._engines.leave_queue(history)
-            self._engines.join_queue(history, prefiller_id, queued_tokens)
-        return prefiller_id
-
-
 # For the process that keeps a table: finding and freeing conversations' scattered objects on pages
 # of 4 KB takes mostly address translation. Python's own allocator cannot ask for huge pages,
 # glibc's (2.35 and later) can. It costs 140 bytes a conversation.
@@ -301,8 +246,9 @@ class ConversationTable:
 
         self.bind, self.held = binding.bind, binding.held
         self.take_displaced = binding.take_displaced
-        self.begin, self.began, self.prefilled = turns.begin, turns.began, turns.prefilled
-        self.prefill_later_turn = Appends(policy, engines, self.memory).prefill
+        self.begin = binding.begin
+        self.began, self.prefilled = turns.began, turns.prefilled
+        self.prefill_later_turn = binding.prefill_later_turn
         self.advance, self.abandon, self.answered = turns.advance, turns.abandon, turns.answered
         self.release, self.expire = ending.release, ending.expire
 

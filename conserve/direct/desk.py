@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from conserve.direct.homes import LARGE_TOKENS
 from conserve.direct.notices import Notice
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
@@ -172,9 +173,17 @@ class Desk:
     def close(self) -> None:
         self._closed = True
 
-    def begin(self, asked: Continued, router_id: str, now_s: float) -> TurnKey | None:
-        """Begin a turn; None means that its router has to ask the table."""
+    def begin(
+        self, asked: Continued, router_id: str, now_s: float, waiting_tokens: int = 0
+    ) -> TurnKey | None:
+        """Begin a turn; None means that its router has to ask the table.
+
+        With host memory, any decoder can continue a history: then turns that would wait here for
+        ``waiting_tokens`` of others' prompts are the table's to place.
+        """
         if self._closed or now_s >= self._until_s or self.outbox.is_full:
+            return None
+        if self.parks and waiting_tokens >= LARGE_TOKENS:
             return None
         held = self._holdings.continued(asked.root, asked.end, asked.conversation_id)
         if held is None or now_s - held.last_used_s >= self._longest_idle_s:

@@ -27,7 +27,7 @@ _LOOKED_AT = 256
 _IN_VAIN_S = 0.5
 # What host memory would evict sooner than that is touched while its turn waits.
 _TOUCHED_S = 15.0
-PAUSE_REASONS = ("room", "mark")
+PAUSE_REASONS = ("room", "mark", "load")
 RESTORES = ("kept", "reloaded", "moved", "again")
 
 
@@ -54,7 +54,8 @@ class Memory:
 
     A *paused* history is bound to no decoder and counts nowhere; its next turn is placed anew. Its
     decoder keeps its KV until the engine needs the room. Reasons are ``room`` (a prompt fits
-    nowhere) and ``mark`` (a decoder's running turns have grown, and it holds more than it should).
+    nowhere), ``mark`` (a decoder's running turns have grown, and it holds more than it should) and
+    ``load`` (its next turn has come, and ends sooner elsewhere).
     A *parked* history, paused or not, has a copy in host memory.
 
     Attributes:
@@ -97,9 +98,9 @@ class Memory:
         # By decoder that asks: histories of which a turn has ended since then.
         self._rested: dict[str, dict[str, None]] = {}
         # Until when not to look again whether a decoder can be relieved. The same for making room,
-        # by histories that are away (False) or by all (True), with the least tokens in vain.
+        # by histories that are away (False) or by all (True) of these decoders, with the tokens.
         self._in_vain: dict[str, float] = {}
-        self._no_room: dict[bool, tuple[float, int]] = {}
+        self._no_room: dict[tuple[bool, tuple[str, ...]], tuple[float, int]] = {}
         self.pauses: Counter[str] = Counter()
         self.restores: Counter[str] = Counter()
         self.paused_tokens = 0
@@ -107,6 +108,11 @@ class Memory:
     @property
     def paused(self) -> int:
         return len(self._paused_on)
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether there is host memory, so that any decoder may continue a history."""
+        return self._host is not None
 
     @property
     def parked_tokens(self) -> int:
@@ -366,11 +372,14 @@ class Memory:
         return self._paused_on.get(history_id, (None, 0))[0]
 
     def found(self, history_id: str, shared: Shared) -> Shared:
-        """Add to ``shared`` where a history that is bound nowhere may still be."""
+        """Add to ``shared`` where a history may still be."""
         history = self._get(history_id)
         if self._host is not None and history is not None and _key(history) in self._host:
             shared = replace(shared, parked_tokens=self._host.left_tokens(_key(history)))
         was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
+        if history is not None and history.decoder_id is not None:
+            was_on = history.decoder_id
+            shared_tokens = 0 if history.base is None else history.base.tokens
         cache = self._caches.get(was_on)
         if cache is None or history_id not in cache:
             return shared
@@ -401,7 +410,8 @@ class Memory:
         """
         patience_s = self._policy.patience_s
         any_idle = not any_runs or (waited_s is not None and waited_s >= patience_s)
-        until_s, at_least = self._no_room.get(any_idle, (now_s, 0))
+        which = any_idle, tuple(one.id for one in decoders)
+        until_s, at_least = self._no_room.get(which, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
         cheapest: tuple[float, list[History]] | None = None
@@ -424,7 +434,7 @@ class Memory:
             if cheapest is not None or max(map(len, idle.values()), default=0) < _LOOKED_AT:
                 break
         if cheapest is None:
-            self._no_room[any_idle] = (now_s + _IN_VAIN_S, tokens)
+            self._no_room[which] = (now_s + _IN_VAIN_S, tokens)
             return False
         for history in cheapest[1]:
             self.pause(history, "room")

@@ -13,7 +13,6 @@ from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, 
 from conserve.placement.load import EngineLoad, Loads
 from conserve.placement.state import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     Placement,
     PlacementPolicy,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.state import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     Placement,
     PlacementPolicy,
@@ -47,9 +46,7 @@ class FullDisaggregationPlacement(PlacementPolicy):
         decoder = emptiest_decoder(prompt_tokens, decoders, shared)
         return None if decoder is None else Placement(decoder.id, shortest_queue(prefillers))
 
-    def prefill_later_turn(
-        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
-    ) -> str | None:
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
         return shortest_queue(prefillers)
 
 
@@ -70,9 +67,7 @@ class PerTurnPlacement(FullDisaggregationPlacement):
         self._wrong_decision_rate = wrong_decision_rate
         self._draws = random.Random(seed)
 
-    def prefill_later_turn(
-        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
-    ) -> str | None:
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
         if self._draws.random() >= self._wrong_decision_rate:
             return None
         return super().prefill_later_turn(prefillers)

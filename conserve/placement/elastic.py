@@ -8,7 +8,6 @@ from conserve.placement.handing_over import Price
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
 from conserve.placement.state import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     Placement,
     PlacementPolicy,
@@ -45,7 +44,7 @@ class ElasticPlacement(PlacementPolicy):
 
     hosts_prefillers = True
     keeps_later_turns = True
-    moves_appends = True
+    moves_turns = True
     pauses = True
 
     loads: Loads = field(default_factory=Loads)
@@ -107,6 +106,27 @@ class ElasticPlacement(PlacementPolicy):
             prompt_tokens, even, pool, shared, work, room=room, price=self.loads.price()
         )
 
+    def turn_costs(
+        self, prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
+    ) -> dict[str, float]:
+        work = {one.id: self.loads.work(one.id, now_s) for one in decoders}
+        turns_per_s = sum(one.turns_per_s for one in work.values())
+        decodes = sum(one.mean_decodes for one in work.values())
+        # How long a turn decodes, by Little's law.
+        decoding_s = min(decodes / turns_per_s, _MOST_LIFE_S) if turns_per_s else 0.0
+        decoding_s = max(_LEAST_DECODING_S, decoding_s)
+        found = {}
+        for id, one in work.items():
+            there, past = shared.there(id), min(shared.found(id), prompt_tokens - 1)
+            cost_s = one.costs.handoff_s(past - there)
+            cost_s += prefill_cost_s(one, prompt_tokens - past, past, shared.encode_tokens)
+            # As if the others' prompts were as long.
+            n = 1 + max(one.decodes, one.mean_decodes)
+            alone_s = one.costs.decode_s(1, prompt_tokens)
+            slower = one.costs.decode_s(n, n * prompt_tokens) / alone_s if alone_s else 1.0
+            found[id] = round(cost_s + slower * decoding_s, _DIGITS)
+        return found
+
     def first_prompts_shares(
         self, decoders: Sequence[Decoder], pool: Collection[str], now_s: float
     ) -> dict[bool, float]:
@@ -117,31 +137,6 @@ class ElasticPlacement(PlacementPolicy):
             [self.loads.work(id, now_s) for id in pool],
             self.loads.price(),
         )
-
-    def prefill_later_turn(
-        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
-    ) -> str | None:
-        if appended is None:
-            return None
-        home = self.loads.work(appended.decoder_id, now_s)
-        held_tokens = min(appended.held_tokens, appended.tokens - 1)
-        parked_tokens = min(appended.parked_tokens, held_tokens)
-        new_tokens = appended.tokens - held_tokens
-        encode_tokens = appended.encode_tokens
-        home_s = least_s = prefill_cost_s(home, new_tokens, held_tokens, encode_tokens)
-        back_s = home.costs.handoff_s(new_tokens) + self.loads.price().of(new_tokens)
-        best = None
-        for one in prefillers:
-            if one.id == appended.decoder_id:
-                continue
-            work = self.loads.work(one.id, now_s)
-            there_s = prefill_cost_s(
-                work, appended.tokens - parked_tokens, parked_tokens, encode_tokens
-            )
-            cost_s = work.costs.handoff_s(parked_tokens) + there_s + back_s
-            if cost_s < least_s and cost_s + _doubt_s(home, home_s, work, there_s) < home_s:
-                best, least_s = one.id, cost_s
-        return best
 
 
 def _shares(

@@ -198,27 +198,15 @@ class Loads:
         self._spent(tokens, seconds, now_s)
 
     def appended(
-        self,
-        history_id: str,
-        new_tokens: int,
-        cached_tokens: int,
-        engine_id: str,
-        now_s: float,
-        *,
-        lent: bool,
-        encode_tokens: int = 0,
+        self, history: History, prompt_tokens: int, now_s: float, encode_tokens: int
     ) -> None:
-        """Add what a later turn appends; if it is ``lent``, for another engine."""
-        engine = self._of(engine_id)
-        encode_s = engine.costs.encode_s(min(encode_tokens, new_tokens))
-        if lent:
-            engine.lent.append((now_s, new_tokens + cached_tokens))
-            seconds = encode_s + engine.prefills(new_tokens, cached_tokens, now_s)
-            self._spent(new_tokens, seconds, now_s)
-        else:
-            # `computed` counts it when it is done.
-            seconds = encode_s + engine.costs.prefill_s(new_tokens, cached_tokens)
-        engine.queue.add(history_id, new_tokens, seconds, now_s)
+        """Add what a later turn appends; `computed` counts it when it is done."""
+        cached_tokens = min(history.held_tokens, prompt_tokens - 1)
+        new_tokens = prompt_tokens - cached_tokens
+        costs = self._of(history.decoder_id or "").costs
+        seconds = costs.encode_s(min(encode_tokens, new_tokens))
+        seconds += costs.prefill_s(new_tokens, cached_tokens)
+        self._of(history.decoder_id or "").queue.add(history.id, new_tokens, seconds, now_s)
 
     def turn_came(self, history_id: str, engine_id: str, now_s: float) -> None:
         self._of(engine_id).turns.add(history_id, now_s)

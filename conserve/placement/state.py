@@ -97,22 +97,6 @@ class Shared:
 NOTHING_SHARED = Shared({})
 
 
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """A later turn whose prompt's length is known.
-
-    Attributes:
-        held_tokens, parked_tokens: what of it is on its decoder, and in host memory.
-        encode_tokens: embeddings of its images that are not encoded yet.
-    """
-
-    decoder_id: str
-    tokens: int
-    held_tokens: int
-    parked_tokens: int
-    encode_tokens: int = 0
-
-
 class PlacementPolicy(ABC):
     """A placement policy: it reads observed state and knows no clock.
 
@@ -122,7 +106,8 @@ class PlacementPolicy(ABC):
         only_first_prompts: whether prefillers get all first prompts and nothing else.
         keeps_later_turns: whether a bound history's turn may run on its decoder without asking.
         prefills_later_turns: whether prefillers continue histories, read from host memory.
-        moves_appends: whether prefillers may compute what later turns append.
+        moves_turns: whether each turn goes where it costs least (`turn_costs`), while host memory
+            keeps histories.
         pauses: whether idle histories may be paused.
         loads: what is known of engines' work; None if the policy does not ask.
     """
@@ -134,7 +119,7 @@ class PlacementPolicy(ABC):
     only_first_prompts: ClassVar[bool] = False
     keeps_later_turns: ClassVar[bool] = False
     prefills_later_turns: ClassVar[bool] = False
-    moves_appends: ClassVar[bool] = False
+    moves_turns: ClassVar[bool] = False
     pauses: ClassVar[bool] = False
     loads: "Loads | None" = None
 
@@ -152,9 +137,13 @@ class PlacementPolicy(ABC):
         Ties go to the decoder listed first.
         """
 
-    def prefill_later_turn(
-        self, prefillers: Iterable[Prefiller], appended: Appended | None = None, now_s: float = 0.0
-    ) -> str | None:
+    def turn_costs(
+        self, prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
+    ) -> dict[str, float]:
+        """Return what one turn costs at each decoder, in seconds, all that it delays included."""
+        return {}
+
+    def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:
         """Return the prefiller of a bound history's turn; None means its decoder."""
         return None
 

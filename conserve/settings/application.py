@@ -578,9 +578,9 @@ class Settings(Strict):
         return self.policy_class.prefills_later_turns
 
     @property
-    def moves_appends(self) -> bool:
-        """Whether prefillers may compute what later turns append."""
-        return self.policy_class.moves_appends and self.parks and self.prefiller_replicas > 0
+    def moves_turns(self) -> bool:
+        """Whether a later turn may go to another engine, which loads its history."""
+        return self.policy_class.moves_turns and self.parks
 
     @property
     def parks(self) -> bool:

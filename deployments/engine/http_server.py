@@ -57,6 +57,7 @@ class EngineHttp:
         holdings: Holdings,
         desk: Desk,
         has_more: Callable[[], None],
+        waiting_tokens: Callable[[], int],
         missing_tokens: MissingTokens,
         image_name: Callable[[str], str],
     ) -> None:
@@ -75,7 +76,9 @@ class EngineHttp:
         make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
         Grammars(client.vllm_config, renderer.renderer.tokenizer).bound(client)
         keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
-        self._observer = TurnObserver(keeper, holdings, desk, has_more, settings.volatile_text)
+        self._observer = TurnObserver(
+            keeper, holdings, desk, has_more, waiting_tokens, settings.volatile_text
+        )
         self._host = settings.engine_host
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None

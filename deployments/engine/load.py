@@ -74,6 +74,24 @@ class LoadMeter:
 
     def load(self, now_s: float) -> EngineLoad:
         """Return the load now, with the iterations since it was last asked for."""
+        steps = tuple(self._steps)
+        self._steps.clear()
+        prompts, decodes, encode_tokens = self._requested()
+        return EngineLoad(
+            sum(prompts.values()),
+            decodes,
+            self._decodes.mean(now_s),
+            self._prefills.mean(now_s),
+            encode_tokens=encode_tokens,
+            steps=steps,
+        )
+
+    def waiting_tokens(self) -> int:
+        """Return how many tokens of prompts the engine has to compute."""
+        return sum(self._requested()[0].values())
+
+    def _requested(self) -> tuple[dict[str, int], int, int]:
+        """Return prompts' tokens, how many requests decode, and embeddings to be encoded."""
         # A request's choices share one prompt.
         prompts: dict[str, int] = {}
         decodes = encode_tokens = 0
@@ -87,16 +105,7 @@ class LoadMeter:
                 # Images whose KV is found need no embeddings.
                 encode_tokens += min(encodes, computes)
             prompts[request.external_req_id] = computes
-        steps = tuple(self._steps)
-        self._steps.clear()
-        return EngineLoad(
-            sum(prompts.values()),
-            decodes,
-            self._decodes.mean(now_s),
-            self._prefills.mean(now_s),
-            encode_tokens=encode_tokens,
-            steps=steps,
-        )
+        return prompts, decodes, encode_tokens
 
     def forget(self) -> None:
         """Forget the iterations until now, since an engine's first ones take many times as long."""

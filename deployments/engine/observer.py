@@ -287,13 +287,14 @@ class TurnObserver:
 
     Both are up to date before the client learns that the turn has ended, so that the next turn
     finds its history, however fast it follows. ``ending`` is whether the engine has been told to
-    end.
+    end, ``waiting_tokens`` how much of prompts it has to compute.
     """
 
     app: ASGIApp
     holdings: Holdings
     desk: Desk
     has_more: Callable[[], None] = lambda: None
+    waiting_tokens: Callable[[], int] = lambda: 0
     volatile: Collection[str] = ()
     ending: bool = False
 
@@ -360,7 +361,7 @@ class TurnObserver:
         if asked is None:
             return None
         going_on = Continued(told.root, asked.end, asked.stated_id)
-        key = self.desk.begin(going_on, asked.router_id, unix_s())
+        key = self.desk.begin(going_on, asked.router_id, unix_s(), self.waiting_tokens())
         if key is not None:
             self.has_more()
         return key

@@ -249,7 +249,7 @@ class Turn:
         home = self._homes.find(self._stated_id, asked.chain, self._hints)
         if home is None:
             return _Attempt()
-        if self._settings.moves_appends and home.appends_much(asked.size, asked.media):
+        if self._settings.moves_turns and home.appends_much(asked.size, asked.media):
             return _Attempt(counter=home)
         limits = None if asked.tenant is None else asked.tenant.limits
         if limits is not None and (limits.turns, limits.held_tokens) != (None, None):

@@ -65,11 +65,11 @@ class Placing:
             return refusals.UNAVAILABLE
         if over := self.gate.conversation_over(tenant, history_id, unix_s()):
             return self._over_limit(tenant, over)
-        history = self.table.begin(history_id, unix_s(), asked.hints)
+        history = self.table.begin(
+            history_id, unix_s(), asked.hints, asked.prompt_tokens, asked.encode_tokens
+        )
         if history is not None:
-            prefiller_id = self.table.prefill_later_turn(
-                history, asked.prompt_tokens, unix_s(), asked.encode_tokens
-            )
+            prefiller_id = self.table.prefill_later_turn(history)
             turn = history.newest_turn
             return self.running.plan(turn, history, prefiller_id, asked.router_id, later=True)
         counter = self.registry.tokenizer()
