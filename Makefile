@@ -178,7 +178,7 @@ bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale 
 bench-elastic: $(INSTALLED) ## Simulate where prefills run, elastic and otherwise (DATA=folder of recorded sessions)
 	@$(BIN)/python -m experiments.elastic $(if $(DATA),--data '$(DATA)') $(ARGS)
 
-experiment: $(INSTALLED) $(if $(filter overcommit,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
+experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
 	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 clean: ## Remove .venv, .venv-gpu, caches and build products

@@ -145,12 +145,27 @@ def vllm_lmcache(options: Options) -> PeerPlan:
     `LMCacheMPConnector` and ``kv_both``: all that is computed is stored at once, and found by
     whichever engine needs it.
     """
+    return _with_lmcache(options, programs=True)
+
+
+def vllm_lmcache_hash(options: Options) -> PeerPlan:
+    """vLLM servers that share LMCache's host memory, behind a router that only keeps sessions.
+
+    Settings: those of `vllm_lmcache`, without program scheduling: the router's policy is
+    ``consistent_hash``, by the session's header, and nobody waits.
+    """
+    return _with_lmcache(options, programs=False)
+
+
+def _with_lmcache(options: Options, *, programs: bool) -> PeerPlan:
     address = Address("127.0.0.1", free_port(), free_port())
     arguments = engine_arguments(options) | {"kv_transfer_config": connector("kv_both", address)}
-    return _routed(options, arguments, lmcache_server(options, address))
+    return _routed(options, arguments, lmcache_server(options, address), programs=programs)
 
 
-def _routed(options: Options, arguments: Mapping[str, Any], *before: Part) -> PeerPlan:
+def _routed(
+    options: Options, arguments: Mapping[str, Any], *before: Part, programs: bool = True
+) -> PeerPlan:
     environment = engine_environment(options)
     parts, urls = [], []
     for number in range(options.engines):
@@ -164,12 +179,12 @@ def _routed(options: Options, arguments: Mapping[str, Any], *before: Part) -> Pe
     if blocks is not None:
         block_tokens = arguments.get("block_size", _BLOCK_TOKENS[options.gpu])
         scheduling["token_capacity_per_target"] = int(blocks) * int(block_tokens)
+    scheduled = ("--program-scheduling-config-json", json.dumps(scheduling))
     router = (
         *(_router(), "--host", "127.0.0.1", "--port", str(options.port)),
         *("--worker-urls", *urls, "--policy", "consistent_hash"),
         *("--prometheus-port", str(free_port())),
-        "--enable-program-scheduling",
-        *("--program-scheduling-config-json", json.dumps(scheduling)),
+        *(("--enable-program-scheduling", *scheduled) if programs else ()),
     )
     return PeerPlan(
         parts=(*before, *parts, Part("vllm_router", router)),
@@ -190,6 +205,7 @@ PEERS: dict[str, Callable[[Options], PeerPlan]] = {
         vllm,
         vllm_router,
         vllm_lmcache,
+        vllm_lmcache_hash,
         collocated,
         per_turn,
         full_disaggregation,

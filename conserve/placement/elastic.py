@@ -109,7 +109,8 @@ class ElasticPlacement(PlacementPolicy):
     def turn_costs(
         self, prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
     ) -> dict[str, float]:
-        work = {one.id: self.loads.work(one.id, now_s) for one in decoders}
+        room = {one.id: one.free_tokens for one in decoders}
+        work = {id: self.loads.work(id, now_s) for id in room}
         turns_per_s = sum(one.turns_per_s for one in work.values())
         decodes = sum(one.mean_decodes for one in work.values())
         # How long a turn decodes, by Little's law.
@@ -118,7 +119,9 @@ class ElasticPlacement(PlacementPolicy):
         found = {}
         for id, one in work.items():
             there, past = shared.there(id), min(shared.found(id), prompt_tokens - 1)
-            cost_s = one.costs.handoff_s(past - there)
+            # What gives way is loaded again, too.
+            pushed_out = max(0, prompt_tokens - there - room[id])
+            cost_s = one.costs.handoff_s(past - there) + one.costs.handoff_s(pushed_out)
             cost_s += prefill_cost_s(one, prompt_tokens - past, past, shared.encode_tokens)
             # As if the others' prompts were as long.
             n = 1 + max(one.decodes, one.mean_decodes)

@@ -580,7 +580,8 @@ class Settings(Strict):
     @property
     def moves_turns(self) -> bool:
         """Whether a later turn may go to another engine, which loads its history."""
-        return self.policy_class.moves_turns and self.parks
+        engines = self.prefiller_replicas + self.decoders.replicas
+        return self.policy_class.moves_turns and self.parks and engines > 1
 
     @property
     def parks(self) -> bool:

@@ -174,7 +174,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._http = EngineHttp(
             app, client, tasks, settings,
             holdings=self._holdings, desk=self._desk, has_more=has_more,
-            waiting_tokens=self._meter.waiting_tokens,
+            waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
             missing_tokens=missing_tokens, image_name=failed.name,
         )  # fmt: skip
         await self._http.listen()

@@ -109,31 +109,11 @@ async def nothing_is_left_to_do() -> None:
     await eventually(
         "nothing is left to do",
         lambda: all(
-            (one["load"]["prefill_tokens"], one["load"]["decodes"]) == (0, 0) for one in engines()
+            one["load"] and not one["load"]["prefill_tokens"] and not one["load"]["decodes"]
+            for one in engines()
         ),
         10,
     )
-
-
-async def fill_prefiller(
-    application: str, client: httpx.AsyncClient, rng: random.Random, name: str
-) -> list[Agent]:
-    """Leave the prefiller room for little more, and nothing to do; returns who is there."""
-    agents: list[Agent] = []
-    while engine("prefiller")["held_tokens"] < 0.8 * engine("prefiller")["capacity_tokens"]:
-        assert len(agents) < _MOST_AGENTS, engines()
-        agents.append(Agent(client, f"{name}-{len(agents)}"))
-        await agents[-1].say(prose(rng, 600), tokens=OUTPUT_TOKENS)
-    prefiller = engine("prefiller")["id"]
-    others = [one for one in agents if one.replies[0].decoder != prefiller]
-    await end(application, client, *others)
-    await nothing_is_left_to_do()
-    return [one for one in agents if one not in others]
-
-
-async def end(application: str, client: httpx.AsyncClient, *agents: Agent) -> None:
-    for agent in agents:
-        await client.delete(f"{application}/v1/conversations/{agent.id}")
 
 
 async def stories(
@@ -158,41 +138,31 @@ async def stories(
     return telling
 
 
-async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
+def by_decodes() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The engine with more answers under way, and the other; three are never even."""
+    more, fewer = sorted(engines(), key=lambda one: -one["load"]["decodes"])
+    return more, fewer
+
+
+async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Its KV moves though the prefiller stores no prompt of its own conversations."""
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    prefiller, decoder = engine("prefiller")["id"], engine("decoder")["id"]
-    hosted = await fill_prefiller(application, client, rng, "fills")
     telling = await stories(client, rng, "talks", 1500)
-    busy = max(engines(), key=lambda one: one["load"]["decodes"])
-    await eventually(
-        "an iteration is timed",
-        lambda: next(e for e in engines() if e["id"] == busy["id"])["load"]["step_s"] is not None,
-        10,
-    )
-    prefills = metric("conserve_cold_prefills_total")
-    moved = []
-    for number in range(6):
-        agent = Agent(client, f"cold-{number}")
-        # For more than the prefiller has room for, it is not at home there.
-        await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
-        if agent.stats[0]["lmcache_tokens"]:
-            moved.append(agent)
-            break
-    assert not all(one.done() for one in telling), "the streams were over too soon"
-    (agent,) = moved
-    assert agent.replies[0].decoder == decoder
-    assert agent.stats[0]["lmcache_tokens"] == agent.stats[0]["prompt_tokens"] // 128 * 128
-    assert metric("conserve_cold_prefills_total") == prefills + 1
+    more, fewer = by_decodes()
+    assert more["load"]["decodes"] > fewer["load"]["decodes"]
+    agent = Agent(client, "cold")
+    await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
+    assert not any(one.done() for one in telling), "a stream was over too soon"
+    assert agent.replies[0].decoder == fewer["id"]
     await eventually(
         "prefills are timed",
-        lambda: (engine("prefiller")["load"]["prefill_tokens_per_s"] or 0) > 0,
+        lambda: (by_id(fewer)["load"]["prefill_tokens_per_s"] or 0) > 0,
         10,
     )
-    assert metric("conserve_engine_prefill_tokens_per_second", engine=prefiller) > 0
+    assert metric("conserve_engine_prefill_tokens_per_second", engine=fewer["id"]) > 0
+    assert by_id(more)["load"]["step_s"] is not None
     for told in await asyncio.gather(*telling):
         assert told.status == 200
     await eventually(
@@ -201,53 +171,44 @@ async def test_a_prompt_is_prefilled_for_a_busy_decoder_and_loads_are_told(
         10,
     )
     await answered_alike(client, [agent], 0)
-    await agent.say("go on", tokens=OUTPUT_TOKENS)
-    assert agent.replies[1].decoder == decoder
-    await answered_alike(client, [agent], 1)
-    await end(application, client, *hosted)
 
 
-async def test_a_prefiller_computes_a_large_append_for_a_busy_decoder(
+def by_id(engine: dict[str, Any]) -> dict[str, Any]:
+    (found,) = (one for one in engines() if one["id"] == engine["id"])
+    return found
+
+
+async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Those whose answers are under way do not wait for it."""
+    """Those whose answers are under way there do not wait for what it appends."""
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    decoder = engine("decoder")["id"]
-    hosted = await fill_prefiller(application, client, rng, "stays")
-    agents = [Agent(client, f"appends-{n}") for n in range(5)]
-    for agent in agents:
-        await agent.say(prose(rng, 60), tokens=OUTPUT_TOKENS)
-    telling = await stories(client, rng, "tells", 1000)
-    prefills = metric("conserve_cold_prefills_total")
-    later = metric("conserve_later_prefills_total")
-    taken = None
-    for agent in agents:
-        if agent.replies[0].decoder != decoder:
-            continue
-        await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
-        if agent.stats[1]["lmcache_tokens"]:
-            taken = agent
-            break
-    assert not all(one.done() for one in telling), "the streams were over too soon"
-    assert taken is not None
-    stats = taken.stats[1]
-    there = stats["decoder_cached_tokens"] + stats["lmcache_tokens"]
-    assert there == stats["prompt_tokens"] // 128 * 128
-    # It stays where it is, and goes on from there, straight.
-    direct = metric("conserve_later_turns_total", way="direct")
-    await taken.say("go on", tokens=OUTPUT_TOKENS)
-    assert [reply.decoder for reply in taken.replies] == [decoder] * 3
-    assert taken.stats[2]["decoder_cached_tokens"] >= there
-    assert metric("conserve_later_turns_total", way="direct") == direct + 1
-    # It was no first prompt.
-    assert metric("conserve_later_prefills_total") > later
-    assert metric("conserve_cold_prefills_total") == prefills
+    # So many that the last ones leave copies in host memory.
+    agents = [Agent(client, f"appends-{n}") for n in range(14)]
+    await asyncio.gather(*(one.say(prose(rng, _WORDS), tokens=OUTPUT_TOKENS) for one in agents))
+    telling = await stories(client, rng, "tells", 1500)
+    more, fewer = by_decodes()
+    agent = next(one for one in reversed(agents) if one.replies[0].decoder == more["id"])
+    paused = metric("conserve_pauses_total", reason="load")
+    await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
+    assert not any(one.done() for one in telling), "a stream was over too soon"
+    assert agent.replies[1].decoder == fewer["id"]
+    assert metric("conserve_pauses_total", reason="load") == paused + 1
+    first = agent.stats[0]["prompt_tokens"] // 128 * 128
+    assert agent.stats[1]["lmcache_tokens"] == first
     for told in await asyncio.gather(*telling):
         assert told.status == 200
+    # Now it lives there, and goes on straight.
+    direct = metric("conserve_later_turns_total", way="direct")
+    await agent.say("go on", tokens=OUTPUT_TOKENS)
+    assert agent.replies[2].decoder == fewer["id"]
+    assert agent.stats[2]["decoder_cached_tokens"] >= agent.stats[1]["prompt_tokens"] // 128 * 128
+    assert metric("conserve_later_turns_total", way="direct") == direct + 1
     for turn in range(3):
-        await answered_alike(client, [taken], turn)
-    await end(application, client, *hosted)
+        await answered_alike(client, [agent], turn)
+    for one in agents:
+        await client.delete(f"{application}/v1/conversations/{one.id}")
 
 
 async def test_a_new_table_learns_what_the_prefiller_holds(

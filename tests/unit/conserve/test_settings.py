@@ -465,7 +465,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert not load({"placement": "collocated", "pausing": False}).parks
     alone = load({"prefillers": 0, "decoders": 1})
     assert alone.parks
-    assert (alone.prefiller_replicas, alone.prefillers_host, alone.moves_appends) == (
+    assert (alone.prefiller_replicas, alone.prefillers_host, alone.moves_turns) == (
         0,
         False,
         False,
@@ -585,12 +585,14 @@ def test_a_certificate_makes_the_address_https(monkeypatch: pytest.MonkeyPatch) 
         ({"placement": "elastic"}, True),
         ({"placement": "elastic", "pausing": False}, False),
         ({"placement": "conversation"}, False),
+        ({"prefillers": 0, "decoders": 1}, False),
+        ({"prefillers": 0, "decoders": 2}, True),
     ],
 )
-def test_appends_move_where_their_history_can_be_read_elsewhere(
+def test_turns_move_where_their_history_can_be_read_elsewhere(
     settings: dict[str, Any], moves: bool
 ) -> None:
-    assert Settings(**settings).moves_appends is moves
+    assert Settings(**settings).moves_turns is moves
 
 
 def test_a_lane_is_for_decoders_with_one_worker() -> None:

@@ -220,31 +220,56 @@ def test_whoever_comes_and_goes_nobody_is_sent_to_who_is_not_there(
             assert work.backlog_s >= 0
 
 
-def test_a_large_append_is_prefilled_where_host_memory_can_bring_its_history() -> None:
-    table = elastic_table(pausing=Pausing())
-    table.engine_says("d1", BUSY, 0.0)
-    first = start(table, "a", 2_000)
+def parking_table() -> ConversationTable:
+    """A table with host memory, in which "a" has a history of 2,000 tokens on ``d1``."""
+    table = elastic_table(hosts=True, pausing=Pausing())
     assert table.memory is not None
     table.memory.set_host_tokens(100_000)
+    first = start(table, "a", 2_000)
+    assert the(table, "a").decoder_id == "d1"
     assert first.advance(table, 1_990, (b"1" * 16,))
     table.memory.parked(the(table, "a"), 2_000)
-    conversation = table.begin("a", 1.0)
-    assert conversation is not None
-    # Of what it appends nothing is known, or it is little.
-    assert table.prefill_later_turn(conversation, None, 1.0) is None
-    assert table.prefill_later_turn(conversation, 2_020, 1.0) is None
-    assert backlog(table, "d1", 1.0) == 20
-    assert table.prefill_later_turn(conversation, 5_000, 1.0) == "p1"
-    assert table.prefillers["p1"].queued_tokens == backlog(table, "p1", 1.0) == 3_000
-    table.prefilled(conversation.newest_turn, 5_000)
-    assert table.prefillers["p1"].queued_tokens == backlog(table, "p1", 1.0) == 0
-    assert table.memory.parked_of(conversation) == 5_000
+    return table
 
 
-def test_without_host_memory_an_append_would_take_its_history_with_it() -> None:
-    table = elastic_table()
-    table.engine_says("d1", BUSY, 0.0)
-    assert start(table, "a", 4_000).advance(table, 3_990, (b"1" * 16,))
-    conversation = table.begin("a", 1.0)
+def test_a_turn_whose_home_is_busy_is_bound_where_it_waits_less() -> None:
+    table = parking_table()
+    table.engine_says("d1", EngineLoad(prefill_tokens=50_000), 1.0)
+    assert table.begin("a", 1.0) is None
+    assert table.memory is not None
+    assert table.memory.pauses["load"] == 1
+    placement = table.bind("a", 2_020, 1.0)
+    assert placement == Placement("p1", None)
+    assert table.memory.restores["reloaded"] == 1
+
+
+def test_a_turn_whose_home_is_idle_stays_and_what_it_appends_counts_there() -> None:
+    table = parking_table()
+    conversation = table.begin("a", 1.0, prompt_tokens=5_000)
     assert conversation is not None
-    assert table.prefill_later_turn(conversation, 4_300, 1.0) is None
+    assert conversation.decoder_id == "d1"
+    assert backlog(table, "d1", 1.0) == 3_000
+
+
+def test_without_host_memory_a_turn_stays_at_its_home_however_busy_that_is() -> None:
+    table = elastic_table(hosts=True, pausing=Pausing())
+    assert start(table, "a", 2_000).advance(table, 1_990, (b"1" * 16,))
+    table.engine_says("d1", EngineLoad(prefill_tokens=50_000), 1.0)
+    assert table.begin("a", 1.0) is not None
+
+
+def test_where_a_turn_costs_least_idle_histories_give_way() -> None:
+    table = parking_table()
+    table.engine_says("p1", EngineLoad(prefill_tokens=50_000), 1.0)
+    room = table.decoders["d1"].free_tokens
+    placement = table.bind("b", room + 500, 1.0)
+    assert placement == Placement("d1", None)
+    assert the(table, "a").decoder_id is None
+
+
+def test_a_turn_runs_where_there_is_room_if_nobody_gives_way_where_it_costs_least() -> None:
+    table = parking_table()
+    assert table.begin("a", 1.0) is not None
+    table.engine_says("p1", EngineLoad(prefill_tokens=50_000), 1.0)
+    placement = table.bind("b", table.decoders["d1"].free_tokens + 500, 1.0)
+    assert placement == Placement("p1", None)

@@ -203,3 +203,14 @@ def test_a_router_remembers_where_histories_with_an_answer_are() -> None:
     assert homes.find("c", first, None) is homes.find("c", other, None) is None
     homes.forget("c", later)
     assert homes.find("c", later, None) is None
+
+
+@pytest.mark.parametrize(("parks", "tokens", "begins"), [
+    (True, 999, True), (True, 1_000, False), (False, 50_000, True),
+])  # fmt: skip
+def test_with_host_memory_a_turn_that_would_wait_is_the_tables_to_place(
+    decoder: Decoder, parks: bool, tokens: int, begins: bool
+) -> None:
+    decoder.desk.hear(Notice(1, parks=parks), 101.0)
+    began = decoder.desk.begin(CHAT, "router", 101.0, tokens)
+    assert (began is not None) is begins

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from conserve.placement import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     ElasticPlacement,
     EngineCosts,
@@ -18,7 +17,6 @@ from conserve.placement import (
     Placement,
     Prefiller,
     Shared,
-    elastic,
 )
 from conserve.placement.load import wait_s
 
@@ -292,9 +290,6 @@ def test_images_whose_kv_is_found_are_not_encoded_again() -> None:
     """A screenshot agent's thirtieth turn has thirty images, and brings one."""
     loads = Loads(replace(COSTS, per_encoded_token_s=5e-3))
     loads.says("d1", EngineLoad(decodes=1, step_s=0.01), NOW_S)
-    policy, pool = ElasticPlacement(loads), [Prefiller("p1")]
-    turn = Appended("d1", 4_030, 4_000, 4_000, encode_tokens=3_000)
-    assert policy.prefill_later_turn(pool, turn, NOW_S) is None
     shared = Shared({"d1": 3_990}, warm_on="d1", encode_tokens=3_000)
     loads.placed("c", 4_000, Placement("d1", None), shared, NOW_S)
     assert loads.work("d1", NOW_S).backlog_s < 0.2
@@ -471,51 +466,33 @@ def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
     assert busy.decoder_id == "d1"
 
 
-def test_a_large_append_leaves_running_decodes_to_a_prefiller_that_finds_its_history() -> None:
-    turn = Appended("d1", 12_000, held_tokens=4_000, parked_tokens=4_000)
-    pool = [Prefiller("p1"), Prefiller("p2")]
-    decoding = {"d1": EngineLoad(decodes=8, step_s=0.01)}
-    policy = ElasticPlacement(known(decoding))
-    assert policy.prefill_later_turn(pool, turn, NOW_S) == "p1"
-    busy = known({**decoding, "p1": EngineLoad(prefill_tokens=3_000)})
-    assert ElasticPlacement(busy).prefill_later_turn(pool, turn, NOW_S) == "p2"
-    # No decode is held up at home; or all of the history would be computed again.
-    assert ElasticPlacement(known({})).prefill_later_turn(pool, turn, NOW_S) is None
-    short = Appended("d1", 4_100, held_tokens=4_000, parked_tokens=0)
-    assert policy.prefill_later_turn(pool, short, NOW_S) is None
-    # Nor if its length is not known, or there is no other engine.
-    assert policy.prefill_later_turn(pool, None, NOW_S) is None
-    assert policy.prefill_later_turn([Prefiller("d1")], turn, NOW_S) is None
+def test_a_turn_moves_where_it_waits_for_less_than_its_history_takes_to_load() -> None:
+    homes = [Decoder("d1", 10_000), Decoder("d2", 10_000)]
+    here = Shared({}, left_on="d1", left_tokens=4_000, parked_tokens=4_000)
+
+    def goes_to(shared: Shared, **said: EngineLoad) -> str:
+        costs = ElasticPlacement(known(said)).turn_costs(4_030, homes, shared, NOW_S)
+        return min(costs, key=costs.__getitem__)
+
+    assert goes_to(here) == "d1"
+    # 4,000 tokens take 0.42 s to load.
+    assert goes_to(here, d1=EngineLoad(prefill_tokens=300)) == "d1"
+    assert goes_to(here, d1=EngineLoad(prefill_tokens=600)) == "d2"
+    # Without a copy in host memory they would take 5.6 s to compute.
+    alone = replace(here, parked_tokens=0)
+    assert goes_to(alone, d1=EngineLoad(prefill_tokens=600)) == "d1"
+    # Where others decode, it decodes more slowly, and holds them up.
+    assert goes_to(NOTHING_SHARED, d1=EngineLoad(decodes=4, step_s=0.012)) == "d2"
 
 
-@given(
-    LOADS,
-    POOL,
-    st.builds(
-        Appended,
-        st.sampled_from(DECODERS + PREFILLERS),
-        st.integers(1, 20_000),
-        st.integers(0, 20_000),
-        st.integers(0, 20_000),
-    ),
-)
-def test_a_later_turn_goes_where_it_costs_least(
-    said: dict[str, EngineLoad], pool: list[Prefiller], turn: Appended
+@given(LOADS, HOMES, SHARED, st.integers(1, 20_000))
+def test_no_engine_ends_a_turn_sooner_than_one_that_is_idle_and_has_all_of_it(
+    said: dict[str, EngineLoad], homes: list[Decoder], shared: Shared, tokens: int
 ) -> None:
-    loads = known(said)
-
-    def cost_s(engine_id: str, new_tokens: int, there: int) -> float:
-        return elastic.prefill_cost_s(loads.work(engine_id, NOW_S), new_tokens, there)
-
-    held = min(turn.held_tokens, turn.tokens - 1)
-    parked = min(turn.parked_tokens, held)
-    costs: dict[str | None, float] = {None: cost_s(turn.decoder_id, turn.tokens - held, held)}
-    for one in pool:
-        if one.id != turn.decoder_id:
-            ways_s = COSTS.handoff_s(parked) + COSTS.handoff_s(turn.tokens - held)
-            costs[one.id] = ways_s + cost_s(one.id, turn.tokens - parked, parked)
-    chosen = ElasticPlacement(loads).prefill_later_turn(pool, turn, NOW_S)
-    assert math.isclose(costs[chosen], min(costs.values()))
+    idle = Decoder("idle", 10_000)
+    shared = replace(shared, left_on="idle", left_tokens=tokens)
+    costs = ElasticPlacement(known(said)).turn_costs(tokens, [*homes, idle], shared, NOW_S)
+    assert costs["idle"] == min(costs.values())
 
 
 def test_a_tie_stays_home_and_a_difference_that_is_known_does_not() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from conserve.history import History, TurnStats
 from conserve.placement import (
     NOTHING_SHARED,
-    Appended,
     Decoder,
     ElasticPlacement,
     EngineCosts,
@@ -87,18 +86,13 @@ def placed(
 
 def test_a_price_that_was_paid_keeps_prompts_at_home() -> None:
     homes, pool = [Decoder("d1", 100_000, 4_000, 1)], [Prefiller("p1")]
-    append = Appended("d1", 12_000, held_tokens=8_000, parked_tokens=8_000)
 
     def choice(loads: Loads, decodes: int) -> Placement | None:
         loads.says("d1", EngineLoad(decodes=decodes, step_s=0.01), 1_000.0)
         return ElasticPlacement(loads).place(4_000, homes, pool, now_s=1_000.0)
 
-    def append_goes_to(loads: Loads) -> str | None:
-        return ElasticPlacement(loads).prefill_later_turn(pool, append, 1_000.0)
-
     # One decode that would wait for three seconds is reason enough to hand it over.
     assert choice(Loads(COSTS), 1) == HANDED_OVER
-    assert append_goes_to(Loads(COSTS)) is None
     dear, as_late = Loads(COSTS), Loads(COSTS)
     for number in range(40):
         at_s = 20.0 * number
@@ -113,10 +107,6 @@ def test_a_price_that_was_paid_keeps_prompts_at_home() -> None:
     # If all are late alike, handing over is not the reason.
     assert as_late.price().of(4_000) == pytest.approx(0.0, abs=0.02)
     assert choice(as_late, 1) == HANDED_OVER
-    # What is appended comes back the same way.
-    for loads, where in ((Loads(COSTS), "p1"), (dear, None)):
-        loads.says("d1", EngineLoad(decodes=1, step_s=0.01), 1_000.0)
-        assert append_goes_to(loads) == where
 
 
 def test_what_did_not_arrive_or_did_not_end_says_nothing() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conserve.history import History
 from conserve.placement import (
     NOTHING_SHARED,
     EngineLoad,
@@ -212,19 +213,16 @@ def test_what_a_prefiller_has_lent_is_kept_in_mind_for_ten_seconds() -> None:
     assert loads.work("d", 6.0).lent_tokens == 0
 
 
-def test_what_later_turns_append_waits_where_it_is_computed() -> None:
+def test_what_a_later_turn_appends_waits_at_its_home() -> None:
     loads = Loads(COSTS)
-    loads.appended("a", 2_000, 500, "p1", 1.0, lent=True)
-    loads.appended("b", 3_000, 500, "d1", 1.0, lent=False)
-    there, here = loads.work("p1", 1.0), loads.work("d1", 1.0)
-    assert (there.backlog_tokens, there.lent_tokens) == (2_000, 2_500)
+    history = History("b", 1, 0.0, 0.0, decoder_id="d1", held_tokens=500)
+    loads.appended(history, 3_500, 1.0, 0)
+    here = loads.work("d1", 1.0)
     assert (here.backlog_tokens, here.lent_tokens) == (3_000, 0)
-    # It asks for time as first prompts do; what a decoder computes itself counts when it is done.
-    assert loads.first_prompts(1.0).engines == pytest.approx(there.backlog_s / 60)
-    assert loads.first_prompts(1.0).per_s == 0
+    # What a decoder computes itself counts when it is done.
     assert here.append_share == 0
-    loads.done("p1", "a")
-    assert loads.work("p1", 1.0).backlog_tokens == 0
+    loads.done("d1", "b")
+    assert loads.work("d1", 1.0).backlog_tokens == 0
 
 
 def test_nothing_is_known_of_an_engine_that_is_gone() -> None:

@@ -1,0 +1,133 @@
+"""Whole recorded sessions on real engines: ConServe and what one would run instead.
+
+One system after the other is started, in a random order in each round, with engines alike and host
+memory alike. As many sessions are under way as are asked for: where one ends the next begins, in an
+order that all systems share, with all of its turns. Tokens and pauses are both multiplied by
+``--scale``, and nothing else is changed: as a session has a fiftieth of its tokens, it takes a
+fiftieth of its time. Columns are those of ``experiments.corpus``. A turn that is refused ends its
+session, as a client would.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+
+from benchmarks.client import Endpoint
+from benchmarks.driver import DriveOptions, drive
+from benchmarks.peers import Options, PeerUnavailable, start
+from benchmarks.records import TurnRecord
+from benchmarks.workloads import Arrivals, Changes, Workload, recorded
+from conserve.settings import EMBEDDED_MODEL, load
+from experiments.corpus import COLUMNS, VOCABULARY, cells, found_in
+from experiments.harness import Experiment, at_least_1, rounds
+
+_PORT = 8000
+CONSERVE = "conserve"
+SYSTEMS = (CONSERVE, "vllm_lmcache", "vllm_lmcache_hash", "vllm_router", "ray_serve_llm", "vllm")
+# More than begin in any run.
+_SESSIONS = 1_000
+# vLLM refuses a longer one than its KV space can hold.
+_MAX_MODEL_LEN = 16_384
+
+
+@contextlib.contextmanager
+def serving(experiment: Experiment, system: str) -> Iterator[Endpoint]:
+    """Have a system up for the time of a ``with`` block.
+
+    Raises:
+        PeerUnavailable: it cannot run here.
+    """
+    chosen = experiment.options
+    engine = {"num_gpu_blocks_override": chosen.blocks, "max_model_len": _MAX_MODEL_LEN}
+    if system == CONSERVE:
+        own = [f"engine.{name}={value}" for name, value in engine.items()]
+        own += [f"lmcache.size_gb={chosen.host_gib}", "engine.enable_prompt_tokens_details=true"]
+        count = chosen.engines - 1
+        with experiment.serving(
+            f"model={chosen.model}", *own, prefillers=count, port=_PORT, name=system
+        ) as url:
+            yield Endpoint(system, url)
+        return
+    options = Options(
+        engines=chosen.engines,
+        model=chosen.model,
+        engine=engine,
+        port=_PORT,
+        host_gib=chosen.host_gib,
+        logs=experiment.logs,
+    )
+    with start(system, options, experiment.console.print) as peer:
+        headers = () if peer.session_header is None else (peer.session_header,)
+        yield Endpoint(
+            system, peer.url, peer.model, conversation_headers=headers, release=False,
+            min_tokens=peer.min_tokens,
+        )  # fmt: skip
+
+
+def workload(data: Path, scale: float, seed: int) -> Workload:
+    changes = Changes(scale_tokens=scale, scale_gaps=scale, max_context_tokens=_MAX_MODEL_LEN)
+    return recorded(
+        data,
+        sessions=_SESSIONS,
+        arrivals=Arrivals("together"),
+        vocabulary=VOCABULARY,
+        changes=changes,
+        seed=seed,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    experiment = Experiment("sessions", __doc__, width=150, seed=1, rounds=1, data=True)
+    experiment.option("--systems", ",".join(SYSTEMS))
+    experiment.option("--engines", 1, "1: one that does everything; 2: ConServe has a prefiller")
+    experiment.option("--agents", 24, "sessions at a time", type=at_least_1)
+    experiment.option("--scale", 0.02, "of tokens and of pauses")
+    experiment.option("--blocks", 96, "of KV of each engine")
+    experiment.option("--host-gib", 0.1, "of host memory for KV, of systems that have some")
+    experiment.option("--model", EMBEDDED_MODEL)
+    experiment.option("--settle", 60.0, "seconds that are not counted")
+    experiment.option("--seconds", 1200.0, "that are counted after that")
+    options = experiment.parse(arguments)
+    if options.data is None:
+        experiment.parser.error("--data: give a folder of recorded sessions")
+    chosen = options.systems.split(",")
+    if unknown := set(chosen) - set(SYSTEMS):
+        known = ", ".join(SYSTEMS)
+        experiment.parser.error(f"--systems: no {', '.join(sorted(unknown))}; there are {known}")
+    load({"model": options.model})
+    until_s = options.settle + options.seconds
+    by_system: dict[str, list[TurnRecord]] = {}
+    for number, name in rounds(chosen, options.rounds, options.seed):
+        try:
+            with (
+                serving(experiment, name) as endpoint,
+                experiment.console.status(f"{name}, round {number + 1}, {until_s:g} s"),
+            ):
+                run = asyncio.run(
+                    drive(
+                        endpoint,
+                        workload(options.data, options.scale, options.seed + number),
+                        DriveOptions(duration_s=until_s, concurrency=options.agents),
+                        proven=True,
+                    )
+                )
+        except PeerUnavailable as error:
+            experiment.console.print(f"{name}: {error}", style="yellow")
+            continue
+        if warning := run.lag.warning():
+            experiment.console.print(f"{name}: {warning}", style="yellow")
+        by_system.setdefault(name, []).extend(run.records)
+        experiment.save(by_system)
+    rows = []
+    for name in (one for one in chosen if one in by_system):
+        found = found_in(by_system[name], options.settle, until_s)
+        rows.append([name, f"{found.turns:,} ({found.first_turns:,})", *cells(found)])
+    title = f"sessions at {options.scale:g} of their tokens and pauses, {options.agents} at a time"
+    experiment.show(title, ["system", "turns (first)", *COLUMNS], rows, box=SIMPLE_HEAD)
+
+
+if __name__ == "__main__":
+    main()
