@@ -10,8 +10,8 @@ from conserve.history import TurnStats
 _LEAST_S = 0.5
 _LEAST_TOKENS = 64
 
-Unbound = Literal["paused", "lost", "left"]
-"""A history was bound nowhere: it was paused, or its engine was lost, or has left."""
+Unbound = Literal["paused", "moved", "lost", "left"]
+"""A history was bound nowhere: paused, or moved off an engine that has it, or that is gone."""
 Place = Literal["system", "first_prompt", "messages"]
 
 
@@ -116,6 +116,8 @@ def _lost(facts: TurnFacts, stats: TurnStats) -> str | None:
     if facts.unbound in ("lost", "left"):
         engine = "was lost" if facts.unbound == "lost" else "has left"
         return f"its engine {engine}: prefilled again ({computed})"
+    if facts.unbound == "moved":
+        return f"moved off a busier engine: prefilled again ({computed})"
     paused = "paused to make room, and " if facts.unbound == "paused" else ""
     if facts.idle_s is None:
         return f"{paused}evicted ({computed})"

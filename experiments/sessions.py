@@ -4,7 +4,8 @@ One system after the other is started, in a random order in each round, with eng
 memory alike. As many sessions are under way as are asked for: where one ends the next begins, in an
 order that all systems share, with all of its turns. Tokens and pauses are both multiplied by
 ``--scale``, and nothing else is changed: as a session has a fiftieth of its tokens, it takes a
-fiftieth of its time. Columns are those of ``experiments.corpus``. A turn that is refused ends its
+fiftieth of its time. A session ends before its first prompt that no engine's KV has room for.
+Columns are those of ``experiments.corpus``. A turn that is refused ends its
 session, as a client would.
 """
 
@@ -29,8 +30,7 @@ CONSERVE = "conserve"
 SYSTEMS = (CONSERVE, "vllm_lmcache", "vllm_lmcache_hash", "vllm_router", "ray_serve_llm", "vllm")
 # More than begin in any run.
 _SESSIONS = 1_000
-# vLLM refuses a longer one than its KV space can hold.
-_MAX_MODEL_LEN = 16_384
+_BLOCK_TOKENS = 128
 
 
 @contextlib.contextmanager
@@ -41,7 +41,8 @@ def serving(experiment: Experiment, system: str) -> Iterator[Endpoint]:
         PeerUnavailable: it cannot run here.
     """
     chosen = experiment.options
-    engine = {"num_gpu_blocks_override": chosen.blocks, "max_model_len": _MAX_MODEL_LEN}
+    longest_tokens = _longest_tokens(chosen.blocks)
+    engine = {"num_gpu_blocks_override": chosen.blocks, "max_model_len": longest_tokens}
     if system == CONSERVE:
         own = [f"engine.{name}={value}" for name, value in engine.items()]
         own += [f"lmcache.size_gb={chosen.host_gib}", "engine.enable_prompt_tokens_details=true"]
@@ -67,8 +68,13 @@ def serving(experiment: Experiment, system: str) -> Iterator[Endpoint]:
         )  # fmt: skip
 
 
-def workload(data: Path, scale: float, seed: int) -> Workload:
-    changes = Changes(scale_tokens=scale, scale_gaps=scale, max_context_tokens=_MAX_MODEL_LEN)
+def _longest_tokens(blocks: int) -> int:
+    """Return the longest prompt that an engine takes; vLLM keeps a block to itself."""
+    return (blocks - 1) * _BLOCK_TOKENS
+
+
+def workload(data: Path, scale: float, longest_tokens: int, seed: int) -> Workload:
+    changes = Changes(scale_tokens=scale, scale_gaps=scale, max_context_tokens=longest_tokens)
     return recorded(
         data,
         sessions=_SESSIONS,
@@ -109,7 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run = asyncio.run(
                     drive(
                         endpoint,
-                        workload(options.data, options.scale, options.seed + number),
+                        workload(
+                            options.data,
+                            options.scale,
+                            _longest_tokens(options.blocks),
+                            options.seed + number,
+                        ),
                         DriveOptions(duration_s=until_s, concurrency=options.agents),
                         proven=True,
                     )

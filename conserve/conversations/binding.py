@@ -137,7 +137,8 @@ class Binding:
         was_known = known is not None
         unbound = self._ledger.without_engine(history_id)
         if unbound is None and self._memory is not None and self._memory.paused_on(history_id):
-            unbound = "paused"
+            elsewhere = shared.left_tokens > 0 and placement.decoder_id != shared.left_on
+            unbound = "moved" if elsewhere else "paused"
         if known is None:
             known = History(history_id, self._turns.next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
