@@ -169,7 +169,7 @@ format: $(INSTALLED) ## Format the code and mend what can be mended by itself
 bench: $(INSTALLED) ## Compare with the peers, on two cores (DATA=folder of recorded sessions)
 	@$(BIN)/python -m experiments.suite --cores 0,1 $(if $(DATA),--data '$(DATA)') $(ARGS)
 
-bench-overhead: $(INSTALLED) ## Measure what ConServe costs over the bare engine
+bench-overhead: $(INSTALLED) $(PEERS) ## Measure what ConServe costs over the bare engine
 	@$(BIN)/python -m experiments.overhead $(ARGS)
 
 bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale (DATA=folder of recorded sessions)

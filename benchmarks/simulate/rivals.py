@@ -116,9 +116,9 @@ class Affinity(Rival):
 class Sticky(Affinity):
     """Affinity that gives way to load, as cache-aware routers': SGLang's, and vLLM's by its policy.
 
-    Taken: a turn goes to the engine with the fewest turns where the fullest has more than
-    ``_AHEAD`` turns, and more than ``_TIMES`` times as many, beyond it; the program stays there.
-    The routers look at all engines; here it is the program's own that counts, as otherwise a turn
+    Taken: where the busiest engine has more than ``_AHEAD`` turns more than the idlest, and more
+    than ``_TIMES`` times as many, a turn goes to the idlest, and its program stays there. The
+    routers look at all engines; here the program's own counts as the busiest, as otherwise a turn
     would leave an idle engine.
 
     Simplified: they find a prompt's engine by a tree of prompts, here it is known.

@@ -78,6 +78,26 @@ def test_only_without_affinity_do_turns_find_nothing_of_their_own() -> None:
     assert share < 0.9
 
 
+def test_host_memory_has_what_engines_have_dropped_or_never_had() -> None:
+    def shares(rival: RivalName, host_tokens: int) -> float:
+        system = _system(rival, _TIGHT, host_tokens=host_tokens)
+        fleet, records = _run(system, _workload(40, rate_per_s=4.0))
+        computed = sum(engine.computed_tokens for engine in fleet.decoders.values())
+        later = [one for one in records if one.turn > 1]
+        found = sum(min(one.reused_tokens or 0, one.cached_tokens or 0) for one in later)
+        prompts = sum(one.prompt_tokens for one in records)
+        # What was loaded was found, and not computed; a preempted turn is computed twice.
+        cached = sum(one.cached_tokens or 0 for one in records)
+        assert computed == pytest.approx(prompts - cached, rel=0.1)
+        return found / sum(one.reused_tokens or 0 for one in later)
+
+    for rival in ("affinity", "vllm"):
+        without, scarce, ample = (shares(rival, tokens) for tokens in (0, 100_000, 10**7))
+        assert without < scarce < ample
+        # Chunks are whole, so of each history a bit is missing.
+        assert ample > 0.9
+
+
 def test_where_histories_do_not_fit_thunderagent_finds_what_affinity_computes_again() -> None:
     def found(rival: RivalName) -> float:
         records: list[TurnRecord] = []

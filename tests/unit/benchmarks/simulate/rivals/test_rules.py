@@ -21,6 +21,18 @@ def test_with_affinity_a_program_stays_where_it_began() -> None:
         assert rival.route(Program("old", engine_id="a"), 0.0) == "a"
 
 
+def test_a_program_leaves_an_engine_with_far_more_turns_than_another() -> None:
+    engines = {"a": StubEngine(turns=2), "b": StubEngine(turns=1)}
+    rival = make_rival("sticky", engines)
+    assert rival.route(Program("new"), 0.0) == "b"
+    assert rival.route(Program("old", engine_id="a"), 0.0) == "a"
+    engines["a"].turns = 3
+    assert rival.route(Program("old", engine_id="a"), 0.0) == "b"
+    # Two more of many are no reason.
+    engines["a"].turns, engines["b"].turns = 12, 10
+    assert rival.route(Program("old", engine_id="a"), 0.0) == "a"
+
+
 def test_with_a_time_to_live_who_came_first_goes_first() -> None:
     rival = make_rival("ttl", {"a": StubEngine()}, ttl_s=7.0)
     assert rival.keep_s(Program("p")) == 7.0
