@@ -71,7 +71,10 @@ def test_all_engines_of_all_peers_have_the_same_arguments() -> None:
 def test_a_peer_has_as_many_engines_as_asked_for(name: str) -> None:
     plan = PEERS[name](Options(engines=4, device="cpu"))
     assert plan.engines == (1 if name == "vllm" else 4)
-    collocated = ("vllm", "vllm_router", "vllm_lmcache", "ray_serve_llm", "collocated")
+    collocated = (
+        *("vllm", "vllm_router", "vllm_lmcache", "vllm_lmcache_hash"),
+        *("ray_serve_llm", "collocated"),
+    )
     assert plan.prefillers == (0 if name in collocated else 1)
 
 
@@ -134,6 +137,10 @@ def test_vllms_router_schedules_programs_over_all_servers() -> None:
     *servers, router = plan.parts
     cached = PEERS["vllm_lmcache"](options)
     memory, *others, _ = cached.parts
+    *_, hashing = PEERS["vllm_lmcache_hash"](options).parts
+    assert "consistent_hash" in hashing.command
+    assert "--enable-program-scheduling" in router.command
+    assert "--enable-program-scheduling" not in hashing.command
     assert len(others) == len(servers)
     assert memory.command[memory.command.index("--l1-size-gb") + 1] == str(options.host_gib)
     transfer = cached.engine_arguments["engine"]["kv_transfer_config"]
