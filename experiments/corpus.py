@@ -54,7 +54,7 @@ SYSTEMS: dict[str, tuple[str, bool, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of the turns that ended in the time that counts.
+    """Describes the turns that ended in the time that counts.
 
     Attributes:
         turns, first_turns, refused: how many ended, how many of these were first ones, and how many

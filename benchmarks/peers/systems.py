@@ -152,7 +152,7 @@ def vllm_lmcache_hash(options: Options) -> PeerPlan:
     """vLLM servers that share LMCache's host memory, behind a router that only keeps sessions.
 
     Settings: those of `vllm_lmcache`, without program scheduling: the router's policy is
-    ``consistent_hash``, by the session's header, and nobody waits.
+    ``consistent_hash``, by the session's header, and no turn waits at the router.
     """
     return _with_lmcache(options, programs=False)
 

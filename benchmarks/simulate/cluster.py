@@ -124,7 +124,7 @@ class Cluster(Clients):
             counted = prompt_tokens
         conversation = self.table.begin(known.id, now_s, prompt_tokens=counted)
         if conversation is None:
-            # It was paused, or is to be moved.
+            # It was paused, or moves.
             one.decoder = None
             self._place(one, prompt_tokens, now_s)
             return

@@ -114,7 +114,8 @@ class Affinity(Rival):
 
 
 class Sticky(Affinity):
-    """Affinity that gives way to load, as cache-aware routers': SGLang's, and vLLM's by its policy.
+    """Affinity, up to a difference in load: cache-aware routers, as SGLang's and vLLM's.
+
 
     Taken: where the busiest engine has more than ``_AHEAD`` turns more than the idlest, and more
     than ``_TIMES`` times as many, a turn goes to the idlest, and its program stays there. The

@@ -119,7 +119,7 @@ class Binding:
         for id in sorted(costs, key=costs.__getitem__)[:_TRIED]:
             one = self._engines.decoders[id]
             if one.has_room(shared.beyond(prompt_tokens, one.id)) or self._make_room(
-                history_id, prompt_tokens, shared, now_s, waited_s, root, [one]
+                history_id, prompt_tokens, shared, now_s, waited_s, root, decoders=[one]
             ):
                 placement = Placement(id, None)
                 break
@@ -201,6 +201,7 @@ class Binding:
         now_s: float,
         waited_s: float | None,
         root: Digest | None,
+        *,
         decoders: list[Decoder] | None = None,
     ) -> bool:
         """Have idle histories make room for a prompt, anywhere or on some decoders; return whether

@@ -119,7 +119,7 @@ class ElasticPlacement(PlacementPolicy):
         found = {}
         for id, one in work.items():
             there, past = shared.there(id), min(shared.found(id), prompt_tokens - 1)
-            # What gives way is loaded again, too.
+            # What has no room beside it is loaded again, too.
             pushed_out = max(0, prompt_tokens - there - room[id])
             cost_s = one.costs.handoff_s(past - there) + one.costs.handoff_s(pushed_out)
             cost_s += prefill_cost_s(one, prompt_tokens - past, past, shared.encode_tokens)
