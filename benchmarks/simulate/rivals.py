@@ -116,7 +116,6 @@ class Affinity(Rival):
 class Sticky(Affinity):
     """Affinity, up to a difference in load: cache-aware routers, as SGLang's and vLLM's.
 
-
     Taken: where the busiest engine has more than ``_AHEAD`` turns more than the idlest, and more
     than ``_TIMES`` times as many, a turn goes to the idlest, and its program stays there. The
     routers look at all engines; here the program's own counts as the busiest, as otherwise a turn

@@ -204,9 +204,7 @@ class Binding:
         *,
         decoders: list[Decoder] | None = None,
     ) -> bool:
-        """Have idle histories make room for a prompt, anywhere or on some decoders; return whether
-        any did.
-        """
+        """Have idle histories make room, anywhere or on ``decoders``; return whether any did."""
         engines = self._engines
         decoders = decoders or self._policy.homes(
             engines.accepting_decoders, engines.accepting_prefillers, now_s
