@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,22 +75,6 @@ def allocator_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name in ALLOCATOR_VARIABLES
         if expands_segments(environment.get(name, ""))
     }
-
-
-def server_command(
-    source: str, served_model: str, port: int, arguments: Mapping[str, Any]
-) -> list[str]:
-    """Return the command line of vLLM's own OpenAI server on loopback: an engine without ConServe.
-
-    It runs the module, since ``vllm serve`` requires a distribution named ``vllm``, which the CPU
-    build is not. It needs the environment of `engine_environment`.
-    """
-    return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", source, "--served-model-name", served_model),
-        *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
-        *flags(arguments),
-    ]
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ _BLOCK_TOKENS = 128
 
 @contextlib.contextmanager
 def serving(experiment: Experiment, system: str) -> Iterator[Endpoint]:
-    """Have a system up for the time of a ``with`` block.
+    """Serve with a system for the time of a ``with`` block.
 
     Raises:
         PeerUnavailable: it cannot run here.

@@ -103,6 +103,22 @@ def _check_cores(cores: tuple[int, ...], engines: int) -> None:
         raise ValueError(f"cores: {sorted(missing)} are not among {sorted(usable)}")
 
 
+def server_command(
+    source: str, served_model: str, port: int, arguments: Mapping[str, Any]
+) -> list[str]:
+    """Return the command line of vLLM's own OpenAI server on loopback: an engine without ConServe.
+
+    It runs the module, since ``vllm serve`` requires a distribution named ``vllm``, which the CPU
+    build is not. It needs the environment of `engine_environment`.
+    """
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", source, "--served-model-name", served_model),
+        *("--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"),
+        *engines.flags(arguments),
+    ]
+
+
 def engine_arguments(options: Options) -> dict[str, Any]:
     """Return vLLM's arguments for every engine of every peer: those of ConServe's own engines."""
     return {

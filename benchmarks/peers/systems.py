@@ -20,9 +20,9 @@ from benchmarks.peers.plan import (
     free_port,
     module,
     require_two,
+    server_command,
 )
 from benchmarks.peers.ray_llm import connector, lmcache_server, ray_pd, ray_serve_llm
-from conserve.engines import server_command
 from deployments.node.lmcache_server import Address
 
 GPU_CHUNK_TOKENS = 2944

@@ -201,7 +201,7 @@ class Clients(ABC):
         return tokens // chunk * chunk
 
     def _load(self, one: Open, work: EngineTurn, engine: SimulatedEngine, now_s: float) -> float:
-        """Have an engine take what it has dropped from host memory; returns when it is there."""
+        """Load what an engine lacks of a prompt from host memory; returns when that is done."""
         there = min(self._host.left_tokens(work.conversation), work.reusable_tokens)
         missing = self._whole_chunks(there) - engine.finds(work)
         if missing < self.system.handoff_chunk_tokens:

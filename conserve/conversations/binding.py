@@ -204,7 +204,7 @@ class Binding:
         *,
         decoders: list[Decoder] | None = None,
     ) -> bool:
-        """Have idle histories make room, anywhere or on ``decoders``; return whether any did."""
+        """Pause idle histories so that a prompt fits, on any or these decoders; return if any was."""
         engines = self._engines
         decoders = decoders or self._policy.homes(
             engines.accepting_decoders, engines.accepting_prefillers, now_s

@@ -298,6 +298,7 @@ class Memory:
         self._in_vain.pop(decoder_id, None)
         self._rested.pop(decoder_id, None)
         self._touched.pop(decoder_id, None)
+        self._no_room.clear()
 
     def take_holds(self, decoder_id: str, now_s: float) -> list[Hold]:
         """Return how long an engine should hold the histories that became idle since the last call.

@@ -19,7 +19,8 @@ import openai
 from rich.progress import Progress
 
 from benchmarks.agent import Score, Session, client_complete, make_session, run_agent, score
-from conserve.engines import engine_environment, model_source, server_command
+from benchmarks.peers.plan import server_command
+from conserve.engines import engine_environment, model_source
 from conserve.settings import EMBEDDED_MODEL, EMBEDDED_MODELS
 
 MODEL = EMBEDDED_MODELS[EMBEDDED_MODEL]

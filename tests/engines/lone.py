@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 
-from conserve.engines import engine_environment, model_source, server_command
+from benchmarks.peers.plan import server_command
+from conserve.engines import engine_environment, model_source
 from conserve.launch import Launch, LaunchError
 from conserve.settings import EMBEDDED_MODEL
 from tests.engines.applications import START_S

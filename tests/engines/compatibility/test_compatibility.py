@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conserve.engines import engine_arguments, engine_environment, model_source, server_command
+from benchmarks.peers.plan import server_command
+from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.launch import Launch
 from conserve.settings import EMBEDDED_MODEL
 from tests.checkout import ROOT

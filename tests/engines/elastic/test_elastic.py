@@ -181,7 +181,7 @@ def by_id(engine: dict[str, Any]) -> dict[str, Any]:
 async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """Those whose answers are under way there do not wait for what it appends."""
+    """Answers under way there do not wait for what the turn appends."""
     stage.wait_for_lone()
     await nothing_is_left_to_do()
     # More than half of what engines hold, so that turns leave copies in host memory.

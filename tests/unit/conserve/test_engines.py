@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conserve.engines import engine_arguments, engine_environment, flags, server_command
+from benchmarks.peers.plan import server_command
+from conserve.engines import engine_arguments, engine_environment, flags
 from conserve.settings import EMBEDDED_MODEL
 from tests.checkout import ROOT
 
