@@ -204,7 +204,7 @@ class Binding:
         *,
         decoders: list[Decoder] | None = None,
     ) -> bool:
-        """Pause idle histories so that a prompt fits, on any or these decoders; return if any was."""
+        """Pause idle histories so that a prompt fits, on any or some decoders; say if so."""
         engines = self._engines
         decoders = decoders or self._policy.homes(
             engines.accepting_decoders, engines.accepting_prefillers, now_s

@@ -35,6 +35,12 @@ COLD = (TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0))
         (WARM, {"unbound": "paused"}, {}, None),
         (
             COLD,
+            {"unbound": "moved"},
+            {},
+            "moved off a busier engine: prefilled again (2,100 tokens computed)",
+        ),
+        (
+            COLD,
             {"unbound": "lost"},
             {},
             "its engine was lost: prefilled again (2,100 tokens computed)",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.pausing import Pausing
-from conserve.placement import ElasticPlacement, EngineCosts, EngineLoad, Loads, Placement
+from conserve.placement import ElasticPlacement, EngineCosts, EngineLoad, Loads, Placement, Shared
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, stats, the
 
 # A token takes a millisecond; to hand over however many, as long as two hundred.
@@ -273,3 +273,36 @@ def test_a_turn_runs_where_there_is_room_if_nobody_gives_way_where_it_costs_leas
     table.engine_says("p1", EngineLoad(prefill_tokens=50_000), 1.0)
     placement = table.bind("b", table.decoders["d1"].free_tokens + 500, 1.0)
     assert placement == Placement("p1", None)
+
+
+def test_a_history_with_a_running_turn_stays_however_busy_its_engine_is() -> None:
+    table = parking_table()
+    assert table.begin("a", 1.0) is not None
+    table.engine_says("d1", EngineLoad(prefill_tokens=50_000), 1.0)
+    assert table.begin("a", 1.0) is not None
+
+
+def test_an_append_moves_a_turn_that_would_stay_without_it() -> None:
+    busy = EngineLoad(decodes=2, step_s=0.01)
+    short, long = parking_table(), parking_table()
+    for table in (short, long):
+        table.engine_says("d1", busy, 1.0)
+        table.engine_says("p1", EngineLoad(decodes=1, step_s=0.01), 1.0)
+    assert short.begin("a", 1.0, prompt_tokens=2_010) is not None
+    assert long.begin("a", 1.0, prompt_tokens=9_000) is None
+
+
+def test_one_engine_without_room_does_not_keep_another_from_being_looked_at() -> None:
+    table = parking_table()
+    memory = table.memory
+    assert memory is not None
+    d1, p1 = table.decoders["d1"], table.decoders["p1"]
+    need = d1.free_tokens + 500
+    nothing = Shared({})
+    # Nobody is on the one; on the other the idle history gives way.
+    assert not memory.make_room(p1.free_tokens + 500, [p1], nothing, 1.0)
+    assert memory.make_room(need, [d1], nothing, 1.0)
+    # What was in vain is forgotten with an engine.
+    assert not memory.make_room(p1.free_tokens + 500, [p1], nothing, 1.0)
+    memory.decoder_lost("p1")
+    assert memory._no_room == {}

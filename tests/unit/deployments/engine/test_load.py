@@ -36,6 +36,7 @@ def test_an_engine_with_nothing_to_do_says_so() -> None:
 def test_what_waits_counts_until_its_first_token() -> None:
     waits, decodes = Request("a", 900), Request("b", 300, is_prefilling=False)
     one = meter(a=waits, b=decodes, c=Request("c", 100))
+    assert one.waiting_tokens() == 1_000
     assert one.load(0) == EngineLoad(prefill_tokens=1000, decodes=1)
     waits.is_prefilling = False
     assert one.load(0) == EngineLoad(prefill_tokens=100, decodes=2)
