@@ -6,8 +6,8 @@ longest history fits an engine. The loop lasts until about as many sessions have
 at least 40 minutes; its first third is not counted. The first sessions begin evenly over half of
 it, or over 50 minutes.
 
-With ``--find`` it seeks, by bisection, how many agents one engine serves within each objective, and
-how many a kilowatt: the p95 of TTFT below 2 s, and 30 tokens/s in 19 of 20 answers.
+With ``--find`` it seeks, by bisection, how many agents engines serve within each objective, and how
+many a kilowatt: the p95 of TTFT below 2 s, and 30 tokens/s in 19 of 20 answers.
 """
 
 import math
@@ -35,6 +35,7 @@ CHANGES = Changes(scale_tokens=0.25)
 _LEAST_S, _SESSION_S, _RAMP_S = 2400.0, 10_000.0, 3000.0
 # AA-AgentPerf's speed, and what a user waits for without wondering.
 _TTFT_S, _TOKEN_S = 2.0, 1 / 30
+# On an engine.
 _MOST_AGENTS = 512
 # As long as clients of ThunderAgent wait; engines are not told of conversations' ends.
 _ALIKE: dict[str, Any] = {"keeps_ended": True, "queue_timeout_s": 1800.0}
@@ -192,7 +193,7 @@ def most_agents(run: Run) -> list[tuple[int, float | None]]:
     known: dict[int, tuple[Found, float | None]] = {}
     best: list[tuple[int, float | None]] = []
     for keeps in _OBJECTIVES.values():
-        low, high = 0, _MOST_AGENTS
+        low, high = 0, _MOST_AGENTS * run.engines
         while high - low > max(1, low // 20):
             # By the geometric mean: the number may be of any size.
             agents = min(high - 1, max(low + 1, round(math.sqrt(max(low, 4) * high))))
@@ -205,12 +206,22 @@ def most_agents(run: Run) -> list[tuple[int, float | None]]:
 
 
 def find(experiment: Experiment) -> None:
-    """Show how many agents each system serves on one engine; of rounds, the least and most."""
+    """Show how many agents each system serves; of rounds, the least and most."""
     options = experiment.options
     caps = (None, options.cap) if options.cap else (None,)
     runs = [
-        Run(str(options.data), profile, system, 1, 0, host_tokens, options.seed + number, cap_w)
+        Run(
+            str(options.data),
+            profile,
+            system,
+            engines,
+            0,
+            host_tokens,
+            options.seed + number,
+            cap_w,
+        )
         for profile in options.profiles.split(",")
+        for engines in map(int, options.engines)
         for host_tokens in map(int, options.host_tokens)
         for cap_w in caps
         for system in options.systems.split(",")
@@ -221,17 +232,17 @@ def find(experiment: Experiment) -> None:
     for ones in group(found, lambda one: replace(one[0], seed=0)).values():
         run = ones[0][0]
         cap = "" if run.cap_w is None else f", {run.cap_w:g} W"
-        row = [f"{run.profile}{cap}, {run.host_tokens:,}", run.system]
+        row = [f"{run.engines} {run.profile}{cap}, {run.host_tokens:,}", run.system]
         for number in range(len(_OBJECTIVES)):
             agents = [best[number][0] for _, best in ones]
             power_w = [w for _, best in ones if (w := best[number][1])]
             row.append(f"{fmean(agents):.0f} ({min(agents)} to {max(agents)})")
             row.append(f"{1000 * fmean(agents) / fmean(power_w):.0f}" if power_w else "")
         rows.append(row)
-    columns = ["engine, host tokens", "system"]
+    columns = ["engines, host tokens each", "system"]
     for name in _OBJECTIVES:
         columns += [name, "a kW"]
-    experiment.show("the most agents on one engine", columns, rows, names=2, box=SIMPLE_HEAD)
+    experiment.show("the most agents at a time", columns, rows, names=2, box=SIMPLE_HEAD)
     experiment.save(found)
 
 

@@ -1,5 +1,6 @@
 """A peer under a process of its own: what it says, and that it ends with whoever started it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -91,12 +92,17 @@ def test_why_a_peer_cannot_run_is_told() -> None:
 def test_a_process_and_those_below_it_are_counted() -> None:
     burn = "import os, time; os.fork(); x = bytearray(50_000_000); t = time.process_time()\n"
     burn += "while time.process_time() < t + 0.2: pass\n"
-    burn += "print('done', flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE) as child:
+    burn += "os.write(1, b'done\\n'); time.sleep(600)"
+    with (
+        subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE) as child,
+        contextlib.ExitStack() as ended,
+    ):
+        ended.callback(child.kill)
         assert child.stdout is not None
         assert [child.stdout.readline() for _ in range(2)] == 2 * [b"done\n"]
-        apart = Apart(None, psutil.Process(child.pid))  # type: ignore[arg-type]
+        above = psutil.Process(child.pid)
+        (below,) = above.children()
+        ended.callback(below.kill)
+        apart = Apart(None, above)  # type: ignore[arg-type]
         assert 100_000_000 < apart.memory_bytes() < 200_000_000
         assert apart.cpu_s() >= 0.35
-        for process in (*psutil.Process(child.pid).children(), psutil.Process(child.pid)):
-            process.kill()
