@@ -36,7 +36,7 @@ SHELL := bash
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
-	bench-overhead bench-scale bench-elastic experiment test-agents \
+	bench-overhead bench-scale experiment test-agents \
 	check-upstream test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-models test-next \
 	test-peers \
@@ -174,9 +174,6 @@ bench-overhead: $(INSTALLED) $(PEERS) ## Measure what ConServe costs over the ba
 
 bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale (DATA=folder of recorded sessions)
 	@$(BIN)/python -m experiments.scale $(if $(DATA),--data '$(DATA)') $(ARGS)
-
-bench-elastic: $(INSTALLED) ## Simulate where prefills run, elastic and otherwise (DATA=folder of recorded sessions)
-	@$(BIN)/python -m experiments.elastic $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
 	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)

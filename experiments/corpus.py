@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE_HEAD
 
-from autoscale.capacity.profile import load_profile
+from autoscale.capacity.profile import Profile, load_profile
 from benchmarks.latencies import by_conversation, latencies_of
 from benchmarks.records import TurnRecord
 from benchmarks.simulate.run import EngineCounts, make_cluster, make_system
@@ -147,21 +147,27 @@ class Run:
 
 def simulate(run: Run) -> tuple[Found, float | None]:
     """Return what came of it, and the mean power of all engines in watts, where it is known."""
+    workload = _workload(run.data, run.seed)
+    sessions = workload.counts["sessions"] // 5
+    until_s = max(_LEAST_S, sessions * _SESSION_S / run.agents)
+    records, power_w = replay(run, load_profile(run.profile), workload, until_s, _RAMP_S)
+    return found_in(records, until_s / 3, until_s), power_w
+
+
+def replay(
+    run: Run, profile: Profile, workload: Workload, until_s: float, ramp_s: float
+) -> tuple[list[TurnRecord], float | None]:
+    """Keep a run's agents under way on engines of a profile; returns turns, and watts if known."""
     kind, has_host, _ = SYSTEMS[run.system]
     prefillers = int(kind.startswith("elastic") and run.engines > 1)
     counts = EngineCounts(prefillers, run.engines - prefillers, run.cap_w, run.cap_w)
     host_tokens = run.host_tokens * run.engines * has_host
-    profile = load_profile(run.profile)
-    system = make_system(kind, profile, counts, **_ALIKE, host_tokens=host_tokens)
     records: list[TurnRecord] = []
+    system = make_system(kind, profile, counts, **_ALIKE, host_tokens=host_tokens)
     cluster = make_cluster(system, records.extend)
-    workload = _workload(run.data, run.seed)
-    sessions = workload.counts["sessions"] // 5
-    until_s = max(_LEAST_S, sessions * _SESSION_S / run.agents)
-    cluster.run_programs(workload, run.agents, until_s, ramp_s=min(until_s / 2, _RAMP_S))
+    cluster.run_programs(workload, run.agents, until_s, ramp_s=min(until_s / 2, ramp_s))
     energy_j = cluster.energy_j()
-    power_w = None if energy_j is None else energy_j / cluster.ended_s
-    return found_in(records, until_s / 3, until_s), power_w
+    return records, None if energy_j is None else energy_j / cluster.ended_s
 
 
 @lru_cache(maxsize=1)
@@ -208,7 +214,6 @@ def most_agents(run: Run) -> list[tuple[int, float | None]]:
 def find(experiment: Experiment) -> None:
     """Show how many agents each system serves; of rounds, the least and most."""
     options = experiment.options
-    caps = (None, options.cap) if options.cap else (None,)
     runs = [
         Run(
             str(options.data),
@@ -223,7 +228,7 @@ def find(experiment: Experiment) -> None:
         for profile in options.profiles.split(",")
         for engines in map(int, options.engines)
         for host_tokens in map(int, options.host_tokens)
-        for cap_w in caps
+        for cap_w in {None, options.cap if load_profile(profile).power else None}
         for system in options.systems.split(",")
         for number in range(options.rounds)
     ]
@@ -300,7 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.option("--agents", 48, "at a time, for each engine", type=at_least_1)
     about = "of KV in host memory, for each engine, of systems that have some"
     experiment.option("--host-tokens", "437500", about, type=numbers, metavar="N,...")
-    experiment.option("--cap", None, "also under this power cap, in watts (--find)", type=float)
+    experiment.option(
+        "--cap",
+        None,
+        "also under this power cap, in watts, where power is known (--find)",
+        type=float,
+    )
     experiment.parser.add_argument("--find", action="store_true", help="seek the most agents")
     options = experiment.parse(arguments)
     if options.data is None:

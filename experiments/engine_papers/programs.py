@@ -35,15 +35,6 @@ class Program:
     arrives_s: float
     turns: tuple[Turn, ...]
 
-    @property
-    def prompts_tokens(self) -> int:
-        context = total = 0
-        for turn in self.turns:
-            context += turn.append_tokens
-            total += context
-            context += turn.output_tokens
-        return total
-
 
 def draw(shape: Shape, programs: int, arrivals: Arrivals, seed: int) -> list[Program]:
     """Programs of a shape, the same for the same seed."""
