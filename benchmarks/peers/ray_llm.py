@@ -26,6 +26,7 @@ from benchmarks.peers.plan import (
     require_two,
 )
 from deployments.node.lmcache_server import THREADS, Address, lmcache_environment
+from hetero.host_memory import EVICTED_SHARE
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -142,6 +143,8 @@ def connector(role: str, address: Address) -> dict[str, Any]:
 def lmcache_server(options: Options, address: Address) -> Part:
     """Return LMCache's own server, with its defaults but for memory, chunks and threads.
 
+    When it is full it drops a tenth, as ConServe's does, and not a fifth: it keeps more.
+
     ConServe's server misses a worker after 30 s without a heartbeat. LMCache's own workers send
     their first with their first request, and wait for ever for a server that has missed them.
     """
@@ -152,6 +155,7 @@ def lmcache_server(options: Options, address: Address) -> Part:
         *("--http-host", "127.0.0.1", "--http-port", str(address.http_port)),
         # On CPUs workers copy, which the default mode has no handlers for.
         *("--supported-transfer-mode", "auto", "--eviction-policy", "LRU"),
+        *("--eviction-ratio", str(EVICTED_SHARE)),
         *("--l1-size-gb", str(options.host_gib)),
         *("--chunk-size", str(256 if options.gpu else 128), "--max-workers", str(THREADS)),
     )

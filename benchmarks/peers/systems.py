@@ -140,10 +140,10 @@ def vllm_lmcache(options: Options) -> PeerPlan:
     """vLLM servers that share LMCache's host memory, behind vLLM's router.
 
     Settings: those of `vllm_router`, and LMCache 0.5.6 in the multi-process mode that vLLM's
-    examples recommend for instances that share KV: one server with LRU eviction and ``host_gib`` of
-    memory, chunks of 256 tokens (on CPUs 128, which is a block), and engines with
-    `LMCacheMPConnector` and ``kv_both``: all that is computed is stored at once, and found by
-    whichever engine needs it.
+    examples recommend for instances that share KV: one server with LRU eviction, of a tenth at a
+    time, and ``host_gib`` of memory, chunks of 256 tokens (on CPUs 128, which is a block), and
+    engines with `LMCacheMPConnector` and ``kv_both``: all that is computed is stored at once, and
+    found by whichever engine needs it.
     """
     return _with_lmcache(options, programs=True)
 
