@@ -216,7 +216,9 @@ def _check_values(body: Mapping[str, Any], has_messages: bool = False) -> None:
                     f"in {name[:64]}; send fewer messages, or text instead of structure",
                     param=name[:64],
                 )
-            if name not in _AS_TEXT and any(map(_takes_more_than_64_bits, level)):
+            whole = [one for one in level if isinstance(one, int)]
+            fits = all(_LEAST_NUMBER <= one <= _MOST_NUMBER for one in whole)
+            if name not in _AS_TEXT and not fits:
                 raise unfit(name, "has a number that takes more than 64 bits; send a smaller one")
             level = [one for one in level if isinstance(one, _CONTAINER)]
             if not level:
@@ -233,10 +235,6 @@ def _check_values(body: Mapping[str, Any], has_messages: bool = False) -> None:
             level = [
                 inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
             ]
-
-
-def _takes_more_than_64_bits(value: Any) -> bool:
-    return isinstance(value, int) and not _LEAST_NUMBER <= value <= _MOST_NUMBER
 
 
 def _in_messages(messages: Any) -> tuple[int, list[Any]]:

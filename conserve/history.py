@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from conserve import identity
 from conserve.hints import Hints
 from conserve.histories.points import mark, newest_mark, with_point
 from conserve.histories.sharing import Prefix
@@ -203,10 +202,5 @@ class History(msgspec.Struct, gc=False):
 
     @property
     def newest_turn(self) -> TurnKey:
-        """Return the turn that began last, of those under way; IndexError without any."""
+        """The turn that began last, of those under way; IndexError without any."""
         return TurnKey(self.id, self.incarnation, self.running[-1])
-
-    @property
-    def can_go_on(self) -> bool:
-        """Return whether its client can come back to it, by an answer or by its name."""
-        return bool(self.running or self.turns) or not identity.is_generated(self.id)

@@ -270,12 +270,6 @@ def _errors(log: str) -> list[str]:
     return lines if len(lines) <= 10 else [*lines[:6], "...", *lines[-4:]]
 
 
-def require_free(url: str) -> None:
-    """Raise LaunchError if an application answers at this address already."""
-    if health(url):
-        raise LaunchError(f"something serves at {url} already: stop it, or choose another port")
-
-
 def health(url: str) -> dict[str, Any]:
     """Return the body of ``GET /health``, whatever its status; empty without an answer."""
     try:

@@ -69,11 +69,7 @@ def run(program: Path, endpoint: Endpoint, model: Path, logs: Path, **given: obj
     with (folder / "said").open("wb") as said:
         command = [program, "profile", *flags, *(f"--{k}={v}" for k, v in options.items())]
         subprocess.run([*map(str, command)], check=True, stdout=said, stderr=subprocess.STDOUT)
-    return cells(json.loads((folder / "profile_export_aiperf.json").read_text()))
-
-
-def cells(found: dict[str, Any]) -> list[str]:
-    """Return a table's cells of what AIPerf wrote."""
+    found = json.loads((folder / "profile_export_aiperf.json").read_text())
 
     def of(name: str, what: str = "avg") -> float:
         return float((found.get(name) or {}).get(what) or 0.0)

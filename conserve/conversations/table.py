@@ -233,6 +233,7 @@ class ConversationTable:
 
         self.get = by_id.get
         self.recognise, self.to_be_heard = ledger.live.recognise, ledger.live.to_be_heard
+        self.rooted = ledger.live.kinship.families.rooted
         self.histories, self.lives = ledger.live.histories, ledger.live.lives
         self.has_several = ledger.live.has_several
         self.active, self.facts = ledger.active, ledger.facts

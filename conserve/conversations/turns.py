@@ -2,6 +2,7 @@
 
 from sys import intern
 
+from conserve import identity
 from conserve.conversations.ending import Ending
 from conserve.conversations.engines import Engines
 from conserve.conversations.ledger import Ledger
@@ -211,7 +212,8 @@ class Turns:
                 # Its engine may have lost the history, and computed it again.
                 self._kinship.advanced(history)
         if not history.running:
-            if not history.has_last_turn or not history.can_go_on:
+            named = not identity.is_generated(history.id)
+            if not history.has_last_turn or not (history.turns or named):
                 return self._ending.release(turn.history_id)
             if history.promised:
                 # Nothing of it reached the decoder that it was bound to.

@@ -53,9 +53,8 @@ class Kinship:
     def has_any(self, opening: Opening) -> bool:
         """Return whether a prompt may have kin; most have none."""
         chain = opening.chain
-        if chain is None:
-            return False
-        return self.families.knows(chain.root) or opening.system is not None
+        known = chain is not None and self.families.knows(chain.root)
+        return known or opening.system is not None
 
     def shared(
         self,

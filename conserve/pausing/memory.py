@@ -119,9 +119,6 @@ class Memory:
         """Return how many tokens host memory has, as far as is known."""
         return 0 if self._host is None else self._host.tokens
 
-    def parked_of(self, history: History) -> int:
-        return 0 if self._host is None else self._host.left_tokens(_key(history))
-
     def set_host_tokens(self, tokens: int) -> None:
         """Set the room in host memory; 0 means that nothing is parked."""
         if self._host is not None:
@@ -212,7 +209,9 @@ class Memory:
 
     def all_parked(self, histories: Iterable[History]) -> list[Parked]:
         """Return what host memory has of these, for a table that succeeds this one."""
-        found = ((one, self.parked_of(one)) for one in histories)
+        if self._host is None:
+            return []
+        found = ((one, self._host.left_tokens(_key(one))) for one in histories)
         return [Parked(one.id, one.incarnation, n, one.last_used_s) for one, n in found if n]
 
     def take_over(self, parked: Iterable[Parked]) -> None:

@@ -278,16 +278,14 @@ def cheapest(
             comes_s = elsewhere[one] + way_s
             moved = round(comes_s + held_up_s(work[home], comes_s) + later_s, _DIGITS), later_s
             if best_moved is None or moved < best_moved[0]:
-                doubt_s = _doubt_s(work[home], prefill_s, work[one], elsewhere[one])
+                doubt_s = math.hypot(
+                    work[home].costs.doubt * prefill_s, work[one].costs.doubt * elsewhere[one]
+                )
                 best_moved = moved, Placement(home, one), doubt_s
     if best is None or best_moved is None:
         return None if best is None else best[1]
     (moved_s, _), placement, doubt_s = best_moved
     return placement if round(moved_s + doubt_s, _DIGITS) < best[0][0] else best[1]
-
-
-def _doubt_s(home: Work, here_s: float, other: Work, there_s: float) -> float:
-    return math.hypot(home.costs.doubt * here_s, other.costs.doubt * there_s)
 
 
 def prefill_cost_s(

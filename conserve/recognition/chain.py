@@ -12,6 +12,8 @@ Digest = bytes
 
 _DIGEST_BYTES = 16
 _LEADING = ("system", "developer")
+# The first one must be among them.
+_MOST_PROMPTS = 1024
 
 
 class Chain(NamedTuple):
@@ -24,6 +26,7 @@ class Chain(NamedTuple):
             longest first.
         ends_with_root: whether the turn is only its first prompt.
         numbers: for each of ``ends``, how many messages that is, as a chat counts them.
+        prompts: of a turn without an answer, of its earlier turns' prompts, perhaps; longest first.
     """
 
     root: Digest
@@ -31,6 +34,12 @@ class Chain(NamedTuple):
     ends: Sequence[Digest]
     ends_with_root: bool = False
     numbers: Sequence[int] = ()
+    prompts: Sequence[Digest] = ()
+
+    def since(self, root: Digest) -> "Chain":
+        """Return the chain as one that began with one of its ``prompts``."""
+        ends = tuple(map(_unanswered, self.prompts[: self.prompts.index(root) + 1]))
+        return self._replace(root=root, ends=ends, ends_with_root=False, prompts=())
 
 
 def chain_of(
@@ -52,6 +61,7 @@ def chain_of(
     leading = True
     ends: list[Digest] = []
     numbers: list[int] = []
+    prompts: list[Digest] = []
     for number, message in enumerate(given if continues else given[:-1], 1):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role == "assistant" and root is None:
@@ -60,6 +70,8 @@ def chain_of(
         leading = leading and role in _LEADING
         if leading:
             system = hasher.digest()
+        elif root is None:
+            prompts.insert(0, hasher.digest())
         if role == "assistant":
             ends.append(hasher.digest())
             numbers.append(number)
@@ -73,7 +85,9 @@ def chain_of(
         root = hasher.digest()
     ends.reverse()
     numbers.reverse()
-    return Chain(root, system, tuple(ends[:most_ends]), first, tuple(numbers[:most_ends]))
+    cut = slice(most_ends)
+    earlier = tuple(prompts[:_MOST_PROMPTS]) if first else ()
+    return Chain(root, system, tuple(ends[cut]), first, tuple(numbers[cut]), earlier)
 
 
 class Beginning:
@@ -101,12 +115,14 @@ class Beginning:
     def tails(self, answer: Mapping[str, Any]) -> tuple[Digest, ...]:
         """Return the digests by which the next turn may be recognised, the likeliest first.
 
-        There are two if a message is continued: its client may keep that message and the answer as
-        one, or as two.
+        There are two if a message is continued, which the client may keep with the answer as one,
+        or as two; and where no answer is among the messages, as it may leave out this one as well.
         """
         last = self._continued
         if last is None:
-            return (self._followed_by(answer),)
+            prompt = self._hasher.digest()
+            left_out = (_unanswered(prompt),) if prompt == self.root else ()
+            return (self._followed_by(answer), *left_out)
         as_one, as_two = self._followed_by(continued(last, answer)), self._followed_by(last, answer)
         return (as_one,) if as_one == as_two else (as_one, as_two)
 
@@ -123,6 +139,11 @@ def _hasher(tenant: str | None, before: Mapping[str, Any] | None) -> "hashlib.bl
     if before:
         hasher.update(encoded(["before", before]))
     return hasher
+
+
+def _unanswered(prompt: Digest) -> Digest:
+    """Return the digest of a prompt whose answer the client leaves out."""
+    return hashlib.blake2b(prompt, digest_size=_DIGEST_BYTES, key=b"unanswered").digest()
 
 
 def _is_answer(message: Any) -> bool:

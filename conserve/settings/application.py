@@ -568,11 +568,6 @@ class Settings(Strict):
         return self.engine_scheduler == "conversation_lane"
 
     @property
-    def later_turns_direct(self) -> bool:
-        """Whether routers may send later turns to their decoders without asking the table."""
-        return self.policy_class.keeps_later_turns
-
-    @property
     def prefills_later_turns(self) -> bool:
         """Whether prefillers go on with histories, which they read from host memory."""
         return self.policy_class.prefills_later_turns

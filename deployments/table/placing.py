@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conserve import identity
 from conserve.admission import Admission, Admitted, QueueFull
@@ -49,7 +49,7 @@ class Placing:
     # --- those that are bound ----------------------------------------------------------------
 
     async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
-        tenant, chain = asked.tenant, asked.chain
+        tenant, chain = asked.tenant, asked.chain and self.table.rooted(asked.chain)
         decoder_ids = set() if asked.refused_by is None else {asked.refused_by}
         if chain and asked.history_id is None:
             decoder_ids |= self.table.to_be_heard(chain, asked.explicit_id)
@@ -116,6 +116,8 @@ class Placing:
     async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
         history_id, prompt_tokens = asked.history_id, asked.prompt_tokens
         tenant, opening = asked.tenant, asked.opening
+        if opening is not None and opening.chain is not None:
+            opening = replace(opening, chain=self.table.rooted(opening.chain))
         called_s = unix_s()
         pending = self.room.pending.get(history_id)
         if pending is not None and pending.waits:

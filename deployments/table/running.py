@@ -57,7 +57,7 @@ class RunningTurns:
             root=None if later else history.root,
             points=b"" if later else history.points,
             parks=parks,
-            direct=self.settings.later_turns_direct,
+            direct=self.settings.policy_class.keeps_later_turns,
             reason=reason,
         )
         self.begins(plan, router_id)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from conserve.launch import Launch, require_free
+from conserve.launch import Launch, health
 from conserve.settings import EMBEDDED_MODEL
 from tests.engines.applications import START_S, URL, Application
 from tests.engines.lone import lone_engine, wait_for_lone
@@ -24,7 +24,7 @@ class Stage:
         """Have this application running, all engines ready; returns its URL."""
         if self._application != application:
             self.clear()
-            require_free(URL)
+            assert not health(URL)
             model = self.model_of(application)
             launch = self._launch_of(application, model)
             launch.__enter__()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import ray
 
-from conserve.launch import Launch, require_free
+from conserve.launch import Launch, health
 from tests.engines.applications import START_S, URL
 from tests.engines.client import Agent, engines, prose
 from tests.engines.metrics import metric
@@ -88,7 +88,7 @@ NODE_GOES_S = 400.0
 @pytest.fixture
 def address(machine_alone: None, tmp_path: Path) -> Iterator[str]:
     """Of a head with Ray's autoscaler."""
-    require_free(URL)
+    assert not health(URL)
     address = f"{ray.util.get_node_ip_address()}:{_PORT}"
     provider = {
         "type": "fake_multinode",

@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from conserve.launch import Launch, require_free
+from conserve.launch import Launch, health
 from conserve_cli.doctor.observe import observe_listeners
 from tests.engines.applications import START_S, URL
 from tests.engines.processes import processes, runs
@@ -28,7 +28,7 @@ def test_serve_run_ends_by_a_signal(
     machine_alone: None, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Whoever Ray ends first: no process and nothing in /dev/shm stays."""
-    require_free(URL)
+    assert not health(URL)
     before = _files()
     # Without a prefiller, for a quick start.
     arguments = ["placement=collocated", "decoders=1", "lmcache.size_gb=0.5"]

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conserve.launch import Launch, require_free
+from conserve.launch import Launch, health
 from tests.checkout import ROOT
 from tests.engines.applications import START_S, URL
 from tests.engines.clients.clients import INSTALLED
@@ -45,7 +45,7 @@ CALLED = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_served_with_tools(machine_alone: None, tmp_path: Path, name: str) -> None:
     """None was, but the embedded model: vLLM takes no parser by itself."""
-    require_free(URL)
+    assert not health(URL)
     family = FAMILIES[name]
     environment: dict[str, str] = {}
     if family.torchvision:

@@ -12,7 +12,7 @@ import httpx
 import psutil
 from ray.cluster_utils import Cluster
 
-from conserve.launch import Launch, require_free
+from conserve.launch import Launch, health
 from tests.engines.applications import START_S, URL
 from tests.engines.metrics import metric
 from tests.engines.processes import processes
@@ -95,7 +95,7 @@ class TwoNodes:
 @contextlib.contextmanager
 def two_nodes(logs: Path) -> Iterator[TwoNodes]:
     """A cluster of two nodes; nothing of it is left behind."""
-    require_free(URL)
+    assert not health(URL)
     before = dict(os.environ)
     os.environ.update(_ENVIRONMENT)
     nodes = TwoNodes(logs)

@@ -212,7 +212,8 @@ def test_the_choice_costs_least_of_all_pairs(
     }
     assert choice is not None
     chosen = pairs[choice.decoder_id, choice.prefiller_id]
-    assert chosen <= min(pairs.values()) * (1 + 1e-9)
+    # Costs are compared in microseconds.
+    assert chosen <= min(pairs.values()) + 5e-6
 
 
 @given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS)
