@@ -118,8 +118,11 @@ async def nothing_is_left_to_do() -> None:
 
 async def stories(
     client: httpx.AsyncClient, rng: random.Random, name: str, tokens: int
-) -> "list[asyncio.Future[Reply]]":
-    """Three long answers that are under way, and counted."""
+) -> "tuple[list[asyncio.Future[Reply]], dict[str, Any], dict[str, Any]]":
+    """Three long answers that are under way, and counted; the engine with more of them, the other.
+
+    On a loaded machine it takes seconds to ask for engines, and answers end meanwhile: ask once.
+    """
     talkers = [Agent(client, f"{name}-{n}") for n in range(3)]
     began = [asyncio.Event() for _ in talkers]
     for talker in talkers:
@@ -130,18 +133,14 @@ async def stories(
     ]
     for event in began:
         await asyncio.wait_for(event.wait(), 60)
-    await eventually(
-        "decodes are counted",
-        lambda: sum(one["load"]["decodes"] for one in engines()) == len(talkers),
-        10,
-    )
-    return telling
+    found: list[dict[str, Any]] = []
 
+    def counted() -> bool:
+        found[:] = sorted(engines(), key=lambda one: -one["load"]["decodes"])
+        return sum(one["load"]["decodes"] for one in found) == len(talkers)
 
-def by_decodes() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The engine with more answers under way, and the other; three are never even."""
-    more, fewer = sorted(engines(), key=lambda one: -one["load"]["decodes"])
-    return more, fewer
+    await eventually("decodes are counted", counted, 10)
+    return telling, found[0], found[1]
 
 
 async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
@@ -149,8 +148,7 @@ async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
 ) -> None:
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    telling = await stories(client, rng, "talks", 1500)
-    more, fewer = by_decodes()
+    telling, more, fewer = await stories(client, rng, "talks", 1500)
     assert more["load"]["decodes"] > fewer["load"]["decodes"]
     agent = Agent(client, "cold")
     await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
@@ -190,8 +188,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     # Engines hear of that with the next beat.
     await asyncio.sleep(2)
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
-    telling = await stories(client, rng, "tells", 1500)
-    more, fewer = by_decodes()
+    telling, more, fewer = await stories(client, rng, "tells", 1500)
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])
     paused = metric("conserve_pauses_total", reason="load")
     await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
