@@ -188,6 +188,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     # Engines hear of that with the next beat.
     await asyncio.sleep(2)
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
+    await nothing_is_left_to_do()
     telling, more, fewer = await stories(client, rng, "tells", 1500)
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])
     paused = metric("conserve_pauses_total", reason="load")
