@@ -45,7 +45,7 @@ def _scaled(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(program: Path, endpoint: Endpoint, model: Path, logs: Path, **given: object) -> list[str]:
-    """Have AIPerf measure a system; returns a table's cells for `COLUMNS`.
+    """Measure a system with AIPerf; returns a table's cells for `COLUMNS`.
 
     Args:
         program: AIPerf's, in an environment of its own.

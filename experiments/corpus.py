@@ -228,7 +228,7 @@ def find(experiment: Experiment) -> None:
         for profile in options.profiles.split(",")
         for engines in map(int, options.engines)
         for host_tokens in map(int, options.host_tokens)
-        for cap_w in {None, options.cap if load_profile(profile).power else None}
+        for cap_w in dict.fromkeys((None, options.cap if load_profile(profile).power else None))
         for system in options.systems.split(",")
         for number in range(options.rounds)
     ]

@@ -118,8 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(chosen) - set(SYSTEMS):
         known = ", ".join(SYSTEMS)
         experiment.parser.error(f"--systems: no {', '.join(sorted(unknown))}; there are {known}")
+    load({"model": options.model})
+    if options.profile:
+        load_profile(options.profile)
     until_s = options.settle + options.seconds
     if options.aiperf:
+        if not options.aiperf.is_file():
+            experiment.parser.error(f"--aiperf: no file {options.aiperf}")
         aiperf.scale(options.data, experiment.logs / "traces")
     by_system: dict[str, list[TurnRecord]] = {}
     by_aiperf: list[list[str]] = []

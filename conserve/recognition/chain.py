@@ -1,7 +1,7 @@
 """Digests of a turn's beginnings, and the histories that they continue."""
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def chain_of(
     leading = True
     ends: list[Digest] = []
     numbers: list[int] = []
-    prompts: list[Digest] = []
+    prompts: deque[Digest] = deque(maxlen=_MOST_PROMPTS)
     for number, message in enumerate(given if continues else given[:-1], 1):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role == "assistant" and root is None:
@@ -71,7 +71,7 @@ def chain_of(
         if leading:
             system = hasher.digest()
         elif root is None:
-            prompts.insert(0, hasher.digest())
+            prompts.appendleft(hasher.digest())
         if role == "assistant":
             ends.append(hasher.digest())
             numbers.append(number)
@@ -86,7 +86,7 @@ def chain_of(
     ends.reverse()
     numbers.reverse()
     cut = slice(most_ends)
-    earlier = tuple(prompts[:_MOST_PROMPTS]) if first else ()
+    earlier = tuple(prompts) if first else ()
     return Chain(root, system, tuple(ends[cut]), first, tuple(numbers[cut]), earlier)
 
 

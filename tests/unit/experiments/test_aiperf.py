@@ -1,4 +1,4 @@
-"""What AIPerf is given."""
+"""Recorded sessions, scaled for AIPerf."""
 
 import json
 from pathlib import Path

@@ -299,7 +299,7 @@ def test_one_engine_without_room_does_not_keep_another_from_being_looked_at() ->
     d1, p1 = table.decoders["d1"], table.decoders["p1"]
     need = d1.free_tokens + 500
     nothing = Shared({})
-    # Nobody is on the one; on the other the idle history gives way.
+    # No history is idle on p1; that on d1 gives way.
     assert not memory.make_room(p1.free_tokens + 500, [p1], nothing, 1.0)
     assert memory.make_room(need, [d1], nothing, 1.0)
     # What was in vain is forgotten with an engine.

@@ -127,7 +127,7 @@ def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> None:
             assert table.begin("c", 0) is not None
         tails = Beginning(asked[:count]).tails({"role": "assistant", "content": "hm"})
         assert Turn.last(table, "c").advance(table, 100, tails, 0)
-        # Whoever asks once more wants another answer, beside this one.
+        # The same prompt again asks for another answer, which is another history.
         assert table.recognise(table.rooted(chain_of(asked[:count])), "c") is None
-    # Nor is it what came before the latest prompt.
+    # So does a prompt that the history has gone on from.
     assert table.recognise(table.rooted(chain_of(asked[:4])), "c") is None
