@@ -2,32 +2,21 @@
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autoscale.capacity.profile import load_profile
 from benchmarks.records import TurnRecord
-from benchmarks.simulate import Cluster, Costs, SimulationError, System
+from benchmarks.simulate import Cluster, SimulationError, System
 from benchmarks.simulate.engine import EngineTurn, SimulatedEngine
 from benchmarks.simulate.run import EngineCounts, make_system
 from benchmarks.workloads import PRESETS, Arrivals, Workload, synthetic
 from conserve.placement import EngineLoad
+from tests.unit.benchmarks.simulate.test_simulate import COSTS as ROOMY
 
-COSTS = Costs(
-    step_s=0.008,
-    per_sequence_s=0.0005,
-    per_kv_token_s=4e-8,
-    prefill_s=0.01,
-    per_token_s=2.5e-5,
-    per_pair_s=1e-9,
-    per_cached_token_s=1e-8,
-    prefill_share=0.7,
-    handoff_s=0.004,
-    handoff_per_token_s=5e-6,
-    capacity_tokens=60_000,
-    batched_tokens=2_048,
-)
+COSTS = replace(ROOMY, capacity_tokens=60_000, idle_w=None, prefill_w=None, decode_w=None)
 
 
 def _run(placement: Any, decoders: int = 1, **more: Any) -> tuple[Cluster, list[TurnRecord]]:

@@ -1,8 +1,6 @@
 """The table recognises a conversation by its newest tail."""
 
 from conserve import identity
-from conserve.histories.kinship import Opening
-from conserve.recognition import Beginning, chain_of
 from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,
     TAILS,
@@ -109,25 +107,3 @@ def test_all_decoders_are_heard_on_which_the_turn_before_may_just_have_ended() -
     assert last["d1"].advance(table, 200, tails=(b"y" * 16,))
     assert table.to_be_heard(third, None) == {"d2"}
     assert table.recognise(third) == last["d1"].history_id
-
-
-def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> None:
-    table = a_table()
-    asked = [
-        {"role": "system", "content": "s"},
-        *({"role": "user", "content": f"{n}"} for n in range(99)),
-    ]
-    for count in (3, 4, 90):
-        chain = table.rooted(chain_of(asked[:count], most_ends=64))
-        assert table.recognise(chain, "c") == (None if count == 3 else "c")
-        assert table.recognise(chain, "d") is None
-        if count == 3:
-            assert table.bind("c", 100, 0, opening=Opening(chain)) is not None
-        else:
-            assert table.begin("c", 0) is not None
-        tails = Beginning(asked[:count]).tails({"role": "assistant", "content": "hm"})
-        assert Turn.last(table, "c").advance(table, 100, tails, 0)
-        # The same prompt again asks for another answer, which is another history.
-        assert table.recognise(table.rooted(chain_of(asked[:count])), "c") is None
-    # So does a prompt that the history has gone on from.
-    assert table.recognise(table.rooted(chain_of(asked[:4])), "c") is None

@@ -48,6 +48,18 @@ def test_a_first_turn_has_no_candidates() -> None:
     assert candidate_digests([SYSTEM, USER]) == []
 
 
+def test_a_turn_without_answers_names_the_prompts_it_may_go_on_from() -> None:
+    messages = [SYSTEM, USER, {"role": "user", "content": "b"}, {"role": "user", "content": "c"}]
+    chain = chain_of(messages)
+    prompts = [chain_of(messages[:count]).root for count in (3, 2)]
+    tails = [Beginning(messages[:count]).tails(said("x"))[1] for count in (3, 2)]
+    assert list(chain.prompts) == prompts
+    assert chain.since(prompts[1]) == Chain(prompts[1], chain.system, tuple(tails))
+    assert chain.since(prompts[0]).ends == (tails[0],)
+    # With an answer among the messages, none was left out.
+    assert chain_of([*messages, said("x"), USER]).prompts == ()
+
+
 def test_nothing_was_said_after_the_last_answer() -> None:
     # The agent asks for the answer again, or to go on with it: that is no later turn.
     assert candidate_digests([USER, said("a")]) == []

@@ -13,7 +13,7 @@ from conserve.history import History, TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_RUNNING
 from conserve.placement import EngineLoad
-from conserve.recognition import Chain
+from conserve.recognition import Beginning, Chain, chain_of
 from conserve.settings import Settings
 from deployments.answers import Alive
 from deployments.messages import (
@@ -461,6 +461,27 @@ async def test_a_cut_later_turn_ends_nothing() -> None:
     assert isinstance(second, TurnPlan)
     await service.abandon(second.turn, "decoder#1", stats)
     assert await service.conversation(asked.history_id) is not None
+
+
+async def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> None:
+    service = await a_service()
+    said = [{"role": "user", "content": f"{n}"} for n in range(99)]
+    for count in (1, 2, 90):
+        chain = chain_of(said[:count], most_ends=64)
+        assert isinstance(await service.begin(BeginTurn("r", "d", chain)), Unplaced)
+        plan: Any = await service.begin(BeginTurn("r", "c", chain))
+        if count == 1:
+            plan = await service.place(PlaceTurn("r", "c", 90, opening=Opening(chain)))
+        assert plan.turn.history_id == "c"
+        tails = Beginning(said[:count]).tails({"role": "assistant", "content": "hm"})
+        assert await service.advance(plan.turn, "decoder#1", TurnStats(90, 5, 0, 0), tails)
+    # What an earlier turn asked is asked once more, beside the history, from its first prompt on.
+    again = await service.begin(BeginTurn("r", "c", chain_of(said[:2])))
+    assert again.history_id != "c"
+    opening = Opening(chain_of(said[:2]))
+    other = await service.place(PlaceTurn("r", again.history_id, 90, opening=opening))
+    assert isinstance(other, TurnPlan)
+    assert other.root == chain_of(said[:1]).root
 
 
 @pytest.mark.parametrize("bound", [True, False])
