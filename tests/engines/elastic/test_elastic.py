@@ -148,7 +148,7 @@ async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
 ) -> None:
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "talks", 1500)
+    telling, more, fewer = await stories(client, rng, "talks", 1800)
     assert more["load"]["decodes"] > fewer["load"]["decodes"]
     agent = Agent(client, "cold")
     await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
@@ -189,7 +189,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     await asyncio.sleep(2)
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
     await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "tells", 1500)
+    telling, more, fewer = await stories(client, rng, "tells", 1800)
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])
     paused = metric("conserve_pauses_total", reason="load")
     await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
