@@ -146,6 +146,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     console.print(table, highlight=False)
     if any(not one.fixed and one.kv_bytes is not None for one in plan.engines):
         console.print("~: estimated; an engine with GPUs of its own measures when it starts.")
+    console.print(f"{plan.roles[:1].upper()}{plan.roles[1:]}.", highlight=False)
     kept = "" if plan.kept_tokens is None else f": at least {plan.kept_tokens:,} tokens"
     there = f"; {plan.memory.said()}" if plan.memory else ""
     console.print(
@@ -200,7 +201,7 @@ def _show_images(towers: list[TowerNeeds], in_host_memory: str) -> None:
 
 
 def _show_bound(settings: Settings) -> None:
-    if settings.schedules_conversations:
+    if "chunks" in settings.mechanisms:
         bound = "twice a step without prefills, as engines measure it"
         if settings.tpot_bound_s is not None:
             bound = f"{1000 * settings.tpot_bound_s:g} ms"

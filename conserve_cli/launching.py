@@ -72,11 +72,13 @@ def laid_out(settings: Settings) -> Settings:
         console.print(f"[yellow]{escape(note)}.[/yellow]", highlight=False)
     if not is_alone():
         # Nodes may join that cluster, so only the application can tell. If it chooses the number of
-        # decoders, one is enough to serve.
+        # engines, one is enough to serve.
         require_arguments(settings)
         if "decoders" in settings.model_fields_set or settings.device == "cpu":
             return settings
-        return settings.model_copy(update={"decoders": RoleSettings(replicas=1)})
+        hosts = settings.prefillers_host and "prefillers" not in settings.model_fields_set
+        chosen = {"prefillers": RoleSettings(replicas=0)} if hosts else {}
+        return settings.model_copy(update=chosen | {"decoders": RoleSettings(replicas=1)})
     settled, plan = examined(settings, planning=False)
     if isinstance(plan, GpuPlan):
         show(settled, plan)

@@ -78,7 +78,7 @@ def _require_fit(
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
         counted = {"max_num_batched_tokens": 0} | arguments
         role = cast(Role, name.removesuffix("s"))
-        each = replace(role_needs(role, shape, counted, card_bytes=0), reserve_bytes=0)
+        each = replace(role_needs(role, shape, counted, None), reserve_bytes=0)
         space = spaces.get(name, 0)
         if space and not each.at_most and "num_gpu_blocks_override" not in arguments:
             told = "kv_cache_memory_bytes" in arguments and _KV_SPACE not in own.env

@@ -17,6 +17,7 @@ from typing import Any, cast
 from conserve.engines import engine_arguments
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.wire import Role
+from hetero.cards import Card
 from hetero.model_shape import ModelShape
 from hetero.tiers import role_tier
 from hetero.vision_tower import TowerNeeds, tower_needs
@@ -26,14 +27,14 @@ GIB = 2**30
 # as LMCache's server, which has one on each GPU whose KV it copies.
 UTILISATION = 0.92
 # CUDA's context and libraries, NCCL, and attention workspaces of each engine.
-_CONTEXT_BYTES = 1 * GIB
+CONTEXT_BYTES = 1 * GIB
 # Captured CUDA graphs; none with `enforce_eager`.
 _GRAPHS_BYTES = 1 * GIB
 # Graphs captured for every position of the border between decoding and the prefill lane, together.
 GRAPH_SETS_BYTES = 1 * GIB
 # The sampler keeps logits, probabilities and their sorted copy, 32 bits each.
 _SAMPLING_BYTES = 3 * 4
-# vLLM's default `max_num_seqs` on a GPU of at least 70 GiB, and on others.
+# vLLM's default `max_num_seqs` on a GPU of at least 70 GiB that is no A100, and on others.
 _LARGE_BYTES, _LARGE_SEQS, _SEQS = 70 * GIB, 1024, 256
 # KV of a decoder relative to a prefiller's, which holds only running prompts and shared prefixes.
 _HOST_WEIGHT = 3
@@ -115,10 +116,11 @@ class EnginePlan:
 def with_counts(settings: Settings, gpus: int) -> Settings:
     """Return the settings with the number of engines, and the part of a GPU that each asks for.
 
-    By default one GPU has a prefiller and a decoder. Of several, one has a prefiller and each other
-    a decoder, and encoders have GPUs of their own. With `Settings.gpus`, more engines than GPUs
-    share them. Tiers and ``num_gpus`` disable this layout. Raises `SettingsError` if engines with
-    several workers would share GPUs.
+    By default one GPU has one engine (two would hold the weights twice, and take turns), or a
+    prefiller and a decoder if prefillers keep no conversations. Of several, one has a prefiller and
+    each other a decoder, and encoders have GPUs of their own. With `Settings.gpus`, more engines
+    than GPUs share them. Tiers and ``num_gpus`` disable this layout. Raises `SettingsError` if
+    engines with several workers would share GPUs.
     """
     if laid_out_by_hand(settings):
         return settings
@@ -126,11 +128,13 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     if not cards:
         return settings
     chosen = settings
+    if cards == 1 and settings.prefillers_host and not _given(settings, "prefillers"):
+        chosen = _update(chosen, "prefillers", replicas=0)
     if not _given(settings, "decoders"):
-        others = [own for name, own in roles(settings) if name != "decoders"]
+        others = [own for name, own in roles(chosen) if name != "decoders"]
         taken = sum(own.replicas * workers(settings, own) for own in others)
         each = workers(settings, settings.decoders)
-        chosen = _update(settings, "decoders", replicas=max(1, (cards - taken) // each))
+        chosen = _update(chosen, "decoders", replicas=max(1, (cards - taken) // each))
     engines = sum(most_replicas(own) for _, own in roles(chosen))
     if sum(most_replicas(own) * workers(chosen, own) for _, own in roles(chosen)) <= cards:
         return chosen
@@ -150,21 +154,8 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     return chosen.model_copy(update={"gpus": cards})
 
 
-def one_engine(settings: Settings) -> Settings | None:
-    """Return the settings with one engine that does everything on the one GPU.
-
-    None if they do not allow it: more than one GPU or decoder, or prefillers or encoders that were
-    asked for.
-    """
-    asked = settings.decoders.replicas > 1 or _given(settings, "prefillers")
-    asked = asked or bool(settings.encoders.replicas)
-    if settings.gpus != 1 or asked or not settings.prefiller_replicas:
-        return None
-    return _update(_update(settings, "prefillers", replicas=0), "decoders", num_gpus=1)
-
-
 def with_memory(
-    settings: Settings, shape: ModelShape | None, card_bytes: Mapping[str, int | None]
+    settings: Settings, shape: ModelShape | None, cards: Mapping[str, Card | None]
 ) -> tuple[Settings, list[EnginePlan]]:
     """Return the settings with the memory that engines on one GPU are told, and the roles' plans.
 
@@ -174,7 +165,7 @@ def with_memory(
 
     Args:
         settings: from `with_counts`.
-        card_bytes: memory of the smallest GPU that a role (``decoders``, for instance) may get.
+        cards: the smallest GPU that a role (``decoders``, for instance) may get.
 
     Raises:
         SettingsError: the engines do not fit, or the model or the GPU would have to be known.
@@ -186,7 +177,7 @@ def with_memory(
         plan = EnginePlan(
             role, most_replicas(own), workers(settings, own), own.num_gpus, sm_slots=slots
         )
-        card = card_bytes[name]
+        card = cards[name]
         if shape is not None and card is not None:
             arguments = arguments_of(settings, own)
             # An encoder has no KV to which the room could go.
@@ -197,10 +188,11 @@ def with_memory(
                 beside = needed.beside_bytes + (0 if eager else GRAPH_SETS_BYTES)
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + beside)
             plan = replace(plan, needs=needed)
-            plan = replace(plan, budget_bytes=_usable(arguments, card, own.num_gpus))
+            budget_bytes = _usable(arguments, card.memory_bytes, own.num_gpus)
+            plan = replace(plan, budget_bytes=budget_bytes)
         plans[name] = plan
     if settings.gpus == 1 and len(plans) > 1 and all(one.num_gpus < 1 for one in plans.values()):
-        plans = _parts_of_one(settings, plans, card_bytes)
+        plans = _parts_of_one(settings, plans, cards["decoders"])
     for name, own in roles(settings):
         plan = plans[name] = _with_kv(name, plans[name], arguments_of(settings, own))
         _require_loadable(name, plan)
@@ -210,25 +202,26 @@ def with_memory(
 
 
 def role_needs(
-    role: Role, shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int
+    role: Role, shape: ModelShape, arguments: Mapping[str, Any], card: Card | None
 ) -> Needs:
     """Return what each worker of a role's engine needs.
 
     An encoder whose tower is not known counts as the whole model, without KV.
     """
     if role != "encoder":
-        return needs(shape, arguments, card_bytes)
+        return needs(shape, arguments, card)
     return encoder_needs(shape, arguments) or replace(
-        needs(shape, arguments, card_bytes), kv_token_bytes=0.0, least_tokens=0
+        needs(shape, arguments, card), kv_token_bytes=0.0, least_tokens=0
     )
 
 
-def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> Needs:
+def needs(shape: ModelShape, arguments: Mapping[str, Any], card: Card | None) -> Needs:
     tensor = int(arguments.get("tensor_parallel_size", 1))
     pipeline = int(arguments.get("pipeline_parallel_size", 1))
-    seqs = int(
-        arguments.get("max_num_seqs") or (_LARGE_SEQS if card_bytes >= _LARGE_BYTES else _SEQS)
+    large = (
+        card is not None and card.memory_bytes >= _LARGE_BYTES and "a100" not in card.name.lower()
     )
+    seqs = int(arguments.get("max_num_seqs") or (_LARGE_SEQS if large else _SEQS))
     batched = int(arguments["max_num_batched_tokens"])
     graphs = 0 if arguments.get("enforce_eager") else _GRAPHS_BYTES
     step = batched * shape.step_width * shape.value_bytes // tensor
@@ -248,7 +241,7 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card_bytes: int) -> N
     return Needs(
         weights_bytes=max(0, weights - offloaded),
         # An engine without a lane encodes between its steps.
-        reserve_bytes=_CONTEXT_BYTES + graphs + max(step + sampling, encode),
+        reserve_bytes=CONTEXT_BYTES + graphs + max(step + sampling, encode),
         beside_bytes=min(step + sampling, encode),
         kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
         least_tokens=longest,
@@ -271,7 +264,7 @@ def encoder_needs(shape: ModelShape, arguments: Mapping[str, Any]) -> Needs | No
     tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest if known else 0)
     if tower is None:
         return None
-    reserve = _CONTEXT_BYTES + tower.encode_bytes
+    reserve = CONTEXT_BYTES + tower.encode_bytes
     return Needs(tower.weights_bytes, reserve, kv_token_bytes=0.0, least_tokens=0, tower=tower)
 
 
@@ -339,16 +332,15 @@ def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> i
 
 
 def _parts_of_one(
-    settings: Settings, plans: dict[str, EnginePlan], card_bytes: Mapping[str, int | None]
+    settings: Settings, plans: dict[str, EnginePlan], card: Card | None
 ) -> dict[str, EnginePlan]:
     decoder = plans["decoders"]
     prefillers = plans["prefillers"].replicas if "prefillers" in plans else 0
     encoders = plans["encoders"].replicas if "encoders" in plans else 0
     if any(one.needs is None for one in plans.values()):
         return plans
-    card = card_bytes["decoders"]
     assert card is not None
-    usable = _usable(arguments_of(settings, settings.decoders), card, 1.0)
+    usable = _usable(arguments_of(settings, settings.decoders), card.memory_bytes, 1.0)
     # Rounding loses at most a ten-thousandth.
     rounding = usable // _PARTS + 1
     least = {name: one.needs.least_kv_bytes + rounding
@@ -356,7 +348,7 @@ def _parts_of_one(
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans.values() if one.needs)
     pool = usable - fixed - encoders * rounding
     if pool < sum(plans[name].replicas * kept for name, kept in least.items()):
-        raise SettingsError(_does_not_fit(list(plans.values()), card, usable))
+        raise SettingsError(_does_not_fit(list(plans.values()), card.memory_bytes, usable))
     weight = 1 if settings.prefillers_host else _HOST_WEIGHT
     kv = pool // (prefillers + weight * decoder.replicas)
     kv = max(kv, least.get("prefillers", 0))
@@ -410,7 +402,7 @@ def _require_loadable(name: str, plan: EnginePlan) -> None:
     if plan.needs is None or plan.needs.tower is None or plan.budget_bytes is None:
         return
     freed = plan.needs.tower.freed_bytes
-    whole = plan.needs.weights_bytes + freed + _CONTEXT_BYTES
+    whole = plan.needs.weights_bytes + freed + CONTEXT_BYTES
     if freed and whole > plan.budget_bytes:
         raise SettingsError(
             f"{name}: while the model loads, all layers of its tower are on the GPU, whatever "

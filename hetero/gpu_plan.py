@@ -1,5 +1,6 @@
 """Plans an application on GPUs: engines, their memory, and host memory for KV. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,6 @@ from hetero.gpu_layout import (
     WITHOUT_VIDEOS,
     EnginePlan,
     gib,
-    one_engine,
     roles,
     with_memory,
 )
@@ -49,6 +49,7 @@ class GpuPlan:
     notes: tuple[str, ...]  # For operators, one line each.
     memory: HostMemory | None = None  # That of the node with the least.
     images: str = ""  # Host memory for images, in words; empty: the model reads text only.
+    roles: str = ""  # The work of each role under the placement, in words.
 
     def lines(self) -> list[str]:
         said = []
@@ -70,7 +71,7 @@ class GpuPlan:
         kept = "" if self.kept_tokens is None else f", {self.kept_tokens:,} tokens at least"
         there = f"; {self.memory.said()}" if self.memory else ""
         said.append(f"host memory for handoffs: {self.size_gb:g} GiB a node{kept}{there}")
-        return [*said, self.images] if self.images else said
+        return [*said, *filter(None, (self.roles, self.images))]
 
 
 def plan(
@@ -80,8 +81,6 @@ def plan(
     why_unknown: str = "",
 ) -> tuple[Settings, GpuPlan]:
     """Return the settings with all GPU and host memory chosen, and the plan.
-
-    If a prefiller and a decoder do not fit on the one GPU, one engine does the work of both.
 
     Args:
         settings: from `gpu_layout.with_counts`.
@@ -93,16 +92,9 @@ def plan(
     """
     notes = []
     try:
-        chosen, engines = with_memory(settings, shape, _card_bytes(settings, nodes))
+        chosen, engines = with_memory(settings, shape, _cards(settings, nodes))
     except SettingsError as error:
-        found = _one_engine(settings, nodes, shape)
-        if found is None:
-            raise SettingsError(*error.problems, *filter(None, (why_unknown,))) from None
-        chosen, engines = found
-        notes.append(
-            "the GPU has room for one engine, which computes its conversations' prompts itself "
-            "(prefillers=0): nothing is handed over"
-        )
+        raise SettingsError(*error.problems, *filter(None, (why_unknown,))) from None
     if shape is not None and shape.recurrent:
         chosen = _with_large_blocks(chosen)
     if why_unknown:
@@ -110,7 +102,7 @@ def plan(
     elif shape is not None and shape.estimated:
         notes.append("the weights' size is computed from config.json: their files were not seen")
     if any(one.num_gpus < 1 for one in engines):
-        notes += _taken_by_others(nodes)
+        notes += [*_sharing(chosen, engines), *_taken_by_others(nodes)]
     if shape is not None and shape.tower_unknown:
         notes.append(
             f"{shape.tower_unknown}: its memory is not counted, nor vLLM's encoder cache; where "
@@ -125,6 +117,7 @@ def plan(
     cards = tuple(card for node in nodes for card in node.cards)
     gpus = int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
     found_plan = GpuPlan(gpus, cards, tuple(engines), chosen.lmcache.size_gb, kept, tuple(notes))
+    found_plan = replace(found_plan, roles=_roles_do(chosen))
     if nodes:
         found_plan = replace(found_plan, memory=_least(nodes).memory)
     if shape is not None and shape.sees:
@@ -133,29 +126,43 @@ def plan(
     return chosen, found_plan
 
 
-def _one_engine(
-    settings: Settings, nodes: Sequence[GpuNode], shape: ModelShape | None
-) -> tuple[Settings, list[EnginePlan]] | None:
-    alone = one_engine(settings)
-    if alone is None or shape is None:
-        return None
-    try:
-        return with_memory(alone, shape, _card_bytes(alone, nodes))
-    except SettingsError:
-        # The refusal of two engines says more.
-        return None
-
-
-def _card_bytes(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, int | None]:
-    """Return the memory of the smallest GPU that each role may get; None: not known."""
-    found: dict[str, int | None] = {}
+def _cards(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, Card | None]:
+    """Return the smallest GPU that each role may get; None: not known."""
+    found: dict[str, Card | None] = {}
     for name, own in roles(settings):
         tier = role_tier(settings, own, gpu=True)
         places = [node for node in nodes if is_offered(tier, node.offer)]
-        sizes = [card.memory_bytes for node in places for card in node.cards]
+        cards = [card for node in places for card in node.cards]
         seen = places and all(node.cards for node in places)
-        found[name] = min(sizes) if seen else None
+        found[name] = min(cards, key=lambda card: card.memory_bytes) if seen else None
     return found
+
+
+def _roles_do(settings: Settings) -> str:
+    policy = settings.policy_class
+    if not settings.prefiller_replicas:
+        return "each engine prefills and decodes the turns of its own conversations"
+    if policy.hosts_prefillers:
+        return (
+            "prefillers and decoders both keep conversations, and prefill and decode their turns; "
+            "prefillers take fewer of them while first prompts keep them busy"
+        )
+    if not policy.only_first_prompts and not policy.prefills_later_turns:
+        return "prefillers prefill all turns; decoders only decode"
+    later = " and some later ones" if policy.prefills_later_turns else ""
+    return f"prefillers prefill first turns{later}; decoders do everything else"
+
+
+def _sharing(settings: Settings, engines: Sequence[EnginePlan]) -> list[str]:
+    said = "engines that share a GPU take turns unless MPS runs (nvidia-cuda-mps-control -d first)"
+    last = engines[-1]
+    if last.needs is None or last.budget_bytes is None:
+        return [said]
+    shared = sum(one.replicas * (one.kv_tokens or 0) for one in engines)
+    gpus = settings.gpus or math.ceil(sum(one.replicas * one.num_gpus for one in engines))
+    alone = last.budget_bytes / last.num_gpus - last.needs.fixed_bytes
+    tokens = gpus * int(alone / last.needs.kv_token_bytes)
+    return [f"{said}; together they hold {shared:,} tokens, and one engine a GPU holds {tokens:,}"]
 
 
 def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:

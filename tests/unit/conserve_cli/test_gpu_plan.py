@@ -115,12 +115,14 @@ def test_what_images_take_is_in_the_plan(
 def test_one_card_is_shared(machine: Machine, model: str) -> None:
     for gpu in machine.gpus:
         gpu.memory_bytes, gpu.name = 81_559 << 20, b"NVIDIA H100 80GB HBM3"
-    text = said(model, "gpus=1", "decoders=1")
+    text = said(model, "gpus=1", "prefillers=1", "decoders=1")
     # What the prefiller holds for conversations is as much as the decoder does.
     rows = [line.split() for line in text.splitlines() if line.startswith("│")]
     assert [row[4] for row in rows] == ["0.5", "0.5"]
     assert all("123,0" in row[-2] for row in rows)
     assert "1 of 2 GPUs have no engine" in text
+    assert "Prefillers and decoders both keep conversations" in text
+    assert "take turns unless MPS runs" in " ".join(text.split())
 
 
 def test_slots_of_a_shared_card_are_in_the_plan(machine: Machine, model: str) -> None:
@@ -141,7 +143,7 @@ def test_slots_of_a_shared_card_are_in_the_plan(machine: Machine, model: str) ->
 
 def test_what_does_not_fit_is_refused_with_the_sums(machine: Machine, model: str) -> None:
     machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
-    text = said(model, "gpus=1", "decoders=1", status=2)
+    text = said(model, "gpus=1", "prefillers=1", "decoders=1", status=2)
     assert "together 48.1 GiB" in text
 
 
@@ -222,7 +224,7 @@ def test_too_few_cards_are_refused_with_the_sum(machine: Machine, model: str) ->
 def test_without_a_gpu_it_says_so(machine: Machine) -> None:
     machine.fail_to_open(9)
     assert "1 prefillers and 2 decoders run on the CPU" in said()
-    alone = said("like=mars")
+    alone = said("like=agentserve")
     assert "No GPU: 1 decoder runs on the CPU" in alone
     assert "TPOT above which prefills are cut: twice a step without prefills" in alone
     assert "run on the CPU" in said("device=cpu")

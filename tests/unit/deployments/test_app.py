@@ -34,6 +34,7 @@ from deployments.app import (
 from deployments.engine.lane.worker import LaneWorking
 from deployments.engine.sm_slots.worker import SlotWorker
 from deployments.joining import close_token, keep_token
+from hetero.cards import Card
 from hetero.gpu_layout import with_counts, with_memory
 from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of
@@ -200,8 +201,8 @@ def test_rays_store_fits_a_container(
 
 
 def test_what_the_plan_tells_engines_reaches_vllm() -> None:
-    card = 80 << 30
-    settings = with_counts(load({"device": "gpu"}), 1)
+    card = Card("NVIDIA", 80 << 30)
+    settings = with_counts(load({"device": "gpu", "placement": "conversation"}), 1)
     shape = shape_of(QWEN3_8B, 16_381_470_720)
     settings, plans = with_memory(settings, shape, {"prefillers": card, "decoders": card})
     arguments = llm_arguments("decoder", settings, settings.decoders, True)["engine_kwargs"]

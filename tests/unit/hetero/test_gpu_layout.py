@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.settings import Settings, SettingsError, load
+from hetero.cards import Card
 from hetero.gpu_layout import EnginePlan, with_counts, with_memory
 from hetero.model_shape import ModelShape, shape_of
 from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B, QWEN25_VL_PROCESSOR
@@ -21,13 +22,23 @@ STEP = 8192 * (3 * 4096 + 3 * 12_288) * 2
 LARGE_RESERVE = 2 * GIB + STEP + 1024 * 151_936 * 12
 RESERVE = 2 * GIB + STEP + 256 * 151_936 * 12
 PAPER = {"placement": "conversation"}
+SHARED: dict[str, Any] = {"gpus": 1, "prefillers": 1, "decoders": 1}
 
 
 def laid_out(
-    arguments: dict[str, Any], gpus: int, card: int | None, shape: ModelShape | None = SHAPE
+    arguments: dict[str, Any],
+    gpus: int,
+    card: int | None,
+    shape: ModelShape | None = SHAPE,
+    name: str = "NVIDIA",
 ) -> tuple[Settings, list[EnginePlan]]:
     settings = with_counts(load({"model": "m", **arguments}), gpus)
-    return with_memory(settings, shape, {"decoders": card, "prefillers": card})
+    return with_memory(settings, shape, on(card, name))
+
+
+def on(card: int | None, name: str = "NVIDIA") -> dict[str, Card | None]:
+    found = None if card is None else Card(name, card)
+    return dict.fromkeys(("encoders", "prefillers", "decoders"), found)
 
 
 def test_a_prefiller_and_a_decoder_share_one_h100() -> None:
@@ -45,9 +56,26 @@ def test_a_prefiller_and_a_decoder_share_one_h100() -> None:
     assert told["gpu_memory_utilization"] == pytest.approx(0.92 * decoder.num_gpus, abs=1e-4)
 
 
+def test_one_gpu_has_one_engine_unless_more_are_asked_for() -> None:
+    for asked in ({}, {"gpus": 1}, {"placement": "collocated"}):
+        settings, plans = laid_out(asked, 1, H100)
+        assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [("decoder", 1, 1)]
+        # It has the weights and the reserve once, and measures by itself.
+        assert plans[0].kv_tokens == (int(H100 * 0.92) - WEIGHTS - LARGE_RESERVE) // TOKEN
+        assert settings.decoders.engine == {}
+    # VLLM takes fewer sequences at a time on an A100, whatever its memory.
+    _, (smaller,) = laid_out({}, 1, H100, name="NVIDIA A100-SXM4-80GB")
+    assert smaller.kv_tokens == (int(H100 * 0.92) - WEIGHTS - RESERVE) // TOKEN
+    _, plans = laid_out({"gpus": 1, "decoders": 2}, 1, H100)
+    assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [("decoder", 2, 0.5)]
+    _, plans = laid_out({**SHARED}, 1, H100)
+    assert [one.role for one in plans] == ["prefiller", "decoder"]
+
+
 def test_parts_do_not_add_up_to_more_than_a_gpu() -> None:
     """By Ray's account, by vLLM's check at start, and by what they will have taken."""
-    settings, plans = laid_out({"gpus": 1, "decoders": 2, "engine.max_model_len": 16384}, 1, H100)
+    asked = {**SHARED, "decoders": 2, "engine.max_model_len": 16384}
+    settings, plans = laid_out(asked, 1, H100)
     assert sum(one.replicas * one.num_gpus for one in plans) <= 1
     usable = 0.0
     for one, own in zip(plans, (settings.prefillers, settings.decoders), strict=True):
@@ -61,9 +89,9 @@ def test_parts_do_not_add_up_to_more_than_a_gpu() -> None:
 
 def test_whatever_starts_first_the_sizes_are_the_same() -> None:
     """They follow from the card's size: nothing in them is measured."""
-    first, _ = laid_out({}, 1, H100)
+    first, _ = laid_out(PAPER, 1, H100)
     assert all("kv_cache_memory_bytes" in own.engine for own in (first.prefillers, first.decoders))
-    second, _ = laid_out({}, 1, H100)
+    second, _ = laid_out(PAPER, 1, H100)
     assert first == second
 
 
@@ -95,7 +123,7 @@ def test_more_gpus_are_for_more_decoders() -> None:
 
 def test_two_engines_do_not_fit_on_24_gb_and_the_sums_are_said() -> None:
     with pytest.raises(SettingsError) as caught:
-        laid_out({}, 1, RTX_4090)
+        laid_out(SHARED, 1, RTX_4090)
     said = str(caught.value)
     assert "do not fit on one GPU of 24.0 GiB, of which they may take 22.1" in said
     assert "1 x decoder: 15.3 weights + 3.2 reserve + 5.6 KV" in said
@@ -106,8 +134,8 @@ def test_two_engines_do_not_fit_on_24_gb_and_the_sums_are_said() -> None:
 
 def test_where_shorter_sequences_would_fit_their_length_is_said() -> None:
     with pytest.raises(SettingsError, match=r"set engine.max_model_len=33536, which fits"):
-        laid_out({"gpus": 1, "decoders": 2}, 1, H100)
-    laid_out({"gpus": 1, "decoders": 2, "engine.max_model_len": 33536}, 1, H100)
+        laid_out({**SHARED, "decoders": 2}, 1, H100)
+    laid_out({**SHARED, "decoders": 2, "engine.max_model_len": 33536}, 1, H100)
 
 
 def test_a_prefiller_has_room_for_the_longest_sequence() -> None:
@@ -120,7 +148,7 @@ def test_a_prefiller_has_room_for_the_longest_sequence() -> None:
 
 
 def test_prefillers_that_host_get_as_much() -> None:
-    _, (prefiller, decoder) = laid_out({}, 1, H100)
+    _, (prefiller, decoder) = laid_out(SHARED, 1, H100)
     assert prefiller.kv_tokens == pytest.approx(decoder.kv_tokens, abs=100)
 
 
@@ -134,15 +162,15 @@ def test_several_engines_on_each_of_two_gpus_get_like_parts() -> None:
 
 def test_engines_that_are_to_scale_have_their_parts_from_the_start() -> None:
     arguments = {"gpus": 1, "decoders.max_replicas": 2, "engine.max_model_len": 16384}
-    settings, (_, decoder) = laid_out({**arguments, "decoders.replicas": 1}, 1, H100)
+    settings, (decoder,) = laid_out({**arguments, "decoders.replicas": 1}, 1, H100)
     assert decoder.replicas == 2
     assert settings.decoders.replicas == 1
 
 
 def test_gpus_are_shared_by_those_alone_who_were_asked_to() -> None:
     """Else they are too few, which is refused with the sum (test_gpu_room)."""
-    settings, plans = laid_out({"decoders": 1}, 1, H100)
-    assert [one.num_gpus for one in plans] == [1, 1]
+    settings, plans = laid_out({"decoders": 2}, 1, H100)
+    assert [(one.replicas, one.num_gpus) for one in plans] == [(2, 1)]
     assert settings.gpus is None
 
 
@@ -166,9 +194,9 @@ def test_engines_on_gpus_of_their_own_are_told_nothing() -> None:
 
 def test_who_shares_has_to_be_known() -> None:
     with pytest.raises(SettingsError, match="kv_cache_memory_bytes"):
-        laid_out({}, 1, H100, None)
+        laid_out(SHARED, 1, H100, None)
     with pytest.raises(SettingsError, match="kv_cache_memory_bytes"):
-        laid_out({}, 1, None)
+        laid_out(SHARED, 1, None)
 
 
 def test_a_part_that_is_too_small_is_refused_with_its_sum() -> None:
@@ -224,7 +252,7 @@ def with_encoders(
     arguments: dict[str, Any], gpus: int, shape: ModelShape | None = SEES, card: int | None = H100
 ) -> tuple[Settings, list[EnginePlan]]:
     settings = with_counts(load({**IMAGES, **arguments}), gpus)
-    return with_memory(settings, shape, dict.fromkeys(("encoders", "prefillers", "decoders"), card))
+    return with_memory(settings, shape, on(card))
 
 
 def test_an_encoder_has_a_gpu_of_its_own_for_the_tower_alone() -> None:

@@ -18,6 +18,7 @@ from tests.unit.hetero.shapes import QWEN3_8B
 GIB = 2**30
 SHAPE = shape_of(QWEN3_8B, 16_381_470_720)
 TOKEN = 147_456
+SHARED = {"gpus": 1, "prefillers": 1, "decoders": 1}
 
 
 def node(cards: int = 1, memory: int = 80, free: int = 512, used: int = 0) -> GpuNode:
@@ -88,17 +89,40 @@ def test_more_than_a_node_has_is_refused_and_more_than_is_free_is_said() -> None
 
 
 def test_the_log_has_all_of_it() -> None:
-    lines = made({}, node(free=64)).lines()
+    lines = made(SHARED, node(free=64)).lines()
     assert lines[0].startswith("1 x prefiller, 0.5 ")
     assert "weights 15.3" in lines[0]
     assert lines[1].endswith("tokens each")
     assert "host memory for handoffs: 32 GiB a node" in lines[2]
+    assert lines[3].startswith("prefillers and decoders both keep conversations")
     assert "(estimated: vLLM measures)" in made({}, node(cards=2)).lines()[1]
 
 
-def test_a_card_that_others_use_is_named_where_engines_share_it() -> None:
-    (said,) = made({}, node(used=20)).notes
-    assert "20.0 of 80.0 GiB are in use" in said
+def test_engines_that_share_a_card_are_told_what_it_costs() -> None:
+    """Who else uses the card, how they take turns, and how much more one engine would hold."""
+    one, two = made({}, node()), made(SHARED, node(used=20))
+    assert one.notes == ()
+    sharing, used = two.notes
+    held = sum(engine.kv_tokens or 0 for engine in two.engines)
+    assert f"MPS runs (nvidia-cuda-mps-control -d first); together they hold {held:,}" in sharing
+    tokens = int(sharing.removesuffix(" tokens").rsplit(" ", 1)[1].replace(",", ""))
+    # Its part of the card was rounded to a ten-thousandth.
+    assert tokens == pytest.approx(one.engines[0].kv_tokens, rel=1e-3)
+    assert "20.0 of 80.0 GiB are in use" in used
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prefillers": 0}, "each engine prefills and decodes"),
+        ({}, "prefillers and decoders both keep conversations"),
+        ({"placement": "conversation"}, "prefillers prefill first turns; decoders"),
+        ({"placement": "per_turn:0.1"}, "prefillers prefill first turns and some later ones"),
+        ({"placement": "full_disaggregation"}, "prefillers prefill all turns; decoders"),
+    ],
+)
+def test_what_roles_do_is_said(given: dict[str, Any], said: str) -> None:
+    assert made(given, node(cards=2)).roles.startswith(said)
 
 
 def test_gpus_that_stay_idle_are_counted() -> None:
@@ -154,20 +178,6 @@ def test_a_kv_space_that_is_set_too_small_is_refused() -> None:
         made(arguments, node(memory=80))
 
 
-def test_where_only_one_engine_fits_it_does_the_work_of_both_roles() -> None:
-    shorter = {"engine.max_model_len": 8_192}
-    asked = with_counts(load({"model": "m", **shorter}), 1)
-    settings, found = plan(asked, [node(memory=24)], SHAPE)
-    assert (settings.prefiller_replicas, settings.decoders.replicas) == (0, 1)
-    assert settings.decoders.num_gpus == 1
-    assert [one.role for one in found.engines] == ["decoder"]
-    assert any("room for one engine" in note for note in found.notes)
-    # With more memory there are two; and where two were asked for, the refusal is for two.
-    assert len(made(shorter, node(memory=80)).engines) == 2
-    with pytest.raises(SettingsError, match="do not fit on one GPU"):
-        made({**shorter, "gpus": 1, "prefillers": 1}, node(memory=24))
-
-
 def test_a_model_that_is_not_known_is_no_obstacle_where_engines_measure() -> None:
     found = made({}, node(cards=2), shape=None, why="model: not to be had")
     assert found.size_gb == 2
@@ -177,7 +187,7 @@ def test_a_model_that_is_not_known_is_no_obstacle_where_engines_measure() -> Non
 
 def test_where_it_is_one_the_reason_is_said() -> None:
     with pytest.raises(SettingsError, match="model: not to be had"):
-        made({}, node(), shape=None, why="model: not to be had")
+        made(SHARED, node(), shape=None, why="model: not to be had")
 
 
 def test_an_estimate_of_weights_is_called_one() -> None:

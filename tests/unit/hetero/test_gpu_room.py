@@ -100,8 +100,8 @@ def test_parts_that_nobody_can_give_are_refused(arguments: dict[str, Any], said:
         # One engine a GPU, on the only node, and on one of four.
         ({}, 8, 8, Crowd(8, 8)),
         ({}, 8, 2, Crowd(2, 2)),
-        # Two engines share one.
-        ({}, 1, 1, Crowd(2, 2)),
+        ({}, 1, 1, Crowd(1, 1)),
+        ({"gpus": 1, "decoders": 2}, 1, 1, Crowd(2, 2)),
         ({"gpus": 2, "decoders": 3}, 2, 2, Crowd(4, 4)),
         ({"engine.tensor_parallel_size": 4}, 8, 8, Crowd(2, 8)),
         # Those that may come later count, too.

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.settings import SettingsError, load
+from hetero.cards import Card
 from hetero.gpu_layout import with_memory
 from hetero.gpu_plan import GpuNode, plan
 from hetero.gpu_room import require_slots
@@ -110,7 +111,8 @@ def test_the_plan_says_what_engines_get_of_both() -> None:
     """Slots beside the part of memory that ``num_gpus`` is."""
     settings = load(two(3, 7))
     shape = shape_of(QWEN3_8B, 16_381_470_720)
-    _, engines = with_memory(settings, shape, {"prefillers": CARD_BYTES, "decoders": CARD_BYTES})
+    card = Card("NVIDIA", CARD_BYTES)
+    _, engines = with_memory(settings, shape, {"prefillers": card, "decoders": card})
     assert [(one.role, one.num_gpus, one.sm_slots, one.fixed) for one in engines] == [
         ("prefiller", 0.35, 3, True),
         ("decoder", 0.65, 7, True),

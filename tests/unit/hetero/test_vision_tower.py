@@ -38,7 +38,7 @@ def tower(shape: ModelShape) -> Tower:
 
 
 def needed(shape: ModelShape, **arguments: Any) -> Needs:
-    return needs(shape, {"max_num_batched_tokens": 8192, **arguments}, H100)
+    return needs(shape, {"max_num_batched_tokens": 8192, **arguments}, Card("NVIDIA H100", H100))
 
 
 def of_tower(shape: ModelShape, **arguments: Any) -> TowerNeeds:
@@ -227,7 +227,9 @@ def test_layers_that_are_not_on_the_gpu_leave_their_memory_to_kv() -> None:
     with pytest.raises(SettingsError, match=r"by media.tower_layers: 2\.3 GiB, and 38\.0 of"):
         planned({"lmcache.size_gb": 37, "media.tower_layers": 2}, QWEN, free=38)
     # Workers divide what they divide.
-    halved = needs(QWEN.keeping(2), {"max_num_batched_tokens": 8192, "tensor_parallel_size": 2}, 0)
+    halved = needs(
+        QWEN.keeping(2), {"max_num_batched_tokens": 8192, "tensor_parallel_size": 2}, None
+    )
     assert halved.host_bytes == 32 * layer
 
 
