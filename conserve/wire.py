@@ -255,6 +255,8 @@ LATE = "conserve.late"
 STEPS = "conserve.steps"
 # And identifiers of images that workers could not encode.
 FAILED_IMAGES = "conserve.failed_images"
+# And how long loads of KV have waited, each in seconds, that LMCache's server should have answered.
+OVERDUE = "conserve.overdue_loads"
 
 
 @dataclass(frozen=True, slots=True)

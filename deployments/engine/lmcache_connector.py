@@ -19,11 +19,13 @@ from lmcache.logging import init_logger
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
+from conserve.late_kv import LateKV, Loads
 from conserve.wire import (
     CHUNK_TOKENS,
     FAILED_IMAGES,
     LATE,
     MISSED,
+    OVERDUE,
     PARK,
     PREFILLED,
     STEPS,
@@ -31,7 +33,6 @@ from conserve.wire import (
     STORED_TOKENS,
 )
 from deployments.engine.kv_layers import require_whole_blocks
-from deployments.engine.lmcache_client import LateKV, wait_for_server
 from deployments.engine.step_meter import StepMeter, StepStats
 from deployments.engine.stored import Address, tell_stored
 from deployments.engine.stores import (
@@ -43,6 +44,7 @@ from deployments.engine.stores import (
     groups_that_give_up,
 )
 from deployments.engine.vision.failures import failures
+from deployments.node.lmcache_server import wait_for_server
 from deployments.upstream import lost_server
 from deployments.upstream.lost_server import Connection, fail_fast
 from deployments.upstream.patch import require
@@ -87,6 +89,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
 
     def _prepare_scheduler(self, decode_tokens: int = 1, give_up: tuple[int, ...] = ()) -> None:
         self._late = LateKV()
+        self._loads = Loads()
         self._step = 0
         # Requests whose loads have failed: what vLLM does not have is computed.
         self._failed: set[str] = set()
@@ -119,8 +122,18 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
     # --- a worker's side --------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Start the heartbeat now, not at a first request."""
-        super().register_kv_caches(kv_caches)
+        """Start the heartbeat now, not at a first request.
+
+        LMCache's server sends no answer where it cannot map an engine's memory.
+        """
+        try:
+            super().register_kv_caches(kv_caches)
+        except ConnectionError as error:
+            raise RuntimeError(
+                "LMCache's server has not taken this engine's KV space: the log of its node's "
+                "actor has the reason. On a GPU it maps the space by CUDA IPC, which is not to be "
+                "had under WSL2, gVisor and some virtual GPUs (`conserve doctor` tries it)"
+            ) from error
         self.worker_adapter._ensure_heartbeat_started()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -309,6 +322,10 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
             if one.direction == "STORE":
                 self._storing.add(one.request_id)
                 self._pins.pin(self._step, one.op.block_ids)
+            else:
+                tracker = self.request_trackers[one.request_id]
+                tokens = tracker.num_lmcache_hit_tokens - tracker.num_vllm_hit_tokens
+                self._loads.begin(one.request_id, tokens * self._meter.token_s)
         metadata.notes = StepNotes(
             self._step,
             {one: self._to_tell.pop(one) for one in list(self._whole(scheduler_output))},
@@ -366,6 +383,7 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StoresReport):
             self._pins.release(report.done)
+        self._loads.end(connector_output.finished_recving or ())
         # Others have ended while they were loaded.
         self._failed |= connector_output.failed_recving & self.request_trackers.keys()
         super().update_connector_output(connector_output)
@@ -375,11 +393,12 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         if not hasattr(self, "scheduler_adapter"):
             failed = failures.take_untold()
             return StepStats({FAILED_IMAGES: failed}) if failed else stats
-        steps = self._meter.ended(time.monotonic())
-        if steps:
-            data = {} if stats is None else stats.data
-            stats = StepStats({**data, STEPS: [msgspec.structs.astuple(one) for one in steps]})
-        return stats
+        told: dict[str, list[Any]] = {}
+        if steps := self._meter.ended(time.monotonic()):
+            told[STEPS] = [msgspec.structs.astuple(one) for one in steps]
+        if overdue := self._loads.overdue():
+            told[OVERDUE] = overdue
+        return StepStats({**({} if stats is None else stats.data), **told}) if told else stats
 
     def _report_block_allocation_deltas(self, scheduler_output: Any) -> None:
         """Report nothing: it costs every turn, for metrics of the server's."""

@@ -14,12 +14,11 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from conserve.placement import EngineLoad, Step
-from conserve.wire import FAILED_IMAGES, STEPS
+from conserve.wire import FAILED_IMAGES, OVERDUE, STEPS
+from deployments.engine.step_meter import LEAST_PREFILL_TOKENS
 
 # How long iterations count in the means.
 WINDOW_S = 30
-# With fewer tokens of prompts, most of an iteration's time is what any iteration costs.
-_LEAST_PREFILL_TOKENS = 128
 # The table is told of the newest iterations, no more than this at a time.
 _MOST_STEPS = 64
 # Says that caches should have all of a prompt.
@@ -64,6 +63,7 @@ class LoadMeter:
     def __init__(self, requests: Mapping[str, Any]) -> None:
         self.steps_s = 0.0
         self.prompt_tokens = 0
+        self.overdue_loads = 0
         self._requests = requests
         # For each request: prompt tokens that caches should have, and embeddings of images that its
         # node lacks.
@@ -84,6 +84,7 @@ class LoadMeter:
             self._prefills.mean(now_s),
             encode_tokens=encode_tokens,
             steps=steps,
+            overdue_loads=self.overdue_loads,
         )
 
     def waiting_tokens(self) -> int:
@@ -134,25 +135,34 @@ class LoadMeter:
                 pass
             elif not step.new_tokens:
                 self._decodes.add(step.lasted_s * step.count, step.count, now_s)
-            elif step.new_tokens >= _LEAST_PREFILL_TOKENS:
+            elif step.new_tokens >= LEAST_PREFILL_TOKENS:
                 self._prefills.add(step.new_tokens, step.lasted_s, now_s)
 
 
-def measure(client: Any, images_failed: Callable[[list[str]], None]) -> LoadMeter:
+def measure(
+    client: Any, images_failed: Callable[[list[str]], None], hangs: Callable[[float], None]
+) -> LoadMeter:
     """Meter an ``AsyncLLM``. Without vLLM's statistics (``disable_log_stats``) no time is known.
 
-    ``images_failed`` is told the identifiers of images that could not be encoded.
+    ``images_failed`` is told the identifiers of images that could not be encoded, and ``hangs`` for
+    how many seconds LMCache's server has not answered a load.
     """
     meter = LoadMeter(client.output_processor.request_states)
     if client.logger_manager is not None:
-        client.logger_manager.stat_loggers.append(_Iterations(meter, images_failed))
+        client.logger_manager.stat_loggers.append(_Iterations(meter, images_failed, hangs))
     return meter
 
 
 class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not looked at.
-    def __init__(self, meter: LoadMeter, images_failed: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        meter: LoadMeter,
+        images_failed: Callable[[list[str]], None],
+        hangs: Callable[[float], None],
+    ) -> None:
         self._meter = meter
         self._images_failed = images_failed
+        self._hangs = hangs
 
     def record(
         self,
@@ -166,6 +176,9 @@ class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not
             self._meter.took((Step(*one) for one in said[STEPS]), time.monotonic())
         if said and FAILED_IMAGES in said:
             self._images_failed(said[FAILED_IMAGES])
+        if said and OVERDUE in said:
+            self._meter.overdue_loads += len(said[OVERDUE])
+            self._hangs(max(said[OVERDUE]))
 
     def log_engine_initialized(self) -> None:
         pass

@@ -12,16 +12,18 @@ import msgspec
 from lmcache.integration.vllm.lmcache_mp_metrics import LMCacheMPConnectorStats
 
 from conserve.placement import Step
-from conserve.wire import FAILED_IMAGES, STEPS
+from conserve.wire import FAILED_IMAGES, OVERDUE, STEPS
 
+# With fewer tokens of prompts, most of an iteration's time is what any iteration costs.
+LEAST_PREFILL_TOKENS = 128
 # Iterations of decodes are told of together, up to this number and time.
 _MOST_DECODES = 64
 _TOGETHER_S = 0.25
-_LISTS = (STEPS, FAILED_IMAGES)
+_LISTS = (STEPS, FAILED_IMAGES, OVERDUE)
 
 
 class StepStats(LMCacheMPConnectorStats):  # type: ignore[misc]  # LMCache ships no types.
-    """The connector's statistics, with iterations and images that could not be encoded."""
+    """The connector's statistics, with iterations, failed images and overdue loads."""
 
     def is_empty(self) -> bool:
         return bool(super().is_empty()) and not any(self.data.get(name) for name in _LISTS)
@@ -39,6 +41,8 @@ class StepMeter:
 
     def __init__(self, decode_tokens: int = 1) -> None:
         self._decode_tokens = decode_tokens
+        # How long a prompt's token took in the last iteration with many; 0 before it.
+        self.token_s = 0.0
         # How many embeddings each image has, by request.
         self._images: dict[str, list[int]] = {}
         # When each began, and what it computes; None if nothing.
@@ -67,6 +71,8 @@ class StepMeter:
         self._ended_s = now_s
         if step is not None:
             step = msgspec.structs.replace(step, lasted_s=lasted_s)
+            if step.new_tokens >= LEAST_PREFILL_TOKENS:
+                self.token_s = lasted_s / step.new_tokens
             if step.new_tokens or step.encoded_tokens:
                 told.append(step)
             else:

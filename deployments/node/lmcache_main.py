@@ -3,9 +3,11 @@
 The changes to LMCache and NIXL are files of `deployments.upstream`.
 """
 
+import asyncio
 import logging
 import resource
 import sys
+from typing import Any
 
 from deployments.upstream import named_pool, spinning_progress
 from deployments.upstream.patch import require
@@ -13,6 +15,7 @@ from deployments.upstream.patches import apply_patches
 
 # Value of `--shm-name` for a pool from `named_pool`.
 OWN_POOL = "own"
+HEALTH_PATH = "/conserve/healthcheck"
 _LOOK_UPS = "lmcache.v1.multiprocess.modules.lookup"
 
 
@@ -34,6 +37,27 @@ def say_nothing_of_short_prompts() -> None:
     logging.getLogger(_LOOK_UPS).addFilter(tells)
 
 
+def offer_health(app: Any) -> None:
+    """Add a health check of LMCache's own and of a copy from each GPU that this process uses.
+
+    After an error of CUDA's that stays, every copy fails, and LMCache calls itself healthy.
+    """
+    import torch
+    from fastapi import Request
+    from lmcache.v1.multiprocess.http_apis.info_api import healthcheck
+
+    def copies() -> None:
+        # To ask is free: a context on a GPU that is not used would take half a gigabyte.
+        for gpu in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(gpu):
+                torch.ones(1, device=f"cuda:{gpu}").cpu()
+
+    @app.get(HEALTH_PATH)  # type: ignore[untyped-decorator]  # LMCache ships no types.
+    async def health(request: Request) -> Any:
+        await asyncio.to_thread(copies)
+        return await healthcheck(request)
+
+
 def main() -> None:
     from lmcache.cli.main import main as lmcache
 
@@ -46,6 +70,9 @@ def main() -> None:
         sys.argv[sys.argv.index(OWN_POOL)] = named_pool.offer()
     apply_patches("lmcache")
     say_nothing_of_short_prompts()
+    from lmcache.v1.multiprocess.http_server import app
+
+    offer_health(app)
     lmcache()
 
 

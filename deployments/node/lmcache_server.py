@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import logging
 import os
+import platform
 import random
 import signal
 import socket
@@ -19,13 +20,14 @@ import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from conserve.engines import allocator_environment
 from conserve.settings import Settings
 from conserve.wire import TRANSFER_TIMEOUT_S
 from deployments.messages import NodeCache
 from deployments.node import lmcache_main
-from deployments.node.lmcache_main import OWN_POOL
+from deployments.node.lmcache_main import HEALTH_PATH, OWN_POOL
 from deployments.upstream.forgotten_worker import REAP_TIMEOUT_S
 from hetero.host_memory import EVICTED_SHARE, page_bytes
 
@@ -44,6 +46,8 @@ REAPED_S = REAP_TIMEOUT_S * 1.25
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _UNHEALTHY_AFTER = 5
+# The system call's number, by architecture; glibc has no function for it.
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _LONGEST_BACKOFF_S = 10.0
 # A server that does not answer a look-up in this time counts as a miss; engines recompute.
 _LOOKUP_TIMEOUT_S = 2.0
@@ -190,6 +194,7 @@ class LMCacheServer:
     _launched: asyncio.Event = field(default_factory=asyncio.Event)
     _healthy: asyncio.Event = field(default_factory=asyncio.Event)
     _problem: str = "it has not been started"
+    _started_s: float = 0.0
     # Since when another program has had one of its ports.
     _taken_since_s: float | None = None
 
@@ -247,7 +252,7 @@ class LMCacheServer:
                 continue
             self._taken_since_s = None
             self.restarts += 1
-            started_s = time.monotonic()
+            self._started_s = time.monotonic()
             self._cache = new_node_cache(self.address) if self.directory_url else None
             self._process = await asyncio.create_subprocess_exec(
                 *lmcache_command(
@@ -263,7 +268,7 @@ class LMCacheServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 # The access log has a line for every health check.
                 stdout=asyncio.subprocess.DEVNULL,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent_interleaved if self.gpu else _die_with_parent,
             )
             self._launched.set()
             logger.info("LMCache server started, pid %d", self._process.pid)
@@ -273,7 +278,7 @@ class LMCacheServer:
             self._healthy.clear()
             self._problem = f"it ended with {code}"
             logger.warning("LMCache server ended with %s; restarting", code)
-            if time.monotonic() - started_s > 60:
+            if time.monotonic() - self._started_s > 60:
                 backoff_s = 0.5
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
@@ -283,6 +288,17 @@ class LMCacheServer:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
+
+    def kill_hung(self, waited_s: float) -> None:
+        """Kill it if it is what an engine has waited for in vain, and not its successor."""
+        if self._process is None or time.monotonic() - self._started_s < waited_s:
+            return
+        logger.error(
+            "LMCache server has not answered a load of KV for %.0f s; killing it: engines compute "
+            "what they wait for", waited_s,
+        )  # fmt: skip
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         failures = 0
@@ -302,7 +318,7 @@ class LMCacheServer:
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.address.http_port)
-                writer.write(b"GET /healthcheck HTTP/1.0\r\nHost: localhost\r\n\r\n")
+                writer.write(f"GET {HEALTH_PATH} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
                 status = await reader.readline()
                 writer.close()
                 return b" 200" in status
@@ -329,6 +345,51 @@ def refused(host: str, port: int) -> int | None:
     return None
 
 
+def wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait for the server, which starts while the engine loads, or raise `RuntimeError`."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host or "", port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline_s:
+                raise RuntimeError(
+                    f"no LMCache server at {host}:{port} after {timeout_s:g} s ({error}); see the "
+                    "node actor's log"
+                ) from None
+        time.sleep(0.1)
+
+
 def _die_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _die_with_parent_interleaved() -> None:
+    """Also have the server's memory lie on all sockets in turn, since GPUs of each copy from it."""
+    _die_with_parent()
+    interleave(sockets())
+
+
+def sockets(file: Path = Path("/sys/devices/system/node/has_cpu")) -> list[int]:
+    """Return the NUMA nodes with CPUs; a GPU's memory may be a node, too, and is left out."""
+    try:
+        said = file.read_text()
+    except OSError:
+        return []
+    parts = (part.partition("-") for part in said.strip().split(",") if part)
+    return [node for low, _, high in parts for node in range(int(low), int(high or low) + 1)]
+
+
+def interleave(nodes: list[int]) -> None:
+    """Have this process's memory lie on these NUMA nodes in turn; as before if Linux refuses."""
+    call = _SET_MEMPOLICY.get(platform.machine())
+    if call is None or not nodes:
+        return
+    mpol_interleave = 3
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    for node in nodes:
+        mask[node // bits] |= 1 << node % bits
+    ctypes.CDLL(None).syscall(call, mpol_interleave, mask, len(mask) * bits)

@@ -78,10 +78,15 @@ class NodeService:
             self._arena = make_arena(round(self._settings.media.encoded_gb * 1e9))
         return self._arena
 
-    async def beat(self, use: EngineUse | None = None) -> EngineEnergy | None:
-        """Note that an engine lives, and return the energy of the GPUs it uses, if known."""
+    async def beat(self, use: EngineUse | None = None, hangs_s: float = 0.0) -> EngineEnergy | None:
+        """Note that an engine lives, and return the energy of the GPUs it uses, if known.
+
+        ``hangs_s`` is how long LMCache's server has not answered it; 0: it does.
+        """
         self._last_beat_s = time.monotonic()
-        await self._ensure_started()
+        server = await self._ensure_started()
+        if hangs_s:
+            server.kill_hung(hangs_s)
         if use is None:
             return None
         keeper = self._keeper()
@@ -231,6 +236,8 @@ class NodeClient(ActorClient):
         self.use: EngineUse | None = None
         # Energy of its GPUs, from the last beat.
         self.energy: EngineEnergy | None = None
+        # Of LMCache's server, since the last beat that told it.
+        self._hangs_s = 0.0
         # An engine's workers look for the actor by its name.
         self._connect()
 
@@ -251,6 +258,10 @@ class NodeClient(ActorClient):
         """The actor's name in Ray's namespace ``serve``."""
         return self._names.of(self._node_id)
 
+    def lmcache_hangs(self, waited_s: float) -> None:
+        """Tell the node, with the next beat, that its LMCache server has not answered so long."""
+        self._hangs_s = max(self._hangs_s, waited_s)
+
     async def leave(self, engine_id: str) -> None:
         """Tell the node that the engine has ended, which frees its SMs."""
         self.use = None
@@ -264,7 +275,8 @@ class NodeClient(ActorClient):
         while True:
             time.sleep(BEAT_S)
             try:
-                beat = call(self._connect(), NodeService.beat, self.use)
+                hangs_s, self._hangs_s = self._hangs_s, 0.0
+                beat = call(self._connect(), NodeService.beat, self.use, hangs_s)
                 self.energy = ray.get(beat, timeout=_BEAT_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:
                 logger.warning("the node actor does not answer")

@@ -82,6 +82,11 @@ ENGINES: tuple[Row[Registry], ...] = (
         _ENGINE, _loads(lambda load: load.prefill_tokens_per_s or None),
     ),
     Row(
+        COUNTER, "conserve_engine_overdue_loads",
+        "Loads of KV that took too long, and for which a node's LMCache server was killed.",
+        _ENGINE, _loads(lambda load: load.overdue_loads),
+    ),
+    Row(
         COUNTER, "conserve_engine_text_tokens",
         "Tokens of prompts' text, by whether an engine had tokenized it before (kept) or not.",
         (*_ENGINE, "source"), _text_tokens,

@@ -21,6 +21,7 @@ import zmq
 
 from conserve import wire
 from deployments.engine.copies import Copies
+from deployments.node.lmcache_main import HEALTH_PATH
 from deployments.node.lmcache_server import (
     Address,
     free_port,
@@ -79,7 +80,7 @@ class Server:
 
     def up(self) -> bool:
         try:
-            self._get("healthcheck")
+            self._get(HEALTH_PATH[1:])
         except OSError:
             return False
         return True
@@ -264,7 +265,7 @@ def decoder(server: Server) -> Iterator[tuple[Any, Callable[[float], None]]]:
         ParallelStrategy,
     )
 
-    from deployments.engine.lmcache_client import LateKV
+    from conserve.late_kv import LateKV
     from deployments.engine.lmcache_connector import ResilientMPConnector
 
     connector = object.__new__(ResilientMPConnector)

@@ -7,8 +7,8 @@ import time
 import pytest
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
-from deployments.engine.lmcache_client import wait_for_server
 from deployments.engine.lmcache_connector import ResilientMPConnector
+from deployments.node.lmcache_server import wait_for_server
 
 
 def test_an_engine_waits_for_a_server_that_starts_beside_it() -> None:

@@ -19,8 +19,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from conserve import wire
+from conserve.late_kv import LateKV
 from deployments.engine import lmcache_connector
-from deployments.engine.lmcache_client import LateKV
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import FORGOTTEN_S, StepNotes, Stores
 from deployments.engine.vision.failures import WorkersFailures

@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from conserve.placement import EngineLoad, Step
-from conserve.wire import STEPS
+from conserve.wire import OVERDUE, STEPS
 from deployments.engine.load import ALL_TOKENS, WINDOW_S, Lately, LoadMeter, measure
 
 
@@ -128,7 +128,8 @@ class Client:
 
 def test_vllm_tells_of_what_the_connector_has_metered() -> None:
     client = Client()
-    meter = measure(client, list)
+    silent_s: list[float] = []
+    meter = measure(client, list, silent_s.append)
     client.record(None, IterationStats())
     client.record(SchedulerStats(), None)
     client.record(SchedulerStats(kv_connector_stats={"other": [1.0]}), None)
@@ -137,10 +138,14 @@ def test_vllm_tells_of_what_the_connector_has_metered() -> None:
     client.output_processor.request_states["r-1"] = Request("r", 70)
     load = meter.load(time.monotonic())
     assert (load.prefill_tokens, load.steps) == (70, (step,))
+    for waited_s in ([40.0, 150.0], [31.0]):
+        client.record(SchedulerStats(kv_connector_stats={OVERDUE: waited_s}), None)
+    assert silent_s == [150.0, 31.0]
+    assert meter.load(time.monotonic()).overdue_loads == 3
 
 
 def test_without_statistics_times_are_not_known() -> None:
     client = Client()
     client.logger_manager = None
     client.output_processor.request_states["r-1"] = Request("r", 70, is_prefilling=False)
-    assert measure(client, list).load(1.0) == EngineLoad(decodes=1)
+    assert measure(client, list, print).load(1.0) == EngineLoad(decodes=1)

@@ -18,6 +18,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from conserve.late_kv import HANGS_S, LOST_S
+from conserve.wire import OVERDUE
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import StoresReport, groups_that_give_up
 from tests.unit.deployments.engine.scheduler.stand_in import words
@@ -125,6 +127,43 @@ def _with_failing_loads(
     for _ in range(20):
         engine.step()
     return engine, asked
+
+
+def test_a_load_that_is_never_answered_is_told_of_and_computed_once_it_fails() -> None:
+    """After the time in which it is computed, and a grace; its blocks are not free before."""
+    engine = Storing(takes_steps=10**6, found_tokens={"a": 320, "b": 320}, fail={"a", "b"})
+    now_s = [1000.0]
+    engine.front._loads.clock = lambda: now_s[0]
+    engine.front._meter.token_s = 0.1
+
+    def told(after_s: float) -> Any:
+        now_s[0] += after_s
+        stats = engine.front.get_kv_connector_stats()
+        return stats.data.get(OVERDUE) if stats else None
+
+    for name in ("a", "b"):
+        engine.store(name, words(random.Random(name), 400), max_tokens=1)
+        engine.step()
+    assert set(engine.loads) == {"a", "b"}
+    engine.takes_steps = 1
+    assert told(HANGS_S + 31) is None
+    # The server answers others.
+    engine.loads["b"] = engine.loads["b"][0], 0
+    engine.step()
+    for _ in range(4):
+        assert told(20) is None
+        engine.front._loads.begin("other", 0.0)
+        engine.front._loads.end({"other"})
+    assert told(12) == [LOST_S + 33]
+    assert told(1) is None
+    assert told(HANGS_S) == [HANGS_S + 1]
+    # It is killed.
+    engine.loads["a"] = engine.loads["a"][0], 0
+    engine.drain(5000)
+    for _ in range(20):
+        engine.step()
+    assert not engine.front._loads._open
+    engine.require_no_leak()
 
 
 class Forgetful(set[str]):

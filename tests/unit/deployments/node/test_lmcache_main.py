@@ -6,9 +6,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from lmcache.v1.multiprocess.modules.lookup import LookupModule
 
-from deployments.node.lmcache_main import say_nothing_of_short_prompts
+from deployments.node.lmcache_main import (
+    HEALTH_PATH,
+    offer_health,
+    say_nothing_of_short_prompts,
+)
 from tests.checkout import ROOT
 
 
@@ -54,3 +61,21 @@ def test_a_server_locks_as_much_as_it_may() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.stdout.strip(), done.returncode) == ("65536", 0), done.stderr
+
+
+def test_a_server_whose_copies_fail_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is real, and fails here for want of CUDA; LMCache's own check goes on after it."""
+    app = FastAPI()
+    offer_health(app)
+    client = TestClient(app, raise_server_exceptions=False)
+    assert client.get(HEALTH_PATH).status_code == 503
+    app.state.engine = object()
+    assert client.get(HEALTH_PATH).status_code == 200
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    in_use: set[int] = set()
+    monkeypatch.setattr(
+        torch._C, "_cuda_hasPrimaryContext", lambda gpu: gpu in in_use, raising=False
+    )
+    assert client.get(HEALTH_PATH).status_code == 200
+    in_use.add(1)
+    assert client.get(HEALTH_PATH).status_code == 500

@@ -2,8 +2,13 @@
 
 import argparse
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
+import time
 from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,9 +26,11 @@ from deployments.node.lmcache_server import (
     lmcache_command,
     new_node_cache,
     require_nixl,
+    sockets,
 )
 from deployments.node.node import CACHE_SILENCE_S, CacheDirectory, SeenCaches
 from hetero.host_memory import KEPT_SHARE
+from tests.checkout import ROOT
 
 SEPARATE = "--separate-object-groups"
 GPU_THREADS = "--max-gpu-workers"
@@ -172,6 +179,40 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
                 await asyncio.wait_for(wait(), 30)
     assert server.pid is None
     running.cancel()
+
+
+async def test_a_server_that_hangs_is_killed_and_not_its_successor() -> None:
+    server = LMCacheServer(2.0, 128, Address("127.0.0.1", 7610, 7611))
+    server.kill_hung(60.0)
+    process = server._process = await asyncio.create_subprocess_exec("sleep", "600")
+    server._started_s = time.monotonic() - 50
+    # What was waited for was asked of the one before.
+    server.kill_hung(60.0)
+    await asyncio.sleep(0)
+    assert process.returncode is None
+    server.kill_hung(40.0)
+    assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("said", "nodes"), [("0\n", [0]), ("0-1\n", [0, 1]), ("0,2-3", [0, 2, 3]), ("", []), (None, [])]
+)
+def test_sockets_are_those_nodes_that_have_cpus(
+    said: str | None, nodes: list[int], tmp_path: Path
+) -> None:
+    if said is not None:
+        (tmp_path / "has_cpu").write_text(said)
+    assert sockets(tmp_path / "has_cpu") == nodes
+
+
+def test_memory_lies_on_all_sockets_in_turn() -> None:
+    """By Linux's own account of a process that has asked for it, and then for memory."""
+    code = (
+        "from deployments.node.lmcache_server import interleave, sockets; interleave(sockets())\n"
+        "kept = bytearray(100_000_000); print(open('/proc/self/numa_maps').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert " interleave:0" in done.stdout, done.stderr
 
 
 def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

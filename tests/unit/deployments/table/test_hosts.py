@@ -176,7 +176,7 @@ async def test_one_that_has_left_for_too_long_gives_up_what_is_idle() -> None:
 async def test_loads_are_shown_while_their_engines_live() -> None:
     service = await a_service("d")
     assert (await shown(service, "d"))["load"] is None
-    await service.beat("d", None, EngineLoad(700, 3, 0.02, 5000.0, 900, 80))
+    await service.beat("d", None, EngineLoad(700, 3, 0.02, 5000.0, 900, 80, overdue_loads=2))
     await service.beat("p", None, EngineLoad())
     assert (await shown(service, "d"))["load"] == {
         "prefill_tokens": 700, "decodes": 3, "step_s": 0.02, "prefill_tokens_per_s": 5000.0,
@@ -192,6 +192,7 @@ async def test_loads_are_shown_while_their_engines_live() -> None:
     assert await says(service, 'conserve_engine_decodes{engine="p",role="prefiller"} 0.0')
     assert await says(service, f'conserve_engine_text_tokens_total{{{of},source="kept"}} 900.0')
     assert await says(service, f'conserve_engine_text_tokens_total{{{of},source="new"}} 80.0')
+    assert await says(service, f"conserve_engine_overdue_loads_total{{{of}}} 2.0")
     for name in ("step_seconds", "text_tokens_total"):
         assert f'conserve_engine_{name}{{engine="p"'.encode() not in await service.metrics()
     await service.engine_lost("d", "it died")
