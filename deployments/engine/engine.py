@@ -153,7 +153,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await self._load_engine(llm_config)
         client = self.engine._engine_client
         failed = FailedImages(lambda request_ids: in_background(client.abort(request_ids)))
-        self._meter = measure(client, failed.have_failed)
+        self._meter = measure(client, failed.have_failed, self._node.lmcache_hangs)
         hold_until_stored(client)
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
@@ -166,6 +166,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if schedules:
             self._scheduler = SchedulerClient(client)
         gpus = await self._gpus(llm_config)
+        if gpus and settings.of_role(role).num_gpus < 1:
+            await self._workers.keep_to_their_part()
         leases = () if self._sm_slots is None else await self._workers.sm_leases()
         if gpus or leases:
             self._node.use = EngineUse(self._id, gpus, tier.cap, leases)

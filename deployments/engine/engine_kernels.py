@@ -1,8 +1,9 @@
 """Gives an engine on a GPU an environment that its node can serve in.
 
-FlashInfer's sampler and DeepGEMM compile kernels with CUDA's compiler ``nvcc``, and vLLM chooses
-both because their packages are installed. Without a CUDA toolkit the sampler ends each engine at
-its warm-up, and DeepGEMM ends those with FP8 weights. So they are switched off.
+FlashInfer's sampler and attention, and DeepGEMM, compile kernels with CUDA's compiler ``nvcc``, and
+vLLM chooses them because their packages are installed. Without a CUDA toolkit the sampler ends each
+engine at its warm-up, attention ends all on Blackwell and, before Hopper, those with KV in FP8, and
+DeepGEMM ends those with FP8 weights. So they are switched off.
 
 With ``expandable_segments:True`` for PyTorch's allocator, which many images set, LMCache's server
 could not map the engine's KV by CUDA IPC. vLLM refuses one of the variables that set it.
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from conserve.engines import allocator_environment
 from conserve.versions import distribution_of, version_of
@@ -62,26 +64,43 @@ def register() -> None:
         )  # fmt: skip
     chosen = kernel_environment(observe_tools(os.environ), os.environ)
     os.environ.update(chosen)
+    if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "0" and find_nvcc(os.environ) is None:
+        for module in attention_backends():
+            # vLLM takes the next backend where one cannot be imported.
+            cast(dict[str, Any], sys.modules).setdefault(module, None)
     switches = ", ".join(f"{name}={value}" for name, value in chosen.items() if name != "PATH")
     if switches:
         logger.info("not using kernels that this node would have to compile: %s", switches)
 
 
+def attention_backends() -> set[str]:
+    """Return the modules of vLLM's attention backends whose kernels are FlashInfer's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    found = {
+        str(backend.value).rpartition(".")[0]
+        for backend in AttentionBackendEnum
+        if "FLASHINFER" in backend.name
+    }
+    # Models have modules of their own kernels, which they import themselves.
+    return {module for module in found if module.startswith("vllm.v1.attention.")}
+
+
 def observe_tools(environment: Mapping[str, str]) -> KernelTools:
     return KernelTools(
-        nvcc=_has_nvcc(environment),
+        nvcc=find_nvcc(environment) is not None,
         prebuilt_flashinfer=importlib.util.find_spec(_PREBUILT_FLASHINFER) is not None,
         programs=str(Path(sys.executable).parent),
     )
 
 
-def _has_nvcc(environment: Mapping[str, str]) -> bool:
+def find_nvcc(environment: Mapping[str, str]) -> Path | None:
     """Search for CUDA as PyTorch does; a ``CUDA_HOME`` without a compiler hides one on the path."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    if not home and shutil.which("nvcc", path=environment.get("PATH", os.defpath)):
-        return True
+    if not home and (found := shutil.which("nvcc", path=environment.get("PATH", os.defpath))):
+        return Path(found)
     nvcc = Path(home or _USUAL_CUDA_HOME) / "bin" / "nvcc"
-    return os.access(nvcc, os.X_OK)
+    return nvcc if os.access(nvcc, os.X_OK) else None
 
 
 def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> dict[str, str]:

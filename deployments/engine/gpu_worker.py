@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from deployments.engine.sm_slots.lease import lease_of
+from hetero.gpu_layout import CONTEXT_BYTES
 from hetero.nvml import Gpu, Nvml, NvmlError
 from hetero.sm_slots import SmLease
 
@@ -28,6 +29,10 @@ class WorkerClient:
         # By its name: `SlotWorker` cannot be imported without loading vLLM's worker.
         return tuple(lease_of(said) for said in await self._call("conserve_sm_lease"))
 
+    async def keep_to_their_part(self) -> None:
+        """Have workers of an engine that shares its GPU take no more of it than their part."""
+        await self._call(GpuWorker.conserve_keep_to_part.__name__)
+
     async def shutdown(self) -> None:
         """Have workers give back their memory, by a method of vLLM's own."""
         await self._call("shutdown")
@@ -35,6 +40,19 @@ class WorkerClient:
 
 class GpuWorker:
     device: Any
+    vllm_config: Any
+
+    def conserve_keep_to_part(self) -> None:
+        """Have PyTorch free what it has cached, where it would take more than the engine's part.
+
+        It caches per stream, and otherwise takes a neighbour's part, which then has no memory.
+        """
+        import torch
+
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        part = float(self.vllm_config.cache_config.gpu_memory_utilization)
+        part -= CONTEXT_BYTES / total_bytes
+        torch.cuda.set_per_process_memory_fraction(max(0.0, part), self.device)
 
     def conserve_gpu_uuid(self) -> str:
         """Return this worker's GPU, by its name in NVML.

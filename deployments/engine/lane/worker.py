@@ -31,6 +31,7 @@ from vllm.v1.worker.utils import sanity_check_mm_encoder_outputs
 from deployments.engine.lane.images import Encode, Found
 from deployments.engine.lane.scheduler_lane import Job
 from deployments.engine.lane.thread import Turns
+from deployments.engine.scratch import shared_scratch
 from deployments.engine.sm_slots.pairs import GraphSets, slot_pairs
 from deployments.engine.vision.connector import read_encoded
 
@@ -286,6 +287,11 @@ class LaneWorking:
         worker: Any = self
         took = super().compile_or_warm_up_model()  # type: ignore[misc]
         if self._turns is None:
+            if (why := shared_scratch(worker.model_runner.get_model())) is not None:
+                raise ValueError(
+                    f"engine_scheduler: {why}, and steps and the prefill lane would mix theirs; "
+                    "set engine_scheduler=conversation"
+                )
             self._graphs = self._capture_for_each_border()
             turns = self._turns = Turns(alternate=worker.device.type == "cpu")
             forward = LaneForward(worker.model_runner, worker.vllm_config)

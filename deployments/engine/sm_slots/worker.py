@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from deployments.engine.gpu_worker import GpuWorker
 from deployments.engine.lane.worker import LaneWorking
+from deployments.engine.scratch import locking_kernel
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.lease import lease_slots, said_of, told
 from deployments.upstream import captured_elsewhere
@@ -50,6 +51,11 @@ class SlotWorker(Worker):  # type: ignore[misc]  # vLLM's classes are taken as u
         except (SmsUnavailable, NoFreeSms, UnknownGpu) as error:
             raise RuntimeError(f"sm_slots: {error}") from None
         super().load_model(**kwargs)
+        if (kernel := locking_kernel(self.model_runner.get_model())) is not None:
+            raise RuntimeError(
+                f"sm_slots: {kernel} starts as many blocks as the GPU has SMs, which wait for each "
+                "other, and some would never run; leave sm_slots out"
+            )
 
     def conserve_sm_lease(self) -> list[Any]:
         assert self._lease is not None

@@ -19,6 +19,8 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils import deep_gemm
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
@@ -27,6 +29,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from deployments.engine import engine_kernels
 from deployments.engine.engine_kernels import (
     KernelTools,
+    attention_backends,
     kernel_environment,
     observe_tools,
     require_cuda_ops,
@@ -114,6 +117,9 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(engine_kernels, "_USUAL_CUDA_HOME", str(tmp_path))
+    for module in attention_backends():
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        del sys.modules[module]
     envs.disable_envs_cache()
     return monkeypatch
 
@@ -140,6 +146,41 @@ def test_an_engine_on_a_gpu_has_them_off(
     assert not any(getattr(envs, name) for name in SWITCHES)
     assert os.environ["PATH"] == f"{tmp_path}:{Path(sys.executable).parent}"
     assert "VLLM_USE_DEEP_GEMM=0" in caplog.text
+
+
+def test_without_a_compiler_vllm_takes_attention_that_needs_none(
+    bare: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On Blackwell FlashInfer comes first, and is chosen though nothing could compile it."""
+    bare.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    _on_cuda(bare)
+    asked = AttentionSelectorConfig(128, torch.bfloat16, None, 16)
+    blackwell = DeviceCapability(10, 0)
+
+    def chosen() -> list[str]:
+        valid, _ = CudaPlatformBase.get_valid_backends(blackwell, asked, 32)
+        return [one.backend.name for one in valid]
+
+    usable = SimpleNamespace(validate_configuration=lambda **_: [])
+    found = AttentionBackendEnum.FLASHINFER.get_path()
+    backend: Any = ModuleType(found.rpartition(".")[0])
+    setattr(backend, found.rpartition(".")[2], usable)
+    bare.setitem(sys.modules, backend.__name__, backend)
+    assert chosen()[0] == "FLASHINFER"
+    del sys.modules[backend.__name__]
+    engine_kernels.register()
+    assert "FLASHINFER" not in chosen()
+    # Who compiles, or says that it can be done, keeps it.
+    for name, value in (("CUDA_HOME", str(_with_nvcc(tmp_path / "cuda"))),
+                        ("VLLM_USE_FLASHINFER_SAMPLER", "1")):  # fmt: skip
+        bare.setenv(name, value)
+        del sys.modules[backend.__name__]
+        engine_kernels.register()
+        assert backend.__name__ not in sys.modules
+        bare.delenv(name)
+        sys.modules[backend.__name__] = backend
 
 
 def test_an_engine_on_a_cpu_is_left_as_it_is(bare: pytest.MonkeyPatch) -> None:

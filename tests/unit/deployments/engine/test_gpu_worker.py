@@ -1,6 +1,7 @@
 """Which GPU a worker runs on, under NVML's name."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,22 @@ def test_a_worker_names_its_own_gpu(said: str, monkeypatch: pytest.MonkeyPatch) 
     worker = GpuWorker()
     worker.device = torch.device("cuda", 3)
     assert worker.conserve_gpu_uuid() == f"GPU-{BARE}"
+
+
+def test_an_engine_that_shares_a_gpu_keeps_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what is not PyTorch's: its context."""
+    card = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    limits: dict[Any, float] = {}
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, gpu: limits.update({gpu: part})
+    )
+    worker = GpuWorker()
+    worker.device = torch.device("cuda", 1)
+    cache = SimpleNamespace(gpu_memory_utilization=0.25)
+    worker.vllm_config = SimpleNamespace(cache_config=cache)
+    worker.conserve_keep_to_part()
+    assert limits == {worker.device: pytest.approx(19 / 80)}
 
 
 PART = "5e0c3a52-7f5c-5f3e-8a5b-0f5d0b1c9a77"

@@ -14,6 +14,7 @@ import torch
 from ray.serve.llm import LLMConfig
 from vllm.config import KVTransferConfig
 from vllm.distributed import parallel_state
+from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
 from vllm.utils import torch_utils
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -223,6 +224,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 class Runner:
     """The second of vLLM's model runners, as far as it remembers its stream."""
 
+    model = torch.nn.Linear(1, 1)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
     @functools.cached_property
     def main_stream(self) -> Any:
         return torch.cuda.current_stream(torch.device("cuda:0"))
@@ -266,6 +272,16 @@ def test_the_model_is_loaded_on_the_leased_sms(
     # Graphs are captured there, and decoding and prefill share nothing but these.
     assert parallel_state.GraphCaptureContext("any").stream is stream
     assert slot_pairs().sizes_sms[-1] == 92
+
+
+def test_kernels_whose_blocks_wait_for_each_other_are_refused(
+    actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None
+) -> None:
+    worker = a_worker()
+    worker.model_runner.model = torch.nn.Linear(1, 1)
+    worker.model_runner.model.kernel = object.__new__(MarlinLinearKernel)
+    with pytest.raises(RuntimeError, match=r"^sm_slots: MarlinLinearKernel .*; leave sm_slots out"):
+        worker.load_model()
 
 
 def test_the_runner_goes_where_the_border_has_moved_its_steps(

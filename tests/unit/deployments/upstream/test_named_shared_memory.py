@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _SIZE = 100_000
 _PATCH = """
 from deployments.upstream.named_shared_memory import PATCH
@@ -18,8 +20,11 @@ with buffer.get_data(1) as data:
 """
 _WRITER = f"""
 import os, subprocess, sys
+from types import SimpleNamespace
 from conserve.shared_memory import mapped
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+shm_broadcast.shutil.disk_usage = lambda _: SimpleNamespace(free=int(sys.argv[2]))
 buffer = ShmRingBuffer(1, {_SIZE}, 2)
 with buffer.get_data(1) as data:
     data[:5] = b"token"
@@ -29,9 +34,9 @@ with buffer.get_data(1) as data:
 """
 
 
-def written_and_named(patch: str) -> list[str]:
+def written_and_named(patch: str, free_bytes: int = 10 * _SIZE) -> list[str]:
     """Return what one process wrote and another read, and how many names this has in /dev/shm."""
-    command = [sys.executable, "-c", patch + _WRITER, patch + _READER]
+    command = [sys.executable, "-c", patch + _WRITER, patch + _READER, str(free_bytes)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout, done.stderr
     return done.stdout.split()
@@ -39,7 +44,9 @@ def written_and_named(patch: str) -> list[str]:
 
 def test_what_vllm_shares_has_a_name() -> None:
     assert written_and_named("") == ["nekot", "1"]
+    with pytest.raises(AssertionError, match="Insufficient space in /dev/shm"):
+        written_and_named("", free_bytes=_SIZE)
 
 
 def test_what_patched_vllm_shares_is_in_no_folder() -> None:
-    assert written_and_named(_PATCH) == ["nekot", "0"]
+    assert written_and_named(_PATCH, free_bytes=_SIZE) == ["nekot", "0"]
