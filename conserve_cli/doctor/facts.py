@@ -13,6 +13,8 @@ class TorchFacts:
     problem: str = ""  # Why it cannot be imported; empty if it can.
     cuda: tuple[int, int] | None = None  # The CUDA version that it is built for.
     cuda_ops: str = ""  # Why LMCache's CUDA operations cannot be imported; empty if they can.
+    nvcc: tuple[int, int] | None = None  # The version of CUDA's compiler; (0, 0): not known.
+    ipc: str = ""  # Why no other process reads a GPU's memory; empty if one did.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,13 @@ class MachineFacts:
     shm_total_bytes: int
     disk: dict[str, tuple[str, int]]  # Folder and free space, by purpose.
     transparent_huge_pages: str  # `always`, `madvise` or `never`; empty if Linux has none.
-    reserved_huge_pages_bytes: int  # Not used.
     open_files: int
     memory_limited: bool = False  # Whether the total is a container's limit.
     cpus: float | None = None
     dtype: tuple[str, str] = ("bfloat16", "")  # What the CPU has kernels for, and why.
     lockable_bytes: int | None = None  # None: unlimited.
     rdma: bool = False  # Whether a network card reads memory by itself.
+    sockets: int = 1
     expandable: tuple[str, ...] = ()  # Variables that switch PyTorch's expandable segments on.
     open_token: str = ""  # The file of Ray's token, if other users may read it.
 

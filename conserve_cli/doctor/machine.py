@@ -76,7 +76,8 @@ def check_machine(
         if facts.cpus is not None:
             yield _cpus(facts.cpus, crowd)
         threads = max(THREADS, crowd.workers)
-        yield ok("KV copies", f"{threads} threads copy for {crowd.workers} workers on GPUs")
+        where = f"; host memory is on {facts.sockets} sockets in turn" if facts.sockets > 1 else ""
+        yield ok("KV copies", f"{threads} threads copy for {crowd.workers} workers on GPUs{where}")
         yield from _allocator(facts)
     if several and has_engines and facts.rdma:
         yield _locked_memory(facts, settings)
@@ -196,13 +197,6 @@ def _huge_pages(facts: MachineFacts) -> Iterator[Finding]:
             "huge pages",
             "transparent huge pages are off, which slows CPU engines",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-        )
-    if facts.reserved_huge_pages_bytes:
-        size = gibibytes(facts.reserved_huge_pages_bytes)
-        yield note(
-            "huge pages",
-            f"{size} set aside for huge pages, which ConServe never uses",
-            "sysctl vm.nr_hugepages=0, unless something else here uses them",
         )
 
 
@@ -348,7 +342,7 @@ def check_software(
         for name in PACKAGES
         if name in facts.packages and name != "conserve"
     )
-    return [ok("versions", f"Python {facts.python}, {shown}")]
+    return [ok("versions", f"Python {facts.python}, {shown}"), *_nvcc(facts.torch)]
 
 
 def _for_cuda(facts: SoftwareFacts) -> str:
@@ -414,6 +408,13 @@ def _torch(version: str, torch: TorchFacts, gpus: GpuFacts) -> Iterator[Finding]
             f"{gpus.driver} runs CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}",
             f"install {driver}",
         )
+    if torch.ipc and "out of memory" not in torch.ipc:
+        yield wrong(
+            "CUDA IPC",
+            f"no other process reads a GPU's memory here ({torch.ipc}), and LMCache's server has "
+            "to: no engine starts",
+            "use a driver that allows it: not WSL2, gVisor or some virtual GPUs",
+        )
     if torch.cuda_ops:
         yield wrong(
             "LMCache",
@@ -422,6 +423,18 @@ def _torch(version: str, torch: TorchFacts, gpus: GpuFacts) -> Iterator[Finding]
             "could be given half of it",
             _GPU_SET_UP,
         )
+
+
+def _nvcc(torch: TorchFacts | None) -> Iterator[Finding]:
+    if torch is None or torch.cuda is None:
+        return
+    said = ".".join(map(str, torch.nvcc or ()))
+    if torch.nvcc is not None and torch.nvcc < (12, 9):
+        seen = f"CUDA {said}, too old to compile FlashInfer's kernels"
+        yield warning("nvcc", seen, "install PyTorch's version of the toolkit, or hide this one")
+        return
+    slow = "none: attention on Blackwell, KV in FP8 before Hopper and weights in FP8 are slower"
+    yield ok("nvcc", f"CUDA {said}; first starts compile kernels for minutes" if said else slow)
 
 
 def _requirements(facts: SoftwareFacts) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -35,10 +36,11 @@ from conserve_cli.doctor.facts import (
     TorchFacts,
 )
 from conserve_cli.doctor.machine import ENGINES, PACKAGES
+from deployments.engine.engine_kernels import find_nvcc
 from deployments.environments.backends import folders
 from deployments.environments.sandbox import marked
 from deployments.environments.service import LOCK
-from deployments.node.lmcache_server import SERVER_MODULE, is_free
+from deployments.node.lmcache_server import SERVER_MODULE, is_free, sockets
 from hetero.container import cpu_dtype, host_memory, usable_cpus
 from hetero.nvml import Gpu, MigDevice, NoDriver, Nvml, NvmlError
 
@@ -50,7 +52,10 @@ def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
     """Observe this node, within seconds; ``router_here`` if the router listens on it."""
     software, gpus = observe_software(), observe_gpus()
     if gpus.devices and "torch" in software.packages:
-        software = dataclasses.replace(software, torch=observe_torch())
+        torch = observe_torch()
+        if torch.cuda and not torch.problem:
+            torch = dataclasses.replace(torch, ipc=observe_ipc(), nvcc=observe_nvcc())
+        software = dataclasses.replace(software, torch=torch)
     return NodeFacts(
         software=software,
         machine=observe_machine(),
@@ -103,13 +108,13 @@ def observe_machine() -> MachineFacts:
             for purpose, folder in folders.items()
         },
         transparent_huge_pages=_transparent_huge_pages(),
-        reserved_huge_pages_bytes=_free_huge_pages_bytes(),
         open_files=soft,
         memory_limited=memory.limited,
         cpus=usable_cpus(),
         dtype=cpu_dtype(),
         lockable_bytes=_lockable_bytes(),
         rdma=bool(glob.glob("/dev/infiniband/uverbs*")),
+        sockets=len(sockets()),
         expandable=tuple(allocator_environment(os.environ)),
         open_token=_open_token(),
     )
@@ -145,14 +150,6 @@ def _transparent_huge_pages() -> str:
     # "always [madvise] never"
     _, _, chosen = path.read_text().partition("[")
     return chosen.partition("]")[0]
-
-
-def _free_huge_pages_bytes() -> int:
-    numbers = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        numbers[name] = int(value.split()[0])
-    return numbers.get("HugePages_Free", 0) * numbers.get("Hugepagesize", 0) * 1024
 
 
 def observe_ports(settings: Settings, router_here: bool = True) -> list[PortFacts]:
@@ -296,6 +293,47 @@ def observe_torch() -> TorchFacts:
         return TorchFacts(problem=problem)
     major, _, minor = (said["cuda"] or "").partition(".")
     return TorchFacts("", (int(major), int(minor)) if major else None, problem)
+
+
+# One process makes a tensor and an event on the GPU, and another one reads them by CUDA IPC.
+_TRY_IPC = """
+import pickle, subprocess, sys
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+kept, event = torch.ones(1024, device="cuda"), torch.cuda.Event(interprocess=True)
+event.record()
+told = pickle.dumps((reduce_tensor(kept), event.ipc_handle()))
+subprocess.run([sys.executable, "-c", sys.argv[1]], input=told, check=True)
+"""
+_READ_IPC = """
+import pickle, sys
+import torch
+(make, how), event = pickle.load(sys.stdin.buffer)
+torch.cuda.Event.from_ipc_handle(torch.device("cuda"), event).synchronize()
+assert float(make(*how).sum()) == 1024, "another value"
+"""
+
+
+def observe_ipc() -> str:
+    """Try CUDA IPC of memory and of an event; return why it fails, or nothing."""
+    command = [sys.executable, "-c", _TRY_IPC, _READ_IPC]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _TORCH_TIMEOUT_S}
+    try:
+        subprocess.run(command, check=True, **options)
+    except subprocess.TimeoutExpired:
+        return f"it has not ended within {_TORCH_TIMEOUT_S:g} s"
+    except subprocess.CalledProcessError as error:
+        said = re.search(r"^[\w.]*Error.*", error.stderr, re.MULTILINE)
+        return said[0] if said else f"status {error.returncode}"
+    return ""
+
+
+def observe_nvcc() -> tuple[int, int] | None:
+    if (nvcc := find_nvcc(os.environ)) is None:
+        return None
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def has_capability(number: int) -> bool:

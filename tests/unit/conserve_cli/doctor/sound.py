@@ -28,7 +28,6 @@ MACHINE = MachineFacts(
     shm_total_bytes=8 * GIB,
     disk={"models": ("/models", 50 * GIB)},
     transparent_huge_pages="madvise",
-    reserved_huge_pages_bytes=0,
     open_files=65536,
 )
 CPU = SoftwareFacts(

@@ -44,7 +44,6 @@ from tests.unit.conserve_cli.doctor.sound import (
         ({"disk": {"models": ("/m", GIB), "Ray": ("/tmp", 9 * GIB)}}, [("wrong", "disk")]),
         ({"transparent_huge_pages": "never"}, [("note", "huge pages")]),
         ({"transparent_huge_pages": ""}, []),
-        ({"reserved_huge_pages_bytes": GIB}, [("note", "huge pages")]),
         ({"open_files": 1024}, [("warning", "files")]),
     ],
 )
