@@ -18,13 +18,14 @@ _ROLES = ("prefillers", "decoders", "encoders")
 LIKE: dict[str, dict[str, Any]] = {
     "conserve_paper": {"placement": "conversation", "pausing": False},
     "thunderagent": {"prefillers": 0},
-    "mars": {"prefillers": 0, "decoders": 1, "engine_scheduler": "conversation"},
+    "mars": {"prefillers": 0, "decoders": 1, "engine_scheduler": "order+retention"},
     "agentserve": {
         "prefillers": 0,
         "decoders": 1,
-        "engine_scheduler": "conversation_lane",
+        "engine_scheduler": "chunks+lane",
         "pausing": False,
     },
+    "nova": {"prefillers": 0, "decoders": 1, "engine_scheduler": "lane", "pausing": False},
 }
 
 

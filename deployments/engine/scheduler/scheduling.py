@@ -41,7 +41,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
 
     Settings are ``additional_config["conserve"]``: ``feedback``, ``chunks``, ``retention`` and
     ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`;
-    ``stages`` has the shares of `SchedulerLane`.
+    ``stages`` has the shares of `SchedulerLane`. ``mechanisms`` names those of chunks, order and
+    retention that are in use (unset: all); without order all calls are of one level.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +53,11 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         given = (self.vllm_config.additional_config or {}).get("conserve", {})
         self._block_tokens = int(self.block_size)
         capacity_tokens = self.cache_config.num_gpu_blocks * self._block_tokens
-        self.queue = FeedbackQueue(capacity_tokens, **given.get("feedback", {}))
+        mechanisms = given.get("mechanisms", ("chunks", "order", "retention"))
+        levels = {} if "order" in mechanisms else {"levels": 1}
+        self.queue = FeedbackQueue(capacity_tokens, **given.get("feedback", {}) | levels)
+        self._bounds_steps = "chunks" in mechanisms
+        keeps = {} if "retention" in mechanisms else {"hold_s": 0.0, "longest_s": 0.0}
         most = int(self.max_num_scheduled_tokens)
         least = min(most, self._block_tokens + _APPEND_TOKENS)
         bounds = {"least_tokens": least, "most_tokens": most}
@@ -60,7 +65,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self.histories = Histories(
             self.kv_cache_manager,
             int(self.hash_block_size),
-            Retention(**given.get("retention", {})),
+            Retention(**given.get("retention", {}) | keeps),
         )
         self.parts = Parts(self, self._block_tokens)
         self.counts = Counts(self.queue.levels)
@@ -141,7 +146,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
             self._limit = None
             return
         most = int(self.max_num_scheduled_tokens)
-        self._limit = self._left = self.chunks.allowed_tokens() if self.decoding else most
+        bounded = self.decoding and self._bounds_steps
+        self._limit = self._left = self.chunks.allowed_tokens() if bounded else most
         self._left_to_waiting = [0] * (self.queue.levels + 1)
         if not prefills:
             return

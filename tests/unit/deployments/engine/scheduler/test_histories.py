@@ -59,6 +59,13 @@ def test_vllm_by_itself_has_lost_it() -> None:
     assert engine.cached["again"] == 0
 
 
+def test_without_retention_nothing_is_kept() -> None:
+    for mechanisms, kept in ((("order", "retention"), 10), (("order",), 0)):
+        engine = StandIn("sync", 41, {"mechanisms": mechanisms})
+        engine.turn("mine", tokens(10))
+        assert load(engine).pinned_blocks == kept
+
+
 def test_what_is_kept_goes_when_its_time_is_over() -> None:
     engine = held(2.0)
     engine.turn("mine", tokens(10))

@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,8 @@ def test_light_conversations_wait_less_for_heavy_ones_which_wait_little_longer()
     feedback = {"quota_tokens": 512, "window_s": 600.0}
     theirs = mixed("vllm")
     ours = mixed("sync", {"feedback": {**feedback, "age_s": 0.4}})
+    unordered = mixed("sync", {"feedback": feedback, "mechanisms": ("chunks", "retention")})
+    assert ours[0] < 0.9 * unordered[0]
     assert ours[0] < 0.87 * theirs[0]
     assert ours[1] < 1.3 * theirs[1]
     # Without ageing the heavy ones pay.
@@ -85,10 +88,10 @@ def test_the_lowest_level_is_preempted_and_of_equals_the_largest(kind: str) -> N
     assert preempted(kind, served=None) == {"large"}
 
 
-def longest_gap_s(kind: str) -> float:
+def longest_gap_s(kind: str, **more: Any) -> float:
     engine = StandIn(
         kind, blocks=300, step_tokens=2_048, token_s=1e-4,
-        policies={} if kind == "vllm" else {"chunks": {"late_s": 0.05}},
+        policies={} if kind == "vllm" else {"chunks": {"late_s": 0.05}, **more},
     )  # fmt: skip
     for number in range(4):
         engine.add(f"decode{number}", range(number, number + 64), 120, f"decode{number}")
@@ -105,6 +108,8 @@ def test_a_long_prompt_beside_decodes_is_cut_so_that_none_is_late() -> None:
     assert longest_gap_s("vllm") > 0.15
     assert longest_gap_s("sync") < 0.05
     assert longest_gap_s("async") < 0.05
+    assert longest_gap_s("sync", mechanisms=("chunks",)) < 0.05
+    assert longest_gap_s("sync", mechanisms=("order", "retention")) > 0.15
 
 
 def test_a_prompt_alone_is_not_cut() -> None:
