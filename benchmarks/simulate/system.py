@@ -32,7 +32,6 @@ class System:
         stale_s: how often engines say what they do, where the placement asks for that; above 0.
         noise: the standard deviation of the logarithm by which what they say of a step is off; the
             same seed draws the same noise.
-        prior_error: the factor by which costs are wrong before the first step is reported.
         host_tokens: room for KV in host memory; 0: only what is being handed off is there.
         keeps_ended: whether engines keep ended conversations' KV until they need its room, as vLLM
             does.
@@ -60,7 +59,6 @@ class System:
     pausing: bool = False
     stale_s: float = 1.0
     noise: float = 0.1
-    prior_error: float = 1.0
     host_tokens: int = 0
     keeps_ended: bool = False
     rival: RivalName | None = None

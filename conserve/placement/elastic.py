@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from conserve.placement.handing_over import Price
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
 from conserve.placement.state import (
     NOTHING_SHARED,
@@ -102,9 +101,7 @@ class ElasticPlacement(PlacementPolicy):
             for one in decoders
             if one.id in pool
         }
-        return cheapest(
-            prompt_tokens, even, pool, shared, work, room=room, price=self.loads.price()
-        )
+        return cheapest(prompt_tokens, even, pool, shared, work, room=room)
 
     def turn_costs(
         self, prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
@@ -138,12 +135,11 @@ class ElasticPlacement(PlacementPolicy):
             self.loads.first_prompts(now_s),
             [self.loads.work(one.id, now_s) for one in decoders if one.id not in pool],
             [self.loads.work(id, now_s) for id in pool],
-            self.loads.price(),
         )
 
 
 def _shares(
-    first: FirstPrompts, decoders: Sequence[Work], prefillers: Sequence[Work], price: Price
+    first: FirstPrompts, decoders: Sequence[Work], prefillers: Sequence[Work]
 ) -> dict[bool, float]:
     """Return the share of a decoder's (False) and a prefiller's time that first prompts will take.
 
@@ -159,10 +155,8 @@ def _shares(
         conversations = sum(one.conversations for one in everyone)
         turns_per_s = sum(one.turns_per_s for one in everyone) / max(1, conversations)
         held_up_s = conversations / n * wait_s(first.seconds, turns_per_s)
-        way_s = price.of(first.tokens)
-        for one in decoders:
-            held_up_s += one.costs.prefill_share * decodes * first.seconds / n
-            way_s += one.costs.handoff_s(first.tokens) / n
+        held_up_s += sum(one.costs.prefill_share for one in decoders) * decodes * first.seconds / n
+        way_s = sum(one.costs.handoff_s(first.tokens) for one in decoders) / n
         if held_up_s > way_s:
             return {False: 0.0, True: first.engines / len(prefillers)}
     alike = first.engines / max(1, len(everyone))
@@ -244,7 +238,6 @@ def cheapest(
     work: dict[str, Work],
     *,
     room: Mapping[str, int],
-    price: Price,
 ) -> Placement | None:
     """Choose the cheapest pair of a home and the place where its prompt is prefilled.
 
@@ -273,7 +266,7 @@ def cheapest(
         here = round(costs.handoff_s(past - there) + prefill_s + later_s, _DIGITS), later_s
         if best is None or here < best[0]:
             best = here, Placement(home, None)
-        way_s = costs.handoff_s(tokens - there) + price.of(tokens - there)
+        way_s = costs.handoff_s(tokens - there)
         for one in (id for id in two_least if id != home):
             comes_s = elsewhere[one] + way_s
             moved = round(comes_s + held_up_s(work[home], comes_s) + later_s, _DIGITS), later_s

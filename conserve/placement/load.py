@@ -10,7 +10,6 @@ import msgspec
 
 from conserve.history import History, TurnStats
 from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
-from conserve.placement.handing_over import HandingOver, Price
 from conserve.placement.state import Placement, Shared
 
 # Turns and prefills are averaged over the first, first prompts of the whole pool over the second.
@@ -18,10 +17,6 @@ _LATE_S = 30.0
 _DEMAND_S = 60.0
 # Copies of what was handed over stay in a prefiller's cache for about this long.
 _LENT_S = 10.0
-# A prompt that waits for a greater share of its time says nothing of handing over.
-_WAITS = 0.1
-# At most this many prompts whose first token has not come are remembered, the newest.
-_MOST_PLACED = 1_024
 # Engines' reports, one a second, are averaged over as long.
 _SHARE = 1 / _LATE_S
 # Below this many turns, a wait is computed by the first term of its series.
@@ -45,6 +40,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
         kept_text_tokens, new_text_tokens: of prompts' text, what it had tokenized before and what
             not.
         steps: the iterations since its last report, alike ones together.
+        overdue_loads: loads of KV that took too long, and for which LMCache's server was killed.
     """
 
     prefill_tokens: int = 0
@@ -55,6 +51,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     new_text_tokens: int = 0
     encode_tokens: int = 0
     steps: tuple[Step, ...] = ()
+    overdue_loads: int = 0
 
 
 def wait_s(held_up_s: float, turns_per_s: float) -> float:
@@ -126,22 +123,12 @@ class FirstPrompts(NamedTuple):
     seconds: float = 0.0
 
 
-class _Placed(NamedTuple):
-    """A prompt without its first token; ``moves_tokens`` of it are, or would be, handed over."""
-
-    at_s: float
-    estimated_s: float
-    moves_tokens: int
-    handed_over: bool
-
-
 class Loads:
     """Knows all engines' work: what they report, and what was sent to them since.
 
     A prompt sent since an engine's last report counts until it is reported done, and the backlog
     shrinks with time at the engine's own pace. So old reports, or none, are no error. Costs are
-    learned from engines' iterations, for each kind together (`StepCosts`), and the price of handing
-    over from prompts that find no queue (`HandingOver`).
+    learned from engines' iterations, for each kind together (`StepCosts`).
     """
 
     def __init__(self, prior: EngineCosts | None = None) -> None:
@@ -151,8 +138,6 @@ class Loads:
         self._first_prompts = _Spent(_DEMAND_S)
         # Their number, and their tokens, each times its prompt's seconds.
         self._prompts, self._token_seconds = _Late(_DEMAND_S), _Late(_DEMAND_S)
-        self._placed: dict[str, _Placed] = {}
-        self._handing_over = HandingOver()
 
     def joined(self, engine_id: str, kind: str, handoffs: Sequence[tuple[int, float]] = ()) -> None:
         """Add an engine; those of one ``kind`` have the same hardware, model and arguments.
@@ -160,7 +145,7 @@ class Loads:
         Args:
             handoffs: tokens, and the seconds by which such a prompt took longer when handed over
                 than when computed, as tried at its start. The least of a kind counts: engines that
-                start together disturb each other, and a price that is too high is never corrected.
+                start together disturb each other.
         """
         known = self._engines.get(engine_id)
         if known is None or known.kind.name != kind:
@@ -190,7 +175,6 @@ class Loads:
             engine, past = self._of(where), shared.there(where)
             engine.lent.append((now_s, tokens))
         past = min(past, tokens - 1)
-        self._expect(history_id, tokens, past, placement, shared, now_s)
         seconds = engine.prefills(tokens - past, past, now_s)
         seconds += engine.costs.encode_s(min(shared.encode_tokens, tokens - past))
         engine.queue.add(history_id, tokens - past, seconds, now_s)
@@ -219,11 +203,8 @@ class Loads:
 
     def turn_ended(self, history: History, stats: TurnStats | None, now_s: float) -> None:
         """Note that a turn, and its prefill, is over; ``stats`` is None if unknown."""
-        placed = self._placed.pop(history.id, None)
         if history.decoder_id is None:
             return
-        if stats is not None and placed is not None:
-            self._first_token_came(placed, stats, now_s)
         if stats is not None and not history.promised:
             cached_tokens = stats.found_tokens
             new_tokens = max(0, stats.prompt_tokens - cached_tokens)
@@ -272,9 +253,6 @@ class Loads:
             engine.turns.ages_s(now_s),
         )
 
-    def price(self) -> Price:
-        return self._handing_over.price()
-
     def first_prompts(self, now_s: float) -> FirstPrompts:
         engines = self._first_prompts.share(now_s)
         if not engines:
@@ -286,39 +264,6 @@ class Loads:
     def _spent(self, tokens: int, seconds: float, now_s: float) -> None:
         self._first_prompts.add(seconds, now_s)
         self._token_seconds.add(tokens * seconds, now_s)
-
-    def _expect(
-        self,
-        history_id: str,
-        tokens: int,
-        past: int,
-        placement: Placement,
-        shared: Shared,
-        now_s: float,
-    ) -> None:
-        """Remember how long a prompt should take."""
-        where, there = placement.prefiller_id, shared.there(placement.decoder_id)
-        home = self.work(placement.decoder_id, now_s)
-        engine = home if where is None else self.work(where, now_s)
-        comes_tokens = past - there if where is None else tokens - there
-        seconds = home.costs.handoff_s(comes_tokens)
-        seconds += engine.prefill_wait_s(tokens - past, past, shared.encode_tokens)
-        self._placed.pop(history_id, None)
-        if engine.backlog_s > _WAITS * seconds:
-            # It would tell more about the queue's estimate.
-            return
-        self._placed[history_id] = _Placed(now_s, seconds, tokens - there, where is not None)
-        if len(self._placed) > _MOST_PLACED:
-            del self._placed[next(iter(self._placed))]
-
-    def _first_token_came(self, placed: _Placed, stats: TurnStats, now_s: float) -> None:
-        # If the handoff failed, the prompt was computed twice, which says nothing of the price.
-        arrived = stats.lmcache_tokens > 0 or not placed.handed_over
-        if stats.decode_s is not None and arrived:
-            seconds = now_s - stats.decode_s - placed.at_s
-            self._handing_over.took(
-                seconds, placed.estimated_s, placed.moves_tokens, handed_over=placed.handed_over
-            )
 
     def _of(self, engine_id: str) -> "_Engine":
         engine = self._engines.get(engine_id)
