@@ -24,7 +24,7 @@ from conserve.costs import TERMS, SpaceTimeCosts
 from conserve.direct import LARGE_TOKENS
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
-from conserve.pausing import Pausing
+from conserve.pausing import Pausing, patience_s
 from conserve.placement import Step, make_policy
 from conserve.recognition import Chain
 
@@ -52,15 +52,15 @@ class Cluster(Clients):
             system.placement,
             min_remote_prefill_tokens=system.min_remote_prefill_tokens,
             wrong_decision_rate=system.wrong_decision_rate,
-            costs=system.decoders[0].estimated.times(system.prior_error),
+            costs=system.decoders[0].estimated,
         )
-        patience_s = system.queue_timeout_s * 5 / 6
-        pausing = Pausing(patience_s=patience_s) if system.pausing else None
+        patient_s = patience_s(system.queue_timeout_s)
+        pausing = Pausing(patience_s=patient_s) if system.pausing else None
         self.table = ConversationTable(policy, _NEVER_S, pausing=pausing)
         if self.table.memory is not None:
             self.table.memory.set_host_tokens(system.host_tokens)
         timeout_s = system.queue_timeout_s
-        order = Levels(rise_s=timeout_s / 6) if system.pausing else FirstCome()
+        order = Levels(rise_s=patient_s / 5) if system.pausing else FirstCome()
         window = Window(follows_kv=False) if system.pausing else None
         self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
         self._looks = False

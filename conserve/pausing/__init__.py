@@ -3,6 +3,6 @@
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.gaps import Gaps
 from conserve.pausing.memory import Forgotten, Memory
-from conserve.pausing.policy import Idle, Pausing
+from conserve.pausing.policy import Idle, Pausing, patience_s
 from conserve.pausing.times import ToolTimes
 from conserve.pausing.tools import RunningTools, ToolReport, TooManyTools, tool_called

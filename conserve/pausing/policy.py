@@ -19,6 +19,11 @@ _ATTENTION_TOKENS = 32_768
 _RELOAD = 0.25
 
 
+def patience_s(timeout_s: float) -> float:
+    """Return `Pausing.patience_s`, five times `Levels.rise_s`, of turns that may wait so long."""
+    return min(50.0, timeout_s * 5 / 6)
+
+
 @dataclass(frozen=True, slots=True)
 class Idle:
     """An idle history on a decoder.

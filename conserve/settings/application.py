@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.loopback import is_loopback
-from conserve.pausing import Pausing
+from conserve.pausing import Pausing, patience_s
 from conserve.placement import POLICIES, EngineCosts, PlacementPolicy, PolicyName, make_policy
 from conserve.settings.engine_arguments import (
     ADAPTERS,
@@ -40,7 +40,10 @@ EMBEDDED_MODELS = {
     EMBEDDED_MODEL: "conserve-embedded",
     "embedded-vision": "conserve-embedded-vision",
 }
-# The others are there to compare, without more in it.
+# Beyond vLLM's scheduler: AgentServe's chunks and lane, MARS's order and retention.
+MECHANISMS = ("chunks", "order", "retention", "lane")
+_JOINED = rf"^(\+?({'|'.join(MECHANISMS)}))+$"
+_SCHEDULERS = {"vllm": (), "conversation": MECHANISMS[:3], "conversation_lane": MECHANISMS}
 
 
 class SettingsError(ValueError):
@@ -83,11 +86,12 @@ class Settings(Strict):
         le=8192,
         description="How many GPUs the engines have; where there are more engines, they share "
         "them, with parts of their memory by the model's size. Unset: all that Ray has; shared "
-        "only if there is one, and no role's number of engines is set.",
+        "only if there is one, and `placement` has prefillers that keep no conversations.",
     )
     prefillers: RoleSettings = Field(
         default_factory=RoleSettings,
-        description="How many engines prefill conversations' first turns.",
+        description="How many engines prefill conversations' first turns. Unset, on one GPU: none "
+        "under `elastic`, as one engine does all the work.",
     )
     decoders: RoleSettings = Field(
         default_factory=lambda: RoleSettings(replicas=2),
@@ -197,24 +201,26 @@ class Settings(Strict):
         "Two take a number: with `conversation:TOKENS` decoders prefill shorter first prompts, and "
         "`per_turn:SHARE` sends that share of later turns to a prefiller, by mistake.",
     )
-    like: Literal["conserve_paper", "thunderagent", "mars", "agentserve"] | None = Field(
+    like: Literal["conserve_paper", "thunderagent", "mars", "agentserve", "nova"] | None = Field(
         default=None,
         description="A paper's system, as near as ConServe has it: sets what docs/papers.md lists, "
         "where it is not given. Unset: ConServe's own defaults.",
     )
-    engine_scheduler: Literal["conversation", "conversation_lane", "vllm"] = Field(
+    engine_scheduler: str = Field(
         default="vllm",
+        json_schema_extra={"anyOf": [{"enum": list(_SCHEDULERS)}, {"pattern": _JOINED}]},
         description="Who decides within a decoder what its next step runs. `conversation`: who "
         "asks for little, and had little, goes first; prefills are cut so that no answer's tokens "
         "come late; and a history's KV is kept between turns. `conversation_lane`: the same, and "
         "long prompts and appends are computed beside steps while others decode, and not in them, "
         "and so are images encoded; on CPUs both take turns, and only images gain. `vllm`: as vLLM "
-        "does it, first come first served.",
+        "does it, first come first served. Or some of `chunks`, `order`, `retention` and `lane`, "
+        "joined by `+`: `order+retention`, for instance.",
     )
     tpot_bound_s: float | None = Field(
         default=None,
         gt=0,
-        description="With `engine_scheduler` `conversation` or `conversation_lane`, the time per "
+        description="With `engine_scheduler` `conversation`, or others with `chunks`, the time per "
         "output token above which a step's prefills are cut. Unset: twice the time of a step "
         "without prefills, and at least twice a lone decode, which is measured at the start.",
     )
@@ -227,7 +233,7 @@ class Settings(Strict):
         "histories.",
     )
     queue_timeout_s: float = Field(
-        default=60.0,
+        default=300.0,
         gt=0,
         description="How long a conversation may wait for room; after that it is refused with 429.",
     )
@@ -389,6 +395,13 @@ class Settings(Strict):
             )
         return self
 
+    @field_validator("engine_scheduler", mode="after")
+    @classmethod
+    def _mechanisms_are_known(cls, value: str) -> str:
+        if value not in _SCHEDULERS and not set(value.split("+")) <= set(MECHANISMS):
+            raise ValueError("give vllm, conversation, conversation_lane, or chunks+order+...")
+        return value
+
     @field_validator("placement", mode="after")
     @classmethod
     def _policy_and_its_number(cls, value: str) -> str:
@@ -429,12 +442,9 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _scheduler_has_its_arguments(self) -> Self:
-        if not self.schedules_conversations:
-            if self.tpot_bound_s is not None:
-                raise ValueError(
-                    "tpot_bound_s: engine_scheduler=vllm has no bound; set conversation or "
-                    "conversation_lane"
-                )
+        if self.tpot_bound_s is not None and "chunks" not in self.mechanisms:
+            raise ValueError("tpot_bound_s: set engine_scheduler=conversation, or one with chunks")
+        if not self.mechanisms:
             return self
         for name, given in (
             ("engine", self.engine),
@@ -463,7 +473,7 @@ class Settings(Strict):
             if argument in NOT_BESIDE_A_LANE and asked_for:
                 why = NOT_BESIDE_A_LANE[argument]
                 raise ValueError(
-                    f"{name} cannot be set with engine_scheduler=conversation_lane: {why}"
+                    f"{name} cannot be set with engine_scheduler={self.engine_scheduler}: {why}"
                 )
         return self
 
@@ -531,13 +541,13 @@ class Settings(Strict):
         if not self.pausing or not self.policy_class.pauses:
             return None
         # Late: simulated, whoever takes room from those who work is soon asked for it back.
-        return Pausing(patience_s=self.queue_timeout_s * 5 / 6)
+        return Pausing(patience_s=patience_s(self.queue_timeout_s))
 
     def line_order(self) -> LineOrder:
         """In which order conversations that wait for room go."""
         if self.pausing_policy() is None:
             return FirstCome()
-        return Levels(rise_s=self.queue_timeout_s / 6)
+        return Levels(rise_s=patience_s(self.queue_timeout_s) / 5)
 
     def admission_window(self) -> Window | None:
         """How many histories may be active at a time; None: as many as there is room for."""
@@ -558,14 +568,19 @@ class Settings(Strict):
         return own
 
     @property
+    def mechanisms(self) -> tuple[str, ...]:
+        """Which of `MECHANISMS` schedule within engines that host conversations."""
+        return _SCHEDULERS.get(self.engine_scheduler, tuple(self.engine_scheduler.split("+")))
+
+    @property
     def schedules_conversations(self) -> bool:
         """Whether engines that host conversations schedule by them."""
-        return self.engine_scheduler != "vllm"
+        return bool(self.mechanisms)
 
     @property
     def prefill_lane(self) -> bool:
         """Whether they compute long prompts beside their steps."""
-        return self.engine_scheduler == "conversation_lane"
+        return "lane" in self.mechanisms
 
     @property
     def prefills_later_turns(self) -> bool:

@@ -371,7 +371,8 @@ _LANE: dict[str, Any] = {"engine_scheduler": "conversation_lane"}
         ({"placement": "per_turn", "pausing": True}, "has prefillers go on with histories"),
         ({"decoders": 0}, "decoders: give at least 1"),
         ({"prefillers": 0, "placement": "per_turn"}, "prefillers: give at least 1 with placement"),
-        ({"tpot_bound_s": 0.03}, "tpot_bound_s: engine_scheduler=vllm has no bound"),
+        ({"tpot_bound_s": 0.03}, "tpot_bound_s: set engine_scheduler=conversation"),
+        ({"engine_scheduler": "order+lanes"}, "engine_scheduler: give vllm, conversation"),
         (
             {"engine_scheduler": "conversation", "decoders.engine.scheduling_policy": "fcfs"},
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
