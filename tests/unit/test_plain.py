@@ -1,4 +1,4 @@
-"""`make lint` refuses code that is not plain, and packages that outgrow their budget."""
+"""`make lint` refuses code that is not plain."""
 
 import ast
 from pathlib import Path
@@ -42,32 +42,3 @@ def test_what_is_not_plain_is_refused(text: str, complaint: str) -> None:
 )
 def test_what_is_plain_passes(text: str) -> None:
     assert complaints(text) == []
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of ten lines, with a budget of ten."""
-    budgets = tmp_path / "budgets.toml"
-    budgets.write_text("[lines]\nsmall = 10\n")
-    monkeypatch.setattr(lint_plain, "BUDGETS", budgets)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small").mkdir()
-    file = tmp_path / "small" / "code.py"
-    file.write_text("x = 1\n" * 10)
-    return file
-
-
-def test_a_package_within_its_budget_passes(package: Path) -> None:
-    assert lint_plain.main([]) == 0
-
-
-def test_a_package_over_its_budget_fails(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package.write_text(package.read_text() + "x = 1\n")
-    assert lint_plain.main([]) == 1
-    assert "small has 11 lines, over its budget of 10" in capsys.readouterr().out
-
-
-def test_a_package_of_docstrings_fails(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package.write_text('"""Hold numbers.\n\nThese are small.\n"""\n' + "x = 1\n" * 6)
-    assert lint_plain.main([]) == 1
-    assert "docstrings are 40% of its lines" in capsys.readouterr().out

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 
+from conserve.wire import PREFILL_PREFIX, transfer_params
+from deployments.messages import Prefilled
 from tests.engines.applications import GPU_CHUNK_TOKENS
 
 
@@ -24,20 +27,32 @@ class Completion:
     took_s: float
 
 
-def complete(url: str, prompt: list[int], tokens: int) -> Completion:
-    """Greedily, and to so many tokens whatever they are."""
-    body: dict[str, Any] = {
-        "model": "conserve-embedded", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True,
-    }  # fmt: skip
-    started_s = time.perf_counter()
-    answer = httpx.post(url + "/v1/completions", json=body, timeout=120)
-    took_s = time.perf_counter() - started_s
-    assert answer.status_code == 200, answer.text
+def compute(url: str, prompt: list[int]) -> Completion:
+    """Have a prompt computed and stored, as the router has a prefiller do it."""
+    answer, took_s = _posted(url + PREFILL_PREFIX, prompt, max_tokens=1)
+    done = msgspec.json.decode(answer.content, type=Prefilled)
+    return Completion("", done.prompt_tokens, done.cached_tokens or 0, took_s)
+
+
+def complete(url: str, prompt: list[int], tokens: int, prefilled: bool = False) -> Completion:
+    """Greedily, and to so many tokens whatever they are; a ``prefilled`` prompt is stored."""
+    told = transfer_params(prefilled=prefilled)
+    answer, took_s = _posted(
+        url, prompt, max_tokens=tokens, temperature=0, ignore_eos=True, kv_transfer_params=told
+    )
     said = answer.json()
     details = said["usage"].get("prompt_tokens_details") or {}
     found = details.get("cached_tokens") or 0
     return Completion(said["choices"][0]["text"], said["usage"]["prompt_tokens"], found, took_s)
+
+
+def _posted(url: str, prompt: list[int], **more: Any) -> tuple[httpx.Response, float]:
+    body = {"model": "conserve-embedded", "prompt": prompt, **more}
+    started_s = time.perf_counter()
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=120)
+    took_s = time.perf_counter() - started_s
+    assert answer.status_code == 200, answer.text
+    return answer, took_s
 
 
 def whole_chunks(prompt: list[int]) -> int:

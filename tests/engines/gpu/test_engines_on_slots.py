@@ -6,7 +6,7 @@ from tests.engines.applications import GPU_SLOTS
 from tests.engines.client import engines
 from tests.engines.gpu.card import NEEDS_GPU, seen
 from tests.engines.gpu.conftest import ANSWER_TOKENS, new_prompt, prompt_name
-from tests.engines.gpu.engine import complete, whole_chunks
+from tests.engines.gpu.engine import complete, compute, whole_chunks
 from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
@@ -34,8 +34,8 @@ def test_answers_on_slots_are_a_lone_engines(
     (prefiller,), (decoder,) = engines("prefiller"), engines("decoder")
     name = prompt_name(tokens, 0)
     prompt = new_prompt(name, tokens)
-    computed = complete(prefiller["url"], prompt, 1)
-    taken = complete(decoder["url"], prompt, ANSWER_TOKENS)
+    computed = compute(prefiller["url"], prompt)
+    taken = complete(decoder["url"], prompt, ANSWER_TOKENS, prefilled=True)
     assert computed.found_tokens == 0
     assert taken.found_tokens == whole_chunks(prompt)
     assert taken.text == alone[name]

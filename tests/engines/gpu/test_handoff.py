@@ -9,7 +9,7 @@ from tests.engines.applications import GPU
 from tests.engines.client import engines
 from tests.engines.gpu.card import NEEDS_GPU, seen
 from tests.engines.gpu.conftest import ANSWER_TOKENS, PAUSES_MS, SIZES, new_prompt, prompt_name
-from tests.engines.gpu.engine import complete, whole_chunks
+from tests.engines.gpu.engine import complete, compute, whole_chunks
 
 pytestmark = [NEEDS_GPU, pytest.mark.application(GPU)]
 
@@ -30,9 +30,9 @@ def test_a_prompt_is_taken_over_whole(
     prefiller, decoder = _urls()
     name = prompt_name(tokens, pause_ms)
     prompt = new_prompt(name, tokens)
-    computed = complete(prefiller, prompt, 1)
+    computed = compute(prefiller, prompt)
     time.sleep(pause_ms / 1e3)
-    taken = complete(decoder, prompt, ANSWER_TOKENS)
+    taken = complete(decoder, prompt, ANSWER_TOKENS, prefilled=True)
     assert computed.found_tokens == 0
     assert taken.found_tokens == whole_chunks(prompt)
     assert taken.text == alone[name]
@@ -45,9 +45,9 @@ def test_taking_against_computing(application: str, tokens: int) -> None:
     computing_s, taking_s = [], []
     for number in range(3):
         prompt = new_prompt(f"timed {tokens} {number}", tokens)
-        complete(prefiller, prompt, 1)
+        compute(prefiller, prompt)
         time.sleep(0.1)
-        taken = complete(decoder, prompt, 1)
+        taken = complete(decoder, prompt, 1, prefilled=True)
         assert taken.found_tokens == whole_chunks(prompt)
         taking_s.append(taken.took_s)
         other = new_prompt(f"untaken {tokens} {number}", tokens)
@@ -65,9 +65,9 @@ def test_how_many_handoffs_are_whole(application: str, pause_ms: int) -> None:
     missed = []
     for number in range(ROUNDS):
         prompt = new_prompt(f"round {number}, {pause_ms}", 1000 + 400 * number)
-        complete(prefiller, prompt, 1)
+        compute(prefiller, prompt)
         time.sleep(pause_ms / 1e3)
-        found = complete(decoder, prompt, 1).found_tokens
+        found = complete(decoder, prompt, 1, prefilled=True).found_tokens
         if found != whole_chunks(prompt):
             missed.append((found, whole_chunks(prompt)))
     seen.info("%d of %d handoffs whole after %d ms", ROUNDS - len(missed), ROUNDS, pause_ms)

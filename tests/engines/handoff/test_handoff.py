@@ -8,6 +8,7 @@ import pytest
 
 from tests.engines.applications import MAIN
 from tests.engines.client import Agent, engines, last_turn, lone_answer, prose
+from tests.engines.gpu.engine import complete, compute
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
 
@@ -29,6 +30,17 @@ async def _prefiller_requests(client: httpx.AsyncClient) -> float:
         exposed = (await client.get(engine["url"] + "/metrics")).text
         total += metric("vllm:request_success_total", exposed)
     return total
+
+
+def test_engines_hand_over_whole_as_the_router_asks_them(
+    application: str, rng: random.Random
+) -> None:
+    """By the calls of `tests/engines/gpu`, which are made nowhere else without a GPU."""
+    (prefiller,), decoder = engines("prefiller"), engines("decoder")[0]
+    prompt = [rng.randrange(1000, 5000) for _ in range(2000)]
+    assert compute(prefiller["url"], prompt).found_tokens == 0
+    taken = complete(decoder["url"], prompt, 1, prefilled=True)
+    assert taken.found_tokens == _whole(len(prompt) - 1)
 
 
 async def test_eight_conversations_of_five_turns(
