@@ -121,7 +121,8 @@ def show(settings: Settings, plan: GpuPlan) -> None:
         for card in dict.fromkeys(plan.cards)
     ]
     title = ", ".join(dict.fromkeys(kinds)) or f"{plan.gpus} GPUs that cannot be looked at"
-    table = Table(title=f"{escape(settings.model_id)} on {escape(title)}, GiB of a GPU")
+    console.print(f"{escape(settings.model_id)} on {escape(title)}, GiB of a GPU", highlight=False)
+    table = Table()
     table.add_column("engines")
     slots = any(one.sm_slots is not None for one in plan.engines)
     towers = [one.needs.tower for one in plan.engines if one.needs and one.needs.tower]
@@ -149,9 +150,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     console.print(f"{plan.roles[:1].upper()}{plan.roles[1:]}.", highlight=False)
     kept = "" if plan.kept_tokens is None else f": at least {plan.kept_tokens:,} tokens"
     there = f"; {plan.memory.said()}" if plan.memory else ""
-    console.print(
-        f"Host memory for handoffs: {plan.size_gb:g} GiB a node{kept}{there}.", highlight=False
-    )
+    console.print(f"Host memory for KV: {plan.size_gb:g} GiB a node{kept}{there}.", highlight=False)
     _show_images(towers, plan.images)
     _show_bound(settings)
     for note in plan.notes:
@@ -177,7 +176,7 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         there = f"; {plan.memory.said()}"
         console.print(f"dtype: {escape(plan.dtype)}.", highlight=False)
     console.print(
-        f"{said}. Host memory for handoffs: {settings.lmcache.size_gb:g} GiB a node{there}.",
+        f"{said}. Host memory for KV: {settings.lmcache.size_gb:g} GiB a node{there}.",
         highlight=False,
     )
     _show_images([], "" if plan is None else plan.images)

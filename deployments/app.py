@@ -316,7 +316,10 @@ def llm_arguments(
         # With this policy vLLM's scheduler uses priorities, which our scheduler sets.
         engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
         given = engine.get("additional_config") or {}
-        ours = {"mechanisms": settings.mechanisms} | (given.get("conserve") or {})
+        ours = given.get("conserve") or {}
+        steps = [one for one in settings.mechanisms if one != "lane"]
+        if len(steps) < 3:  # Unset, it has all three.
+            ours = {"mechanisms": steps} | ours
         if settings.tpot_bound_s is not None:
             chunks = (ours.get("chunks") or {}) | {"late_s": settings.tpot_bound_s}
             ours = ours | {"chunks": chunks}
@@ -326,7 +329,8 @@ def llm_arguments(
                 ours = {"stages": shares} | ours
             connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
             engine["worker_cls"] = _LANE_WORKER if gpu else _CPU_LANE_WORKER
-        engine["additional_config"] = given | {"conserve": ours}
+        if ours:
+            engine["additional_config"] = given | {"conserve": ours}
     tier = role_tier(settings, own, gpu)
     if tier.sm_slots is not None:
         has_lane = connector == _LANE_CONNECTOR

@@ -70,7 +70,7 @@ class GpuPlan:
             said.append(", ".join(parts))
         kept = "" if self.kept_tokens is None else f", {self.kept_tokens:,} tokens at least"
         there = f"; {self.memory.said()}" if self.memory else ""
-        said.append(f"host memory for handoffs: {self.size_gb:g} GiB a node{kept}{there}")
+        said.append(f"host memory for KV: {self.size_gb:g} GiB a node{kept}{there}")
         return [*said, *filter(None, (self.roles, self.images))]
 
 

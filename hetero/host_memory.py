@@ -167,13 +167,13 @@ def taken(size_gb: float, encoded: int, tower: int = 0) -> str:
 
 
 def too_small(size_gb: float, token: float) -> str | None:
-    """Return a warning if handoffs would drop each other."""
+    """Return a warning if histories would drop each other."""
     kept = kept_tokens(size_gb, token)
     if kept >= _LEAST_PROMPTS * PROMPT_TOKENS:
         return None
     enough = _LEAST_PROMPTS * PROMPT_TOKENS * token / KEPT_SHARE / GIB
     return (
         f"lmcache.size_gb: {size_gb:g} GiB keep {kept:,} tokens of this model's KV, and a coding "
-        f"agent's first prompt has {PROMPT_TOKENS:,}: handoffs will drop each other, and decoders "
-        f"compute those prompts; {enough:.0f} GiB or more keep {_LEAST_PROMPTS}"
+        f"agent's first prompt has {PROMPT_TOKENS:,}: histories drop each other, and engines "
+        f"compute them again; {enough:.0f} GiB or more keep {_LEAST_PROMPTS}"
     )

@@ -82,7 +82,7 @@ ENGINES: tuple[Row[Registry], ...] = (
         _ENGINE, _loads(lambda load: load.prefill_tokens_per_s or None),
     ),
     Row(
-        COUNTER, "conserve_engine_overdue_loads",
+        COUNTER, "conserve_engine_load_failures",
         "Loads of KV that took too long, and for which a node's LMCache server was killed.",
         _ENGINE, _loads(lambda load: load.overdue_loads),
     ),

@@ -55,7 +55,7 @@ def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
     # 48 GiB, of which 44.2 are for the engine: 15.3 of weights, 3.2 of reserve, the rest KV.
     assert all("15.3" in row and "~25.7" in row and "~187,279" in row for row in rows)
     assert "estimated" in text
-    assert "Host memory for handoffs:" in text
+    assert "Host memory for KV:" in text
 
 
 def test_parsers_are_in_the_plan(machine: Machine, model: str) -> None:
@@ -171,7 +171,7 @@ def test_a_model_that_is_not_there_is_refused(
     monkeypatch.setattr("conserve_cli.gpu_plan._of_cluster", lambda: [here()])
     monkeypatch.setattr("conserve_cli.gpu_plan.require_ray", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert "Host memory for handoffs" in said("model=acme/no-such-model", device)
+    assert "Host memory for KV" in said("model=acme/no-such-model", device)
 
 
 def test_arguments_that_vllm_does_not_know_are_refused(machine: Machine, model: str) -> None:

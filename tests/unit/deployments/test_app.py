@@ -304,7 +304,7 @@ def test_an_engine_with_a_lane_is_told_the_shares_of_its_profiles_stages() -> No
 
     stages = {"encode": [24, 12, 4], "prefill": [30, 12, 6], "sms": 84}
     assert told("conversation_lane") == {"conserve": {"stages": stages}}
-    # The bound decides S_min, too.
+    assert told("order+retention") == {"conserve": {"mechanisms": ["order", "retention"]}}
     tighter = told("conversation_lane", tpot_bound_s=0.05)["conserve"]
     assert tighter["chunks"] == {"late_s": 0.05}
     assert tighter["stages"] == {"encode": [24, 18, 2], "prefill": [30, 18, 4], "sms": 84}

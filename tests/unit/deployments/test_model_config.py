@@ -81,7 +81,7 @@ def test_gemma3_is_known_by_what_its_class_says(tmp_path: Path) -> None:
         (Card("NVIDIA H100", 80 * GIB, 0),), 512 * GIB,
     )  # fmt: skip
     _, found = plan(with_counts(settings, 1), [node], shape)
-    assert [one.num_gpus for one in found.engines] == [0.5, 0.5]
+    assert [one.num_gpus for one in found.engines] == [1]
 
 
 # Small language models, with towers as their classes have them by default.

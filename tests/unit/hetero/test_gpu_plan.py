@@ -1,4 +1,4 @@
-"""The plan as a whole: host memory for handoffs, and what an operator is told."""
+"""The plan as a whole: host memory for KV, and what an operator is told."""
 
 import dataclasses
 from typing import Any
@@ -93,7 +93,7 @@ def test_the_log_has_all_of_it() -> None:
     assert lines[0].startswith("1 x prefiller, 0.5 ")
     assert "weights 15.3" in lines[0]
     assert lines[1].endswith("tokens each")
-    assert "host memory for handoffs: 32 GiB a node" in lines[2]
+    assert "host memory for KV: 32 GiB a node" in lines[2]
     assert lines[3].startswith("prefillers and decoders both keep conversations")
     assert "(estimated: vLLM measures)" in made({}, node(cards=2)).lines()[1]
 

@@ -192,7 +192,7 @@ async def test_loads_are_shown_while_their_engines_live() -> None:
     assert await says(service, 'conserve_engine_decodes{engine="p",role="prefiller"} 0.0')
     assert await says(service, f'conserve_engine_text_tokens_total{{{of},source="kept"}} 900.0')
     assert await says(service, f'conserve_engine_text_tokens_total{{{of},source="new"}} 80.0')
-    assert await says(service, f"conserve_engine_overdue_loads_total{{{of}}} 2.0")
+    assert await says(service, f"conserve_engine_load_failures_total{{{of}}} 2.0")
     for name in ("step_seconds", "text_tokens_total"):
         assert f'conserve_engine_{name}{{engine="p"'.encode() not in await service.metrics()
     await service.engine_lost("d", "it died")
