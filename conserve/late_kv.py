@@ -68,36 +68,38 @@ class LateKV:
 
 # A server that answers no load hangs once one is open for this long, beyond the time in which its
 # tokens are computed; one that answers others, after `LOST_S`.
-HANGS_S = 30.0
-LOST_S = 120.0
+HANGS_S, LOST_S = 30.0, 120.0
 
 
 @dataclass(slots=True)
 class Loads:
-    """Knows which loads of KV take so long that LMCache's server has to be killed.
+    """Knows which loads take so long that LMCache's server has to be killed; asked with each step.
 
-    On a GPU the server writes to the engine's blocks, so no load may be given up while it lives: a
-    late write would land in another request's KV. LMCache 0.5.6 sends no answer where a copy never
-    ends, or its handler fails (LMCache#4516). Once it is killed, vLLM computes what it waits for.
+    Only then can no late write land in another request's KV on a GPU. LMCache 0.5.6 sends no answer
+    where a copy never ends, or its handler fails (LMCache#4516). While no step ends, no time
+    counts, since no load is sent.
     """
 
     clock: Callable[[], float] = time.monotonic
     # When each began, and for how long its tokens would be computed.
     _open: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _answered_s: float = 0.0
+    _now_s: float = 0.0
+    _answered_s: float = -HANGS_S
+    _looked_s: float = 0.0
 
     def begin(self, request_id: str, computing_s: float) -> None:
-        self._open[request_id] = self.clock(), computing_s
+        self._open[request_id] = self._now_s, min(computing_s, LOST_S)
 
     def end(self, request_ids: Collection[str]) -> None:
         if self._open.keys() & request_ids:
-            self._answered_s = self.clock()
+            self._answered_s = self._now_s
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def overdue(self) -> list[float]:
         """Return for how many seconds each such load has waited; of each, once in `HANGS_S`."""
-        now_s = self.clock()
+        looked_s, self._looked_s = self._looked_s, self.clock()
+        self._now_s = now_s = self._now_s + min(1.0, self._looked_s - looked_s)
         bound_s = HANGS_S if now_s - self._answered_s >= HANGS_S else LOST_S
         waits = {
             request_id: now_s - began_s

@@ -20,6 +20,7 @@ from conserve_cli.gpu_plan import examined, require_arguments, show
 from conserve_cli.output import console, ended_by_signals, refuse
 from deployments import surroundings
 from deployments.surroundings import ended, forget_proxies, own_folder
+from hetero.gpu_layout import is_given
 from hetero.gpu_plan import GpuPlan
 
 LogFile = Annotated[Path | None, typer.Option("--log", help="Where the application's log goes.")]
@@ -71,14 +72,14 @@ def laid_out(settings: Settings) -> Settings:
     for note in notes:
         console.print(f"[yellow]{escape(note)}.[/yellow]", highlight=False)
     if not is_alone():
-        # Nodes may join that cluster, so only the application can tell. If it chooses the number of
-        # engines, one is enough to serve.
+        # Nodes may join, so only the application can tell: where it chooses, one engine is enough.
         require_arguments(settings)
-        if "decoders" in settings.model_fields_set or settings.device == "cpu":
+        if settings.device == "cpu":
             return settings
-        hosts = settings.prefillers_host and "prefillers" not in settings.model_fields_set
-        chosen = {"prefillers": RoleSettings(replicas=0)} if hosts else {}
-        return settings.model_copy(update=chosen | {"decoders": RoleSettings(replicas=1)})
+        fewest = {"decoders": 1} | ({"prefillers": 0} if settings.prefillers_host else {})
+        unsaid = [role for role in fewest if not is_given(settings, role)]
+        chosen = {role: RoleSettings(replicas=fewest[role]) for role in unsaid}
+        return settings.model_copy(update=chosen)
     settled, plan = examined(settings, planning=False)
     if isinstance(plan, GpuPlan):
         show(settled, plan)

@@ -128,9 +128,9 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     if not cards:
         return settings
     chosen = settings
-    if cards == 1 and settings.prefillers_host and not _given(settings, "prefillers"):
+    if cards == 1 and settings.prefillers_host and not is_given(settings, "prefillers"):
         chosen = _update(chosen, "prefillers", replicas=0)
-    if not _given(settings, "decoders"):
+    if not is_given(settings, "decoders"):
         others = [own for name, own in roles(chosen) if name != "decoders"]
         taken = sum(own.replicas * workers(settings, own) for own in others)
         each = workers(settings, settings.decoders)
@@ -138,7 +138,7 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     engines = sum(most_replicas(own) for _, own in roles(chosen))
     if sum(most_replicas(own) * workers(chosen, own) for _, own in roles(chosen)) <= cards:
         return chosen
-    unsaid = not (_given(settings, "decoders") or _given(settings, "prefillers"))
+    unsaid = not (is_given(settings, "decoders") or is_given(settings, "prefillers"))
     if settings.gpus is None and not (unsaid and cards == 1):
         # They are not asked to share; `hetero.gpu_room` reports that there are too few GPUs.
         return chosen
@@ -310,7 +310,7 @@ def arguments_of(settings: Settings, own: RoleSettings) -> dict[str, Any]:
     return engine_arguments(settings.model, gpu=True) | settings.engine | own.engine
 
 
-def _given(settings: Settings, name: str) -> bool:
+def is_given(settings: Settings, name: str) -> bool:
     own: RoleSettings = getattr(settings, name)
     said = {"replicas", "max_replicas"} & own.model_fields_set
     return name in settings.model_fields_set and bool(said)

@@ -55,7 +55,7 @@ class System:
     max_sequences: int = 256
     block_tokens: int = 16
     queue_limit: int = 1024
-    queue_timeout_s: float = 60.0
+    queue_timeout_s: float = 300.0
     pausing: bool = False
     stale_s: float = 1.0
     noise: float = 0.1

@@ -11,6 +11,7 @@ from conserve.admission.window import Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
+from conserve.pausing import patience_s
 from conserve.placement import Placement
 
 
@@ -69,13 +70,13 @@ class Admission:
 
     A prompt that no memory has most of waits, too, until the working set has room for it
     (`Memory.free_tokens`): more than memories hold would be evicted, and computed, again and again.
-    It does not wait for that while no turn runs, nor after five sixths of ``timeout_s`` if its
-    history has begun before.
+    It does not wait for that while no turn runs, nor after `patience_s` if its history has begun
+    before.
 
     Args:
         order: of the queue; by default `FirstCome`.
         window: how many histories may be active; None means as many as there is room for. A
-            conversation that has waited five sixths of ``timeout_s`` passes it.
+            conversation that has waited for `patience_s` passes it.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Admission:
         return memory.free_tokens(now_s)
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
-        late = now_s - ticket.joined_s >= self.line.timeout_s * 5 / 6
+        late = now_s - ticket.joined_s >= patience_s(self.line.timeout_s)
         passes = ticket.warm or (late and ticket.history_id in self._table)
         if not passes and ticket.own_tokens > free_tokens:
             return False

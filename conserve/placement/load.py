@@ -179,7 +179,8 @@ class Loads:
         seconds += engine.costs.encode_s(min(shared.encode_tokens, tokens - past))
         engine.queue.add(history_id, tokens - past, seconds, now_s)
         self._prompts.add(1.0, now_s)
-        self._spent(tokens, seconds, now_s)
+        self._first_prompts.add(seconds, now_s)
+        self._token_seconds.add(tokens * seconds, now_s)
 
     def appended(
         self, history: History, prompt_tokens: int, now_s: float, encode_tokens: int
@@ -260,10 +261,6 @@ class Loads:
         tokens = int(self._token_seconds.per_s(now_s) / engines)
         seconds = self._first_prompts.running_s(now_s)
         return FirstPrompts(self._prompts.per_s(now_s), engines, tokens, seconds)
-
-    def _spent(self, tokens: int, seconds: float, now_s: float) -> None:
-        self._first_prompts.add(seconds, now_s)
-        self._token_seconds.add(tokens * seconds, now_s)
 
     def _of(self, engine_id: str) -> "_Engine":
         engine = self._engines.get(engine_id)

@@ -42,7 +42,7 @@ EMBEDDED_MODELS = {
 }
 # Beyond vLLM's scheduler: AgentServe's chunks and lane, MARS's order and retention.
 MECHANISMS = ("chunks", "order", "retention", "lane")
-_JOINED = rf"^(\+?({'|'.join(MECHANISMS)}))+$"
+_JOINED = r"^(chunks|order|retention|lane)(\+(chunks|order|retention|lane))*$"
 _SCHEDULERS = {"vllm": (), "conversation": MECHANISMS[:3], "conversation_lane": MECHANISMS}
 
 
@@ -214,8 +214,8 @@ class Settings(Strict):
         "come late; and a history's KV is kept between turns. `conversation_lane`: the same, and "
         "long prompts and appends are computed beside steps while others decode, and not in them, "
         "and so are images encoded; on CPUs both take turns, and only images gain. `vllm`: as vLLM "
-        "does it, first come first served. Or some of `chunks`, `order`, `retention` and `lane`, "
-        "joined by `+`: `order+retention`, for instance.",
+        "does it, first come first served. Or some of these, joined by `+`: `chunks`, `order`, "
+        "`retention`, `lane`.",
     )
     tpot_bound_s: float | None = Field(
         default=None,

@@ -28,7 +28,7 @@ _OUTPUT_TOKENS = 256
 _MOST_CALLS = 6
 # A tool's duration, long enough for the agents' turns to interleave.
 _TOOL_S = 0.3
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 600.0
 
 
 async def converse(

@@ -76,7 +76,7 @@ def check_machine(
         if facts.cpus is not None:
             yield _cpus(facts.cpus, crowd)
         threads = max(THREADS, crowd.workers)
-        where = f"; host memory is on {facts.sockets} sockets in turn" if facts.sockets > 1 else ""
+        where = f"; host memory over {facts.sockets} sockets" if facts.sockets > 1 else ""
         yield ok("KV copies", f"{threads} threads copy for {crowd.workers} workers on GPUs{where}")
         yield from _allocator(facts)
     if several and has_engines and facts.rdma:

@@ -62,9 +62,11 @@ def register() -> None:
             "expandable_segments is switched off in %s: LMCache's server could not map the "
             "engine's KV", " and ".join(allocator),
         )  # fmt: skip
-    chosen = kernel_environment(observe_tools(os.environ), os.environ)
+    tools = observe_tools(os.environ)
+    chosen = kernel_environment(tools, os.environ)
     os.environ.update(chosen)
-    if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "0" and find_nvcc(os.environ) is None:
+    own = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") != "0"
+    if not (own or tools.nvcc or tools.prebuilt_flashinfer):
         for module in attention_backends():
             # vLLM takes the next backend where one cannot be imported.
             cast(dict[str, Any], sys.modules).setdefault(module, None)
@@ -75,12 +77,13 @@ def register() -> None:
 
 def attention_backends() -> set[str]:
     """Return the modules of vLLM's attention backends whose kernels are FlashInfer's."""
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     found = {
         str(backend.value).rpartition(".")[0]
-        for backend in AttentionBackendEnum
-        if "FLASHINFER" in backend.name
+        for backend in (*AttentionBackendEnum, *MLAPrefillBackendEnum)
+        if "FLASHINFER" in backend.name or "TRTLLM" in backend.name
     }
     # Models have modules of their own kernels, which they import themselves.
     return {module for module in found if module.startswith("vllm.v1.attention.")}

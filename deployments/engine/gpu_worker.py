@@ -52,7 +52,9 @@ class GpuWorker:
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         part = float(self.vllm_config.cache_config.gpu_memory_utilization)
         part -= CONTEXT_BYTES / total_bytes
-        torch.cuda.set_per_process_memory_fraction(max(0.0, part), self.device)
+        if torch.cuda.memory_reserved(self.device) < part * total_bytes:
+            # Else its KV was told by hand, beyond its part.
+            torch.cuda.set_per_process_memory_fraction(part, self.device)
 
     def conserve_gpu_uuid(self) -> str:
         """Return this worker's GPU, by its name in NVML.

@@ -9,19 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-_LOCKING = "marlin"
 _FLASHINFER = "vllm.v1.attention.backends.flashinfer"
 
 
 def locking_kernel(model: Any) -> str | None:
-    """Return the name of a loaded kernel whose blocks wait for each other; None if there is none.
-
-    Args:
-        model: a ``torch.nn.Module``, whose layers keep their kernels as attributes.
-    """
-    owned = (one for module in model.modules() for one in _owned(module, depth=3))
-    found = (type(one).__qualname__ for one in owned if _LOCKING in type(one).__module__)
-    return next(found, None)
+    """Return the name of a loaded kernel whose blocks wait for each other, or None."""
+    return _kernel_of(model, "marlin")
 
 
 def shared_scratch(model: Any) -> str | None:
@@ -30,8 +23,9 @@ def shared_scratch(model: Any) -> str | None:
 
     if (name := locking_kernel(model)) is not None:
         return f"{name} locks parts of its output"
-    if getattr(sys.modules.get(_FLASHINFER), "trtllm_workspace_buffer", None) is not None:
-        return "FlashInfer's TRT-LLM kernels write to one buffer"
+    buffer = getattr(sys.modules.get(_FLASHINFER), "trtllm_workspace_buffer", None)
+    if buffer is not None or _kernel_of(model, "kernels.linear.scaled_mm.flashinfer"):
+        return "FlashInfer's kernels write to one buffer"
     if not workspace.is_workspace_manager_initialized():
         return None
     manager = workspace.current_workspace_manager()
@@ -39,6 +33,11 @@ def shared_scratch(model: Any) -> str | None:
     if kept or any(one is not None for one in manager._current_workspaces):
         return f"kernels keep scratch space ({', '.join(map(str, kept)) or 'of no name'})"
     return None
+
+
+def _kernel_of(model: Any, module: str) -> str | None:
+    owned = (one for layer in model.modules() for one in _owned(layer, depth=4))
+    return next((type(one).__qualname__ for one in owned if module in type(one).__module__), None)
 
 
 def _owned(owner: Any, depth: int) -> Iterator[Any]:

@@ -4,6 +4,7 @@ The changes to LMCache and NIXL are files of `deployments.upstream`.
 """
 
 import asyncio
+import contextlib
 import logging
 import resource
 import sys
@@ -49,8 +50,10 @@ def offer_health(app: Any) -> None:
     def copies() -> None:
         # To ask is free: a context on a GPU that is not used would take half a gigabyte.
         for gpu in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(gpu):
-                torch.ones(1, device=f"cuda:{gpu}").cpu()
+            # A GPU without room for it is full, and works.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                if torch._C._cuda_hasPrimaryContext(gpu):
+                    torch.ones(1, device=f"cuda:{gpu}").cpu()
 
     @app.get(HEALTH_PATH)  # type: ignore[untyped-decorator]  # LMCache ships no types.
     async def health(request: Request) -> Any:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
 import importlib.util
 import logging
 import os
@@ -268,7 +269,7 @@ class LMCacheServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 # The access log has a line for every health check.
                 stdout=asyncio.subprocess.DEVNULL,
-                preexec_fn=_die_with_parent_interleaved if self.gpu else _die_with_parent,
+                preexec_fn=functools.partial(_prepare, sockets() if self.gpu else []),
             )
             self._launched.set()
             logger.info("LMCache server started, pid %d", self._process.pid)
@@ -291,14 +292,15 @@ class LMCacheServer:
 
     def kill_hung(self, waited_s: float) -> None:
         """Kill it if it is what an engine has waited for in vain, and not its successor."""
-        if self._process is None or time.monotonic() - self._started_s < waited_s:
+        process, ran_s = self._process, time.monotonic() - self._started_s
+        if process is None or process.returncode is not None or ran_s < waited_s:
             return
         logger.error(
             "LMCache server has not answered a load of KV for %.0f s; killing it: engines compute "
             "what they wait for", waited_s,
         )  # fmt: skip
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            process.kill()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         failures = 0
@@ -361,15 +363,11 @@ def wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOU
         time.sleep(0.1)
 
 
-def _die_with_parent() -> None:
+def _prepare(nodes: list[int]) -> None:
+    """End with the parent, and have memory lie on all sockets, since GPUs of each copy from it."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _die_with_parent_interleaved() -> None:
-    """Also have the server's memory lie on all sockets in turn, since GPUs of each copy from it."""
-    _die_with_parent()
-    interleave(sockets())
+    interleave(nodes)
 
 
 def sockets(file: Path = Path("/sys/devices/system/node/has_cpu")) -> list[int]:
@@ -382,14 +380,13 @@ def sockets(file: Path = Path("/sys/devices/system/node/has_cpu")) -> list[int]:
     return [node for low, _, high in parts for node in range(int(low), int(high or low) + 1)]
 
 
-def interleave(nodes: list[int]) -> None:
-    """Have this process's memory lie on these NUMA nodes in turn; as before if Linux refuses."""
+def interleave(nodes: list[int]) -> bool:
+    """Have this process's memory lie on these NUMA nodes in turn; return whether Linux lets it."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None or not nodes:
-        return
+        return False
     mpol_interleave = 3
     mask = (ctypes.c_ulong * 16)()
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     for node in nodes:
-        mask[node // bits] |= 1 << node % bits
-    ctypes.CDLL(None).syscall(call, mpol_interleave, mask, len(mask) * bits)
+        mask[node // 64] |= 1 << node % 64
+    return ctypes.CDLL(None).syscall(call, mpol_interleave, mask, len(mask) * 64) == 0

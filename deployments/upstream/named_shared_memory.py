@@ -17,8 +17,11 @@ def apply() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.shared_memory = SimpleNamespace(SharedMemory=UnnamedMemory)
-    fits_the_cgroup = shm_broadcast.check_cgroup_memory_available
-    shm_broadcast.check_shm_free_space = lambda size: fits_the_cgroup(size, "shared memory")
+    usual, fits = shm_broadcast.check_shm_free_space, shm_broadcast.check_cgroup_memory_available
+    # Others, whose memory has a name, give more than the size.
+    shm_broadcast.check_shm_free_space = lambda size, *more, **named: (
+        usual(size, *more, **named) if more or named else fits(size, "shared memory")
+    )
     # tqdm's own lock, for bars of several processes, is a semaphore in /dev/shm.
     tqdm.tqdm.set_lock(threading.RLock())
 

@@ -28,6 +28,8 @@ def test_an_engine_that_shares_a_gpu_keeps_to_its_part(monkeypatch: pytest.Monke
     card = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     limits: dict[Any, float] = {}
+    reserved = [18 << 30]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: reserved[0])
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda part, gpu: limits.update({gpu: part})
     )
@@ -37,6 +39,10 @@ def test_an_engine_that_shares_a_gpu_keeps_to_its_part(monkeypatch: pytest.Monke
     worker.vllm_config = SimpleNamespace(cache_config=cache)
     worker.conserve_keep_to_part()
     assert limits == {worker.device: pytest.approx(19 / 80)}
+    limits.clear()
+    reserved[0] = 20 << 30
+    worker.conserve_keep_to_part()
+    assert not limits
 
 
 PART = "5e0c3a52-7f5c-5f3e-8a5b-0f5d0b1c9a77"

@@ -58,7 +58,7 @@ def test_scratch_space_that_kernels_have_taken_is_found(
     backend: Any = ModuleType("vllm.v1.attention.backends.flashinfer")
     backend.trtllm_workspace_buffer = torch.zeros(1)
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
-    assert "TRT-LLM" in (shared_scratch(model()) or "")
+    assert "FlashInfer" in (shared_scratch(model()) or "")
 
 
 def test_an_engine_with_such_kernels_has_no_lane() -> None:
