@@ -389,4 +389,4 @@ def interleave(nodes: list[int]) -> bool:
     mask = (ctypes.c_ulong * 16)()
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
-    return ctypes.CDLL(None).syscall(call, mpol_interleave, mask, len(mask) * 64) == 0
+    return bool(ctypes.CDLL(None).syscall(call, mpol_interleave, mask, len(mask) * 64) == 0)

@@ -44,6 +44,12 @@ def test_kernels_whose_blocks_wait_for_each_other_are_found_in_a_loaded_model() 
     assert locking_kernel(model(MarlinLinearKernel)) == "MarlinLinearKernel"
     assert locking_kernel(model(MacheteLinearKernel)) is None
     assert shared_scratch(model()) is None
+    # As deep as in a mixture of experts.
+    found = model()
+    found[1][0].quant_method.moe_kernel = moe = Quantised(None)
+    moe.impl = Quantised(None)
+    moe.impl.fused_experts = object.__new__(MarlinLinearKernel)
+    assert locking_kernel(found) == "MarlinLinearKernel"
 
 
 def test_scratch_space_that_kernels_have_taken_is_found(
