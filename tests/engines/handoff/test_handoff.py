@@ -37,7 +37,7 @@ def test_engines_hand_over_whole_as_the_router_asks_them(
 ) -> None:
     """By the calls of `tests/engines/gpu`, which are made nowhere else without a GPU."""
     (prefiller,), decoder = engines("prefiller"), engines("decoder")[0]
-    prompt = [rng.randrange(1000, 5000) for _ in range(2000)]
+    prompt = [rng.randrange(1000, 4000) for _ in range(2000)]
     assert compute(prefiller["url"], prompt).found_tokens == 0
     taken = complete(decoder["url"], prompt, 1, prefilled=True)
     assert taken.found_tokens == _whole(len(prompt) - 1)
