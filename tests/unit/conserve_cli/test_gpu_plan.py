@@ -251,6 +251,9 @@ def test_on_a_cluster_the_application_says_how_many(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("conserve_cli.gpu_plan.require_ray", lambda address: None)
     assert launching.laid_out(load({})).decoders.replicas == 1
     assert launching.laid_out(load({"decoders": 3})).decoders.replicas == 3
+    # With one GPU there is no prefiller to wait for, whatever else is said of decoders.
+    for asked, fewest in (({"decoders": 1}, 0), ({"prefillers": 2}, 2), ({"device": "cpu"}, 1)):
+        assert launching.laid_out(load(asked)).prefillers.replicas == fewest
 
 
 def test_every_check_that_fails_is_a_line(
