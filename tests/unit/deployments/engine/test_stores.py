@@ -162,7 +162,6 @@ def test_a_load_that_is_never_answered_is_told_of_and_computed_once_it_fails() -
     assert told(13) == [LOST_S + 32]
     assert told(1) is None
     assert told(29) == [HANGS_S]
-    # It is killed.
     engine.loads["a"] = engine.loads["a"][0], 0
     engine.drain(5000)
     for _ in range(20):
