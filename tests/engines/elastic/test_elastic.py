@@ -119,10 +119,7 @@ async def nothing_is_left_to_do() -> None:
 async def stories(
     client: httpx.AsyncClient, rng: random.Random, name: str, tokens: int
 ) -> "tuple[list[asyncio.Future[Reply]], dict[str, Any], dict[str, Any]]":
-    """Three long answers that are under way, and counted; the engine with more of them, the other.
-
-    On a loaded machine it takes seconds to ask for engines, and answers end meanwhile: ask once.
-    """
+    """Three long answers under way, and counted; the engine with more of them, and the other."""
     talkers = [Agent(client, f"{name}-{n}") for n in range(3)]
     began = [asyncio.Event() for _ in talkers]
     for talker in talkers:
@@ -139,7 +136,11 @@ async def stories(
         found[:] = sorted(engines(), key=lambda one: -one["load"]["decodes"])
         return sum(one["load"]["decodes"] for one in found) == len(talkers)
 
-    await eventually("decodes are counted", counted, 10)
+    try:
+        await eventually("decodes are counted", counted, 10)
+    except AssertionError as error:
+        error.add_note(f"{found}, over: {[one.done() for one in telling]}")
+        raise
     return telling, found[0], found[1]
 
 
@@ -185,8 +186,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     # More than half of what engines hold, so that turns leave copies in host memory.
     agents = [Agent(client, f"appends-{n}") for n in range(_MOST_AGENTS)]
     await asyncio.gather(*(one.say(prose(rng, _WORDS), tokens=OUTPUT_TOKENS) for one in agents))
-    # Engines hear of that with the next beat.
-    await asyncio.sleep(2)
+    await asyncio.sleep(2)  # Engines hear of that with the next beat.
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
     await nothing_is_left_to_do()
     telling, more, fewer = await stories(client, rng, "tells", 1800)
