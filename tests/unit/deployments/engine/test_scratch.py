@@ -44,7 +44,6 @@ def test_kernels_whose_blocks_wait_for_each_other_are_found_in_a_loaded_model() 
     assert locking_kernel(model(MarlinLinearKernel)) == "MarlinLinearKernel"
     assert locking_kernel(model(MacheteLinearKernel)) is None
     assert shared_scratch(model()) is None
-    # As deep as in a mixture of experts.
     found = model()
     found[1][0].quant_method.moe_kernel = moe = Quantised(None)
     moe.impl = Quantised(None)
