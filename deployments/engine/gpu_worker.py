@@ -30,7 +30,7 @@ class WorkerClient:
         return tuple(lease_of(said) for said in await self._call("conserve_sm_lease"))
 
     async def keep_to_their_part(self) -> None:
-        """Have workers of an engine that shares its GPU take no more of it than their part."""
+        """Limit the workers of an engine that shares its GPU to their part of it."""
         await self._call(GpuWorker.conserve_keep_to_part.__name__)
 
     async def shutdown(self) -> None:
@@ -43,9 +43,9 @@ class GpuWorker:
     vllm_config: Any
 
     def conserve_keep_to_part(self) -> None:
-        """Have PyTorch free what it has cached, where it would take more than the engine's part.
+        """Limit PyTorch's memory to the engine's part of the GPU; it then frees cached memory first.
 
-        It caches per stream, and otherwise takes a neighbour's part, which then has no memory.
+        PyTorch caches memory per stream, and would otherwise take a neighbour's part.
         """
         import torch
 

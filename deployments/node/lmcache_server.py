@@ -364,7 +364,7 @@ def wait_for_server(host: str | None, port: int, timeout_s: float = START_TIMEOU
 
 
 def _prepare(nodes: list[int]) -> None:
-    """End with the parent, and have memory lie on all sockets, since GPUs of each copy from it."""
+    """End with the parent, and interleave memory over sockets: GPUs of each socket copy from it."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     interleave(nodes)
@@ -381,7 +381,7 @@ def sockets(file: Path = Path("/sys/devices/system/node/has_cpu")) -> list[int]:
 
 
 def interleave(nodes: list[int]) -> bool:
-    """Have this process's memory lie on these NUMA nodes in turn; return whether Linux lets it."""
+    """Interleave this process's memory over NUMA nodes; return whether Linux allows it."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None or not nodes:
         return False

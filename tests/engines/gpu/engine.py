@@ -28,14 +28,14 @@ class Completion:
 
 
 def compute(url: str, prompt: list[int]) -> Completion:
-    """Have a prompt computed and stored, as the router has a prefiller do it."""
+    """Compute and store a prompt, by the request that the router sends to a prefiller."""
     answer, took_s = _posted(url + PREFILL_PREFIX, prompt, max_tokens=1)
     done = msgspec.json.decode(answer.content, type=Prefilled)
     return Completion("", done.prompt_tokens, done.cached_tokens or 0, took_s)
 
 
 def complete(url: str, prompt: list[int], tokens: int, prefilled: bool = False) -> Completion:
-    """Greedily, and to so many tokens whatever they are; a ``prefilled`` prompt is stored."""
+    """Return a greedy answer of so many tokens; the KV of a ``prefilled`` prompt is stored."""
     told = transfer_params(prefilled=prefilled)
     answer, took_s = _posted(
         url, prompt, max_tokens=tokens, temperature=0, ignore_eos=True, kv_transfer_params=told

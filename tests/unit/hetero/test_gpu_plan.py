@@ -99,7 +99,7 @@ def test_the_log_has_all_of_it() -> None:
 
 
 def test_engines_that_share_a_card_are_told_what_it_costs() -> None:
-    """Who else uses the card, how they take turns, and how much more one engine would hold."""
+    """The notes have the KV that one engine would hold, MPS, and the memory of other processes."""
     one, two = made({}, node()), made(SHARED, node(used=20))
     assert one.notes == ()
     sharing, used = two.notes
