@@ -43,7 +43,7 @@ class GpuWorker:
     vllm_config: Any
 
     def conserve_keep_to_part(self) -> None:
-        """Limit PyTorch's memory to the engine's part of the GPU; it then frees cached memory first.
+        """Limit PyTorch to the engine's part of the GPU, so that it frees cached memory first.
 
         PyTorch caches memory per stream, and would otherwise take a neighbour's part.
         """

@@ -177,18 +177,22 @@ def by_id(engine: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
 async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Answers under way there do not wait for what the turn appends."""
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    # More than half of what engines hold, so that turns leave copies in host memory.
+    # However they are divided, both engines are over half full, so that turns leave copies.
     agents = [Agent(client, f"appends-{n}") for n in range(_MOST_AGENTS)]
-    await asyncio.gather(*(one.say(prose(rng, _WORDS), tokens=OUTPUT_TOKENS) for one in agents))
+    await asyncio.gather(*(one.say(prose(rng, 430), tokens=OUTPUT_TOKENS) for one in agents))
     await asyncio.sleep(2)  # Engines hear of that with the next beat.
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
+    # With two on each engine there is room for all that follows.
+    homes = [[one for one in agents if one.replies[1].decoder == it["id"]] for it in engines()]
+    for one in (one for home in homes for one in home[2:]):
+        await client.delete(f"{application}/v1/conversations/{one.id}")
+    agents = [one for home in homes for one in home[:2]]
     await nothing_is_left_to_do()
     telling, more, fewer = await stories(client, rng, "tells", 1800)
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])

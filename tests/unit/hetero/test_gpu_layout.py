@@ -60,7 +60,6 @@ def test_one_gpu_has_one_engine_unless_more_are_asked_for() -> None:
     for asked in ({}, {"gpus": 1}, {"placement": "collocated"}):
         settings, plans = laid_out(asked, 1, H100)
         assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [("decoder", 1, 1)]
-        # It has the weights and the reserve once, and measures by itself.
         assert plans[0].kv_tokens == (int(H100 * 0.92) - WEIGHTS - LARGE_RESERVE) // TOKEN
         assert settings.decoders.engine == {}
     # VLLM takes fewer sequences at a time on an A100, whatever its memory.

@@ -106,7 +106,6 @@ def test_engines_that_share_a_card_are_told_what_it_costs() -> None:
     held = sum(engine.kv_tokens or 0 for engine in two.engines)
     assert f"MPS runs (nvidia-cuda-mps-control -d first); together they hold {held:,}" in sharing
     tokens = int(sharing.removesuffix(" tokens").rsplit(" ", 1)[1].replace(",", ""))
-    # Its part of the card was rounded to a ten-thousandth.
     assert tokens == pytest.approx(one.engines[0].kv_tokens, rel=1e-3)
     assert "20.0 of 80.0 GiB are in use" in used
 

@@ -152,7 +152,6 @@ def test_a_load_that_is_never_answered_is_told_of_and_computed_once_it_fails() -
     # While the engine stands still it has sent no load.
     assert told(1, step_s=600.0) is None
     assert told(58) is None
-    # The server answers others.
     engine.loads["b"] = engine.loads["b"][0], 0
     engine.step()
     for _ in range(4):

@@ -212,7 +212,6 @@ def test_memory_lies_on_all_sockets_in_turn() -> None:
         "kept = bytearray(100_000_000); print(open('/proc/self/numa_maps').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    # Docker's own filter of system calls refuses it.
     assert done.stdout.startswith("True") or "Seccomp:\t2" in Path("/proc/self/status").read_text()
     assert (" interleave:0" in done.stdout) == done.stdout.startswith("True")
 
