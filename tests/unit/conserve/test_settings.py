@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from conserve.pausing import patience_s
 from conserve.placement import (
     CollocatedPlacement,
     ConversationPlacement,
@@ -437,6 +438,8 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
+    # A longer wait in the queue is no longer wait for others' room.
+    assert patience_s(900) == patience_s(300) == 50.0
 
 
 def test_loading_changes_nothing_of_the_arguments() -> None:

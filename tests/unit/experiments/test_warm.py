@@ -1,33 +1,14 @@
 """Warm turns: how systems take turns under a load, and how they are compared."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from experiments import warm
 from experiments.agents import Agent, Answer
-from experiments.warm import Load, System, WarmTurns, hogs
-
-
-def test_a_round_counts_by_its_medians() -> None:
-    turns = WarmTurns()
-    turns.add(WarmTurns([1.0, 3.0, 2.0], [0.1, 0.3, 0.2], [0.01]))
-    turns.add(WarmTurns([5.0], [0.5], [0.02, 0.03]))
-    assert turns == WarmTurns(
-        [1.0, 3.0, 2.0, 5.0], [0.1, 0.3, 0.2, 0.5], [0.01, 0.02, 0.03], [2.0, 5.0], [0.2, 0.5]
-    )
-
-
-def test_hogs_compute_while_a_block_runs_and_no_longer() -> None:
-    before = set(psutil.Process().children())
-    with hogs(2):
-        started = set(psutil.Process().children()) - before
-        assert len(started) == 2
-    assert not any(process.is_running() for process in started)
+from experiments.warm import Load, System
 
 
 @pytest.fixture
@@ -46,15 +27,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Agent]:
     monkeypatch.setattr(Agent, "prepare", prepare)
     monkeypatch.setattr(Agent, "warm_turn", warm_turn)
     return seen
-
-
-def test_turns_are_as_long_as_it_is_told(made: list[Agent]) -> None:
-    experiment = warm.experiment("warm", None)
-    experiment.parse(["--rounds", "1", "--first-words", "9000", "--output-tokens", "8"])
-    asyncio.run(warm.measure(experiment, [System("A", "a")], Load(1)))
-    assert (made[0]._shape.first_words, made[0]._shape.output_tokens) == (9000, 8)
-    experiment.parse([])
-    assert (experiment.options.first_words, experiment.options.output_tokens) == (400, 64)
 
 
 def test_systems_take_turns_under_each_load(made: list[Agent], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from conserve.settings import Settings, load
 from conserve_cli.doctor.command import line
 from conserve_cli.doctor.facts import GpuFacts, SoftwareFacts, TorchFacts
 from conserve_cli.doctor.machine import check_gpus
-from conserve_cli.doctor.observe import observe_gpus, observe_torch
+from conserve_cli.doctor.observe import observe_gpus, observe_ipc, observe_nvcc, observe_torch
 from conserve_cli.doctor.verdict import judge
 from tests.nvml.standin import Machine
 from tests.unit.conserve_cli.doctor.sound import (
@@ -160,6 +160,16 @@ def test_torch_for_cpus_beside_a_gpu(h100: Machine) -> None:
         "wrong   torch: 2.13.0+cpu is built without CUDA, and vllm needs it: no engine can use the "
         "NVIDIA GPU here. To do: make a fresh environment from requirements-gpu.txt"
     ]
+
+
+def test_cuda_ipc_is_tried_and_nvcc_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not compiled with CUDA enabled" in observe_ipc()
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert observe_nvcc() == (13, 0)
 
 
 def _fake(folder: Path, torch: str, cuda_ops: str) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -314,6 +315,15 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
     connector._prepare_worker(connection)
     connector.connection = connection
     return connector, stores
+
+
+def test_a_registration_without_an_answer_says_where_the_reason_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = Mock(side_effect=ConnectionError)
+    monkeypatch.setattr(LMCacheMPConnector, "register_kv_caches", refused)
+    with pytest.raises(RuntimeError, match=r"log of its node's actor has the reason.*CUDA IPC"):
+        _worker(monkeypatch)[0].register_kv_caches({})
 
 
 def _metadata(step: int, *stores: str, **more: str) -> Any:
