@@ -438,7 +438,6 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
     assert load({"pausing": "off"}).pausing_policy() is None
-    # A longer wait in the queue is no longer wait for others' room.
     assert patience_s(900) == patience_s(300) == 50.0
 
 

@@ -206,7 +206,6 @@ def test_what_gpus_need_of_torch() -> None:
     assert found(TorchFacts(cuda=None)) == [("wrong", "torch")]
     assert found(TorchFacts(cuda=(13, 0), nvcc=(12, 4))) == [("warning", "nvcc")]
     assert found(TorchFacts(cuda=(13, 0), ipc="RuntimeError: refused")) == [("wrong", "CUDA IPC")]
-    # A full GPU says nothing of it.
     assert found(TorchFacts(cuda=(13, 0), ipc="OutOfMemoryError: CUDA out of memory")) == []
     both = TorchFacts(cuda=(13, 0), cuda_ops="ImportError: undefined symbol")
     assert found(both) == [("wrong", "LMCache")]

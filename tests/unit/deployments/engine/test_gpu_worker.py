@@ -38,8 +38,7 @@ def test_an_engine_that_shares_a_gpu_keeps_to_its_part(monkeypatch: pytest.Monke
     cache = SimpleNamespace(gpu_memory_utilization=0.25)
     worker.vllm_config = SimpleNamespace(cache_config=cache)
     worker.conserve_keep_to_part()
-    assert limits == {worker.device: pytest.approx(19 / 80)}
-    limits.clear()
+    assert limits.pop(worker.device) == pytest.approx(19 / 80)
     reserved[0] = 20 << 30
     worker.conserve_keep_to_part()
     assert not limits

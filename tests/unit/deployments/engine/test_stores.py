@@ -167,6 +167,8 @@ def test_a_load_that_is_never_answered_is_told_of_and_computed_once_it_fails() -
         engine.step()
     assert not engine.front._loads._open
     engine.require_no_leak()
+    engine.front._loads.begin("slow to compute", 1e9)
+    assert told(151) == [LOST_S + HANGS_S]
 
 
 class Forgetful(set[str]):
