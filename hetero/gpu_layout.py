@@ -42,6 +42,7 @@ _HOST_WEIGHT = 3
 _PARTS = 10_000
 # The setting with which engines neither read videos nor keep memory for them.
 WITHOUT_VIDEOS = "engine.limit_mm_per_prompt.video=0"
+_TOLD = "engine.kv_cache_memory_bytes"
 # Share of the estimated reserve that vLLM is sure to find taken when it measures.
 _SURE_RESERVE = 0.5
 
@@ -82,6 +83,11 @@ class Needs:
         return self.weights_bytes + self.reserve_bytes + self.cache_bytes
 
     @property
+    def sure_bytes(self) -> int:
+        """The part of `fixed_bytes` that is taken in any case: the reserve is an estimate."""
+        return self.weights_bytes + int(_SURE_RESERVE * (self.reserve_bytes + self.cache_bytes))
+
+    @property
     def least_kv_bytes(self) -> int:
         return math.ceil(self.least_tokens * self.kv_token_bytes)
 
@@ -103,6 +109,12 @@ class EnginePlan:
     kv_bytes: int | None = None
     fixed: bool = False
     sm_slots: int | None = None  # Tenths of a GPU's SMs; None: all of them.
+
+    @property
+    def least_kv_bytes(self) -> int:
+        if self.kv_bytes is not None:
+            return self.kv_bytes
+        return 0 if self.needs is None else self.needs.least_kv_bytes
 
     @property
     def kv_tokens(self) -> int | None:
@@ -139,10 +151,11 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     if sum(most_replicas(own) * workers(chosen, own) for _, own in roles(chosen)) <= cards:
         return chosen
     unsaid = not (is_given(settings, "decoders") or is_given(settings, "prefillers"))
-    if settings.gpus is None and not (unsaid and cards == 1):
+    divided = any(workers(chosen, own) > 1 for _, own in roles(chosen))
+    if settings.gpus is None and (divided or not (unsaid and cards == 1)):
         # They are not asked to share; `hetero.gpu_room` reports that there are too few GPUs.
         return chosen
-    if any(workers(chosen, own) > 1 for _, own in roles(chosen)):
+    if divided:
         raise SettingsError(
             f"gpus: {engines} engines want GPUs of their own, since tensor_parallel_size or "
             f"pipeline_parallel_size is over 1: with {cards} GPUs, ask for fewer engines "
@@ -177,9 +190,10 @@ def with_memory(
         plan = EnginePlan(
             role, most_replicas(own), workers(settings, own), own.num_gpus, sm_slots=slots
         )
-        card = cards[name]
+        card, arguments = cards[name], arguments_of(settings, own)
+        if role != "encoder" and (told := arguments.get("kv_cache_memory_bytes")) is not None:
+            plan = replace(plan, kv_bytes=int(told), fixed=True)
         if shape is not None and card is not None:
-            arguments = arguments_of(settings, own)
             # An encoder has no KV to which the room could go.
             keeps = None if role == "encoder" else settings.media.tower_layers
             needed = role_needs(role, shape.keeping(keeps), arguments, card)
@@ -343,7 +357,8 @@ def _parts_of_one(
     usable = _usable(arguments_of(settings, settings.decoders), card.memory_bytes, 1.0)
     # Rounding loses at most a ten-thousandth.
     rounding = usable // _PARTS + 1
-    least = {name: one.needs.least_kv_bytes + rounding
+    told = {name: one.kv_bytes for name, one in plans.items() if one.kv_bytes is not None}
+    least = {name: told.get(name, one.needs.least_kv_bytes + rounding)
              for name, one in plans.items() if one.needs is not None}  # fmt: skip
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans.values() if one.needs)
     pool = usable - fixed - encoders * rounding
@@ -351,11 +366,11 @@ def _parts_of_one(
         raise SettingsError(_does_not_fit(list(plans.values()), card.memory_bytes, usable))
     weight = 1 if settings.prefillers_host else _HOST_WEIGHT
     kv = pool // (prefillers + weight * decoder.replicas)
-    kv = max(kv, least.get("prefillers", 0))
+    kv = told.get("prefillers", max(kv, least.get("prefillers", 0)))
     left = (pool - prefillers * kv) // decoder.replicas
-    if left < least["decoders"]:
+    if "decoders" in told or left < least["decoders"]:
         left = least["decoders"]
-        kv = (pool - decoder.replicas * left) // max(1, prefillers)
+        kv = told.get("prefillers", (pool - decoder.replicas * left) // max(1, prefillers))
     parts = {}
     given = {"encoders": rounding, "prefillers": kv, "decoders": left}
     for name, plan in plans.items():
@@ -370,11 +385,16 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
         if plan.needs and plan.budget_bytes and plan.needs.fixed_bytes > plan.budget_bytes:
             raise SettingsError(_does_not_fit_part(name, plan))
         return replace(plan, kv_bytes=0, fixed=True)
-    told = arguments.get("kv_cache_memory_bytes")
-    if told is not None:
-        plan = replace(plan, kv_bytes=int(told), fixed=True)
+    if plan.kv_bytes is not None:
         if plan.needs is not None and not plan.needs.at_most:
-            require_longest(f"{name}: engine.kv_cache_memory_bytes", int(told), plan.needs)
+            require_longest(f"{name}: {_TOLD}", plan.kv_bytes, plan.needs)
+        # vLLM does not look whether there is room for what it is told.
+        if (
+            plan.needs
+            and plan.budget_bytes
+            and plan.kv_bytes + plan.needs.sure_bytes > plan.budget_bytes
+        ):
+            raise SettingsError(_does_not_fit_part(name, plan))
         return plan
     if plan.needs is None or plan.budget_bytes is None:
         if plan.num_gpus < 1:
@@ -390,8 +410,7 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
         # vLLM measures, and may find less taken than estimated. Weights never take less, and at
         # least half of the reserve is taken.
         exact = not (plan.needs.at_most or arguments.get("num_gpu_blocks_override"))
-        unsure = plan.needs.reserve_bytes + plan.needs.cache_bytes
-        least = (least if exact else 0) - int((1 - _SURE_RESERVE) * unsure)
+        least = (least if exact else 0) - (plan.needs.fixed_bytes - plan.needs.sure_bytes)
     if kv < least:
         raise SettingsError(_does_not_fit_part(name, plan))
     return replace(plan, kv_bytes=max(0, kv), fixed=shares)
@@ -431,9 +450,8 @@ def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
     asked = 0
     for plan in plans:
         assert plan.needs is not None
-        each = plan.needs.fixed_bytes + plan.needs.least_kv_bytes
-        asked += plan.replicas * each
-        lines.append(f"{plan.replicas} x {plan.role}: {_sum(plan.needs)}")
+        asked += plan.replicas * (plan.needs.fixed_bytes + plan.least_kv_bytes)
+        lines.append(f"{plan.replicas} x {plan.role}: {_sum(plan)}")
     lines.append(f"together {gib(asked)} GiB")
     lines.append(_advice(plans, usable))
     return "; ".join(lines)
@@ -445,25 +463,33 @@ def _does_not_fit_part(name: str, plan: EnginePlan) -> str:
     part = f"{plan.num_gpus:g} of a GPU" if plan.num_gpus < 1 else "a GPU"
     return (
         f"{name}: the model does not fit on {part}, of which an engine may take "
-        f"{gib(plan.budget_bytes)} GiB; {_sum(plan.needs)}; "
+        f"{gib(plan.budget_bytes)} GiB; {_sum(plan)}; "
         + _advice([replace(plan, replicas=1)], plan.budget_bytes)
     )
 
 
-def _sum(needs: Needs) -> str:
+def _sum(plan: EnginePlan) -> str:
+    needs = plan.needs
+    assert needs is not None
     cache = f" + {gib(needs.cache_bytes)} encoder cache" if needs.tower else ""
     kv = ""
-    if needs.kv_token_bytes:
+    if plan.kv_bytes is not None:
+        kv = f" + {gib(plan.kv_bytes)} KV by {_TOLD}"
+    elif needs.kv_token_bytes:
         longest = f"the longest sequence ({needs.least_tokens:,} tokens)"
         kv = f" + {gib(needs.least_kv_bytes)} KV of {longest}"
     return (
         f"{gib(needs.weights_bytes)} weights + {gib(needs.reserve_bytes)} reserve{cache}{kv}"
-        f" = {gib(needs.fixed_bytes + needs.least_kv_bytes)} GiB"
+        f" = {gib(needs.fixed_bytes + plan.least_kv_bytes)} GiB"
     )
 
 
 def _advice(plans: list[EnginePlan], usable: int) -> str:
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans if one.needs)
+    if any(one.kv_bytes is not None for one in plans):
+        return (
+            f"set {_TOLD} to {max(0, usable - fixed)} at most for all of them together, or unset it"
+        )
     videos = sum(one.replicas * one.needs.video_bytes for one in plans if one.needs)
     if videos and fixed - videos < usable:
         # Shorter sequences have smaller videos, so this is no matter of KV alone.
@@ -475,10 +501,25 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
     tokens = int(0.99 * (usable - fixed) / token) // 256 * 256 if token else 0
     if tokens >= 1024:
         return f"set engine.max_model_len={tokens}, which fits, or use more GPUs"
-    return (
-        "use more or larger GPUs, a smaller or quantised model, tensor_parallel_size with GPUs of "
-        "their own, or prefillers=0 with decoders=1"
-    )
+    return ", or ".join([*_smaller(plans, usable), "use larger GPUs"])
+
+
+def _smaller(plans: list[EnginePlan], usable: int) -> list[str]:
+    """Return what makes a model fit that does not, however short its sequences are."""
+    if len(plans) > 1 or plans[0].num_gpus < 1:
+        return ["set prefillers=0 and decoders=1"]
+    needs, workers = plans[0].needs, plans[0].workers
+    assert needs is not None
+    beside = needs.fixed_bytes - needs.weights_bytes
+    said = []
+    divided = needs.weights_bytes + needs.least_kv_bytes
+    enough = next((one for one in (2, 4, 8) if divided / one + beside < usable), 0) * workers
+    if enough:
+        said.append(f"set engine.tensor_parallel_size={enough} ({enough} GPUs an engine)")
+    most = usable - beside - needs.least_kv_bytes
+    if most > 0:
+        said.append(f"use a model of at most {gib(most)} GiB of weights (a quantised one)")
+    return said
 
 
 def gib(count: float) -> str:

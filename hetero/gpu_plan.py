@@ -12,6 +12,7 @@ from hetero.gpu_layout import (
     GIB,
     WITHOUT_VIDEOS,
     EnginePlan,
+    arguments_of,
     gib,
     roles,
     with_memory,
@@ -19,9 +20,9 @@ from hetero.gpu_layout import (
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
-# Block size in tokens for models whose layers keep a state. vLLM makes blocks at least as large as
-# a state (544 or 784 tokens, say), which is known only once an engine has loaded. It accepts larger
-# ones, and LMCache's chunks, set earlier, follow this size.
+# Models whose layers keep a state have blocks of a multiple of it, in tokens. vLLM makes blocks at
+# least as large as a state (544 or 784 tokens, say), and accepts larger ones. LMCache's chunks,
+# which are set before an engine has loaded, follow the size.
 _STATE_BLOCK_TOKENS = 1024
 # Share of a GPU that other processes may use before engines that share it are warned.
 _OTHERS_SHARE = 0.05
@@ -96,7 +97,7 @@ def plan(
     except SettingsError as error:
         raise SettingsError(*error.problems, *filter(None, (why_unknown,))) from None
     if shape is not None and shape.recurrent:
-        chosen = _with_large_blocks(chosen)
+        chosen = _with_large_blocks(chosen, shape)
     if why_unknown:
         notes.append(f"{why_unknown}; so what engines hold is not known, nor how much to keep")
     elif shape is not None and shape.estimated:
@@ -217,11 +218,21 @@ def _idle(settings: Settings, engines: Sequence[EnginePlan], nodes: Sequence[Gpu
     return [f"{there - used} of {there} GPUs have no engine"] if used < there else []
 
 
-def _with_large_blocks(settings: Settings) -> Settings:
-    own = (settings.engine, settings.decoders.engine, settings.prefillers.engine)
-    if any("block_size" in one for one in own):
+def _with_large_blocks(settings: Settings, shape: ModelShape) -> Settings:
+    arguments = [settings.engine, settings.decoders.engine, settings.prefillers.engine]
+    if any("block_size" in one for one in arguments):
         return settings
-    engine = settings.engine | {"block_size": _STATE_BLOCK_TOKENS}
+    block = _STATE_BLOCK_TOKENS
+    for one in (
+        arguments_of(settings, settings.decoders),
+        arguments_of(settings, settings.prefillers),
+    ):
+        tensor = int(one.get("tensor_parallel_size", 1))
+        kept_as = str(one.get("kv_cache_dtype", "auto"))
+        token = shape.kv_token_bytes(tensor, kept_as) / sum(kind.layers for kind in shape.kv)
+        states = math.ceil(shape.states[1] / tensor / token / _STATE_BLOCK_TOKENS)
+        block = max(block, states * _STATE_BLOCK_TOKENS)
+    engine = settings.engine | {"block_size": block}
     return settings.model_copy(update={"engine": engine})
 
 

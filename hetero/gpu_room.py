@@ -97,10 +97,12 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
         said += (
             ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
         )
-    alone = settings.gpus is not None or laid_out_by_hand(settings)
-    # Engines of several workers share no GPU.
-    alone = alone or any(workers(settings, own) > 1 for own in asked.values())
-    hint = "" if alone or not there else f", or have engines share them (gpus={int(there)})"
+    hint = ""
+    if any(workers(settings, own) > 1 for own in asked.values()):
+        # They share no GPU.
+        hint = ", or fewer GPUs for each (engine.tensor_parallel_size)"
+    elif there and settings.gpus is None and not laid_out_by_hand(settings):
+        hint = f", or have engines share them (gpus={int(there)})"
     return [f"{said}; ask for fewer engines{hint}"]
 
 

@@ -137,13 +137,17 @@ def why_not() -> str:
 
 
 def probe(driver: Any = None) -> None:
-    """Split the first visible device, without a context; raises `SmsUnavailable` if that fails."""
+    """Split each visible device, without a context; raises `SmsUnavailable` if that fails.
+
+    An engine's process may see all GPUs of its node, of which some may be of another kind.
+    """
     driver = load_driver() if driver is None else driver
     _call(driver, "cuInit", 0)
-    device = _call(driver, "cuDeviceGet", 0)
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-    whole = _call(driver, "cuDeviceGetDevResource", device, kind)
-    _call(driver, "cuDevSmResourceSplitByCount", 1, whole, 0, int(whole.sm.minSmPartitionSize))
+    for ordinal in range(_call(driver, "cuDeviceGetCount")):
+        device = _call(driver, "cuDeviceGet", ordinal)
+        whole = _call(driver, "cuDeviceGetDevResource", device, kind)
+        _call(driver, "cuDevSmResourceSplitByCount", 1, whole, 0, int(whole.sm.minSmPartitionSize))
 
 
 def _call(driver: Any, name: str, *arguments: Any) -> Any:

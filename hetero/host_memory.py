@@ -13,6 +13,9 @@ PROMPT_TOKENS = 24_500
 # Handoffs that may be under way or unread at a time. With fewer than the least, a new one drops
 # another before its decoder has read it.
 _PROMPTS, _LEAST_PROMPTS = 16, 4
+# Tokens after which a model with recurrent layers leaves their states in host memory. It does so in
+# each turn, and the mean later turn of a coding agent adds 3,272.
+SNAPSHOT_TOKENS = 3272
 # LMCache's server looks each second: full to four fifths, it drops this share of what it holds.
 EVICTED_SHARE = 0.1
 KEPT_SHARE = 0.8 * (1 - EVICTED_SHARE)
@@ -65,7 +68,8 @@ def token_bytes(settings: Settings, shape: ModelShape, plan: EnginePlan, size_gb
     page = page_bytes(size_gb, settings.nodes == "several")
     kept = shape.kv_token_bytes() if plan.needs is None else plan.needs.kv_token_bytes
     writers = 1 if plan.needs is None else plan.workers // plan.needs.kv_copies
-    return stored_bytes(kept, writers, chunk_tokens(settings, gpu=True), page)
+    chunk = chunk_tokens(settings, gpu=True)
+    return stored_bytes(kept, writers, chunk, page) + math.prod(shape.states) / SNAPSHOT_TOKENS
 
 
 def kept_tokens(size_gb: float, token: float) -> int:

@@ -2,8 +2,8 @@
 Pure.
 
 The configuration is best given with its class's defaults (`deployments.model_files`). Layers are
-counted as vLLM keeps them at most: one with a sliding window as if it kept every token, one with a
-recurrent state, or without attention, as keeping none.
+counted as vLLM keeps them at most: one with a sliding window as if it kept every token. A recurrent
+layer (Mamba, linear attention) keeps a state, whatever the number of tokens.
 """
 
 from collections import Counter
@@ -31,6 +31,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 # Every n-th layer has experts; the others are dense.
 _EXPERT_PERIODS = ("expert_layer_period", "decoder_sparse_step", "interleave_moe_layer_step")
+# Kinds of layers with neither attention nor a state.
+_DENSE = ("mlp", "moe")
 # Models with latent attention for which vLLM keeps full K and V.
 _NOT_LATENT = ("minicpm3",)
 # Weights of a layer with a state instead of attention, in squares of the hidden size. Mamba 1 and 2
@@ -70,11 +72,16 @@ class ModelShape:
     step_width: int  # The most values of a token within a layer at a time.
     vocabulary: int
     max_model_len: int | None
-    recurrent: bool = False  # Whether layers keep a state (Mamba, linear attention).
+    # Layers that keep a state (Mamba, linear attention), and bytes of one state; 0: not known.
+    states: tuple[int, int] = (0, 0)
     windowed: bool = False  # Whether a long sequence may take less KV than is counted.
     quantised: bool = False
     tower: Tower | None = None  # Counted in the weights.
     tower_unknown: str = ""  # Why an encoder is not counted; empty: it is, or there is none.
+
+    @property
+    def recurrent(self) -> bool:
+        return self.states[0] > 0
 
     @property
     def sees(self) -> bool:
@@ -165,7 +172,7 @@ def shape_of(
         step_width=_step_width(own, hidden, heads, kv_heads, head_values),
         vocabulary=_number(own, "vocab_size"),
         max_model_len=_first(own, _LENGTHS),
-        recurrent=_is_recurrent(own),
+        states=states_of(own, value_bytes),
         windowed=_is_windowed(own),
         quantised=bool(own.get("quantization_config")),
         tower=tower,
@@ -286,15 +293,56 @@ def _attends(config: Mapping[str, Any]) -> list[bool]:
     return [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
 
 
-def _is_recurrent(config: Mapping[str, Any]) -> bool:
-    kinds = _kinds(config)
+def states_of(config: Mapping[str, Any], value_bytes: int) -> tuple[int, int]:
+    """Return how many layers keep a state, and the bytes of one of those, on all workers together.
+
+    The size is 0 if it is not known. Otherwise it is that of vLLM's ``MambaStateShapeCalculator``:
+    the last inputs of a convolution, and the recurrent state.
+    """
+    own = _of_text(config)
+    kinds = _kinds(own)
     if kinds is None:
-        return any(name.startswith("mamba_") for name in config)
-    dense = ("mlp", "moe")
-    return any(
-        kind == "hybrid" or "linear" in kind or ("attention" not in kind and kind not in dense)
+        # Attention and a state in each layer, as in Falcon H1.
+        hybrid = any(name.startswith("mamba_") for name in own)
+        kinds = ["hybrid"] * _number(own, "num_hidden_layers") if hybrid else []
+    layers = sum(
+        kind == "hybrid" or "linear" in kind or ("attention" not in kind and kind not in _DENSE)
         for kind in kinds
     )
+    return layers, _state_bytes(own, value_bytes) if layers else 0
+
+
+def _state_bytes(config: Mapping[str, Any], value_bytes: int) -> int:
+    def of(*names: str) -> int:
+        found = _first(config, names)
+        return found if isinstance(found, int) else 0
+
+    kept_as = _first(config, ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"))
+    delta = config.get("linear_attn_config") or {}
+    if of("linear_num_value_heads"):  # Gated delta nets.
+        keys = of("linear_num_key_heads") * of("linear_key_head_dim")
+        values = of("linear_num_value_heads") * of("linear_value_head_dim")
+        state, channels = values * of("linear_key_head_dim"), values + 2 * keys
+        kernel = of("linear_conv_kernel_dim")
+    elif delta.get("num_heads"):  # Kimi's.
+        values = int(delta["num_heads"]) * int(delta["head_dim"])
+        state, channels = values * int(delta["head_dim"]), 3 * values
+        kernel, kept_as = int(delta["short_conv_kernel_size"]), kept_as or "float32"
+    else:
+        size = of("ssm_state_size", "mamba_d_state")
+        heads = of("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+        inner = heads * of("mamba_head_dim", "mamba_d_head", "mamba_headdim")
+        inner = inner or of("mamba_expand", "expand") * of("hidden_size")
+        # Mamba 1 has neither heads nor groups.
+        groups = of("n_groups", "mamba_n_groups", "mamba_ngroups") if heads else 0
+        state, channels = inner * size, inner + 2 * groups * size
+        kernel = of("conv_kernel", "mamba_d_conv")
+        if config.get("model_type") == "nemotron_h":
+            kept_as = kept_as or "float32"
+    if not (state and kernel):
+        return 0
+    inputs_bytes = channels * (kernel - 1) * value_bytes
+    return inputs_bytes + state * _DTYPE_BYTES.get(str(kept_as), value_bytes)
 
 
 def _is_windowed(config: Mapping[str, Any]) -> bool:
@@ -340,8 +388,8 @@ def _parameters(
     kinds = _kinds(config) or ["attention"] * layers
     attend = sum(_attends(config))
     # If attention, states and feed-forward parts alternate, each layer is only one of them.
-    apart = any(kind in ("mlp", "moe") for kind in kinds)
-    inner_layers = sum(kind in ("mlp", "moe") for kind in kinds) if apart else layers
+    apart = any(kind in _DENSE for kind in kinds)
+    inner_layers = sum(kind in _DENSE for kind in kinds) if apart else layers
     states = len(kinds) - attend - (inner_layers if apart else 0)
     attention = 2 * hidden * (heads + kv_heads) * head_values * attend
     attention += round(_STATE_WEIGHTS * hidden * hidden) * states

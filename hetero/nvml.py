@@ -125,7 +125,7 @@ class Nvml:
             try:
                 handle = _call(pynvml.nvmlDeviceGetHandleByIndex, f"GPU {index}", index)
                 _call(pynvml.nvmlDeviceGetUUID, f"GPU {index}", handle)
-                _call(pynvml.nvmlDeviceGetMemoryInfo, f"GPU {index}", handle)
+                _call(_memory, f"GPU {index}", handle)
             except GpuLost:
                 gone.append(index)
         return gone
@@ -170,10 +170,10 @@ class Nvml:
         return int(self._ask(uuid, pynvml.nvmlDeviceGetTemperature, handle, sensor))
 
     def memory_used_bytes(self, uuid: str) -> int:
-        return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).used)
+        return int(self._ask(uuid, _memory, self._handle(uuid)).used)
 
     def memory_free_bytes(self, uuid: str) -> int:
-        return int(self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, self._handle(uuid)).free)
+        return int(self._ask(uuid, _memory, self._handle(uuid)).free)
 
     def processes(self, uuid: str) -> list[GpuProcess]:
         handle = self._handle(uuid)
@@ -193,14 +193,14 @@ class Nvml:
         handle = _call(pynvml.nvmlDeviceGetHandleByIndex, what, index)
         uuid = str(_call(pynvml.nvmlDeviceGetUUID, what, handle))
         major, minor = self._ask(uuid, pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-        memory = self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, handle)
+        memory = self._ask(uuid, _memory, handle)
         mode = self._if_supported(uuid, pynvml.nvmlDeviceGetMigMode, handle)
         enabled = None if mode is None else mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
         return Gpu(
             index=index,
             uuid=uuid,
             name=str(self._ask(uuid, pynvml.nvmlDeviceGetName, handle)),
-            memory_bytes=int(memory.total),
+            memory_bytes=int(memory.total - memory.reserved),
             sm_count=self._sm_count(uuid, handle, (major, minor)),
             compute_capability=(major, minor),
             mig_enabled=enabled,
@@ -221,13 +221,13 @@ class Nvml:
             except UnknownGpu:
                 continue  # No instance was made at this index.
             attributes = self._if_supported(uuid, pynvml.nvmlDeviceGetAttributes_v2, part)
-            memory = self._ask(uuid, pynvml.nvmlDeviceGetMemoryInfo, part)
+            memory = self._ask(uuid, _memory, part)
             found.append(
                 MigDevice(
                     uuid=str(self._ask(uuid, pynvml.nvmlDeviceGetUUID, part)),
                     name=str(self._ask(uuid, pynvml.nvmlDeviceGetName, part)),
                     sm_count=None if attributes is None else int(attributes.multiprocessorCount),
-                    memory_bytes=int(memory.total),
+                    memory_bytes=int(memory.total - memory.reserved),
                 )
             )
         return tuple(found)
@@ -292,6 +292,11 @@ _MESSAGES: dict[int, tuple[type[NvmlError], str]] = {
     pynvml.NVML_ERROR_NOT_FOUND: (UnknownGpu, "no such GPU; `nvidia-smi -L` lists them"),
     pynvml.NVML_ERROR_GPU_NOT_FOUND: (UnknownGpu, "no such GPU; `nvidia-smi -L` lists them"),
 }
+
+
+def _memory(handle: Any) -> Any:
+    """Return the total, used and free bytes, and those that the driver reserves: CUDA has none."""
+    return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
 
 
 def _call(function: Callable[..., _T], what: str, *arguments: Any) -> _T:

@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from deployments.model_config import values
-from hetero.host_memory import stored_bytes
-from hetero.model_shape import KvLayers, ModelUnknown, kv_of, kv_token_values
+from hetero.host_memory import SNAPSHOT_TOKENS, stored_bytes
+from hetero.model_shape import KvLayers, ModelUnknown, kv_of, kv_token_values, states_of
 
 
 def require_whole_blocks(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int | None) -> None:
@@ -49,8 +49,8 @@ def capacity_tokens(cache_config: Any) -> int:
 def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
     """Return the bytes that a token of an engine's KV takes in LMCache's server.
 
-    Layers with a sliding window are counted as if they kept every token. The server hands out its
-    memory in pages of ``page`` bytes.
+    Layers with a sliding window are counted as if they kept every token, and states of recurrent
+    ones by their usual number. The server hands out its memory in pages of ``page`` bytes.
     """
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
@@ -63,7 +63,8 @@ def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
     latent = model.use_mla
     each = kv_token_values(_kv(model), 1 if latent else tensor) * dtype.itemsize / stages
     writers = stages if latent and not model.is_hybrid else stages * tensor
-    return stored_bytes(each, writers, chunk, page)
+    states = states_of(values(model.hf_text_config), model.dtype.itemsize)
+    return stored_bytes(each, writers, chunk, page) + math.prod(states) / SNAPSHOT_TOKENS
 
 
 def _kv(model: Any) -> tuple[KvLayers, ...]:

@@ -224,10 +224,10 @@ def nvmlDeviceGetUUID(gpu: StandInGpu, mig: int, text: Any, length: Any) -> None
 
 
 @_of_device()
-def nvmlDeviceGetMemoryInfo(gpu: StandInGpu, mig: int, memory: Any) -> None:
+def nvmlDeviceGetMemoryInfo_v2(gpu: StandInGpu, mig: int, memory: Any) -> None:
     memory.total = gpu.memory_bytes if mig < 0 else gpu.memory_bytes // gpu.mig_devices
-    memory.used = gpu.used_bytes
-    memory.free = memory.total - gpu.used_bytes
+    memory.used, memory.reserved = gpu.used_bytes, gpu.reserved_bytes
+    memory.free = memory.total - gpu.used_bytes - gpu.reserved_bytes
 
 
 @_of_device()

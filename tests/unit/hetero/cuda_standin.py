@@ -65,6 +65,7 @@ class Driver:
     version: int = 13_000
     rest_alignment: int | None = None
     hidden: int = 0
+    devices: int = 1
     fails: dict[str, CUresult] = field(default_factory=dict)
     streams: dict[int, frozenset[int]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -89,6 +90,9 @@ class Driver:
 
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         return self._answer("cuInit")
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return self._answer("cuDeviceGetCount", self.devices)
 
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
         return self._answer("cuDeviceGet", ordinal)

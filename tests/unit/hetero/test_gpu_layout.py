@@ -186,6 +186,31 @@ def test_parts_by_hand_are_kept_and_measured_out() -> None:
     assert settings.decoders.engine["kv_cache_memory_bytes"] == GIB
 
 
+def test_kv_that_is_set_for_one_engine_leaves_the_rest_to_the_other() -> None:
+    told = {"decoders.engine.kv_cache_memory_bytes": 20 * GIB}
+    settings, (prefiller, decoder) = laid_out({**SHARED, **told}, 1, H100)
+    assert decoder.kv_bytes == settings.decoders.engine["kv_cache_memory_bytes"] == 20 * GIB
+    pool = int(H100 * 0.92) - 2 * (WEIGHTS + LARGE_RESERVE)
+    assert prefiller.kv_bytes == pytest.approx(pool - 20 * GIB, abs=2 * H100 / 10_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({**SHARED, "decoders.engine.kv_cache_memory_bytes": 40 * GIB}, "^gpus: the engines do"),
+        ({"engine.kv_cache_memory_bytes": 60 * GIB}, "^decoders: the model does not fit on a GPU"),
+        (
+            {"decoders.num_gpus": 0.5, "decoders": 1, "engine.kv_cache_memory_bytes": 30 * GIB},
+            "^decoders: the model does not fit on 0.5 of a GPU",
+        ),
+    ],
+)
+def test_more_kv_than_there_is_room_for_is_refused(arguments: dict[str, Any], said: str) -> None:
+    """Engines would take the memory of another engine, or end when it needs its own."""
+    with pytest.raises(SettingsError, match=rf"{said}.* KV by engine\.kv_cache.* or unset it$"):
+        laid_out(arguments, 1, H100)
+
+
 def test_engines_on_gpus_of_their_own_are_told_nothing() -> None:
     settings, _ = laid_out({}, 2, None, None)
     assert settings.decoders.engine == {}

@@ -13,7 +13,7 @@ from hetero.gpu_plan import GpuNode, GpuPlan, plan
 from hetero.host_memory import chunk_tokens
 from hetero.model_shape import ModelShape, shape_of
 from hetero.tiers import NodeOffer
-from tests.unit.hetero.shapes import QWEN3_8B
+from tests.unit.hetero.shapes import QWEN3_8B, QWEN3_NEXT_80B
 
 GIB = 2**30
 SHAPE = shape_of(QWEN3_8B, 16_381_470_720)
@@ -207,3 +207,31 @@ def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
     assert chunk_tokens(settings, gpu=True) == chunk
     plain, _ = plan(with_counts(load({"model": "m"}), 1), [node()], SHAPE)
     assert "block_size" not in plain.engine
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "block"),
+    [
+        ({}, {}, 1024),
+        # A state of 2.1 MiB beside 2 KiB of KV a token and layer.
+        ({"mamba_ssm_dtype": "float32"}, {}, 2048),
+        # Half the KV, with a state of 1.05 MiB.
+        ({}, {"engine.kv_cache_dtype": "fp8"}, 2048),
+        ({"mamba_ssm_dtype": "float32"}, {"engine.kv_cache_dtype": "fp8"}, 3072),
+    ],
+)
+def test_blocks_are_as_large_as_a_state(
+    config: dict[str, Any], given: dict[str, Any], block: int
+) -> None:
+    shape = shape_of(QWEN3_NEXT_80B | config, 40 * GIB)
+    settings, _ = plan(with_counts(load({"model": "m", **given}), 1), [node()], shape)
+    assert settings.engine["block_size"] == block
+
+
+def test_states_take_host_memory_beside_what_attention_keeps() -> None:
+    """24 KiB of KV a token, and each turn of 3,272 tokens a snapshot of 36 states of 1.05 MiB."""
+    shape = shape_of(QWEN3_NEXT_80B, 40 * GIB)
+    assert shape.states == (36, 1_097_728)
+    found = made({"lmcache.size_gb": 64}, node(), shape=shape)
+    token = 24 * 1024 + 36 * 1_097_728 / 3272
+    assert found.kept_tokens == int(0.72 * 64 * GIB / token)

@@ -45,7 +45,10 @@ def test_the_sum_is_said_with_what_to_do() -> None:
 def test_engines_of_several_workers_are_not_advised_to_share() -> None:
     """They are refused if they do."""
     (said,) = short_of_gpus(load({"engine.tensor_parallel_size": 2, "decoders": 1}), [node(2)])
-    assert said.endswith("= 4 are asked for, and Ray has 2; ask for fewer engines")
+    assert said.endswith(
+        "= 4 are asked for, and Ray has 2; ask for fewer engines, or fewer GPUs for "
+        "each (engine.tensor_parallel_size)"
+    )
 
 
 def test_an_engine_is_on_one_node() -> None:

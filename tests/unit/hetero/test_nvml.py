@@ -28,6 +28,17 @@ def test_the_inventory_says_what_each_gpu_is(machine: Machine, nvml: Nvml) -> No
     assert nvml.cuda_version() == (12, 4)
 
 
+def test_memory_that_the_driver_keeps_is_no_engines(machine: Machine) -> None:
+    """CUDA's total lacks it, by half a GiB on an H100."""
+    gpu = machine.gpus[0]
+    gpu.used_bytes, gpu.reserved_bytes = 3 << 30, 1 << 30
+    with Nvml() as nvml:
+        first = nvml.inventory()[0]
+        assert first.memory_bytes == 47 << 30
+        assert nvml.memory_used_bytes(first.uuid) == 3 << 30
+        assert nvml.memory_free_bytes(first.uuid) == 44 << 30
+
+
 @pytest.mark.parametrize(
     ("cores", "capability", "sms"),
     [(16896, (9, 0), 132), (6912, (8, 0), 108), (16384, (99, 0), None), (100, (8, 6), None)],

@@ -1,5 +1,6 @@
 """Models whose layers are of several kinds, by vLLM's own sizes of their blocks."""
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GraniteMoeHybridConfig
+from transformers import (
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from deployments.engine.kv_layers import require_whole_blocks
+from deployments.model_config import values
 from hetero.gpu_plan import _STATE_BLOCK_TOKENS
+from hetero.model_shape import states_of
 
 
 def _config(device: str = "cuda") -> Any:
@@ -102,3 +112,40 @@ def test_vllm_takes_a_hybrid_models_block_size_from_the_operator(
     named = int(re.findall(r"engine\.block_size to (\d+)", str(refused.value))[0])
     assert _vllms_blocks(tmp_path, heads, named) == (named, named)
     require_whole_blocks(_config(), _groups(named, named), named)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "kept_as"),
+    [
+        (Qwen3NextConfig(), 36, "auto"),
+        (Qwen3NextConfig(mamba_ssm_dtype="float32"), 36, "float32"),
+        (JambaConfig(), 28, "auto"),
+        (FalconH1Config(mamba_n_groups=2, mamba_d_state=128), 32, "auto"),
+        (GraniteMoeHybridConfig(layer_types=["mamba"] * 31 + ["attention"]), 31, "auto"),
+        (NemotronHConfig(), None, "float32"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_states_take_what_vllm_keeps_of_them(config: Any, layers: int | None, kept_as: str) -> None:
+    name = type(config).__name__.replace("Config", "ForCausalLM")
+    model, _ = ModelRegistry.resolve_model_cls(
+        [name], SimpleNamespace(hf_config=config, runner_type="generate", convert_type="none",
+                                model_impl="auto", trust_remote_code=False),
+    )  # fmt: skip
+    vllm_config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(
+            mamba_cache_dtype="auto", mamba_ssm_cache_dtype=kept_as, use_replayssm=False
+        ),
+        num_speculative_tokens=0,
+        speculative_config=None,
+    )
+    shapes = model.get_mamba_state_shape_from_config(vllm_config)
+    dtypes = model.get_mamba_state_dtype_from_config(vllm_config)
+    expected = sum(
+        math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    counted, state_bytes = states_of(values(config), 2)
+    assert state_bytes == expected
+    assert layers in (None, counted)
