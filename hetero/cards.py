@@ -19,7 +19,10 @@ class Card:
 
 
 def cards_here() -> tuple[Card, ...]:
-    """Return the GPUs that CUDA is shown (``CUDA_VISIBLE_DEVICES``); none without a driver."""
+    """Return the GPUs that CUDA is shown (``CUDA_VISIBLE_DEVICES``); none without a driver.
+
+    Of a GPU in MIG mode CUDA shows the first device alone, unless others are named by their UUIDs.
+    """
     found: list[tuple[int | None, str, Card]] = []
     try:
         with Nvml() as nvml:
@@ -30,7 +33,7 @@ def cards_here() -> tuple[Card, ...]:
         return ()
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
-        return tuple(card for _, _, card in found)
+        return tuple(card for index, _, card in found if index is not None)
     names = [name.strip() for name in shown.split(",") if name.strip()]
     return tuple(
         card
@@ -42,4 +45,7 @@ def cards_here() -> tuple[Card, ...]:
 def _parts(gpu: Gpu, used_bytes: int) -> list[tuple[int | None, str, Card]]:
     if not gpu.mig_enabled:
         return [(gpu.index, gpu.uuid, Card(gpu.name, gpu.memory_bytes, used_bytes))]
-    return [(None, part.uuid, Card(part.name, part.memory_bytes)) for part in gpu.mig_devices]
+    return [
+        (None if number else gpu.index, part.uuid, Card(part.name, part.memory_bytes))
+        for number, part in enumerate(gpu.mig_devices)
+    ]

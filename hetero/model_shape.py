@@ -18,7 +18,11 @@ _DTYPE_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 # Bytes of a value by vLLM's `kv_cache_dtype`; others keep KV as the model computes it.
-_KV_BYTES = {"float32": 4.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "nvfp4": 0.5}
+_KV_BYTES = {
+    "float32": 4.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5, "nvfp4": 0.5,
+    # Of 576 values of latent attention, 512 have 8 bits, and scales; 64 have 16 bits.
+    "fp8_ds_mla": 656 / 576,
+}  # fmt: skip
 # Names that configurations use for the same value.
 _KV_HEADS = (
     "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num",

@@ -57,6 +57,8 @@ class MachineFacts:
     sockets: int = 1
     expandable: tuple[str, ...] = ()  # Variables that switch PyTorch's expandable segments on.
     open_token: str = ""  # The file of Ray's token, if other users may read it.
+    kv_layout: str = ""  # vLLM's variable; empty: engines choose.
+    architecture: str = "x86_64"
 
 
 @dataclass(frozen=True, slots=True)

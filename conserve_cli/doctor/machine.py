@@ -34,6 +34,9 @@ _LEAST_SHM_BYTES = 2**30
 _LEAST_DISK_BYTES = 2 * 2**30
 # A core has two hyperthreads, which machines and containers count as CPUs.
 _VCPUS = 2
+KV_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+# Layouts in which a block is in pieces, a head each.
+_UNMOVABLE = ("LHBNC", "BHLNC")
 # Each client, turn and worker takes some files.
 _LEAST_OPEN_FILES = 4096
 
@@ -79,6 +82,12 @@ def check_machine(
         where = f"; host memory over {facts.sockets} sockets" if facts.sockets > 1 else ""
         yield ok("KV copies", f"{threads} threads copy for {crowd.workers} workers on GPUs{where}")
         yield from _allocator(facts)
+        if facts.kv_layout in _UNMOVABLE:
+            seen = f"{KV_LAYOUT}={facts.kv_layout}: LMCache cannot copy KV that lies like that"
+            yield wrong("KV layout", seen, f"unset {KV_LAYOUT}, or set LBNHC, its default")
+    if facts.architecture != "x86_64":
+        seen = f"{facts.architecture}: all pinned packages have wheels for ARM, and nothing has run"
+        yield note("CPU", seen, "run `make test-gpu` first, and tell us what you see")
     if several and has_engines and facts.rdma:
         yield _locked_memory(facts, settings)
 

@@ -35,7 +35,7 @@ from conserve_cli.doctor.facts import (
     SoftwareFacts,
     TorchFacts,
 )
-from conserve_cli.doctor.machine import ENGINES, PACKAGES
+from conserve_cli.doctor.machine import ENGINES, KV_LAYOUT, PACKAGES
 from deployments.engine.engine_kernels import find_nvcc
 from deployments.environments.backends import folders
 from deployments.environments.sandbox import marked
@@ -117,6 +117,8 @@ def observe_machine() -> MachineFacts:
         sockets=len(sockets()),
         expandable=tuple(allocator_environment(os.environ)),
         open_token=_open_token(),
+        kv_layout=os.environ.get(KV_LAYOUT, ""),
+        architecture=platform.machine(),
     )
 
 

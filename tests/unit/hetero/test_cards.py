@@ -3,6 +3,7 @@
 import pytest
 
 from hetero.cards import Card, cards_here
+from hetero.nvml import Nvml
 from tests.nvml.standin import NO_MIG, Machine
 
 A40 = Card("NVIDIA A40", 48 << 30)
@@ -24,13 +25,20 @@ def test_those_alone_that_cuda_is_shown(
     assert cards_here() == (A40,) * count
 
 
-def test_parts_of_a_gpu_in_mig_mode_are_devices(machine: Machine) -> None:
+def test_of_a_gpu_in_mig_mode_the_first_device_is_shown_and_others_by_name(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = machine.gpus[0]
     first.unsupported &= ~NO_MIG
     first.mig_enabled, first.mig_devices, first.mig_sms = 1, 2, 14
-    found = cards_here()
-    assert len(found) == 3
-    assert found[0].memory_bytes < 48 << 30
+    part, whole = cards_here()
+    assert part.memory_bytes < whole.memory_bytes == 48 << 30
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert cards_here() == (part,)
+    with Nvml() as nvml:
+        parts = nvml.inventory()[0].mig_devices
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(one.uuid for one in parts))
+    assert cards_here() == (part, part)
 
 
 def test_none_where_the_driver_does_not_answer(machine: Machine) -> None:

@@ -45,6 +45,7 @@ def test_heads_are_divided_among_workers_as_far_as_they_go() -> None:
 def test_kv_may_be_kept_in_fewer_bits() -> None:
     shape = shape_of(QWEN3_8B)
     assert shape.kv_token_bytes(1, "fp8_e4m3") == shape.kv_token_bytes() / 2
+    assert shape_of(DEEPSEEK_LITE).kv_token_bytes(1, "fp8_ds_mla") == pytest.approx(27 * 656)
 
 
 def test_layers_without_kv_are_left_out() -> None:

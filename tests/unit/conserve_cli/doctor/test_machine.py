@@ -97,10 +97,21 @@ def test_processes_that_wait_for_each_other_want_cpus(cpus: float, level: str, s
     assert not [one for one in check_machine(facts, SETTINGS, 2) if one.subject == "CPUs"]
 
 
-def test_an_allocator_that_shares_nothing_is_said() -> None:
-    facts = dataclasses.replace(MACHINE, expandable=("PYTORCH_CUDA_ALLOC_CONF",))
-    assert bad(check_machine(facts, SETTINGS, 0, crowd=FOUR_ENGINES)) == [("note", "PyTorch")]
-    assert bad(check_machine(facts, SETTINGS, 3)) == []
+@pytest.mark.parametrize(
+    ("change", "on_gpus", "on_cpus"),
+    [
+        ({"expandable": ("PYTORCH_CUDA_ALLOC_CONF",)}, [("note", "PyTorch")], []),
+        ({"kv_layout": "BHLNC"}, [("wrong", "KV layout")], []),
+        ({"kv_layout": "BLHNC"}, [], []),
+        ({"architecture": "aarch64"}, [("note", "CPU")], [("note", "CPU")]),
+    ],
+)
+def test_what_kv_cannot_be_copied_with_is_said(
+    change: dict[str, Any], on_gpus: list[tuple[str, str]], on_cpus: list[tuple[str, str]]
+) -> None:
+    facts = dataclasses.replace(MACHINE, **change)
+    assert bad(check_machine(facts, SETTINGS, 0, crowd=FOUR_ENGINES)) == on_gpus
+    assert bad(check_machine(facts, SETTINGS, 3)) == on_cpus
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,12 @@ def test_this_machine_as_it_is() -> None:
     assert all(free > 0 for _, free in seen.machine.disk.values())
 
 
-def test_an_allocators_settings_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_engines_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments : True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    assert observing.observe_machine().expandable == ("PYTORCH_ALLOC_CONF",)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
+    facts = observing.observe_machine()
+    assert (facts.expandable, facts.kv_layout) == (("PYTORCH_ALLOC_CONF",), "BHLNC")
 
 
 def test_a_token_that_others_may_read_is_seen(
