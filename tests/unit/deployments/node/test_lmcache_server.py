@@ -28,7 +28,13 @@ from deployments.node.lmcache_server import (
     require_nixl,
     sockets,
 )
-from deployments.node.node import CACHE_SILENCE_S, CacheDirectory, SeenCaches
+from deployments.node.node import (
+    CACHE_SILENCE_S,
+    CacheDirectory,
+    NodeNames,
+    NodeService,
+    SeenCaches,
+)
 from hetero.host_memory import KEPT_SHARE
 from tests.checkout import ROOT
 
@@ -190,7 +196,10 @@ async def test_a_server_that_hangs_is_killed_and_not_its_successor() -> None:
     server.kill_hung(60.0)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(process.wait(), 0.5)
-    server.kill_hung(40.0)
+    # An engine tells the node's actor as it beats.
+    service = NodeService(Settings(), server.address, NodeNames("app", Settings()))
+    service._server = server
+    await service.beat(hangs_s=40.0)
     assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
 
 
