@@ -24,7 +24,9 @@ _MPS = "With an MPS daemon, engines hand over, and one outlives the other's `kil
 _LMCACHE_KILLED = "With loads in flight, turns end when the server is killed: right tokens."
 STEPS = (
     Step("facts", "NVML and CUDA see a GPU; tools, limits and memory of the machine."),
-    Step("CUDA IPC", "A process reads another's GPU memory, and waits for its event.", ("facts",)),
+    Step(
+        "CUDA IPC", "A process reads another's GPU memory; LMCache has its operations.", ("facts",)
+    ),
     Step("doctor", "`conserve doctor` finds nothing wrong.", ("facts",)),
     Step("vLLM alone", "vLLM starts with the kernels of this machine, and answers.", ("facts",)),
     Step("one engine", "The default on one GPU starts, and keeps a conversation.", ("CUDA IPC",)),
