@@ -108,7 +108,7 @@ test-peers: $(INSTALLED) $(PEERS) ## Start every peer of the benchmarks, and tal
 	@$(BIN)/python -m pytest -m 'long or not long' \
 		tests/engines/peers tests/engines/every_peer $(ARGS)
 
-test-gpu: ## Settle what one GPU can, in fifteen minutes (skips by name where there is none)
+test-gpu: ## Settle what one GPU can, in order, and write a page of it (45 minutes; skips by name where there is none)
 	@$(MAKE) --no-print-directory VENV=$(if $(wildcard $(GPU_VENV)),$(GPU_VENV),$(VENV)) test-gpu-here
 
 test-gpu-here: $(INSTALLED)

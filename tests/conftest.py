@@ -28,12 +28,13 @@ def anyio_backend() -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of `tests/engines/fuzz` and `compatibility`, and those for other machines."""
+    """Add the options of tests that are run by themselves, and those for other machines."""
     group = parser.getgroup("conserve")
     group.addoption("--cpu", choices=machines.VIEWS, help="what vLLM takes this CPU for")
     group.addoption("--no-compiler", action="store_true", help="leave compilers out of PATH")
     group.addoption("--fuzz-cases", type=int, default=300, help="requests to try (%(default)s)")
     group.addoption("--fuzz-seed", type=int, default=0, help="which requests (%(default)s)")
+    group.addoption("--gpu-page", type=Path, help="where `make test-gpu` writes its page")
     group.addoption("--vllm", type=Path, help="a checkout of vLLM; none: pip gets its source")
     group.addoption("--openresponses", type=Path, help="a clone of Open Responses; none: clone it")
 

@@ -319,51 +319,40 @@ STAGES = Application(
 # LMCache's chunk, of engines on GPUs.
 GPU_CHUNK_TOKENS = 256
 
+_GPU = ("served_model_name=conserve-embedded", "engine.max_model_len=40960", "lmcache.size_gb=16")
+# Compiling would take minutes at each start of an engine; capturing takes seconds.
+_GRAPHS = (
+    "engine.compilation_config.mode=0",
+    "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+)
+
+_on_gpu = functools.partial(Application, make_model=make_real_shape)
+
 # A prefiller and a decoder that share one GPU, with a model of a real one's shape.
-GPU = Application(
-    "gpu",
-    (
-        _PAPER,
-        "gpus=1",
-        "prefillers=1",
-        "decoders=1",
-        "served_model_name=conserve-embedded",
-        "engine.max_model_len=40960",
-        # What compiling and capturing would take, at each start of an engine, tests do not have.
-        "engine.enforce_eager=true",
-        "lmcache.size_gb=16",
-    ),
-    make_model=make_real_shape,
-)
+_GPU_PAIR = (_PAPER, "gpus=1", "prefillers=1", "decoders=1", *_GPU)
+GPU = _on_gpu("gpu", (*_GPU_PAIR, *_GRAPHS))
 
-# The same on three and seven tenths of its SMs, with graphs, which have to keep to them too.
-GPU_SLOTS = Application(
-    "gpu-slots",
-    (
-        _PAPER,
-        "tiers.prefill.sm_slots=3",
-        "tiers.decode.sm_slots=7",
-        "prefillers.tier=prefill",
-        "prefillers.num_gpus=0.4",
-        "decoders.tier=decode",
-        "decoders.num_gpus=0.6",
-        "decoders.replicas=1",
-        "served_model_name=conserve-embedded",
-        "engine.max_model_len=40960",
-        "engine.compilation_config.mode=0",
-        "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
-        "lmcache.size_gb=16",
-    ),
-    make_model=make_real_shape,
-)
+# The default on one GPU, and two engines that share it and do everything.
+GPU_ONE = _on_gpu("gpu-one", ("gpus=1", *_GPU, *_GRAPHS), prefillers=0)
+GPU_TWO = _on_gpu("gpu-two", (*GPU_ONE.arguments, "decoders=2"), prefillers=0, decoders=2)
 
-# With a lane in the decoder: its kernels beside the steps' on all SMs, or each on its side of seven
-# tenths of them.
+# A pair on three and seven tenths of its SMs, with graphs, which have to keep to them too.
+_GPU_SLOTS = (
+    "tiers.prefill.sm_slots=3",
+    "tiers.decode.sm_slots=7",
+    "prefillers.tier=prefill",
+    "prefillers.num_gpus=0.4",
+    "decoders.tier=decode",
+    "decoders.num_gpus=0.6",
+    "decoders.replicas=1",
+)
+GPU_SLOTS = _on_gpu("gpu-slots", (_PAPER, *_GPU_SLOTS, *_GPU, *_GRAPHS))
+
+# With a lane in the decoder: its kernels beside the steps' on all SMs, without graphs, or each on
+# its side of seven tenths of them.
 _GPU_LANE = ("engine_scheduler=conversation_lane",)
-GPU_LANE = Application("gpu-lane", (*GPU.arguments, *_GPU_LANE), make_model=make_real_shape)
-GPU_LANE_SLOTS = Application(
-    "gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE), make_model=make_real_shape
-)
+GPU_LANE = _on_gpu("gpu-lane", (*_GPU_PAIR, "engine.enforce_eager=true", *_GPU_LANE))
+GPU_LANE_SLOTS = _on_gpu("gpu-lane-slots", (*GPU_SLOTS.arguments, *_GPU_LANE))
 
 # A decoder that encodes images beside its steps, with SMs for each stage.
 GPU_STAGES = Application(
@@ -378,8 +367,7 @@ GPU_STAGES = Application(
         "decoders.num_gpus=0.9",
         "served_model_name=conserve-embedded",
         "engine.max_model_len=8192",
-        "engine.compilation_config.mode=0",
-        "engine.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+        *_GRAPHS,
         'engine.additional_config={"conserve": {"stages": '
         '{"sms": 100, "encode": [30, 10, 7], "prefill": [40, 10, 10]}}}',
         "lmcache.size_gb=8",
@@ -413,6 +401,8 @@ APPLICATIONS = (
         SIGHTED,
         COMPATIBLE,
         GPU,
+        GPU_ONE,
+        GPU_TWO,
         GPU_SLOTS,
         GPU_LANE,
         GPU_LANE_SLOTS,

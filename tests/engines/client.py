@@ -1,8 +1,10 @@
 """What a client does: conversations turn by turn, and what can be asked about them."""
 
 import asyncio
+import itertools
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,13 @@ class Reply:
     headers: httpx.Headers
     body: Any
     content: str = ""
+    after_s: list[float] = field(
+        default_factory=list
+    )  # From the request to each event, if streamed.
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [1e3 * (after - before) for before, after in itertools.pairwise(self.after_s)]
 
     @property
     def conversation(self) -> str:
@@ -108,13 +117,14 @@ async def chat(
         if response.status_code == 200:
             content = parsed["choices"][0]["message"]["content"] or ""
         return Reply(response.status_code, response.headers, parsed, content)
-    parts = []
+    parts, after_s, started_s = [], [], time.perf_counter()
     async with client.stream(
         "POST", url + "/v1/chat/completions", json=body, headers=sent
     ) as response:
         events = []
         async for line in response.aiter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
+                after_s.append(time.perf_counter() - started_s)
                 event = json.loads(line[6:])
                 events.append(event)
                 if began is not None:
@@ -122,7 +132,7 @@ async def chat(
                 parts += [
                     choice["delta"].get("content") or "" for choice in event.get("choices", [])
                 ]
-        return Reply(response.status_code, response.headers, events, "".join(parts))
+        return Reply(response.status_code, response.headers, events, "".join(parts), after_s)
 
 
 async def last_turn(client: httpx.AsyncClient, conversation_id: str) -> dict[str, int]:

@@ -8,6 +8,8 @@ import time
 import psutil
 
 _ENDS_WITHIN_S = 10.0
+# LMCache's server, by its command line.
+LMCACHE = r"deployments\.node\.lmcache_main server"
 
 
 def processes(pattern: str, below: int | None = None) -> list[psutil.Process]:

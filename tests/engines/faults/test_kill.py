@@ -24,11 +24,10 @@ from tests.engines.client import (
     prose,
 )
 from tests.engines.metrics import metric
-from tests.engines.processes import kill, processes
+from tests.engines.processes import LMCACHE, kill, processes
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually
 
-LMCACHE = r"deployments\.node\.lmcache_main server"
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN, last=True)]
 
 OUTPUT_TOKENS = 16
@@ -241,20 +240,23 @@ async def test_the_lmcache_server(
     for served, turn in ((agent, 1), (down, 0)):
         assert await _same_as_lone(client, served, turn)
 
-    # Five health checks of up to 5 s each find a silent server.
-    for attempt in range(150):
-        again = Agent(client, f"again-{attempt}")
-        await again.say(prose(rng, 300), tokens=4)
-        if again.stats[0]["lmcache_tokens"]:
-            break
-        await asyncio.sleep(0.5)
-    else:
-        pytest.fail("LMCache was not used again within 75 s")
+    await _lmcache_is_used(client, rng)
     (restarted,) = processes(LMCACHE)
     assert restarted.pid != server.pid
     await _shared_with_engines(restarted.pid)
     # What the dead one had would stay taken, if an engine kept it.
     assert not [one.pid for one in processes("VLLM::EngineCore") if lost in _memory_of(one.pid)]
+
+
+async def _lmcache_is_used(client: httpx.AsyncClient, rng: random.Random) -> None:
+    # Five health checks of up to 5 s each find a server that is silent.
+    for attempt in range(90):
+        again = Agent(client, f"again-{attempt}")
+        await again.say(prose(rng, 300), tokens=4)
+        if again.stats[0]["lmcache_tokens"]:
+            return
+        await asyncio.sleep(1)
+    pytest.fail("LMCache was not used again within 90 s")
 
 
 async def _shared_with_engines(server: int) -> int:
@@ -399,10 +401,4 @@ async def test_the_node_actor(
         lambda: server.pid not in [p.pid for p in processes(LMCACHE)],
     )
     await _start(client, rng, ["orphaned"])
-    for attempt in range(60):
-        again = Agent(client, f"again-{attempt}")
-        await again.say(prose(rng, 300), tokens=4)
-        if again.stats[0]["lmcache_tokens"]:
-            return
-        await asyncio.sleep(1)
-    pytest.fail("LMCache was not used again after its node actor was killed")
+    await _lmcache_is_used(client, rng)

@@ -1,19 +1,21 @@
 """The GPU that these tests run on, or why there is none."""
 
 import importlib.metadata
+import json
 import logging
-
-import pytest
+import subprocess
+import sys
+from typing import Any
 
 from hetero.nvml import Gpu, Nvml, NvmlError
+from tests.checkout import ROOT
 
-# Shown as tests run (`make test-gpu`): what is measured is printed, and not asserted.
-seen = logging.getLogger("tests.gpu")
-# Each request would be, too.
+# Each request would be shown beside figures.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def _missing() -> str:
+def missing() -> str:
+    """Return why no test can run here; empty: they can."""
     try:
         with Nvml() as nvml:
             if not nvml.inventory():
@@ -25,10 +27,6 @@ def _missing() -> str:
     except importlib.metadata.PackageNotFoundError:
         return "vLLM's CUDA build is not installed (make install-gpu)"
     return ""
-
-
-_MISSING = _missing()
-NEEDS_GPU = pytest.mark.skipif(bool(_MISSING), reason=_MISSING)
 
 
 def card() -> Gpu:
@@ -47,3 +45,11 @@ def energy_j() -> float:
     """What it has used since the driver was loaded."""
     with Nvml() as nvml:
         return nvml.energy_j(nvml.inventory()[0].uuid)
+
+
+def printed_by(*arguments: str) -> Any:
+    """Return the last line that a Python process prints, which is JSON."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])

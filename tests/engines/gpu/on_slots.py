@@ -123,24 +123,6 @@ def check_graph() -> dict[str, Any]:
     return {"allowed": len(allowed), "outside": outside}
 
 
-def check_gemm() -> dict[str, Any]:
-    """Milliseconds of a prefill's GEMM and of a decode step's, by SMs."""
-    device = Device()
-    weights = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    inputs = {
-        name: torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-        for name, tokens in (("prefill", 8192), ("decode", 16))
-    }
-    rows = []
-    for one in sides(device.split, device.all):
-        stream = device.stream(one.decode)
-        row: dict[str, float] = {"sms": one.decode_sms}
-        for name, given in inputs.items():
-            row[name] = _median_ms(lambda given=given: given @ weights, stream, 20)  # type: ignore[misc]
-        rows.append(row)
-    return {"rows": rows}
-
-
 def check_rebinding() -> dict[str, Any]:
     """What moving the border costs the thread that does it, and what contexts cost in memory."""
     device = Device()
@@ -206,10 +188,6 @@ def check_beside() -> dict[str, Any]:
         name: {"median": statistics.median(times), "p95": sorted(times)[int(len(times) * 0.95)]}
         for name, times in rows.items()
     }
-
-
-def _median_ms(work: Callable[[], Any], stream: torch.cuda.Stream, times: int) -> float:
-    return statistics.median(_times_ms(work, stream, times))
 
 
 def _times_ms(work: Callable[[], Any], stream: torch.cuda.Stream, times: int) -> list[float]:

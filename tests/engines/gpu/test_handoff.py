@@ -7,11 +7,11 @@ import pytest
 
 from tests.engines.applications import GPU
 from tests.engines.client import engines
-from tests.engines.gpu.card import NEEDS_GPU, seen
-from tests.engines.gpu.conftest import ANSWER_TOKENS, PAUSES_MS, SIZES, new_prompt, prompt_name
+from tests.engines.gpu.conftest import PAUSES_MS, SIZES, hands_over, new_prompt
 from tests.engines.gpu.engine import complete, compute, whole_chunks
+from tests.engines.gpu.streams import Put
 
-pytestmark = [NEEDS_GPU, pytest.mark.application(GPU)]
+pytestmark = [pytest.mark.step("handoffs"), pytest.mark.application(GPU)]
 
 ROUNDS = 20
 
@@ -26,21 +26,12 @@ def _urls() -> tuple[str, str]:
 def test_a_prompt_is_taken_over_whole(
     alone: dict[str, str], application: str, tokens: int, pause_ms: int
 ) -> None:
-    """Every whole chunk, and with it a lone engine's answer, token for token."""
-    prefiller, decoder = _urls()
-    name = prompt_name(tokens, pause_ms)
-    prompt = new_prompt(name, tokens)
-    computed = compute(prefiller, prompt)
-    time.sleep(pause_ms / 1e3)
-    taken = complete(decoder, prompt, ANSWER_TOKENS, prefilled=True)
-    assert computed.found_tokens == 0
-    assert taken.found_tokens == whole_chunks(prompt)
-    assert taken.text == alone[name]
+    hands_over(*_urls(), alone, tokens, pause_ms)
 
 
 @pytest.mark.parametrize("tokens", SIZES)
-def test_taking_against_computing(application: str, tokens: int) -> None:
-    """What the first token of a prompt takes, by the median of three; printed alone."""
+def test_taking_against_computing(application: str, figure: Put, tokens: int) -> None:
+    """What the first token of a prompt takes, by the median of three."""
     prefiller, decoder = _urls()
     computing_s, taking_s = [], []
     for number in range(3):
@@ -52,23 +43,21 @@ def test_taking_against_computing(application: str, tokens: int) -> None:
         taking_s.append(taken.took_s)
         other = new_prompt(f"untaken {tokens} {number}", tokens)
         computing_s.append(complete(decoder, other, 1).took_s)
-    seen.info(
-        "first token of %d: %.0f ms taking, %.0f ms computing", tokens,
-        statistics.median(taking_s) * 1e3, statistics.median(computing_s) * 1e3,
-    )  # fmt: skip
+    for how, found_s in (("handed over", taking_s), ("computed", computing_s)):
+        name = f"time to first token of {tokens:,}, {how}"
+        figure(name, statistics.median(found_s) * 1e3, "ms")
 
 
 @pytest.mark.parametrize("pause_ms", PAUSES_MS)
-def test_how_many_handoffs_are_whole(application: str, pause_ms: int) -> None:
+def test_how_many_handoffs_are_whole(application: str, figure: Put, pause_ms: int) -> None:
     """Of many of 1,000 to 9,000 tokens, one after the other: all."""
     prefiller, decoder = _urls()
-    missed = []
+    whole = 0
     for number in range(ROUNDS):
         prompt = new_prompt(f"round {number}, {pause_ms}", 1000 + 400 * number)
         compute(prefiller, prompt)
         time.sleep(pause_ms / 1e3)
-        found = complete(decoder, prompt, 1, prefilled=True).found_tokens
-        if found != whole_chunks(prompt):
-            missed.append((found, whole_chunks(prompt)))
-    seen.info("%d of %d handoffs whole after %d ms", ROUNDS - len(missed), ROUNDS, pause_ms)
-    assert missed == []
+        taken = complete(decoder, prompt, 1, prefilled=True)
+        whole += taken.found_tokens == whole_chunks(prompt)
+    figure(f"whole handoffs of {ROUNDS}, taken after {pause_ms} ms", whole)
+    assert whole == ROUNDS

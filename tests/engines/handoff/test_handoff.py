@@ -1,6 +1,7 @@
 """One prefill, one handoff, one decoder a conversation, and the answers of a lone engine."""
 
 import asyncio
+import itertools
 import random
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from tests.engines.applications import MAIN
 from tests.engines.client import Agent, engines, last_turn, lone_answer, prose
 from tests.engines.gpu.engine import complete, compute
+from tests.engines.gpu.streams import play
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
 
@@ -36,11 +38,18 @@ def test_engines_hand_over_whole_as_the_router_asks_them(
     application: str, rng: random.Random
 ) -> None:
     """By the calls of `tests/engines/gpu`, which are made nowhere else without a GPU."""
-    (prefiller,), decoder = engines("prefiller"), engines("decoder")[0]
-    prompt = [rng.randrange(1000, 4000) for _ in range(2000)]
-    assert compute(prefiller["url"], prompt).found_tokens == 0
-    taken = complete(decoder["url"], prompt, 1, prefilled=True)
-    assert taken.found_tokens == _whole(len(prompt) - 1)
+    (prefiller,), (decoder, other) = engines("prefiller"), engines("decoder")
+    for giver, taker in ((prefiller, decoder), (decoder, other)):
+        prompt = [rng.randrange(1000, 4000) for _ in range(2000)]
+        assert compute(giver["url"], prompt).found_tokens == 0
+        taken = complete(taker["url"], prompt, 1, prefilled=True)
+        assert taken.found_tokens == _whole(len(prompt) - 1)
+
+
+async def test_conversations_are_timed(application: str, client: httpx.AsyncClient) -> None:
+    """As on a GPU, where one engine is compared with two by the same conversations."""
+    for reply in itertools.chain(*await play(client, 2, (300, 20), 101)):
+        assert len(reply.gaps_ms) == len(reply.body) - 1 > 0
 
 
 async def test_eight_conversations_of_five_turns(

@@ -1,0 +1,149 @@
+"""`make test-gpu`: the order of its steps, what is not run, and the page, without a GPU."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkout import ROOT
+from tests.engines.applications import GPU, GPU_LANE, GPU_ONE, GPU_SLOTS, GPU_TWO
+from tests.engines.gpu.model import make_real_shape
+from tests.engines.gpu.steps import NAMES, STEPS, Figure, Result, Results
+from tests.engines.gpu.test_start import planned
+from tests.nvml.standin import Machine
+
+FOLDER = ROOT / "tests/engines/gpu"
+
+
+def test_steps_come_after_those_that_they_need_and_each_has_tests() -> None:
+    for number, step in enumerate(STEPS):
+        assert set(step.needs) <= set(NAMES[:number])
+    text = "".join(file.read_text() for file in FOLDER.glob("test_*"))
+    assert [name for name in NAMES if f'"{name}"' not in text] == []
+
+
+def everything_needed(name: str) -> set[str]:
+    needs = STEPS[NAMES.index(name)].needs
+    return set(needs).union(*map(everything_needed, needs))
+
+
+@given(st.lists(st.sampled_from(("passed", "failed", "skipped")), min_size=len(NAMES)))
+def test_a_step_runs_if_all_that_it_needs_has_passed(outcomes: list[str]) -> None:
+    would = dict(zip(NAMES, outcomes, strict=False))
+    results = Results()
+    for name, outcome in would.items():
+        why = results.why_not(name)
+        assert bool(why) == any(would[one] != "passed" for one in everything_needed(name))
+        if why or outcome == "skipped":
+            results[name] = Result(left_out={why: None})
+        else:
+            results[name] = Result(passed=1, failed=["broken"] * (outcome == "failed"))
+
+
+def test_the_page() -> None:
+    figures = [Figure("memory", 79.64751, "GiB"), Figure("KV", 32000, "tokens")]
+    failed = ["`test_a`: 1 | 2\nis wrong", "`test_b`: wrong"]
+    results = Results(
+        facts=Result(2, left_out={"no MPS": None}, seconds=61.4, figures=figures),
+        doctor=Result(1, failed=failed),
+    )
+    page = results.page("2026-11-30: NVIDIA H100", "At commit 12345678.")
+    steps = f"Steps: 1 passed, 1 failed, {len(STEPS) - 2} not run."
+    assert page.startswith(
+        f"### 2026-11-30: NVIDIA H100\n\nAt commit 12345678. {steps}\n\n| step |"
+    )
+    assert f"\n| facts | {STEPS[0].settles} | **passed**; not run: no MPS | 61 |\n" in page
+    assert " | **failed**: `test_a`: 1 \\| 2 is wrong; `test_b`: wrong | 0 |\n" in page
+    assert page.count(" | not run: not reached, or not asked for | 0 |\n") == len(STEPS) - 2
+    assert page.endswith("| facts | memory | 79.648 GiB |\n| facts | KV | 32,000 tokens |\n")
+
+
+CONFTEST = """
+from pathlib import Path
+from tests.engines.gpu.plugin import GpuSteps
+
+def pytest_configure(config):
+    config.pluginmanager.register(GpuSteps("", Path("page.md")), "gpu-steps")
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.step("one engine")
+def test_engine(): raise AssertionError("its need has failed")
+
+@pytest.fixture(scope="module")
+def broken(): raise OSError("no engine")
+
+@pytest.mark.step("offload")
+@pytest.mark.parametrize("number", [1, 2])
+def test_offload(broken, number): pass
+
+@pytest.mark.step("CUDA IPC")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_ipc(is_right): assert is_right, "no IPC"
+
+@pytest.mark.step("pinned memory")
+def test_pinned(): pytest.skip("too little memory")
+
+@pytest.mark.step("facts")
+def test_facts(figure): figure("CPUs", 16)
+"""
+
+
+def test_pytest_runs_the_steps_and_writes_the_page(tmp_path: Path) -> None:
+    """On a stand-in GPU, with tests that are known to fail."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    done = _run(tmp_path, Machine(tmp_path / "gpus", gpus=1), "test_it.py")
+    assert "conserve: what was seen is in page.md" in done.stdout, done.stdout + done.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert re.match(r"### \d{4}-\d\d-\d\d: NVIDIA A40\n", page)
+    assert "1 x NVIDIA A40, driver 550.54.15 (CUDA up to 12.4), Python 3." in page
+    rows = re.findall(r"^\| ([^|]+) \| [^|]* \| ([^|]*) \| \d+ \|$", page, re.M)
+    asked = ("facts", "CUDA IPC", "one engine", "offload", "pinned memory")
+    assert {name: result for name, result in rows if name in asked} == {
+        "facts": "**passed**",
+        "CUDA IPC": "**failed**: `test_ipc[False]`: AssertionError: no IPC",
+        "one engine": "not run: needs CUDA IPC, which failed",
+        "offload": "**failed**: `test_offload[1]`: OSError: no engine; "
+        "not run: its set-up failed before",
+        "pinned memory": "not run: too little memory",
+    }
+    assert page.endswith("| facts | CPUs | 16 |\n")
+
+
+def test_without_a_gpu_all_is_skipped_for_one_reason(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    done = _run(ROOT, Machine(tmp_path / "gpus", gpus=0), str(FOLDER), f"--gpu-page={page}")
+    (reason,) = re.findall(r"^SKIPPED .*", done.stdout, re.M)
+    assert reason.endswith(": no NVIDIA GPU answers here")
+    assert re.search(r"^=+ \d+ skipped", done.stdout, re.M), done.stdout
+    assert not page.exists()
+
+
+def _run(folder: Path, machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = machine.environment()
+    environment["PYTHONPATH"] += f":{ROOT}"
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_applications_on_a_gpu_have_their_engines(machine: Machine, tmp_path: Path) -> None:
+    """By the plan for an H100; a layer of their model has 4 KiB of KV a token."""
+    make_real_shape(tmp_path / "model", layers=1)
+    assert (tmp_path / "model" / "chat_template.jinja").exists()
+    machine.keep_gpus(1)
+    machine.gpus[0].be_an_h100()
+    for application in (GPU_ONE, GPU, GPU_TWO, GPU_LANE, GPU_SLOTS):
+        plan = planned(application, str(tmp_path / "model"))
+        counts = {one.role: one.replicas for one in plan.engines}
+        assert counts.get("prefiller", 0) == application.prefillers
+        assert counts["decoder"] == application.decoders
+        assert {one.needs.kv_token_bytes for one in plan.engines if one.needs} == {4096}
+        assert all(one.budget_bytes and one.kv_tokens for one in plan.engines)
+        assert sum(one.replicas * (one.budget_bytes or 0) for one in plan.engines) <= 80 << 30
