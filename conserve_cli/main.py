@@ -47,7 +47,7 @@ COMMANDS = {
         "Plan prefillers and decoders from a profile and a workload; see its own --help.",
     ),
     "simulate": (
-        "conserve_cli.simulate.command",
+        "conserve_cli.simulate",
         "Simulate a cluster on engines that a profile describes; see its own --help.",
     ),
     "keys": ("conserve_cli.keys", "API keys, their tenants, and tenants' limits."),
