@@ -8,7 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from conserve.versions import installed
-from deployments.surroundings import adapt
+from conserve_cli.surroundings import adapt
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
 COMMANDS = {
