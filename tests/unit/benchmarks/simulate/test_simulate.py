@@ -484,15 +484,6 @@ def test_who_is_away_gives_up_room_where_idle_conversations_are_paused(
     assert all(one.held_tokens == 0 for one in cluster.table.decoders.values())
 
 
-def test_parkings_host_memory_holds_twice_what_decoders_do_if_nothing_else_is_said() -> None:
-    profile, counts = load_profile("a40-qwen3-0.6b"), EngineCounts(1, 3)
-    parking = make_system("parking", profile, counts)
-    assert parking.pausing
-    assert parking.host_tokens == 6 * parking.decoders[0].capacity_tokens
-    assert make_system("parking", profile, counts, host_tokens=7).host_tokens == 7
-    assert make_system("pausing", profile, counts).host_tokens == 0
-
-
 @pytest.mark.parametrize(
     ("host_tokens", "restores", "prefilled"),
     [(0, {"again": 2}, 800_200), (1_000_000, {"reloaded": 2}, 400_000)],
