@@ -241,18 +241,6 @@ def test_nothing_there_is_one_clear_line() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_an_endpoint_that_answered_before_may_fail_at_first() -> None:
-    stub = Stub({"bad": refuse})
-    plan = [(0.0, Planned("c", _turns("bad"))), (0.0, Planned("d", _turns("fine")))]
-
-    async def run() -> Run:
-        async with serving(stub):
-            return await drive(_endpoint(stub), plan, DriveOptions(concurrency=1), proven=True)
-
-    outcomes = [(record.conversation, record.outcome) for record in asyncio.run(run()).records]
-    assert outcomes == [("c", "failed"), ("d", "completed")]
-
-
 def test_every_end_that_could_not_be_told_is_counted() -> None:
     stub = Stub(refuses_deletes=True)
     plan = [(0.0, Planned(f"c{n}", _turns("one"))) for n in range(20)]
