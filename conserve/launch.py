@@ -32,8 +32,10 @@ _KILLED_WITHIN_S = 20.0
 # The application's log and the one before it have at most some more than this each.
 _LOG_BYTES = 64 * 2**20
 _LOG_LOOK_S = 5.0
+# Of ended runs: how many keep their log, and Ray's session folder.
+_KEPT = 4
 # Names the process of `Launch` in the environment of all that it starts.
-_LAUNCHER = "CONSERVE_LAUNCHER"
+LAUNCHER = "CONSERVE_LAUNCHER"
 
 
 class LaunchError(RuntimeError):
@@ -76,7 +78,7 @@ class Launch:
     ) -> None:
         serve = [sys.executable, "-m", "ray.serve.scripts", "run", "conserve.app", *arguments]
         self._command = list(command or serve)
-        own = {"RAY_USAGE_STATS_ENABLED": "0", _LAUNCHER: str(os.getpid())}
+        own = {"RAY_USAGE_STATS_ENABLED": "0", LAUNCHER: str(os.getpid())}
         self._environment = {**os.environ, **own, **(environment or {})}
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -204,13 +206,24 @@ def hold(file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def ended(files: Iterable[Path]) -> list[Path]:
+    """Return those of this user's files that no process holds, but for the last few by name."""
+    found = []
+    for file in sorted(files)[:-_KEPT]:
+        with contextlib.suppress(OSError), file.open() as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(opened.fileno()).st_uid == os.getuid():
+                found.append(file)
+    return found
+
+
 def end_with_launcher(grace_s: float) -> None:
     """Have this process and all that it starts be killed once the process of `Launch` has ended.
 
     Args:
         grace_s: how long it may take to end by itself, at SIGINT; 0: it gets none.
     """
-    if launcher := os.environ.get(_LAUNCHER):
+    if launcher := os.environ.get(LAUNCHER):
         _adopt_orphans()
         threading.Thread(target=_end_with, args=[int(launcher), grace_s], daemon=True).start()
 
@@ -224,21 +237,6 @@ def _end_with(launcher: int, grace_s: float) -> None:
     left = _descendants()
     _kill(left, shared_memory.mapped(process.pid for process in left))
     os._exit(1)
-
-
-def left_behind() -> dict[int, str]:
-    """Return the names of processes of earlier launches, by pid, whose launcher has ended."""
-    found: dict[int, str] = {}
-    here = os.stat("/proc/self/ns/pid")
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            launcher = int(process.environ().get(_LAUNCHER) or os.getpid())
-            there = os.stat(f"/proc/{process.pid}/ns/pid")
-            if os.path.samestat(here, there) and not psutil.pid_exists(launcher):
-                # Ray's workers and engines have titles in the place of their environment.
-                below = process.children(recursive=True)
-                found |= {one.pid: one.name() for one in (process, *below)}
-    return found
 
 
 def _phase(state: Mapping[str, Any], engines: int) -> str:

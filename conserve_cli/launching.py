@@ -10,16 +10,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import psutil
 import typer
 from rich.markup import escape
 
-from conserve.launch import Launch, LaunchError, left_behind
+from conserve.launch import LAUNCHER, Launch, LaunchError, ended
 from conserve.settings import RoleSettings, Settings, SettingsError, load
+from conserve_cli import surroundings
 from conserve_cli.cluster import is_alone
 from conserve_cli.gpu_plan import examined, require_arguments, show
 from conserve_cli.output import console, ended_by_signals, refuse
-from deployments import surroundings
-from deployments.surroundings import ended, forget_proxies, own_folder
+from conserve_cli.surroundings import forget_proxies, own_folder
 from hetero.gpu_layout import is_given
 from hetero.gpu_plan import GpuPlan
 
@@ -86,6 +87,21 @@ def laid_out(settings: Settings) -> Settings:
     elif plan is not None:
         console.print(f"dtype: {plan.dtype}.", highlight=False, markup=False)
     return settled
+
+
+def left_behind() -> dict[int, str]:
+    """Return the names of processes of earlier launches, by pid, whose launcher has ended."""
+    found: dict[int, str] = {}
+    here = os.stat("/proc/self/ns/pid")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            launcher = int(process.environ().get(LAUNCHER) or os.getpid())
+            there = os.stat(f"/proc/{process.pid}/ns/pid")
+            if os.path.samestat(here, there) and not psutil.pid_exists(launcher):
+                # Ray's workers and engines have titles in the place of their environment.
+                below = process.children(recursive=True)
+                found |= {one.pid: one.name() for one in (process, *below)}
+    return found
 
 
 @contextlib.contextmanager

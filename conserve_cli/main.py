@@ -8,7 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from conserve.versions import installed
-from deployments.surroundings import adapt
+from conserve_cli.surroundings import adapt
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
 COMMANDS = {
@@ -47,7 +47,7 @@ COMMANDS = {
         "Plan prefillers and decoders from a profile and a workload; see its own --help.",
     ),
     "simulate": (
-        "conserve_cli.simulate.command",
+        "conserve_cli.simulate",
         "Simulate a cluster on engines that a profile describes; see its own --help.",
     ),
     "keys": ("conserve_cli.keys", "API keys, their tenants, and tenants' limits."),

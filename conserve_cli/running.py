@@ -19,7 +19,7 @@ from rich.text import Text
 
 from conserve.loopback import is_loopback
 from conserve_cli.output import console, ended_by_signals, refuse
-from deployments.surroundings import forget_proxies
+from conserve_cli.surroundings import forget_proxies
 
 cli = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -18,7 +18,7 @@ from ray.serve import Application
 from autoscale.capacity.served import stage_shares, with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
-from conserve.launch import hold
+from conserve.launch import ended, hold
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
@@ -29,7 +29,6 @@ from deployments.joining import close_token, find_ray, keep_token
 from deployments.prompting import parsers_of
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
-from deployments.surroundings import ended
 from deployments.tier_nodes import nodes_with_gpus, wait_for_nodes
 from deployments.tracing import traced_arguments, traced_environment
 from deployments.upstream.outer_address import start_on_loopback

@@ -13,7 +13,7 @@ from hetero.cards import cards_here
 from hetero.container import cpu_dtype, host_memory
 from hetero.cpu_plan import CpuPlan
 from hetero.gpu_layout import with_counts
-from hetero.gpu_plan import GpuNode, GpuPlan, plan
+from hetero.gpu_plan import GpuNode, GpuPlan, gpus_of, plan
 from hetero.gpu_room import require_shares, require_slots, short_of_gpus
 from hetero.model_shape import ModelShape, ModelUnknown
 from hetero.tiers import NodeOffer, missing
@@ -106,7 +106,3 @@ def _looked_for(settings: Settings, model_is_here: bool) -> tuple[ModelShape | N
         return None, f"model: {error}"
     except ModelUnknown as error:
         return None, f"model: {error}"
-
-
-def gpus_of(nodes: Sequence[GpuNode]) -> int:
-    return int(sum(node.offer.resources.get("GPU", 0) for node in nodes))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from conserve.settings import Settings, SettingsError
 from hetero import host_memory
@@ -109,22 +109,22 @@ def plan(
             f"{shape.tower_unknown}: its memory is not counted, nor vLLM's encoder cache; where "
             "engines share a GPU, leave room for both (a smaller engine.gpu_memory_utilization)"
         )
-    notes += _all_stay(chosen, shape)
-    notes += _with_videos(engines)
-    notes += _short(engines)
+    notes += [*_all_stay(chosen, shape), *_with_videos(engines), *_short(engines)]
     notes += _idle(chosen, engines, nodes)
     chosen, kept, warnings = _with_host_memory(chosen, shape, engines, nodes)
-    notes += warnings
-    cards = tuple(card for node in nodes for card in node.cards)
-    gpus = int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
-    found_plan = GpuPlan(gpus, cards, tuple(engines), chosen.lmcache.size_gb, kept, tuple(notes))
-    found_plan = replace(found_plan, roles=_roles_do(chosen))
-    if nodes:
-        found_plan = replace(found_plan, memory=_least(nodes).memory)
-    if shape is not None and shape.sees:
-        tower = host_memory.tower_bytes(engines, len(nodes))
-        found_plan = replace(found_plan, images=host_memory.images_said(chosen, tower))
-    return chosen, found_plan
+    sees = shape is not None and shape.sees
+    tower = host_memory.tower_bytes(engines, len(nodes))
+    return chosen, GpuPlan(
+        gpus=gpus_of(nodes),
+        cards=tuple(card for node in nodes for card in node.cards),
+        engines=tuple(engines),
+        size_gb=chosen.lmcache.size_gb,
+        kept_tokens=kept,
+        notes=(*notes, *warnings),
+        memory=_least(nodes).memory if nodes else None,
+        images=host_memory.images_said(chosen, tower) if sees else "",
+        roles=_roles_do(chosen),
+    )
 
 
 def _cards(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, Card | None]:
@@ -210,7 +210,7 @@ def _short(engines: Sequence[EnginePlan]) -> list[str]:
 
 
 def _idle(settings: Settings, engines: Sequence[EnginePlan], nodes: Sequence[GpuNode]) -> list[str]:
-    there = int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
+    there = gpus_of(nodes)
     if any(one.num_gpus < 1 for one in engines):
         used = settings.gpus or there
     else:
@@ -273,6 +273,10 @@ def _with_host_memory(
     kept = host_memory.kept_tokens(lmcache.size_gb, token)
     small = host_memory.too_small(lmcache.size_gb, token)
     return settings, kept, [*warnings, *([small] if small else [])]
+
+
+def gpus_of(nodes: Sequence[GpuNode]) -> int:
+    return int(sum(node.offer.resources.get("GPU", 0) for node in nodes))
 
 
 def _least(nodes: Sequence[GpuNode]) -> GpuNode:

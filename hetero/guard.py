@@ -7,7 +7,6 @@ Each request is a line of JSON with all wanted caps and the GPUs that replicas u
 `CapsOutcome`.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -43,9 +42,8 @@ class Guard:
     """
 
     def __init__(self, owner: str, directory: Path) -> None:
-        command = [sys.executable, "-m", "hetero.guard", "--owner", owner]
         self._process = subprocess.Popen(
-            [*command, "--directory", str(directory)],
+            [sys.executable, "-m", "hetero.guard", owner, str(directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -121,10 +119,7 @@ def _end(number: int, frame: Any) -> None:
 
 def main() -> None:
     """Leave the parent's process group, undo leftover caps, and hold caps until the input ends."""
-    parser = argparse.ArgumentParser(description="Hold power caps until the input ends.")
-    parser.add_argument("--owner", required=True)
-    parser.add_argument("--directory", type=Path, required=True)
-    options = parser.parse_args()
+    owner, directory = sys.argv[1], Path(sys.argv[2])
     if os.fork():
         # Ray kills an actor's children with it, but not its grandchildren.
         os._exit(0)
@@ -133,9 +128,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _end)
     with Nvml() as nvml:
-        for done in recover(nvml, options.directory):
+        for done in recover(nvml, directory):
             done.log()
-        with PowerCaps(nvml, options.owner, options.directory) as caps:
+        with PowerCaps(nvml, owner, directory) as caps:
             print(json.dumps({"pid": os.getpid()}), flush=True)  # noqa: T201
             hold(caps, sys.stdin, sys.stdout)
 

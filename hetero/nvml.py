@@ -133,51 +133,42 @@ class Nvml:
     # --- what it does now --------------------------------------------------------------------
 
     def power(self, uuid: str) -> PowerReading:
-        handle = self._handle(uuid)
-        low, high = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimitConstraints, handle)
-        limit = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
-        default = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)
-        return PowerReading(self.draw_w(uuid), limit / 1e3, default / 1e3, low / 1e3, high / 1e3)
+        low, high = self._of(uuid, pynvml.nvmlDeviceGetPowerManagementLimitConstraints)
+        default = self._of(uuid, pynvml.nvmlDeviceGetPowerManagementDefaultLimit)
+        limit_w = self.limit_w(uuid)
+        return PowerReading(self.draw_w(uuid), limit_w, default / 1e3, low / 1e3, high / 1e3)
 
     def draw_w(self, uuid: str) -> float:
         """Return the whole board's power; from Ampere on, the mean of the last second."""
-        milliwatts = self._ask(uuid, pynvml.nvmlDeviceGetPowerUsage, self._handle(uuid))
-        return float(milliwatts) / 1e3
+        return float(self._of(uuid, pynvml.nvmlDeviceGetPowerUsage)) / 1e3
 
     def limit_w(self, uuid: str) -> float:
-        milliwatts = self._ask(uuid, pynvml.nvmlDeviceGetPowerManagementLimit, self._handle(uuid))
-        return float(milliwatts) / 1e3
+        return float(self._of(uuid, pynvml.nvmlDeviceGetPowerManagementLimit)) / 1e3
 
     def set_limit_w(self, uuid: str, limit_w: float) -> None:
         """Set the power limit. Only `hetero.power` calls this, which records the old one."""
-        milliwatts = round(limit_w * 1e3)
-        handle = self._handle(uuid)
-        self._ask(uuid, pynvml.nvmlDeviceSetPowerManagementLimit, handle, milliwatts)
+        self._of(uuid, pynvml.nvmlDeviceSetPowerManagementLimit, round(limit_w * 1e3))
 
     def energy_j(self, uuid: str) -> float:
         """Return the energy since the driver was loaded; GPUs before Volta raise `NotSupported`."""
-        handle = self._handle(uuid)
-        return float(self._ask(uuid, pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)) / 1e3
+        return float(self._of(uuid, pynvml.nvmlDeviceGetTotalEnergyConsumption)) / 1e3
 
     def utilisation(self, uuid: str) -> float:
         """Return the share (0 to 1) of the last sample period in which a kernel ran."""
-        rates = self._ask(uuid, pynvml.nvmlDeviceGetUtilizationRates, self._handle(uuid))
-        return float(rates.gpu) / 100
+        return float(self._of(uuid, pynvml.nvmlDeviceGetUtilizationRates).gpu) / 100
 
     def temperature_c(self, uuid: str) -> int:
-        handle = self._handle(uuid)
-        sensor = pynvml.NVML_TEMPERATURE_GPU
-        return int(self._ask(uuid, pynvml.nvmlDeviceGetTemperature, handle, sensor))
+        kind = pynvml.NVML_TEMPERATURE_GPU
+        return int(self._of(uuid, pynvml.nvmlDeviceGetTemperature, kind))
 
     def memory_used_bytes(self, uuid: str) -> int:
-        return int(self._ask(uuid, _memory, self._handle(uuid)).used)
+        return int(self._of(uuid, _memory).used)
 
     def memory_free_bytes(self, uuid: str) -> int:
-        return int(self._ask(uuid, _memory, self._handle(uuid)).free)
+        return int(self._of(uuid, _memory).free)
 
     def processes(self, uuid: str) -> list[GpuProcess]:
-        handle = self._handle(uuid)
-        running = self._ask(uuid, pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        running = self._of(uuid, pynvml.nvmlDeviceGetComputeRunningProcesses)
         return [
             GpuProcess(int(one.pid), None if one.usedGpuMemory is None else int(one.usedGpuMemory))
             for one in running
@@ -232,12 +223,11 @@ class Nvml:
             )
         return tuple(found)
 
-    def _handle(self, uuid: str) -> Any:
-        handle = self._handles.get(uuid)
-        if handle is None:
-            handle = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid, uuid)
-            self._handles[uuid] = handle
-        return handle
+    def _of(self, uuid: str, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Call a function of a GPU's handle."""
+        if uuid not in self._handles:
+            self._handles[uuid] = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid, uuid)
+        return self._ask(uuid, function, self._handles[uuid], *arguments)
 
     def _ask(self, uuid: str, function: Callable[..., _T], *arguments: Any) -> _T:
         try:

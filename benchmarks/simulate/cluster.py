@@ -61,7 +61,7 @@ class Cluster(Clients):
             self.table.memory.set_host_tokens(system.host_tokens)
         timeout_s = system.queue_timeout_s
         order = Levels(rise_s=patient_s / 5) if system.pausing else FirstCome()
-        window = Window(follows_kv=False) if system.pausing else None
+        window = Window() if system.pausing else None
         self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
         self._looks = False
         self._in_line: dict[str, tuple[Open, Ticket]] = {}

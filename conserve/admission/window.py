@@ -3,9 +3,7 @@
 import math
 from dataclasses import dataclass
 
-# Bounds of `Pressure.kv`: above the first it counts as high, below the second as low.
-_KV_HIGH, _KV_LOW = 0.2, 0.1
-# The same of `Pressure.cpu`.
+# Bounds of `Pressure.cpu`: above the first it counts as high, below the second as low.
 _CPU_HIGH, _CPU_LOW = 0.9, 0.7
 # The same of `Pressure.tools`: tools take twice as long as usual, and a third longer.
 _TOOLS_HIGH, _TOOLS_LOW = 0.5, 0.25
@@ -35,7 +33,7 @@ class _Overload:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """The pressures that a window observes, from 0 to 1.
+    """The pressures on memories and on tools' machine, from 0 to 1.
 
     Attributes:
         kv: of the tokens that prompts should have found cached, the share computed again.
@@ -49,17 +47,14 @@ class Pressure:
 
 
 class Window:
-    """The most histories that may be active: W = min(W_adm, W_cpu, W_kv), or no bound.
+    """The most histories that may be active: W = min(W_adm, W_cpu), or no bound.
 
     W_adm follows additive increase and multiplicative decrease (MARS, algorithm 1), but has no
     bound before the first overload, nor once it has been twice the active histories for
-    ``forget_s``. During an overload, W_cpu and W_kv would bring that pressure to its bound if it
-    were proportional to the active histories; W_cpu is of ``Pressure.cpu`` and ``Pressure.tools``.
-    An overload begins when a pressure has been high for ``persists_s``, and ends when it is low.
-
-    Args:
-        follows_kv: whether ``Pressure.kv`` counts, as in MARS. The live window leaves KV to the
-            working set (`conserve.pausing.working_set`).
+    ``forget_s``. During an overload, W_cpu would bring ``Pressure.cpu`` and ``Pressure.tools`` to
+    their bounds if they were proportional to the active histories. An overload begins when one of
+    them has been high for ``persists_s``, and ends when it is low. KV is left to the working set
+    (`conserve.pausing.working_set`).
     """
 
     def __init__(
@@ -69,17 +64,13 @@ class Window:
         shrink: float = 0.7,
         interval_s: float = 10.0,
         persists_s: float = 30.0,
-        *,
         forget_s: float = 60.0,
-        follows_kv: bool = True,
     ) -> None:
         self.interval_s = interval_s
         self._least = least
         self._grow = grow
         self._shrink = shrink
         self._forget_s = forget_s
-        self._follows_kv = follows_kv
-        self._kv = _Overload(_KV_HIGH, _KV_LOW, persists_s)
         self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, persists_s)
         self._tools = _Overload(_TOOLS_HIGH, _TOOLS_LOW, persists_s)
         self._observed_s = -math.inf
@@ -96,24 +87,22 @@ class Window:
             return
         self._observed_s = now_s
         self.pressure = pressure
-        self._kv.observe(now_s, pressure.kv if self._follows_kv else 0.0)
         self._cpu.observe(now_s, pressure.cpu)
         self._tools.observe(now_s, pressure.tools)
         if self._is_overload():
             self._admitted = max(self._least, self._shrink * min(self._admitted, active))
-        elif self._kv.slack and self._cpu.slack:
+        elif self._cpu.slack:
             # Tools' times vary: while they are no overload, they do not hold it back.
             self._admitted += self._grow
         self._forget(now_s, active)
-        kv = active * (1 - pressure.kv) / (1 - _KV_HIGH) if self._kv.on else math.inf
         cpu = active * _CPU_HIGH / pressure.cpu if self._cpu.on else math.inf
         # Tools would take their usual time with 1 - pressure of the active histories.
         tools = active * (1 - pressure.tools) / (1 - _TOOLS_HIGH) if self._tools.on else math.inf
-        limit = min(self._admitted, cpu, tools, kv)
+        limit = min(self._admitted, cpu, tools)
         self.limit = limit if limit == math.inf else max(self._least, math.floor(limit))
 
     def _is_overload(self) -> bool:
-        return self._kv.on or self._cpu.on or self._tools.on
+        return self._cpu.on or self._tools.on
 
     def _forget(self, now_s: float, active: int) -> None:
         if self._admitted < 2 * active or self._is_overload():

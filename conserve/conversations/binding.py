@@ -1,6 +1,6 @@
 """Binds histories to decoders, and has others make room for them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from conserve.conversations.ending import Ending, Idleness
@@ -25,32 +25,23 @@ from conserve.recognition import Digest
 _TRIED = 2
 
 
+@dataclass(eq=False)
 class Binding:
     """Asks the policy where histories go, and binds them there."""
 
-    def __init__(
-        self,
-        *,
-        policy: PlacementPolicy,
-        ledger: Ledger,
-        engines: Engines,
-        turns: Turns,
-        ending: Ending,
-        idleness: Idleness,
-        memory: Memory | None,
-    ) -> None:
-        self._policy = policy
-        self._ledger = ledger
-        self._live = ledger.live
-        self._kinship = ledger.live.kinship
-        self._engines = engines
-        self._loads = engines.loads
-        self._turns = turns
-        self._ending = ending
-        self._idleness = idleness
-        self._memory = memory
+    _policy: PlacementPolicy
+    _ledger: Ledger
+    _engines: Engines
+    _turns: Turns
+    _ending: Ending
+    _idleness: Idleness
+    _memory: Memory | None
+    recomputed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._live, self._kinship = self._ledger.live, self._ledger.live.kinship
+        self._loads = self._engines.loads
         self._displaced: list[History] = []
-        self.recomputed_tokens = 0
 
     def begin(
         self,

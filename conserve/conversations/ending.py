@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from conserve.conversations.ledger import Ledger
 from conserve.history import History
@@ -79,11 +80,11 @@ class Idleness:
         return [one for one in found if one is not None and one.period == period]
 
 
+@dataclass(eq=False)
 class Ending:
-    def __init__(self, ledger: Ledger, idleness: Idleness, memory: Memory | None) -> None:
-        self._ledger = ledger
-        self._idleness = idleness
-        self._memory = memory
+    _ledger: Ledger
+    _idleness: Idleness
+    _memory: Memory | None
 
     def release(self, history_id: str) -> History | None:
         """End a history, whose tokens no longer count; None if it is unknown."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from conserve.conversations.binding import Binding
 from conserve.conversations.ending import Ending, Idleness
@@ -14,24 +15,18 @@ from conserve.pausing import Memory, Pausing
 from conserve.placement import Decoder, Loads, PlacementPolicy, Prefiller
 
 
+@dataclass(eq=False)
 class Membership:
     """Adds decoders and takes over what they hold; unbinds histories of those that go."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        engines: Engines,
-        turns: Turns,
-        idleness: Idleness,
-        memory: Memory | None,
-    ) -> None:
-        self._ledger = ledger
-        self._by_id = ledger.live.by_id
-        self._kinship = ledger.live.kinship
-        self._engines = engines
-        self._turns = turns
-        self._idleness = idleness
-        self._memory = memory
+    _ledger: Ledger
+    _engines: Engines
+    _turns: Turns
+    _idleness: Idleness
+    _memory: Memory | None
+
+    def __post_init__(self) -> None:
+        self._by_id, self._kinship = self._ledger.live.by_id, self._ledger.live.kinship
         # Of a predecessor: where its histories were bound, until they are again, and those of which
         # turns run.
         self._homes: dict[str, str] = {}
@@ -226,9 +221,8 @@ class ConversationTable:
         self._ending = ending = Ending(ledger, idleness, self.memory)
         self._turns = turns = Turns(ledger, engines, ending, self.memory, first_id)
         self._binding = binding = Binding(
-            policy=policy, ledger=ledger, engines=engines, turns=turns, ending=ending,
-            idleness=idleness, memory=self.memory,
-        )  # fmt: skip
+            policy, ledger, engines, turns, ending, idleness, self.memory
+        )
         membership = Membership(ledger, engines, turns, idleness, self.memory)
 
         self.get = by_id.get

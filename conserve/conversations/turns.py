@@ -1,5 +1,6 @@
 """Begins turns, and ends them when they are complete or have failed."""
 
+from dataclasses import dataclass
 from sys import intern
 
 from conserve import identity
@@ -16,29 +17,23 @@ from conserve.tenants.limits import TenantUsage
 from conserve.why import Broken, TurnFacts, Unbound
 
 
+@dataclass(eq=False)
 class Turns:
     """Starts turns and ends them, with what follows for their histories."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        engines: Engines,
-        ending: Ending,
-        memory: Memory | None,
-        first_id: int,
-    ) -> None:
-        self._ledger = ledger
-        self._live = ledger.live
-        self._by_id = ledger.live.by_id
-        self._kinship = ledger.live.kinship
-        self._families = ledger.live.kinship.families
-        self._engines = engines
-        self._loads = engines.loads
-        self._ending = ending
-        self._memory = memory
-        self.first_id = self.next_id = first_asked(first_id)
-        self.expected_cached_tokens = 0
-        self.missing_cached_tokens = 0
+    _ledger: Ledger
+    _engines: Engines
+    _ending: Ending
+    _memory: Memory | None
+    first_id: int
+    expected_cached_tokens: int = 0
+    missing_cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._live, self._by_id = self._ledger.live, self._ledger.live.by_id
+        self._kinship, self._families = self._live.kinship, self._live.kinship.families
+        self._loads = self._engines.loads
+        self.first_id = self.next_id = first_asked(self.first_id)
 
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound."""

@@ -49,6 +49,7 @@ class Hold:
     for_s: float
 
 
+@dataclass(eq=False)
 class Memory:
     """Pauses idle histories, and knows where they may still be found.
 
@@ -66,21 +67,14 @@ class Memory:
             one, to be computed again.
     """
 
-    def __init__(
-        self,
-        policy: Pausing,
-        decoders: Mapping[str, Decoder],
-        get: Callable[[str], History | None],
-        unbind: Callable[[History], None],
-        events: EventLog | None = None,
-        tools: RunningTools | None = None,
-    ) -> None:
-        self._policy = policy
-        self._tools = RunningTools() if tools is None else tools
-        self._decoders = decoders
-        self._get = get
-        self._unbind = unbind
-        self._events = events
+    _policy: Pausing
+    _decoders: Mapping[str, Decoder]
+    _get: Callable[[str], History | None]
+    _unbind: Callable[[History], None]
+    _events: EventLog | None
+    _tools: RunningTools
+
+    def __post_init__(self) -> None:
         self._caches: dict[str, EngineCache] = {}
         # Parked histories (None without host memory), and turns that will leave theirs there.
         self._host: HostMemory | None = None

@@ -551,7 +551,7 @@ class Settings(Strict):
 
     def admission_window(self) -> Window | None:
         """How many histories may be active at a time; None: as many as there is room for."""
-        return None if self.pausing_policy() is None else Window(follows_kv=False)
+        return None if self.pausing_policy() is None else Window()
 
     @property
     def prefillers_host(self) -> bool:

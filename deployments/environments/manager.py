@@ -37,6 +37,7 @@ _KEPT_RESULTS = 512
 _PREPARING_S = 60.0
 
 
+@dataclasses.dataclass(eq=False)
 class Manager:
     """Prepares, runs and removes environments, as clients and the ledger ask.
 
@@ -46,17 +47,12 @@ class Manager:
         tell: reports events by conversation id.
     """
 
-    def __init__(
-        self,
-        settings: EnvironmentSettings,
-        ledger: Ledger,
-        backends: Mapping[str, Backend | str],
-        tell: Tell,
-    ) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._backends = backends
-        self._tell = tell
+    _settings: EnvironmentSettings
+    _ledger: Ledger
+    _backends: Mapping[str, Backend | str]
+    _tell: Tell
+
+    def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(RUNNING + 2 * PREPARING + 4, "tools")
         self._free = asyncio.Semaphore(RUNNING)
         self._waiting = 0

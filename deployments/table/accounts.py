@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from autoscale.autoscaler import Autoscaler
@@ -29,6 +30,7 @@ from hetero.energy import EnergyBook, EngineEnergy
 _LATE_S = 5.0
 
 
+@dataclass(eq=False)
 class Accounts:
     """Keeps account of events, by a method each; it changes nothing of where a history goes.
 
@@ -37,33 +39,30 @@ class Accounts:
         why: of each live history whose last turn was slow for a known reason, that reason.
     """
 
-    def __init__(
-        self,
-        table: ConversationTable,
-        admission: Admission,
-        registry: Registry,
-        autoscaler: Autoscaler,
-        events: EventLog,
-        model_id: str,
-    ) -> None:
-        self._table = table
-        self._admission = admission
-        self._events = events
-        self._registry = registry
-        self._autoscaler = autoscaler
+    _table: ConversationTable
+    _admission: Admission
+    _registry: Registry
+    _autoscaler: Autoscaler
+    _events: EventLog
+    model_id: InitVar[str]
+
+    def __post_init__(self, model_id: str) -> None:
         self._energy = EnergyBook()
         self._costs = SpaceTimeCosts()
-        self._tenants = TenantCounts(table.usage)
+        self._tenants = TenantCounts(self._table.usage)
         self.why: dict[str, str] = {}
         # Turns whose routers saw them end before their decoders reported it, and when that was.
         self._unlogged: dict[TurnKey, tuple[float, TurnTiming]] = {}
         # What prefillers computed for turns that run.
         self._prefilled_tokens: dict[TurnKey, int] = {}
-        observed = Observed(table, admission, registry, autoscaler, events, self._costs)
+        observed = Observed(
+            self._table, self._admission, self._registry, self._autoscaler, self._events,
+            self._costs,
+        )  # fmt: skip
         self.metrics = Metrics(
             Rows(TABLE, observed),
-            Rows(ENGINES, registry),
-            Rows(SCHEDULERS, registry),
+            Rows(ENGINES, self._registry),
+            Rows(SCHEDULERS, self._registry),
             Rows(ENERGY, self._energy, has_gpus),
             Rows(TENANTS, self._tenants, TenantCounts.any),
             Rows(TOKENS, self._tenants),

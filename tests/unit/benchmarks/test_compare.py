@@ -11,32 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks import machine
 from benchmarks.client import Endpoint
 from benchmarks.compare import (
-    Comparison,
-    Ratio,
     compare,
     labels,
     ratios,
     round_ratios,
-    show_comparisons,
     write_comparisons,
 )
 from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Run
 from benchmarks.latencies import Samples, samples
 from benchmarks.objectives import reference
-from benchmarks.plots import against_rate, distribution, draw_all, draw_ratios, failures, of_ratios
+from benchmarks.plots import distribution, draw_all, failures
 from benchmarks.records import RecordWriter, TurnRecord, read_records, write_parquet
 from benchmarks.report import (
     Report,
     ReportError,
     make_report,
     read_report,
-    show_run,
-    show_side_by_side,
     write_report,
 )
 from benchmarks.rounds import alternate, pooled
@@ -377,51 +371,6 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
         read_records(path)
 
 
-def _shown(show: Any, *arguments: Any) -> str:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(*arguments, console)
-    return console.export_text()
-
-
-def test_tables_say_what_there_is() -> None:
-    lagged = Lag(0.1, 0.2, 0.3, 0.4, 0.99)
-    report = _report("ConServe", lag=lagged, interrupted=True, wrong_lengths=3, not_released=2)
-    text = _shown(show_run, report)
-    for part in (
-        "TTFET less gaps", "gmean", "conversations completed", "turns completed", "poisson, 1/s",
-        "goodput/min, slack 3", "(unloaded 25.0%)", "turns on d1", "not available",
-        "The benchmark itself was a limit", "stopped before all", "3 answers", "end of 2 conv",
-    ):  # fmt: skip
-        assert part in text, part
-
-    records = _records("ConServe")
-    records[0].outcome, records[0].error = "failed", "[red] HTTP 500: no"
-    records[4].outcome = "timeout"
-    records[8].effective = False
-    counted = {
-        "conserve_handoffs_total": 20.0, "conserve_handoff_tokens_total": 2000.0,
-        "conserve_moves_total": 1.0, "conserve_cold_prefill_tokens_total": 2100.0,
-        "vllm:prefix_cache_hits_total": 1.0, "vllm:prefix_cache_queries_total": 4.0,
-    }  # fmt: skip
-    text = _shown(show_run, _report("ConServe", records=records, counters=counted, energy_j=50.0))
-    for part in (
-        "2 of 60 turns failed", "failure: [red] HTTP 500 1", "failure: timeout 1", "turns failed 1",
-        "turns timed out 1",
-        "conversations without output for the user", "tokens handed off a conversation    100",
-        "KV handed off    2.0 MB", "own prefix caches, found    25.0%", "conversations moved    1",
-        "tokens prefilled on prefillers    2,100", "energy of the GPUs    50 J", "tokens/J    5.8",
-    ):  # fmt: skip
-        assert " ".join(part.split()) in " ".join(text.split()), part
-
-    other = _report("peer", 2.0)
-    text = _shown(show_side_by_side, [report, other])
-    assert "ConServe" in text
-    assert "peer" in text
-    text = _shown(show_comparisons, compare([report, other], draws=50))
-    assert "peer against ConServe" in text
-    assert "2.00-2.00" in text
-
-
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     fast, slow = _report("a", 1.0, 0.5), _report("a", 30.0, 2.0)
     reports = [
@@ -438,57 +387,8 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         assert path.stat().st_size > 1000
 
 
-def test_pictures_name_their_axes() -> None:
-    quick = distribution({"a": [0.1, 0.2], "b": [0.3]}, "TTFT", ", 1 arrivals/s")
-    (axes,) = quick.axes
-    assert axes.get_xlabel() == "TTFT (s)"
-    assert axes.get_ylabel() == "cumulative share"
-    assert axes.get_title() == "TTFT, 1 arrivals/s: cumulative distribution"
-    assert _legend(axes.get_legend()) == ["a (n = 2)", "b (n = 1)"]
-    (wide,) = distribution({"a": [0.01, 20.0]}, "TBT").axes
-    assert (wide.get_xlabel(), wide.get_xscale()) == ("TBT (s, log scale)", "log")
-
-    # A system without a value in the first panel is in the legend nevertheless.
-    panels = {"p50": {"a": [(1.0, 1.0), (2.0, 100.0)]}, "p95": {"b": [(1.0, 1.0)]}}
-    rates = against_rate(panels, "TTFT", "TTFT (s)")
-    first, second = rates.axes
-    assert (first.get_title(), second.get_title()) == ("p50", "p95")
-    assert {axes.get_xlabel() for axes in rates.axes} == {"arrivals (conversations/s)"}
-    assert (first.get_ylabel(), second.get_ylabel()) == ("TTFT (s), log scale", "TTFT (s)")
-    assert (first.get_yscale(), second.get_yscale()) == ("log", "linear")
-    (legend,) = rates.legends
-    assert _legend(legend) == ["a", "b"]
-
-    (shares,) = against_rate({"TTFT": {"a": [(1.0, 0.5)]}}, "SLO", "over", share=True).axes
-    assert shares.get_ylim() == (0, 1)
-    assert shares.yaxis.get_major_formatter()(0.5) == "50%"
-
-
 def _legend(legend: Any) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
-
-
-def test_ratios_are_drawn_with_their_intervals(tmp_path: Path) -> None:
-    def comparison(label: str, ratio: float) -> Comparison:
-        ends = (ratio - 0.25, ratio + 0.5)
-        return Comparison(
-            label, "base", [Ratio("last_tbt", "p95", 1.0, ratio, ratio, *ends, "starts", 3)]
-        )
-
-    found = [comparison("a", 0.5), comparison("b", 2.0)]
-    figure = of_ratios(found)
-    assert figure is not None
-    (axes,) = figure.axes
-    assert axes.get_title() == "last-turn TBT"
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
-    _, *drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
-    assert drawn == [
-        ([0.25, 1.0], [0, 0]), ([0.5], [0]), ([1.75, 2.5], [1, 1]), ([2.0], [1]),
-    ]  # fmt: skip
-    assert figure.get_suptitle() == "p95 over base's, starts: ratio and 95 % interval"
-    written = draw_ratios(found, tmp_path, "-at-1")
-    assert [path.name for path in written] == ["ratios-at-1.png", "ratios-at-1.svg"]
-    assert draw_ratios([], tmp_path) == []
 
 
 def test_what_failed_keeps_a_distribution_from_its_end() -> None:

@@ -1,16 +1,14 @@
 """The driver against an endpoint that counts: what it sends, and what it writes down."""
 
 import asyncio
-import resource
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from aiohttp import web
 
 from benchmarks.client import Endpoint, EndpointError
-from benchmarks.driver import ArrivalPlan, DriveOptions, Lag, Progress, Run, drive, unloaded
+from benchmarks.driver import ArrivalPlan, DriveOptions, Progress, Run, drive, unloaded
 from benchmarks.records import Answer, TurnRecord, TurnRequest
 from tests.unit.benchmarks.stub import (
     Planned,
@@ -22,7 +20,6 @@ from tests.unit.benchmarks.stub import (
     hang,
     refuse,
     report_error,
-    say,
     say_nothing,
     serving,
 )
@@ -244,25 +241,6 @@ def test_nothing_there_is_one_clear_line() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_model_is_one_clear_line() -> None:
-    stub = Stub()
-    plan = [(0.0, Planned(f"c{n}", _turns("one", "two"))) for n in range(3)]
-    with pytest.raises(EndpointError, match="HTTP 404: no such model"):
-        _drive(stub, plan, model="wrong")
-
-
-def test_an_endpoint_that_answered_before_may_fail_at_first() -> None:
-    stub = Stub({"bad": refuse})
-    plan = [(0.0, Planned("c", _turns("bad"))), (0.0, Planned("d", _turns("fine")))]
-
-    async def run() -> Run:
-        async with serving(stub):
-            return await drive(_endpoint(stub), plan, DriveOptions(concurrency=1), proven=True)
-
-    outcomes = [(record.conversation, record.outcome) for record in asyncio.run(run()).records]
-    assert outcomes == [("c", "failed"), ("d", "completed")]
-
-
 def test_every_end_that_could_not_be_told_is_counted() -> None:
     stub = Stub(refuses_deletes=True)
     plan = [(0.0, Planned(f"c{n}", _turns("one"))) for n in range(20)]
@@ -344,53 +322,3 @@ def test_many_conversations_and_the_progress() -> None:
     assert (last.arrived, last.open, last.turns, last.failures) == (200, 0, 400, 0)
     assert last.ttft_p50_s is not None
     assert last.ttfet_p50_s is not None
-
-
-def test_the_driver_says_when_it_was_the_limit() -> None:
-    fine = Lag(0.001, 0.002, 0.5, 0.003, 0.4)
-    assert fine.warning() is None
-    for slow in (
-        replace(fine, loop_p99_s=0.1),
-        replace(fine, send_p99_s=0.1),
-        replace(fine, cpu_share=0.95),
-    ):
-        warning = slow.warning()
-        assert warning is not None
-        assert "a limit" in warning
-
-
-@pytest.fixture
-def _many_files() -> Iterator[None]:
-    """As the command has it: as many files as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("_many_files")
-def test_a_thousand_conversations_are_open_at_once() -> None:
-    count = 1000
-    opened = 0
-    all_open = asyncio.Event()
-
-    async def wait_for_all(request: web.Request, response: web.StreamResponse) -> None:
-        nonlocal opened
-        await response.prepare(request)
-        opened += 1
-        if opened == count:
-            all_open.set()
-        await all_open.wait()
-        body = await request.json()
-        usage = {"prompt_tokens": 1, "completion_tokens": body["max_tokens"]}
-        for _ in range(body["max_tokens"]):
-            await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
-        await say(response, {"choices": [], "usage": usage})
-        await response.write(b"data: [DONE]\n\n")
-
-    stub = Stub({"first": wait_for_all})
-    plan = [(0.0, Planned(f"c{n}", _turns("first", "later"))) for n in range(count)]
-    run = _drive(stub, plan, DriveOptions(turn_timeout_s=120))
-    assert {record.outcome for record in run.records} == {"completed"}
-    assert len(run.records) == 2 * count
-    assert len(stub.released) == count

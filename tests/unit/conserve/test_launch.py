@@ -1,6 +1,5 @@
 """Waiting for an application: its condition, and how long each phase takes."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +10,7 @@ import psutil
 import pytest
 
 from conserve import launch
-from conserve.launch import Launch, LaunchError, bound, left_behind
-from tests.engines.processes import kill
+from conserve.launch import Launch, LaunchError, bound
 
 _STATES: list[dict[str, Any]] = [
     {},
@@ -152,14 +150,3 @@ def test_all_that_was_launched_is_killed_with_its_launcher(tmp_path: Path) -> No
     for one in left:
         one.kill()
     assert (left, memory.exists()) == ([], False)
-
-
-def test_processes_of_a_launcher_that_has_ended_are_found() -> None:
-    with subprocess.Popen("true") as launcher:
-        pass
-    command, pids = ["sleep", "600"], [launcher.pid, os.getpid()]
-    left, own = (subprocess.Popen(command, env={"CONSERVE_LAUNCHER": str(pid)}) for pid in pids)
-    found = left_behind()
-    for one in (left, own):
-        kill(one.pid)
-    assert (found.get(left.pid), found.get(own.pid)) == ("sleep", None)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -17,9 +18,10 @@ import typer
 from conserve.launch import Launch
 from conserve.settings import load
 from conserve_cli import launching
-from conserve_cli.launching import laid_out, launched, wait_or_drain
+from conserve_cli.launching import laid_out, launched, left_behind, wait_or_drain
 from conserve_cli.output import ended_by_signals
-from deployments.surroundings import own_folder
+from conserve_cli.surroundings import own_folder
+from tests.engines.processes import kill
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -185,3 +187,14 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             wait_or_drain(application, 60.0)
         assert not application.running
     assert time.monotonic() - started_s < 30
+
+
+def test_processes_of_a_launcher_that_has_ended_are_found() -> None:
+    with subprocess.Popen("true") as launcher:
+        pass
+    command, pids = ["sleep", "600"], [launcher.pid, os.getpid()]
+    left, own = (subprocess.Popen(command, env={"CONSERVE_LAUNCHER": str(pid)}) for pid in pids)
+    found = left_behind()
+    for one in (left, own):
+        kill(one.pid)
+    assert (found.get(left.pid), found.get(own.pid)) == ("sleep", None)

@@ -1,6 +1,5 @@
 """Peers: their options, what they are started with, and what is said when they cannot be."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -14,17 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.peers import PEERS, Options, PeerUnavailable, start, systems
 from benchmarks.peers.__main__ import peers
-from benchmarks.peers.chunks import iterations, largest_chunk
 from benchmarks.peers.pinning import pin, share_out
-from benchmarks.peers.plan import Part, PeerPlan, engine_arguments, engine_environment, free_port
-from benchmarks.peers.running import answers, last_words, serves, until_ready, warm_up
+from benchmarks.peers.plan import Part, PeerPlan, engine_arguments, free_port
+from benchmarks.peers.running import answers, serves, until_ready, warm_up
 from conserve.launch import Launch
 from conserve.settings import load
 
@@ -105,15 +102,6 @@ def test_conserve_accepts_the_settings_of_each_placement(name: str, device: Any)
     assert settings.lmcache.port == settings.lmcache.http_port == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"device": "gpu"}, 2944), ({"device": "cpu"}, 512), ({"chunk_tokens": 384}, 384)],
-)
-def test_the_chunk_of_the_papers_collocated_engines(options: dict[str, Any], expected: int) -> None:
-    (arguments,) = PEERS["collocated"](Options(**options)).engine_arguments.values()
-    assert arguments["max_num_batched_tokens"] == expected
-
-
 def test_elastic_is_what_a_user_starts() -> None:
     """With a chunk of its own it was compared unfairly with others, which have vLLM's."""
     plan = PEERS["elastic"](Options(device="cpu"))
@@ -123,96 +111,11 @@ def test_elastic_is_what_a_user_starts() -> None:
         assert "max_num_batched_tokens" not in arguments
 
 
-def test_bare_vllm_has_the_threads_and_the_memory_of_all_engines() -> None:
-    (part,) = PEERS["vllm"](Options(engines=3, device="cpu")).parts
-    assert part.environment["OMP_NUM_THREADS"] == "3"
-    assert part.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    other = engine_environment(Options(engines=3, device="cpu"))
-    assert other["OMP_NUM_THREADS"] == other["VLLM_CPU_KVCACHE_SPACE"] == "1"
-
-
-def test_vllms_router_schedules_programs_over_all_servers() -> None:
-    options = Options(engines=3, device="cpu", engine={"num_gpu_blocks_override": 96})
-    plan = PEERS["vllm_router"](options)
-    *servers, router = plan.parts
-    cached = PEERS["vllm_lmcache"](options)
-    memory, *others, _ = cached.parts
-    *_, hashing = PEERS["vllm_lmcache_hash"](options).parts
-    assert "consistent_hash" in hashing.command
-    assert "--enable-program-scheduling" in router.command
-    assert "--enable-program-scheduling" not in hashing.command
-    assert len(others) == len(servers)
-    assert memory.command[memory.command.index("--l1-size-gb") + 1] == str(options.host_gib)
-    transfer = cached.engine_arguments["engine"]["kv_transfer_config"]
-    port = transfer["kv_connector_extra_config"]["lmcache.mp.port"]
-    assert (transfer["kv_role"], str(port)) == (
-        *("kv_both", memory.command[memory.command.index("--port") + 1]),
-    )
-    urls = [f"http://127.0.0.1:{one.command[one.command.index('--port') + 1]}" for one in servers]
-    assert [one.ready_url for one in servers] == [url + "/health" for url in urls]
-    given = router.command
-    assert list(given[given.index("--worker-urls") + 1 :][:3]) == urls
-    told = json.loads(given[given.index("--program-scheduling-config-json") + 1])
-    assert told["token_capacity_per_target"] == 96 * 128
-    assert plan.session_header == "x-session-id"
-
-
 def test_vllms_router_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systems, "_ROUTER_INSTALLED", Path("/nowhere"))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(PeerUnavailable, match=r"make \.clients/vllm-router/\.installed"):
         PEERS["vllm_router"](Options())
-
-
-def test_ray_serve_llm_chooses_replicas_by_the_header_that_bench_sends() -> None:
-    plan = PEERS["ray_serve_llm"](Options(engines=3, device="gpu"))
-    (part,) = plan.parts
-    assert part.environment["RAY_SERVE_SESSION_ID_HEADER_KEY"] == plan.session_header
-    (config,) = json.loads(part.command[-1])["llm_configs"]
-    assert config["deployment_config"]["num_replicas"] == 3
-    router = config["deployment_config"]["request_router_config"]["request_router_class"]
-    assert router.endswith(".ConsistentHashRouter")
-    assert config["placement_group_config"]["bundles"] == [{"CPU": 0.5, "GPU": 1}]
-
-
-def test_ray_pd_has_one_prefill_replica_and_one_lmcache_server() -> None:
-    server, serving = PEERS["ray_pd"](Options(engines=4, device="cpu")).parts
-    arguments = json.loads(serving.command[-1])
-    ports = set()
-    for side, replicas, role in (("prefill", 1, "kv_producer"), ("decode", 3, "kv_consumer")):
-        config = arguments[f"{side}_config"]
-        assert config["deployment_config"]["num_replicas"] == replicas
-        transfer = config["engine_kwargs"]["kv_transfer_config"]
-        assert transfer["kv_role"] == role
-        ports.add(str(transfer["kv_connector_extra_config"]["lmcache.mp.port"]))
-    assert ports == {server.command[server.command.index("--port") + 1]}
-    # Nothing of this process's environment that would end up in a report.
-    assert not set(server.environment) & {"PATH", "HOME"}
-
-
-def test_the_largest_chunk_within_five_decode_steps() -> None:
-    points = [(512, 0.060), (128, 0.020), (256, 0.050), (384, 0.051)]
-    assert largest_chunk(points, 0.010) == 256
-    assert largest_chunk(points, 0.010, multiple=6) == 512
-
-
-def test_a_lucky_measurement_does_not_make_the_chunk_larger() -> None:
-    assert largest_chunk([(128, 0.020), (256, 0.060), (384, 0.049)], 0.010) == 128
-
-
-@pytest.mark.parametrize(
-    ("points", "decode_step_s", "said"),
-    [
-        ([(128, 0.1)], 0.01, "measure smaller ones"),
-        ([], 0.01, "measure smaller ones"),
-        ([(128, 0.1)], 0.0, "decode_step_s: 0"),
-    ],
-)
-def test_no_chunk_is_small_enough(
-    points: list[tuple[int, float]], decode_step_s: float, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        largest_chunk(points, decode_step_s)
 
 
 def test_cores_are_shared_out() -> None:
@@ -261,14 +164,6 @@ def test_a_process_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
         pytest.raises(PeerUnavailable, match="part was not ready in time: it said nothing"),
     ):
         until_ready("part", launch, log, lambda: False, deadline_s=0)
-
-
-def test_last_words_are_errors_if_there_are_any(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("OSError: disk\nthen\n\nmore\nlast\n")
-    assert last_words(log).startswith("OSError: disk (log: ")
-    log.write_text("one\ntwo\nthree\nfour\n")
-    assert last_words(log).startswith("two | three | four (log: ")
 
 
 def test_nobody_answers() -> None:
@@ -336,36 +231,11 @@ def test_warming_up_is_conversations_of_two_turns_on_every_engine(server: Server
     assert {name for path, name, _ in server.seen if path == "DELETE"} == names
 
 
-def test_a_peer_without_sessions_is_sent_no_name(server: Server) -> None:
-    plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1, session_header=None)
-    warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
-    assert {(path, name) for path, name, _ in server.seen} == {("/v1/chat/completions", None)}
-
-
 def test_a_peer_that_refuses_its_first_turn_is_not_available(server: Server) -> None:
     server.refuses = True
     plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
     with pytest.raises(PeerUnavailable, match=r"a first turn was refused: 400 \{"):
         warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
-
-
-def test_iterations_are_measured_with_prompts_of_each_size(server: Server) -> None:
-    points, step_s = asyncio.run(
-        iterations(server.url, "model", sizes=(8, 40), repeats=3, unloaded_s=0.1)
-    )
-    assert [tokens for tokens, _ in points] == [8, 40]
-    assert step_s > 0
-    assert all(seconds > 0 for _, seconds in points)
-    sent = [body for _, _, body in server.seen if not body.get("stream")]
-    assert [len(body["prompt"]) for body in sent] == [8] * 3 + [40] * 3
-    # None is found in the prefix cache.
-    assert len({tuple(body["prompt"]) for body in sent}) == 6
-
-
-def test_iterations_of_a_server_that_refuses(server: Server) -> None:
-    server.refuses = True
-    with pytest.raises(httpx.HTTPStatusError):
-        asyncio.run(iterations(server.url, "model", unloaded_s=0.1))
 
 
 def test_a_taken_port_is_refused_before_anything_starts() -> None:
@@ -436,12 +306,6 @@ def test_an_unknown_peer_is_refused_with_the_names_of_all() -> None:
         ValueError, match="no peer 'vlm': there are conserve, elastic, ray_serve_llm"
     ):
         start("vlm").__enter__()
-
-
-def test_the_command_lists_all_peers() -> None:
-    shown = CliRunner().invoke(peers, ["list"])
-    assert shown.exit_code == 0
-    assert all(name in shown.output for name in PEERS)
 
 
 @pytest.mark.parametrize(

@@ -354,27 +354,6 @@ def test_what_prompts_share_is_computed_moved_and_counted_once() -> None:
     assert figures.handoff_tokens == 5_120 + 1_120
 
 
-def test_what_others_begin_with_is_found_after_they_have_ended() -> None:
-    records: list[TurnRecord] = []
-    cluster = Cluster(_system("conserve"), records.extend)
-    cluster.run([(0.0, _Script("first")), (20.0, _Script("second"))])
-    assert [one.cached_tokens for one in records] == [0, 4_000]
-    (decoder,) = cluster.table.decoders.values()
-    # The account ends with its histories; the engine has no reason to drop anything.
-    assert decoder.held_tokens == 0
-    assert cluster.decoders["decoder-0"].idle_tokens == 4_000
-
-
-def test_an_engine_that_keeps_nothing_finds_nothing_of_others() -> None:
-    records: list[TurnRecord] = []
-    system = replace(_system("full_disaggregation"), history="recomputed")
-    cluster = Cluster(system, records.extend)
-    cluster.run([(0.0, _Script("first")), (20.0, _Script("second"))])
-    assert cluster.prefillers["prefiller-0"].shared_found_tokens == 0
-    # Its decoder does, and takes over the rest.
-    assert cluster.figures(1.0).handoff_tokens == 5_120 + 1_120
-
-
 def test_room_is_asked_for_what_a_decoder_does_not_hold() -> None:
     """Two prompts of 5,120 tokens fit into 6,500 if 4,000 are the same."""
     refused = []

@@ -298,15 +298,6 @@ def test_a_prompts_constant_is_paid_once_by_each_prompt() -> None:
 # --- KV -------------------------------------------------------------------------------------------
 
 
-def test_turns_that_do_not_fit_are_sent_back_and_computed_again() -> None:
-    arrivals = [(0.0, 400, 300), (0.0, 400, 300), (0.0, 400, 300)]
-    roomy = _by_event(COSTS, arrivals)
-    # Two fit at the beginning, and do not in the end.
-    tight = _by_event(replace(COSTS, capacity_tokens=1_000), arrivals)
-    assert all(ends > 0 for ends in tight)
-    assert max(tight) > 1.5 * max(roomy)
-
-
 def _ledger(cluster: Cluster) -> tuple[int, int]:
     """Tokens held for conversations between turns: by engines, and as the table says."""
     held = said = 0
@@ -348,18 +339,6 @@ def test_every_turn_ends_once_and_the_ledger_is_right(placement: str) -> None:
     assert all(not prefiller.queued_tokens for prefiller in cluster.table.prefillers.values())
 
 
-def test_decoders_short_of_kv_drop_histories_and_compute_them_again() -> None:
-    roomy, plenty = _run(_system(), _workload(30, rate_per_s=4.0))
-    tight = _system(costs=replace(COSTS, capacity_tokens=60_000), queue_timeout_s=1e6)
-    cluster, records = _run(tight, _workload(30, rate_per_s=4.0))
-    assert sum(engine.evicted_tokens for engine in roomy.decoders.values()) == 0
-    assert sum(engine.evicted_tokens for engine in cluster.decoders.values()) > 0
-    assert len(records) == len(plenty)
-    found = [sum(r.cached_tokens or 0 for r in some if r.turn > 1) for some in (records, plenty)]
-    assert found[0] < found[1]
-    assert all(engine.active_tokens == 0 for engine in cluster.decoders.values())
-
-
 # --- The live system's decisions ------------------------------------------------------------------
 
 
@@ -382,27 +361,6 @@ def test_decisions_that_are_always_wrong_are_full_disaggregation() -> None:
     assert records == _run(_system("full_disaggregation"), _workload())[1]
     later = sum(record.turn > 1 for record in records)
     assert wrong.figures(1.0).later_prefills == later > 0
-
-
-def test_a_conversation_stays_where_it_was_placed() -> None:
-    _, records = _run(_system(), _workload())
-    servers: dict[str, set[str | None]] = {}
-    for record in records:
-        servers.setdefault(record.conversation, set()).add(record.server)
-    assert all(len(found) == 1 for found in servers.values())
-    assert len(set.union(*servers.values())) == 3
-
-
-def test_a_prefillers_queue_is_shorter_as_soon_as_a_prefill_is_done() -> None:
-    # When the second comes, the first one's prefill is over, and its decode is not.
-    plan = [
-        (0.0, _Scripted([(1_000, 0, 1_000, 0.0)], "a")),
-        (1.0, _Scripted([(1_000, 0, 10, 0.0)], "b")),
-    ]
-    cluster, (second, first) = _run(_system(prefillers=(COSTS, COSTS)), plan)
-    assert (first.conversation, second.conversation) == ("a", "b")
-    assert cluster.prefillers["prefiller-0"].busy_prefill_s > 0
-    assert cluster.prefillers["prefiller-1"].busy_prefill_s == 0
 
 
 def test_what_history_costs_a_prefiller() -> None:
@@ -524,37 +482,6 @@ def test_who_is_away_gives_up_room_where_idle_conversations_are_paused(
     paused = 0 if cluster.table.memory is None else cluster.table.memory.pauses["room"]
     assert (paused > 0) == pausing
     assert all(one.held_tokens == 0 for one in cluster.table.decoders.values())
-
-
-def test_who_waits_a_second_time_has_all_of_its_time_again() -> None:
-    """After a minute its first wait would have been too long, and its second has just begun."""
-    system = _system(decoders=(replace(COSTS, capacity_tokens=20_000),), pausing=True)
-    records: list[TurnRecord] = []
-    cluster = Cluster(system, records.extend)
-    one = _Scripted([(12_000, 0, 10, 0.0), (12_100, 12_010, 10, 5.0)], "waits twice")
-
-    def pause(now_s: float, what: object) -> None:
-        history = cluster.table.get(one.conversation)
-        assert history is not None
-        assert cluster.table.memory is not None
-        cluster.table.memory.pause(history, "room")
-
-    cluster._later(53.0, pause, None)
-    # Each runs for about as long as anybody waits.
-    first, second = (_Scripted([(10_000, 0, 5500, 0.0)], name) for name in ("first", "second"))
-    cluster.run([(0.0, first), (1.0, one), (53.5, second)])
-    waits = [record for record in records if record.conversation == one.conversation]
-    assert [record.outcome for record in waits] == ["completed"] * 2
-    assert waits[0].ended_s < 53.0 < 61.0 < waits[1].ended_s
-
-
-def test_parkings_host_memory_holds_twice_what_decoders_do_if_nothing_else_is_said() -> None:
-    profile, counts = load_profile("a40-qwen3-0.6b"), EngineCounts(1, 3)
-    parking = make_system("parking", profile, counts)
-    assert parking.pausing
-    assert parking.host_tokens == 6 * parking.decoders[0].capacity_tokens
-    assert make_system("parking", profile, counts, host_tokens=7).host_tokens == 7
-    assert make_system("pausing", profile, counts).host_tokens == 0
 
 
 @pytest.mark.parametrize(

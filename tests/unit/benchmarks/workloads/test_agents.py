@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.agent import make_session, transcript
 from benchmarks.records import Answer
-from benchmarks.workloads import Arrivals, Workload, WorkloadError, agents
+from benchmarks.workloads import Arrivals, Workload, agents
 from benchmarks.workloads.agents import AgentScript
 
 TOGETHER = Arrivals("together", 1.0, 0)
@@ -88,18 +88,3 @@ def test_the_same_seed_gives_the_same_sessions_and_gaps() -> None:
     assert plan(3) == plan(3)
     assert plan(3) != plan(4)
     assert all(gap_s == 0.0 for _, gap_s, _, _ in plan(3))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"conversations": 0}, "0 conversations"),
-        ({"mean_gap_s": -1.0}, "mean_gap_s is -1"),
-        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
-        ({"tasks": 0}, "tasks is 0"),
-        ({"seed": -1}, "the seed is -1"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(WorkloadError, match=said):
-        agents(**{"conversations": 1, "arrivals": TOGETHER, **wrong})

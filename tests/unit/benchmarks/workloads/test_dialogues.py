@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -240,14 +239,6 @@ def test_a_turn_after_the_first_needs_an_answer(tmp_path: Path) -> None:
         script.next(None)
 
 
-def test_dialogues_are_repeated_when_all_were_drawn(tmp_path: Path) -> None:
-    workload = make(write(tmp_path, DIALOGUE, DIALOGUE, DIALOGUE), conversations=7)
-    names = [script.conversation for _, script in workload]
-    assert len(set(names)) == 7
-    assert len({name.partition("-")[2] for name in names[:3]}) == 3
-    assert workload.counts == {"conversations": 7, "turns": 14}
-
-
 # --- Broken ones ----------------------------------------------------------------------------------
 
 
@@ -298,18 +289,3 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) ->
         make(path)
     with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
         make(tmp_path / "missing.json")
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("conversations", 0),
-        ("mean_gap_s", -1.0),
-        ("mean_gap_s", math.nan),
-        ("max_output_tokens", 0),
-        ("seed", -1),
-    ],
-)
-def test_wrong_settings_are_refused(tmp_path: Path, setting: str, value: float) -> None:
-    with pytest.raises(WorkloadError, match=setting):
-        make(write(tmp_path, DIALOGUE), **{setting: value})

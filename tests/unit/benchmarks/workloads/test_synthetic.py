@@ -164,22 +164,6 @@ def test_what_does_not_fit_the_context_is_left_out_and_counted() -> None:
         make(SMALL, max_context_tokens=20)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"conversations": 0}, "0 conversations"),
-        ({"scale_tokens": 0}, "scale_tokens is 0"),
-        ({"scale_gaps": -1}, "scale_gaps is -1"),
-        ({"scale_tokens": float("nan")}, "scale_tokens is nan"),
-        ({"max_context_tokens": -5}, "max_context_tokens is -5"),
-        ({"seed": -1}, "seed is -1"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(WorkloadError, match=problem):
-        make(SMALL, **settings)
-
-
 def test_wrong_distributions_are_refused() -> None:
     for numbers in ((5, 4, 9), (5, 10, 9), (0, 1, 2), (3, float("nan"), 4)):
         with pytest.raises(WorkloadError, match="spread"):

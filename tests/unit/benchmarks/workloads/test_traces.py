@@ -164,23 +164,13 @@ def test_files_are_read_as_people_bring_them(
     assert {read_session(recording).name for recording in reversed(found)} == {"trace_1"}
 
 
+# Single wrong fields of calls are drawn below.
 BROKEN = [
-    (drop("in", "requests", 0), "requests[0]", "`in`"),
-    (drop("t", "requests", 2), "requests[2]", "`t`"),
-    (drop("type", "requests", 0), "requests[0]", "`type`"),
-    (drop("out", "requests", 1, "requests", 1), "requests[1].requests[1]", "`out`"),
     (drop("id"), "broken.json", "`id`; recorded sessions are read in the format of kv-cache"),
-    (change("requests", 0, **{"in": -1}), "requests[0]", "`int` >= 1 - at"),
-    (change("requests", 0, **{"in": 0}), "requests[0]", "`int` >= 1 - at"),
-    (change("requests", 2, out=-3), "requests[2]", "`int` >= 0 - at"),
     (change("requests", 2, out=1.5), "requests[2]", ".out`"),
-    (change("requests", 2, t=-0.5), "requests[2]", ".t`"),
-    (change("requests", 2, api_time=-2), "requests[2]", ".api_time`"),
     (change("requests", 0, hash_ids=[1, -2]), "requests[0]", "hash_ids[1]`"),
-    (change("requests", 0, hash_ids=[1, "2"]), "requests[0]", "hash_ids[1]`"),
     (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
     (change("requests", 2, hash_ids=[1, 2, 3, 4, 5]), "requests[2]", "hash_ids has 5 blocks"),
-    (change("requests", 0, type="x"), "requests[0]", "'x'"),
     (change("requests", 0, type="x\ny"), "requests[0]", "'x y'"),
     (change("requests", 0, t=11), "requests[2]", "t is 10 s, before the call above it (11 s)"),
     (change("requests", 1, duration_ms=-1), "requests[1]", ".duration_ms`"),

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from conserve.launch import hold
-from deployments.surroundings import ended
+from conserve.launch import ended, hold
 from tests.checkout import ROOT
 
 _PROBE = """
 import json, os, sys
-from deployments.surroundings import adapt, notes
+from conserve_cli.surroundings import adapt, notes
 adapt()
 print(json.dumps([{**os.environ, "utf8": str(sys.flags.utf8_mode)}, notes]))
 """

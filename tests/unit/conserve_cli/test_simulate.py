@@ -14,12 +14,8 @@ from autoscale.capacity.profile import ProfileError, load_profile
 from benchmarks.records import TurnRecord
 from benchmarks.report import Report, read_report
 from benchmarks.simulate.costs import Costs
-from benchmarks.simulate.run import EngineCounts, make_system, serve, simulate_selection
-from benchmarks.workloads import Arrivals, synthetic
-from conserve_cli.simulate import command
-from conserve_cli.simulate.command import cli
-from conserve_cli.simulate.published import draw, show, write
-from conserve_cli.simulate.reproduce import (
+from benchmarks.simulate.published import draw, show, write
+from benchmarks.simulate.reproduce import (
     RUNS,
     SHAPE,
     Row,
@@ -27,6 +23,10 @@ from conserve_cli.simulate.reproduce import (
     reproduce,
     saturating,
 )
+from benchmarks.simulate.run import EngineCounts, make_system, serve, simulate_selection
+from benchmarks.workloads import Arrivals, synthetic
+from conserve_cli import simulate as command
+from conserve_cli.simulate import cli
 
 PROFILE = "a40-qwen3-0.6b"
 

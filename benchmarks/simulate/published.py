@@ -10,7 +10,7 @@ from rich.table import Table
 from autoscale.capacity.profile import Profile
 from benchmarks.compare import labels
 from benchmarks.latencies import LABELS
-from conserve_cli.simulate.reproduce import (
+from benchmarks.simulate.reproduce import (
     E2E,
     JUDGED,
     TTFET,

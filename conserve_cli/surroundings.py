@@ -1,21 +1,17 @@
-"""Adapts a process's environment to what Ray, vLLM and LMCache need, and keeps few runs' files."""
+"""Adapts a process's environment to what Ray, vLLM and LMCache need."""
 
 import contextlib
-import fcntl
 import locale
 import os
 import pwd
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 # The path of a socket has 107 bytes at most. Ray's takes 68 of them beyond this folder:
 # `/ray/session_2026-01-31_12-00-00_000000_1234567/sockets/plasma_store`, in ASCII.
 _TEMPORARY = re.compile(r"[\w./@+-]{1,39}", re.ASCII)
-# Of ended runs: how many keep their log, and Ray's session folder.
-_KEPT = 4
 
 # Sentences for the user who starts an application.
 notes: list[str] = []
@@ -84,14 +80,3 @@ def own_folder() -> Path:
         raise PermissionError(f"{folder} is another user's: set TMPDIR")
     folder.chmod(0o700)
     return folder
-
-
-def ended(files: Iterable[Path]) -> list[Path]:
-    """Return those of this user's files that no process holds, but for the last few by name."""
-    found = []
-    for file in sorted(files)[:-_KEPT]:
-        with contextlib.suppress(OSError), file.open() as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(opened.fileno()).st_uid == os.getuid():
-                found.append(file)
-    return found

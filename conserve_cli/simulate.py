@@ -199,8 +199,8 @@ def simulate(
 
 
 def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:
-    from conserve_cli.simulate.published import draw, show, write
-    from conserve_cli.simulate.reproduce import RUNS, reproduce
+    from benchmarks.simulate.published import draw, show, write
+    from benchmarks.simulate.reproduce import RUNS, reproduce
 
     with _progress(RUNS * conversations) as progress:
         found = reproduce(profile, conversations, seed, progress)
