@@ -209,7 +209,6 @@ def with_memory(
         plans = _parts_of_one(settings, plans, cards["decoders"])
     for name, own in roles(settings):
         plan = plans[name] = _with_kv(name, plans[name], arguments_of(settings, own))
-        _require_loadable(name, plan)
         if plan.num_gpus < 1:
             settings = _tell(settings, name, plan)
     return settings, [plans[name] for name, _ in roles(settings)]
@@ -414,20 +413,6 @@ def _with_kv(name: str, plan: EnginePlan, arguments: Mapping[str, Any]) -> Engin
     if kv < least:
         raise SettingsError(_does_not_fit_part(name, plan))
     return replace(plan, kv_bytes=max(0, kv), fixed=shares)
-
-
-def _require_loadable(name: str, plan: EnginePlan) -> None:
-    """Refuse a model that does not fit with all layers of its tower, as vLLM loads it."""
-    if plan.needs is None or plan.needs.tower is None or plan.budget_bytes is None:
-        return
-    freed = plan.needs.tower.freed_bytes
-    whole = plan.needs.weights_bytes + freed + CONTEXT_BYTES
-    if freed and whole > plan.budget_bytes:
-        raise SettingsError(
-            f"{name}: while the model loads, all layers of its tower are on the GPU, whatever "
-            f"media.tower_layers says: it then takes {gib(whole)} GiB, and an engine may take "
-            f"{gib(plan.budget_bytes)}; use a larger part of a GPU, or a smaller model"
-        )
 
 
 def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:

@@ -68,7 +68,6 @@ class TowerNeeds:
     batch: str  # The largest batch, in words.
     has_video: bool = False  # Whether that is a video.
     host_bytes: int = 0  # Pinned host memory with all layers, if some are not on the GPU.
-    freed_bytes: int = 0  # GPU memory of layers that are there only while the model loads.
     kept: str = ""  # How many are, in words; empty: all.
 
 
@@ -195,11 +194,11 @@ def tower_needs(
     shared = tower.shares_items and arguments.get("mm_encoder_tp_mode") == "data"
     # Workers divide the weights, or else the images; with neither each does all of it.
     weights_by = 1 if shared or tower.heads % tensor else tensor
-    weights, host, freed, kept = tower.parameters * value_bytes // weights_by, 0, 0, ""
+    weights, host, kept = tower.parameters * value_bytes // weights_by, 0, ""
     if tower.kept_layers is not None:
         layer = tower.layer_parameters * value_bytes // weights_by
-        host, freed = tower.layers * layer, (tower.layers - tower.kept_layers) * layer
-        weights -= freed
+        host = tower.layers * layer
+        weights -= (tower.layers - tower.kept_layers) * layer
         kept = f"{tower.kept_layers} of its {tower.layers} layers"
     video = bool(videos) and depth > (1 if images else 0)
     item = tower.image * (depth if video else 1)
@@ -215,7 +214,7 @@ def tower_needs(
         encode = int(patches * tower.patch_values) * value_bytes // weights_by
         cache = embeddings * tower.embedding_values * value_bytes
     batch = f"{said} embeddings"
-    return TowerNeeds(weights, encode, cache, embeddings, batch, video, host, freed, kept)
+    return TowerNeeds(weights, encode, cache, embeddings, batch, video, host, kept)
 
 
 def _items(arguments: Mapping[str, Any], modality: str) -> int:

@@ -24,10 +24,12 @@ from vllm.platforms import current_platform
 
 from conserve.wire import ENCODED, NOTHING_ENCODED, Encoded
 from deployments.engine.vision.failures import can_tell_failures, failures
+from deployments.engine.vision.loading import load_with_tower_on_host
 from deployments.engine.vision.node_images import NodeImages
-from deployments.engine.vision.offload import kept_layers, offload, require_plain_layers
-from deployments.upstream import encoder_errors, unhooked_loading
+from deployments.engine.vision.offload import kept_layers, require_plain_layers
+from deployments.upstream import encoder_errors
 from deployments.upstream.patch import require
+from deployments.upstream.seams import require_seams
 
 _TENSOR = "encoded"
 _MOST_WAITING = 16
@@ -119,11 +121,9 @@ def prepare_worker(vllm_config: VllmConfig) -> None:
         encoder_errors.survive_encoders(failures.add)
     kept = kept_layers(vllm_config)
     if kept is not None:
-        require(unhooked_loading.PATCH)
+        require_seams("tower_loading")
         require_plain_layers(vllm_config.compilation_config)
-        unhooked_loading.call_when_loaded(
-            lambda worker: offload(worker.get_model(), kept, torch.device(worker.device))
-        )
+        load_with_tower_on_host(vllm_config, kept)
 
 
 def read_encoded(data: bytes) -> torch.Tensor:

@@ -8,8 +8,8 @@ A layer whose slot was not given its weights raises `LayerMissing`, and its imag
 that cannot be encoded (`failures`). The next pass through the tower begins with its first layers
 again. Passes may come from different threads, and on different streams, but one at a time.
 
-It takes the weights as they are once vLLM has loaded, quantised and packed them. On a CPU it copies
-within host memory, which saves nothing, so that tests run the same code.
+It takes the weights as they are once vLLM has loaded, quantised and packed them (`loading`). On a
+CPU it copies within host memory, which saves nothing, so that tests run the same code.
 
 Internals of vLLM that are used: the names of a model's towers (``_tower_model_names``,
 ``get_mm_mapping``); that a tower calls its layers one after the other, by ``forward``;
@@ -114,22 +114,25 @@ class OffloadedTower:
 
     def __init__(self, layers: Sequence[nn.Module], kept: int, device: torch.device) -> None:
         self._count, self._kept = len(layers), kept
-        self._tensors = _own_tensors(layers, device)
+        self._tensors = _own_tensors(layers)
         self._places = _places(self._tensors)
         last = self._places[-1]
         self.layer_bytes = _aligned(last.offset + last.bytes)
         self._host = torch.empty(self._count, self.layer_bytes, dtype=torch.uint8)
+        for memory, tensors in zip(self._host, self._tensors, strict=True):
+            for place in self._places:
+                home = place.within(memory)
+                home.copy_(tensors[place.name])
+                tensors[place.name].data = home
+            if device.type == "cuda":
+                # vLLM has pinned what it processed, and PyTorch would keep that.
+                torch.accelerator.empty_host_cache()
         if device.type == "cuda":
             # PyTorch's own allocator of pinned memory would round up to a power of two. It is not
             # loaded with this module, since it looks at the GPU.
             from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
             pin_tensor(self._host)
-        for memory, tensors in zip(self._host, self._tensors, strict=True):
-            for place in self._places:
-                home = place.within(memory)
-                home.copy_(tensors[place.name])
-                tensors[place.name].data = home
         self._slots = torch.empty(kept, self.layer_bytes, dtype=torch.uint8, device=device)
         # The layer whose weights each slot has, or gets by a copy that was begun; None: neither.
         self._holds: list[int | None] = [None] * kept
@@ -196,9 +199,7 @@ class OffloadedTower:
         self._holds[slot] = number
 
 
-def _own_tensors(
-    layers: Sequence[nn.Module], device: torch.device
-) -> list[dict[str, torch.Tensor]]:
+def _own_tensors(layers: Sequence[nn.Module]) -> list[dict[str, torch.Tensor]]:
     """Return each layer's parameters and buffers that no other layer has, by name."""
     found = [
         {name: one for name, one in (*layer.named_parameters(), *layer.named_buffers())
@@ -212,11 +213,6 @@ def _own_tensors(
     ]
     if not all(own):
         raise RuntimeError(f"{_SETTING}: the tower's layers have no weights of their own; unset it")
-    if any(one.device.type != device.type for tensors in own for one in tensors.values()):
-        raise RuntimeError(
-            f"{_SETTING}: the tower's weights are not on the {device.type}; unset it, or what puts "
-            "them elsewhere (engine.cpu_offload_gb)"
-        )
     return own
 
 

@@ -14,10 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from vllm.v1.worker.gpu_worker import Worker
 
+from deployments.engine.vision import connector
 from deployments.engine.vision import offload as module
-from deployments.engine.vision.connector import prepare_worker
 from deployments.engine.vision.offload import (
     TOWER_LAYERS,
     LayerMissing,
@@ -176,8 +175,6 @@ def test_layers_that_differ_are_refused() -> None:
         OffloadedTower(layers, 2, CPU)
     with pytest.raises(RuntimeError, match="have no weights of their own"):
         OffloadedTower([nn.GELU(), nn.GELU(), nn.GELU()], 2, CPU)
-    with pytest.raises(RuntimeError, match=r"not on the cuda.*cpu_offload_gb"):
-        OffloadedTower(stack(3), 2, torch.device("cuda"))
 
 
 class Model(nn.Module):
@@ -217,32 +214,24 @@ def test_the_start_says_how_much_is_freed(caplog: pytest.LogCaptureFixture) -> N
     assert "2 of 5 layers of visual.blocks stay on the CPU; on a GPU this would free" in caplog.text
 
 
-def test_a_worker_offloads_once_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
-        self.loaded = True
+def test_a_worker_is_prepared_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(connector, "load_with_tower_on_host", lambda _, kept: told.append(kept))
 
-    def loaded(kept: int | None, **compilation: bool) -> Any:
-        monkeypatch.setattr(Worker, "load_model", load_model)
-        model, told = Model(), {TOWER_LAYERS: kept}
-        plain = {"compile_mm_encoder": False, "cudagraph_mm_encoder": False}
+    def prepare(kept: int | None, compiles: bool) -> None:
+        told, plain = {TOWER_LAYERS: kept}, {"cudagraph_mm_encoder": False}
         config: Any = SimpleNamespace(
             ec_transfer_config=SimpleNamespace(get_from_extra_config=told.get),
             parallel_config=SimpleNamespace(world_size=1),
-            compilation_config=SimpleNamespace(**(plain | compilation)),
+            compilation_config=SimpleNamespace(compile_mm_encoder=compiles, **plain),
         )
-        prepare_worker(config)
-        worker = SimpleNamespace(device=CPU, get_model=lambda: model, loaded=False)
-        Worker.load_model(worker, load_dummy_weights=True)
-        assert worker.loaded
-        return model
+        connector.prepare_worker(config)
 
-    plain = Layer.forward
-    assert loaded(None).visual.blocks[0].forward.__func__ is plain
-    swapped = loaded(2).visual.blocks
-    assert swapped[0].forward.__wrapped__.__func__ is plain
+    prepare(None, compiles=True)
+    prepare(2, compiles=False)
+    assert told == [2]
     with pytest.raises(RuntimeError, match=r"compile_mm_encoder would run .* unset one of them"):
-        loaded(2, compile_mm_encoder=True)
-    loaded(None, compile_mm_encoder=True)
+        prepare(2, compiles=True)
 
 
 # --- Copies beside kernels, on a stand-in for CUDA's streams and events ---------------------------
