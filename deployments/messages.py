@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from conserve.encoders import Encoder
 from conserve.environments import Standing
 from conserve.hints import Hints
@@ -315,6 +317,18 @@ class Refusal:
     message: str
     code: str
     retry_after_s: int | None = None
+
+
+# `conserve profile` posts it to a decoder as JSON. The answer has the sizes of decoding's side that
+# the border allows, ascending, in SMs; it is null if the engine has no lane.
+BORDER_PATH = "/conserve/border"
+
+
+class HoldBorder(msgspec.Struct, frozen=True, tag=True):
+    """Keep an engine's border where decodes have these SMs, for seconds from now; 0: as usual."""
+
+    decode_sms: int = 0
+    for_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

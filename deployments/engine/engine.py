@@ -177,7 +177,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             app, client, tasks, settings,
             holdings=self._holdings, desk=self._desk, has_more=has_more,
             waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
-            missing_tokens=missing_tokens, image_name=failed.name,
+            missing_tokens=missing_tokens, image_name=failed.name, scheduler=self._scheduler,
         )  # fmt: skip
         await self._http.listen()
         cache = client.vllm_config.cache_config

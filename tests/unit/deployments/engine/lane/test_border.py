@@ -7,19 +7,29 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
+from fastapi import FastAPI
 
 from autoscale.capacity.served import stage_shares
 from conserve.settings import Settings
+from deployments.engine.http_server import offer_border
 from deployments.engine.lane import worker as working
 from deployments.engine.lane.scheduler_lane import Job, LaneNotes
 from deployments.engine.lane.thread import LaneThread, Turns
 from deployments.engine.lane.worker import LaneWorking, lane_stream
+from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.sm_slots import pairs
-from deployments.engine.sm_slots.pairs import Bound
+from deployments.engine.sm_slots.pairs import Bound, SlotPairs
+from deployments.messages import BORDER_PATH, HoldBorder
+from hetero.green_contexts import GreenContexts
 from tests.unit.deployments.engine.lane.stand_in import LaneStandIn
 from tests.unit.deployments.engine.scheduler.play import POLICIES, play
-from tests.unit.deployments.engine.scheduler.stand_in import words
+from tests.unit.deployments.engine.scheduler.stand_in import StandIn, words
+from tests.unit.deployments.engine.scheduler.test_commands import Core
+from tests.unit.deployments.engine.test_sm_slots import Stream, h100
+from tests.unit.hetero.cuda_standin import Driver
 
 SIZES_SMS = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 
@@ -188,3 +198,61 @@ def test_a_chunk_follows_what_was_launched_on_the_stream_that_it_has(made: Pairs
 
 def test_without_leased_sms_the_lane_has_a_plain_stream() -> None:
     assert lane_stream("plain") == "plain"
+
+
+async def _asked(engine: StandIn | None, decode_sms: int = 0, for_s: float = 0.0) -> Any:
+    """What an engine's server answers to `HoldBorder`; None: its scheduler is vLLM's."""
+    app = FastAPI()
+    core = None if engine is None else SimpleNamespace(engine_core=Core(engine))
+    offer_border(app, None if core is None else SchedulerClient(core))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as client:
+        body = msgspec.json.encode(HoldBorder(decode_sms, for_s))
+        answer = await client.post(BORDER_PATH, content=body)
+    assert answer.status_code == 200
+    return answer.json()
+
+
+async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, slots = Driver(), h100()
+    means = GreenContexts(slots, 0, driver)
+    made = SlotPairs(means, slots.split, range(16), Stream, lambda stream: None)
+    monkeypatch.setattr(pairs, "_pairs", made)
+    engine, chance = LaneStandIn("sync", policies=POLICIES), random.Random(0)
+
+    def turn(name: str) -> tuple[set[int | None], int]:
+        """The borders while a prompt within the budget comes beside a decode; the lane's share."""
+        engine.borders.clear()
+        done = engine.scheduler.lane.policy.done
+        engine.add(f"decodes {name}", words(chance, 30), 60)
+        for _ in range(3):
+            engine.step()
+        engine.add(name, words(chance, 100))
+        engine.drain()
+        return {sms for *_, sms in engine.borders}, engine.scheduler.lane.policy.done - done
+
+    turn("first")
+    sizes = await _asked(engine)
+    assert sizes == [16, 32, 40, 56, 72, 80, 96, 112, 120, 132]
+    assert await _asked(engine, 40, 1_000.0) == sizes
+    assert turn("held") == ({40}, 1)
+    bound = made.bind(40)
+    assert len(driver.streams[bound.decode_stream.handle]) == 40
+    assert len(driver.streams[bound.lane_stream.handle]) == 92
+    assert await _asked(engine) == sizes
+    assert turn("released") == ({132}, 0)
+    await _asked(engine, 56, 50.0)
+    engine.now_s += 51.0
+    assert turn("over") == ({132}, 0)
+    engine.end()
+
+
+async def test_an_engine_says_that_it_has_no_lane_or_no_sms_to_divide() -> None:
+    assert await _asked(None, 40, 9.0) is None
+    assert await _asked(StandIn(), 40, 9.0) is None
+    engine = LaneStandIn("sync", policies=POLICIES)
+    assert await _asked(engine, 40, 9.0) == []
+    play(engine, seed=0, conversations=2)
+    engine.end()
+    assert {sms for _, _, sms in engine.borders} == {None}
