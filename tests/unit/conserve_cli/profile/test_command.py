@@ -16,12 +16,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autoscale.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
+from autoscale.capacity.fit import (
+    DecodePoint,
+    FitError,
+    HandoffPoint,
+    MixedPoint,
+    PrefillPoint,
+    StagePoint,
+    TurnPoint,
+)
 from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
 from conserve_cli.profile import command as module
 from conserve_cli.profile import measure
-from conserve_cli.profile.command import _batched_tokens, _median, cli, make_grid
+from conserve_cli.profile.command import (
+    _batched_tokens,
+    _median,
+    _Repetitions,
+    _stage_sizes,
+    _stages,
+    cli,
+    make_grid,
+)
 from conserve_cli.profile.measure import Application, MeasuredEngine, MeasureError, find_application
 
 
@@ -120,6 +136,9 @@ class _RefusedProbe:
     async def sees(self) -> bool:
         return False
 
+    async def border(self, *arguments: object) -> list[int] | None:
+        return None
+
     async def cold_prefill(self, tokens: int) -> PrefillPoint:
         return PrefillPoint(tokens, 0, self._draws.uniform(0.01, 1))
 
@@ -169,6 +188,8 @@ def test_repeated_points_are_one_with_the_median_time() -> None:
     turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (9.0, 0.1, 0.3)]
     assert _median(turns) == TurnPoint(9, 0, 8, 0.3, 0.6)
     assert _median([DecodePoint(1, 2, 0.5)]) == DecodePoint(1, 2, 0.5)
+    stages = [StagePoint(16, 0.1 * n, 1.0 / n) for n in (1, 2, 5)]
+    assert _median(stages) == StagePoint(16, 0.2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -482,3 +503,117 @@ def test_a_cap_that_cannot_be_compared_is_refused_and_the_profile_kept(
     assert status == 2, output
     assert said in " ".join(output.split())
     assert load_profile(out) == known
+
+
+# --- Stages ---------------------------------------------------------------------------------------
+
+
+class _LaneProbe(_RefusedProbe):
+    """A decoder's border, and what is measured at each place of it; the given one fails."""
+
+    def __init__(self, sizes_sms: list[int] | None, failure: BaseException | None = None) -> None:
+        self._sizes_sms = sizes_sms
+        self._failure = failure
+        self.held: list[int] = []
+
+    async def border(self, *arguments: object) -> list[int] | None:
+        self.held.append(0)
+        return self._sizes_sms
+
+    async def stage(
+        self, decode_sms: int, longest: int, tokens: int = 0, pixels: int = 0
+    ) -> StagePoint:
+        self.held.append(decode_sms)
+        if self._failure is not None and decode_sms == 32:
+            raise self._failure
+        return StagePoint(decode_sms, 1.0 if pixels else tokens / 1_000, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("sizes_sms", "sees", "why"),
+    [
+        (None, True, "has no lane (engine_scheduler=conversation_lane)"),
+        ([16, 32, 132], False, "m reads no images"),
+        ([], True, "has no SMs to divide (sm_slots of its tier, on a GPU)"),
+        ([16, 32, 132], True, ""),
+    ],
+)
+def test_why_stages_are_not_measured_is_one_line(
+    sizes_sms: list[int] | None, sees: bool, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = asyncio.run(_stage_sizes(_application(), _LaneProbe(sizes_sms), sees))
+    said = " ".join(capsys.readouterr().out.split())
+    assert found == ([] if why else sizes_sms)
+    assert why in said
+    assert said.count("Stages were not measured:") == bool(why)
+
+
+async def _staged(probe: _LaneProbe) -> object:
+    with _Repetitions(3, random.Random(0)).of(4) as repeat:
+        return await _stages(probe, repeat, [16, 32, 132], 4096, 100.0)
+
+
+def test_stages_are_measured_at_each_place_of_the_border() -> None:
+    probe = _LaneProbe(None)
+    curves = asyncio.run(_staged(probe))
+    assert [size.decode_sms for size in curves.sizes] == [16, 32]
+    assert {(size.encode_s, size.prefill_s) for size in curves.sizes} == {(1.0, 2.048)}
+    assert (curves.sms, curves.output_tokens) == (132, 100.0)
+    assert sorted(probe.held) == [0, *[16] * 8, *[32] * 8]
+
+
+@pytest.mark.parametrize(
+    "failure", [MeasureError("refused"), FitError("no decode"), asyncio.CancelledError()]
+)
+def test_the_border_is_released_if_a_measurement_fails_or_is_interrupted(
+    failure: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = _LaneProbe(None, failure)
+    if isinstance(failure, asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(_staged(probe))
+    else:
+        assert asyncio.run(_staged(probe)) is None
+        assert f"Stages were not measured: {failure}." in capsys.readouterr().out
+    assert probe.held[-1] == 0
+
+
+def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
+    held: list[dict[str, object]] = []
+    decoding = [0, 0]
+
+    async def border(request: web.Request) -> web.Response:
+        held.append(await request.json())
+        return web.json_response([16, 132])
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body.get("stream"):
+            if wire.TURN not in body["kv_transfer_params"]:
+                return web.json_response({})
+            decoding[1] = max(decoding)
+            await asyncio.sleep(0.4)
+            stages = wire.StageTimes(0.0, 0.25, 0.125)
+            return web.json_response(
+                {"kv_transfer_params": wire.EngineTold(0.0, stages=stages).params()}
+            )
+        response = web.StreamResponse()
+        await response.prepare(request)
+        decoding[0] += 1
+        token = {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}
+        while True:
+            await response.write(f"data: {json.dumps(token)}\n\n".encode())
+            await asyncio.sleep(0.01)
+
+    paths = ("/v1/completions", "/v1/chat/completions")
+    routes = [web.post(path, answer) for path in paths] + [web.post("/conserve/border", border)]
+
+    async def measured() -> list[StagePoint]:
+        async with _probe(routes) as probe:
+            return [await probe.stage(16, 4096, pixels=64), await probe.stage(16, 4096, tokens=900)]
+
+    encode, prefill = asyncio.run(measured())
+    assert (encode.seconds, prefill.seconds) == (0.25, 0.125)
+    assert min(encode.step_s, prefill.step_s) >= 0.005
+    assert decoding[1] >= 4
+    assert [(one["decode_sms"], one["for_s"] > 0) for one in held] == [(16, True)] * 2
