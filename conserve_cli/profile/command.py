@@ -390,8 +390,8 @@ async def _stages(
         return None
     finally:
         await probe.border()
-    points = (repeat.points[f"stage_{stage}"] for stage in usual)
-    return fit.stage_curves(*points, sizes_sms[-1], output_tokens)
+    encodes, prefills = (repeat.points[f"stage_{stage}"] for stage in usual)
+    return fit.stage_curves(encodes, prefills, sizes_sms[-1], output_tokens)
 
 
 async def _measure_cap(

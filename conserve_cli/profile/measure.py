@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -29,7 +29,6 @@ from conserve import wire
 from conserve.apis import CHAT
 from deployments.messages import BORDER_PATH, HoldBorder, Prefilled
 
-_Answer = TypeVar("_Answer")
 _JSON = {"Content-Type": "application/json"}
 _TIMEOUT_S = 600.0
 # Length of the outputs that run beside an append, and how long they run before it.
@@ -259,7 +258,8 @@ class Probe:
     async def border(self, decode_sms: int = 0, for_s: float = 0.0) -> list[int] | None:
         """Hold the decoder's border, or no longer; returns `BORDER_PATH`'s answer."""
         url, asked = self._decoder + BORDER_PATH, HoldBorder(decode_sms, for_s)
-        sizes_sms: list[int] | None = await self._asked("holding the border", url, asked, Any)
+        what, answer = "holding the border", list[int] | None
+        sizes_sms: list[int] | None = await self._asked(what, url, asked, answer)
         return sizes_sms
 
     async def stage(
@@ -360,7 +360,7 @@ class Probe:
         done = await self._asked("a prefill", url, body, Prefilled)
         return done, time.perf_counter() - sent_s
 
-    async def _asked(self, what: str, url: str, body: Any, type: type[_Answer]) -> _Answer:
+    async def _asked(self, what: str, url: str, body: Any, type: Any) -> Any:
         data = msgspec.json.encode(body)
         with reaching(f"{what} failed"):
             async with self._session.post(url, data=data, headers=_JSON) as answer:

@@ -13,7 +13,6 @@ from autoscale.capacity.fit import (
     HandoffPoint,
     MixedPoint,
     PrefillPoint,
-    StagePoint,
     TurnPoint,
     fit_decode,
     fit_encoding,
@@ -21,7 +20,6 @@ from autoscale.capacity.fit import (
     fit_interference,
     fit_overhead,
     fit_prefill,
-    stage_curves,
     stage_point,
 )
 from autoscale.capacity.profile import DecodeCurve, PrefillCurve
@@ -312,26 +310,9 @@ def test_a_stages_step_is_that_of_the_tokens_while_it_ran() -> None:
     assert stage_point(16, 0.5, 0.9, [_ANSWER]).step_s == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "answer", "said"),
-    [
-        (0.0, _ANSWER, "the decoder's lane was not used"),
-        (0.9, [one for one in _ANSWER if one > 1.5], "did not decode all the 0.9 s"),
-        (0.9, [one for one in _ANSWER if one < 1.5], "did not decode all the 0.9 s"),
-        (0.9, [], "did not decode all the 0.9 s"),
-    ],
-)
-def test_a_stage_without_decodes_beside_it_is_refused(
-    seconds: float, answer: list[float], said: str
-) -> None:
-    with pytest.raises(FitError, match=said):
-        stage_point(16, seconds, 1.95, [_ANSWER, answer])
-
-
-def test_stages_have_their_sizes_in_order() -> None:
-    encodes = [StagePoint(sms, sms / 10, sms / 1000) for sms in (40, 16)]
-    prefills = [StagePoint(sms, sms / 20, sms / 2000) for sms in (16, 40)]
-    curves = stage_curves(encodes, prefills, 132, 100)
-    assert (curves.sms, curves.output_tokens) == (132, 100)
-    found = [tuple(size.model_dump().values()) for size in curves.sizes]
-    assert found == [(16, 1.6, 0.8, 0.016, 0.008), (40, 4.0, 2.0, 0.04, 0.02)]
+def test_a_stage_without_decodes_beside_it_is_refused() -> None:
+    with pytest.raises(FitError, match="the decoder's lane was not used"):
+        stage_point(16, 0.0, 1.95, [_ANSWER])
+    for answer in (_ANSWER[120:], _ANSWER[:110], []):
+        with pytest.raises(FitError, match="an answer did not decode all the"):
+            stage_point(16, 0.9, 1.95, [_ANSWER, answer])

@@ -16,28 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autoscale.capacity.fit import (
-    DecodePoint,
-    FitError,
-    HandoffPoint,
-    MixedPoint,
-    PrefillPoint,
-    StagePoint,
-    TurnPoint,
-)
+from autoscale.capacity import fit
+from autoscale.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
 from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
 from conserve_cli.profile import command as module
 from conserve_cli.profile import measure
-from conserve_cli.profile.command import (
-    _batched_tokens,
-    _median,
-    _Repetitions,
-    _stage_sizes,
-    _stages,
-    cli,
-    make_grid,
-)
+from conserve_cli.profile.command import _batched_tokens, _median, cli, make_grid
 from conserve_cli.profile.measure import Application, MeasuredEngine, MeasureError, find_application
 
 
@@ -136,7 +121,7 @@ class _RefusedProbe:
     async def sees(self) -> bool:
         return False
 
-    async def border(self, *arguments: object) -> list[int] | None:
+    async def border(self) -> None:
         return None
 
     async def cold_prefill(self, tokens: int) -> PrefillPoint:
@@ -188,8 +173,8 @@ def test_repeated_points_are_one_with_the_median_time() -> None:
     turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (9.0, 0.1, 0.3)]
     assert _median(turns) == TurnPoint(9, 0, 8, 0.3, 0.6)
     assert _median([DecodePoint(1, 2, 0.5)]) == DecodePoint(1, 2, 0.5)
-    stages = [StagePoint(16, 0.1 * n, 1.0 / n) for n in (1, 2, 5)]
-    assert _median(stages) == StagePoint(16, 0.2, 0.5)
+    stages = [fit.StagePoint(16, 0.1 * n, 1.0 / n) for n in (1, 2, 5)]
+    assert _median(stages) == fit.StagePoint(16, 0.2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -505,82 +490,59 @@ def test_a_cap_that_cannot_be_compared_is_refused_and_the_profile_kept(
     assert load_profile(out) == known
 
 
-# --- Stages ---------------------------------------------------------------------------------------
-
-
-class _LaneProbe(_RefusedProbe):
-    """A decoder's border, and what is measured at each place of it; the given one fails."""
+class _LaneProbe:
+    """``held`` has the decodes' SMs of each measurement, of which 32 may fail; 0 is a release."""
 
     def __init__(self, sizes_sms: list[int] | None, failure: BaseException | None = None) -> None:
-        self._sizes_sms = sizes_sms
-        self._failure = failure
-        self.held: list[int] = []
+        self._sizes_sms, self._failure, self.held = sizes_sms, failure, list[int]()
 
-    async def border(self, *arguments: object) -> list[int] | None:
+    async def border(self) -> list[int] | None:
         self.held.append(0)
         return self._sizes_sms
 
-    async def stage(
-        self, decode_sms: int, longest: int, tokens: int = 0, pixels: int = 0
-    ) -> StagePoint:
-        self.held.append(decode_sms)
-        if self._failure is not None and decode_sms == 32:
+    async def stage(self, sms: int, longest: int, tokens: int = 0, pixels: int = 0) -> object:
+        self.held.append(sms)
+        if self._failure is not None and sms == 32:
             raise self._failure
-        return StagePoint(decode_sms, 1.0 if pixels else tokens / 1_000, 0.01)
+        return fit.StagePoint(sms, (pixels or tokens) / 1_000, (sms + bool(pixels)) / 1_000)
 
 
-@pytest.mark.parametrize(
-    ("sizes_sms", "sees", "why"),
-    [
-        (None, True, "has no lane (engine_scheduler=conversation_lane)"),
+def test_why_stages_are_not_measured_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes_sms, sees, said in (
+        (None, True, "the decoder has no lane (engine_scheduler=conversation_lane)"),
         ([16, 32, 132], False, "m reads no images"),
-        ([], True, "has no SMs to divide (sm_slots of its tier, on a GPU)"),
-        ([16, 32, 132], True, ""),
-    ],
-)
-def test_why_stages_are_not_measured_is_one_line(
-    sizes_sms: list[int] | None, sees: bool, why: str, capsys: pytest.CaptureFixture[str]
+        ([], True, "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"),
+    ):
+        assert asyncio.run(module._stage_sizes(_application(), _LaneProbe(sizes_sms), sees)) == []
+        assert capsys.readouterr().out == f"Stages were not measured: {said}.\n"
+
+
+@pytest.mark.parametrize("failure", [None, fit.FitError("why"), asyncio.CancelledError()])
+def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
+    failure: BaseException | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = asyncio.run(_stage_sizes(_application(), _LaneProbe(sizes_sms), sees))
-    said = " ".join(capsys.readouterr().out.split())
-    assert found == ([] if why else sizes_sms)
-    assert why in said
-    assert said.count("Stages were not measured:") == bool(why)
+    probe = _LaneProbe([16, 32, 132], failure)
 
+    async def measured() -> object:
+        sizes_sms = await module._stage_sizes(_application(), probe, True)
+        with module._Repetitions(3, random.Random(0)).of(4) as repeat:
+            return await module._stages(probe, repeat, sizes_sms, 4096, 100.0)
 
-async def _staged(probe: _LaneProbe) -> object:
-    with _Repetitions(3, random.Random(0)).of(4) as repeat:
-        return await _stages(probe, repeat, [16, 32, 132], 4096, 100.0)
-
-
-def test_stages_are_measured_at_each_place_of_the_border() -> None:
-    probe = _LaneProbe(None)
-    curves = asyncio.run(_staged(probe))
-    assert [size.decode_sms for size in curves.sizes] == [16, 32]
-    assert {(size.encode_s, size.prefill_s) for size in curves.sizes} == {(1.0, 2.048)}
-    assert (curves.sms, curves.output_tokens) == (132, 100.0)
-    assert sorted(probe.held) == [0, *[16] * 8, *[32] * 8]
-
-
-@pytest.mark.parametrize(
-    "failure", [MeasureError("refused"), FitError("no decode"), asyncio.CancelledError()]
-)
-def test_the_border_is_released_if_a_measurement_fails_or_is_interrupted(
-    failure: BaseException, capsys: pytest.CaptureFixture[str]
-) -> None:
-    probe = _LaneProbe(None, failure)
     if isinstance(failure, asyncio.CancelledError):
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(_staged(probe))
+            asyncio.run(measured())
+    elif (curves := asyncio.run(measured())) is not None:
+        sizes = [tuple(size.model_dump().values()) for size in curves.sizes]
+        assert sizes == [(16, 0.896, 2.048, 0.017, 0.016), (32, 0.896, 2.048, 0.033, 0.032)]
+        assert (curves.sms, curves.output_tokens) == (132, 100.0)
+        assert sorted(probe.held) == [0, 0, *[16] * 8, *[32] * 8]
     else:
-        assert asyncio.run(_staged(probe)) is None
-        assert f"Stages were not measured: {failure}." in capsys.readouterr().out
+        assert "Stages were not measured: why." in capsys.readouterr().out
     assert probe.held[-1] == 0
 
 
 def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
-    held: list[dict[str, object]] = []
-    decoding = [0, 0]
+    held, decodes = [], []
 
     async def border(request: web.Request) -> web.Response:
         held.append(await request.json())
@@ -589,31 +551,25 @@ def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if not body.get("stream"):
-            if wire.TURN not in body["kv_transfer_params"]:
-                return web.json_response({})
-            decoding[1] = max(decoding)
-            await asyncio.sleep(0.4)
-            stages = wire.StageTimes(0.0, 0.25, 0.125)
-            return web.json_response(
-                {"kv_transfer_params": wire.EngineTold(0.0, stages=stages).params()}
-            )
+            told = wire.EngineTold(stages=wire.StageTimes(0.0, 0.25, 0.125)).params()
+            await asyncio.sleep(0.4 if wire.TURN in body["kv_transfer_params"] else 0)
+            return web.json_response({"kv_transfer_params": told})
         response = web.StreamResponse()
         await response.prepare(request)
-        decoding[0] += 1
-        token = {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}
+        decodes.append(body)
         while True:
-            await response.write(f"data: {json.dumps(token)}\n\n".encode())
+            await response.write(b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n')
             await asyncio.sleep(0.01)
 
     paths = ("/v1/completions", "/v1/chat/completions")
     routes = [web.post(path, answer) for path in paths] + [web.post("/conserve/border", border)]
 
-    async def measured() -> list[StagePoint]:
+    async def measured() -> list[fit.StagePoint]:
         async with _probe(routes) as probe:
             return [await probe.stage(16, 4096, pixels=64), await probe.stage(16, 4096, tokens=900)]
 
     encode, prefill = asyncio.run(measured())
     assert (encode.seconds, prefill.seconds) == (0.25, 0.125)
-    assert min(encode.step_s, prefill.step_s) >= 0.005
-    assert decoding[1] >= 4
+    assert min(encode.step_s, prefill.step_s) > 0
+    assert len(decodes) == 8
     assert [(one["decode_sms"], one["for_s"] > 0) for one in held] == [(16, True)] * 2

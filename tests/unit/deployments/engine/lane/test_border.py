@@ -21,14 +21,13 @@ from deployments.engine.lane.thread import LaneThread, Turns
 from deployments.engine.lane.worker import LaneWorking, lane_stream
 from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.sm_slots import pairs
-from deployments.engine.sm_slots.pairs import Bound, SlotPairs
+from deployments.engine.sm_slots.pairs import Bound
 from deployments.messages import BORDER_PATH, HoldBorder
-from hetero.green_contexts import GreenContexts
 from tests.unit.deployments.engine.lane.stand_in import LaneStandIn
 from tests.unit.deployments.engine.scheduler.play import POLICIES, play
 from tests.unit.deployments.engine.scheduler.stand_in import StandIn, words
 from tests.unit.deployments.engine.scheduler.test_commands import Core
-from tests.unit.deployments.engine.test_sm_slots import Stream, h100
+from tests.unit.deployments.engine.test_sm_slots import of_the_whole_gpu
 from tests.unit.hetero.cuda_standin import Driver
 
 SIZES_SMS = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -107,8 +106,11 @@ def test_late_steps_beside_the_lane_get_more_sms(made: Pairs) -> None:
     assert said["decode_sms"] == 100
 
 
-def test_nothing_is_decided_where_nothing_moves() -> None:
+async def test_nothing_is_decided_or_held_where_nothing_moves() -> None:
+    assert await _asked(None, 40, 1e9) is None
+    assert await _asked(StandIn(), 40, 1e9) is None
     engine = LaneStandIn("sync", policies=POLICIES)
+    assert await _asked(engine, 40, 1e9) == []
     play(engine, seed=0, conversations=4)
     engine.end()
     assert {sms for _, _, sms in engine.borders} == {None}
@@ -203,26 +205,20 @@ def test_without_leased_sms_the_lane_has_a_plain_stream() -> None:
 async def _asked(engine: StandIn | None, decode_sms: int = 0, for_s: float = 0.0) -> Any:
     """What an engine's server answers to `HoldBorder`; None: its scheduler is vLLM's."""
     app = FastAPI()
-    core = None if engine is None else SimpleNamespace(engine_core=Core(engine))
-    offer_border(app, None if core is None else SchedulerClient(core))
+    offer_border(app, engine and SchedulerClient(SimpleNamespace(engine_core=Core(engine))))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as client:
         body = msgspec.json.encode(HoldBorder(decode_sms, for_s))
-        answer = await client.post(BORDER_PATH, content=body)
-    assert answer.status_code == 200
-    return answer.json()
+        return (await client.post(BORDER_PATH, content=body)).json()
 
 
 async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver, slots = Driver(), h100()
-    means = GreenContexts(slots, 0, driver)
-    made = SlotPairs(means, slots.split, range(16), Stream, lambda stream: None)
-    monkeypatch.setattr(pairs, "_pairs", made)
+    monkeypatch.setattr(pairs, "_pairs", of_the_whole_gpu(Driver()))
     engine, chance = LaneStandIn("sync", policies=POLICIES), random.Random(0)
 
     def turn(name: str) -> tuple[set[int | None], int]:
-        """The borders while a prompt within the budget comes beside a decode; the lane's share."""
+        """The borders while a prompt within the budget comes beside a decode; how often by lane."""
         engine.borders.clear()
         done = engine.scheduler.lane.policy.done
         engine.add(f"decodes {name}", words(chance, 30), 60)
@@ -237,22 +233,9 @@ async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_
     assert sizes == [16, 32, 40, 56, 72, 80, 96, 112, 120, 132]
     assert await _asked(engine, 40, 1_000.0) == sizes
     assert turn("held") == ({40}, 1)
-    bound = made.bind(40)
-    assert len(driver.streams[bound.decode_stream.handle]) == 40
-    assert len(driver.streams[bound.lane_stream.handle]) == 92
     assert await _asked(engine) == sizes
     assert turn("released") == ({132}, 0)
     await _asked(engine, 56, 50.0)
     engine.now_s += 51.0
     assert turn("over") == ({132}, 0)
     engine.end()
-
-
-async def test_an_engine_says_that_it_has_no_lane_or_no_sms_to_divide() -> None:
-    assert await _asked(None, 40, 9.0) is None
-    assert await _asked(StandIn(), 40, 9.0) is None
-    engine = LaneStandIn("sync", policies=POLICIES)
-    assert await _asked(engine, 40, 9.0) == []
-    play(engine, seed=0, conversations=2)
-    engine.end()
-    assert {sms for _, _, sms in engine.borders} == {None}
