@@ -319,8 +319,7 @@ class Refusal:
     retry_after_s: int | None = None
 
 
-# `conserve profile` posts it to a decoder as JSON. The answer has the sizes of decoding's side that
-# the border allows, ascending, in SMs; it is null if the engine has no lane.
+# `conserve profile` posts a `HoldBorder`. The answer: decodes' possible SMs; null without a lane.
 BORDER_PATH = "/conserve/border"
 
 

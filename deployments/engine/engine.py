@@ -359,7 +359,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     in_background(self._copies.touch(heard.touched))
                 if self._scheduler is not None:
                     self._scheduler.release(heard.ended)
-                    self._scheduler.hold(heard.holds)
+                    if "retention" in self._settings.mechanisms:
+                        self._scheduler.hold(heard.holds)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:
