@@ -199,7 +199,7 @@ def simulate(
 
 
 def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:
-    from benchmarks.simulate.published import draw, show, write
+    from benchmarks.simulate.published import show, write
     from benchmarks.simulate.reproduce import RUNS, reproduce
 
     with _progress(RUNS * conversations) as progress:
@@ -209,7 +209,10 @@ def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None
         make_folder(out)
         write(found, out / "reproduced.json")
         if can_draw():
-            draw(found, out)
+            from benchmarks.plots import draw_all
+
+            reports = list(found.by_rate.values())
+            draw_all(reports, labels(reports), out)
         console.print(f"Figures are in {escape(str(out))}.", highlight=False)
 
 

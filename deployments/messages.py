@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from conserve.encoders import Encoder
 from conserve.environments import Standing
 from conserve.hints import Hints
@@ -315,6 +317,17 @@ class Refusal:
     message: str
     code: str
     retry_after_s: int | None = None
+
+
+# `conserve profile` posts a `HoldBorder`. The answer: decodes' possible SMs; null without a lane.
+BORDER_PATH = "/conserve/border"
+
+
+class HoldBorder(msgspec.Struct, frozen=True, tag=True):
+    """Keep an engine's border where decodes have these SMs, for seconds from now; 0: as usual."""
+
+    decode_sms: int = 0
+    for_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ not describe its points is refused.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from autoscale.capacity.profile import (
     Overhead,
     PrefillCurve,
     Quality,
+    StageCurves,
+    StageSize,
 )
 
 # A fit is good if it explains the points' variance. If they hardly vary, R^2 says nothing, and the
@@ -99,6 +101,58 @@ class TurnPoint:
     cached_tokens: int
     engines_s: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagePoint:
+    """An encode or a prefill of ``seconds`` beside decodes on ``decode_sms``.
+
+    ``step_s`` is the median time between their tokens meanwhile.
+    """
+
+    decode_sms: int
+    seconds: float
+    step_s: float
+
+
+def stage_point(
+    decode_sms: int, seconds: float, ended_s: float, answers: Sequence[Sequence[float]]
+) -> StagePoint:
+    """Make a point of the end of a stage, and of the times of answers' tokens.
+
+    Raises `FitError` if the stage took no time, or an answer did not decode all the while.
+    """
+    began_s = ended_s - seconds
+    if not seconds > 0:
+        raise FitError("the decoder's lane was not used; the model may not allow it")
+    if any(len(times) < 2 or times[0] > began_s or times[-1] < ended_s for times in answers):
+        raise FitError(
+            f"an answer did not decode all the {seconds:.3g} s of an encode or prefill; allow "
+            "longer ones (--longest-tokens)"
+        )
+    gaps = [gap for times in answers for gap in pairwise(times)]
+    # A gap at either end is beside the stage only in part.
+    within = [gap for gap in gaps if began_s <= gap[0] and gap[1] <= ended_s]
+    beside = within or [gap for gap in gaps if gap[0] < ended_s and began_s < gap[1]]
+    return StagePoint(decode_sms, seconds, float(np.median([b - a for a, b in beside])))
+
+
+def stage_curves(
+    encodes: Sequence[StagePoint], prefills: Sequence[StagePoint], sms: int, output_tokens: float
+) -> StageCurves:
+    """Return a profile's stages; each size needs a point of both kinds."""
+    beside = {point.decode_sms: point for point in prefills}
+    sizes = [
+        StageSize(
+            decode_sms=one.decode_sms,
+            encode_s=one.seconds,
+            prefill_s=beside[one.decode_sms].seconds,
+            decode_beside_encode_s=one.step_s,
+            decode_beside_prefill_s=beside[one.decode_sms].step_s,
+        )
+        for one in sorted(encodes, key=lambda point: point.decode_sms)
+    ]
+    return StageCurves(sms=sms, output_tokens=output_tokens, sizes=tuple(sizes))
 
 
 def fit_prefill(

@@ -28,11 +28,13 @@ from autoscale.capacity.profile import (
     Profile,
     ProfileError,
     Quality,
+    StageCurves,
     load_profile,
     save_profile,
 )
 from autoscale.capacity.served import engine_versions
 from benchmarks.machine import environment
+from benchmarks.workloads import PRESETS
 from conserve.embedded import model_path
 from conserve_cli.output import can_draw, console, progress_bar, refuse
 from conserve_cli.profile.draw import DrawMeter, NoDraw, measure_power
@@ -44,12 +46,17 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # What a profile keeps measured points of.
-_CURVES = ("prefill", "decode", "interference", "handoff", "encoding", "overhead")
+_CURVES = (
+    *("prefill", "decode", "interference", "handoff", "encoding", "overhead"),
+    *("stage_encode", "stage_prefill"),
+)
 
 _OUTPUT_TOKENS = 48
 _LONGEST_TOKENS = 8192
 # Widths and heights of images; many processors make the same of all of them.
 _IMAGE_PIXELS = (224, 448, 896)
+# A usual prompt, and a usual image: a screenshot, as processors scale it down.
+_STAGE_TOKENS, _STAGE_PIXELS = 2048, 896
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,10 @@ def profile(
             "simulator; default: what the application says.",
         ),
     ] = None,
+    output_tokens: Annotated[
+        float,
+        typer.Option(help="With stages on one GPU: tokens of an answer, on average.", min=1),
+    ] = PRESETS["conserve"].output_tokens.mean,
     min_r_squared: Annotated[
         float | None,
         typer.Option(
@@ -213,6 +224,7 @@ def profile(
                 vocabulary=tokens,
                 kv_bytes_per_token=kv_bytes_per_token,
                 batched_tokens=batched_tokens,
+                output_tokens=output_tokens,
                 # Unless it is given, each curve has its own default.
                 limits={} if min_r_squared is None else {"min_r_squared": min_r_squared},
                 seed=seed,
@@ -294,6 +306,7 @@ async def _measure(
     vocabulary: range,
     kv_bytes_per_token: float | None,
     batched_tokens: int | None,
+    output_tokens: float,
     limits: dict[str, float],
     seed: int,
 ) -> Profile:
@@ -306,7 +319,8 @@ async def _measure(
     count = sum(map(len, astuple(grid)))
     async with Probe(application, vocabulary, seed) as probe:
         pixels = _IMAGE_PIXELS if await probe.sees() else ()
-        with repetitions.of(count + len(pixels)) as repeat:
+        sizes_sms = await _stage_sizes(application, probe, bool(pixels))
+        with repetitions.of(count + len(pixels) + 2 * len(sizes_sms[:-1])) as repeat:
             await _measure_alone(probe, grid, repeat)
             await repeat("encoding", "images", [partial(probe.encode, one) for one in pixels])
             beside = [partial(probe.append_beside, *one) for one in grid.beside]
@@ -316,6 +330,7 @@ async def _measure(
             handoffs = [partial(probe.handoff, n, prefill.seconds) for n in grid.handoffs]
             await repeat("handoff", "handoffs", handoffs)
             await repeat("overhead", "turns", [partial(probe.turn, *one) for one in grid.turns])
+            stages = await _stages(probe, repeat, sizes_sms, longest_tokens, output_tokens)
         power = await _power(url, probe, grid)
     decode = fit.fit_decode(points["decode"], **limits)
     about = environment()
@@ -332,11 +347,51 @@ async def _measure(
         handoff=fit.fit_handoff(points["handoff"], kv_bytes_per_token, **limits),
         overhead=fit.fit_overhead(points["overhead"], **limits),
         encoding=fit.fit_encoding(points["encoding"], prefill, **limits) if pixels else None,
+        stages=stages,
         kv_capacity_tokens=capacity,
         max_batched_tokens=_batched_tokens(application, batched_tokens),
         power=power,
         points=repetitions.as_data(),
     )
+
+
+async def _stage_sizes(application: Application, probe: Probe, sees: bool) -> list[int]:
+    """Return the SMs that decodes can have beside the decoder's lane; empty: print why."""
+    sizes_sms = await probe.border()
+    why = ""
+    if sizes_sms is None:
+        why = "the decoder has no lane (engine_scheduler=conversation_lane)"
+    elif not sees:
+        why = f"{application.model} reads no images"
+    elif len(sizes_sms) < 3:
+        why = "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"
+    if not why:
+        return sizes_sms or []
+    console.print(f"Stages were not measured: {why}.", highlight=False)
+    return []
+
+
+async def _stages(
+    probe: Probe, repeat: _Repetitions, sizes_sms: list[int], longest: int, output_tokens: float
+) -> StageCurves | None:
+    """Measure encodes and prefills at each place of the border, but where decodes have all SMs."""
+    if not sizes_sms:
+        return None
+    usual = {
+        "encode": {"pixels": _STAGE_PIXELS},
+        "prefill": {"tokens": min(_STAGE_TOKENS, longest // 2)},
+    }
+    try:
+        for stage, sent in usual.items():
+            calls = [partial(probe.stage, one, longest, **sent) for one in sizes_sms[:-1]]
+            await repeat(f"stage_{stage}", f"{stage}s beside decodes", calls)
+    except (MeasureError, fit.FitError) as error:
+        console.print(f"Stages were not measured: {error}.", highlight=False)
+        return None
+    finally:
+        await probe.border()
+    encodes, prefills = (repeat.points[f"stage_{stage}"] for stage in usual)
+    return fit.stage_curves(encodes, prefills, sizes_sms[-1], output_tokens)
 
 
 async def _measure_cap(
@@ -425,7 +480,7 @@ async def _drawn(meter: DrawMeter, probe: Probe, grid: Grid) -> CappedPower:
 
 def _median(points: list[Any]) -> Any:
     """Return a point with the medians of the repetitions' times."""
-    names = [name for name in ("seconds", "engines_s") if hasattr(points[0], name)]
+    names = [name for name in ("seconds", "engines_s", "step_s") if hasattr(points[0], name)]
     medians = {name: statistics.median(getattr(one, name) for one in points) for name in names}
     return replace(points[0], **medians)
 
@@ -474,6 +529,9 @@ def _show(made: Profile) -> None:
     for curve, formula, quality in rows:
         table.add_row(curve, formula, *(() if quality is None else _cells(quality)))
     console.print(table)
+    if made.stages is not None:
+        count = len(made.stages.sizes)
+        console.print(f"Stages: {count} sizes (conserve plan --stages).", highlight=False)
     for power in made.power:
         console.print(f"Power under {power.cap_w:g} W: {_draws(power)}.", highlight=False)
     console.print(

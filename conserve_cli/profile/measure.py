@@ -11,7 +11,7 @@ import io
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -27,8 +27,9 @@ from benchmarks.records import TurnRecord, TurnRequest
 from benchmarks.workloads.tokens import COMPLETIONS, completion
 from conserve import wire
 from conserve.apis import CHAT
-from deployments.messages import Prefilled
+from deployments.messages import BORDER_PATH, HoldBorder, Prefilled
 
+_JSON = {"Content-Type": "application/json"}
 _TIMEOUT_S = 600.0
 # Length of the outputs that run beside an append, and how long they run before it.
 _BESIDE_TOKENS = 160
@@ -36,6 +37,11 @@ _UNDER_WAY_S = 0.3
 # Time for an engine to report a turn to the conversation table.
 _REPORT_TIMEOUT_S = 10.0
 _CHECKED_PIXELS = 64
+# Longer than any encode; if this process ends meanwhile, the border is held no longer.
+_HOLD_S = 120.0
+# Answers that decode beside a stage, and their contexts.
+_BESIDE_ANSWERS = 4
+_BESIDE_CONTEXT_TOKENS = 128
 
 
 class MeasureError(RuntimeError):
@@ -249,6 +255,47 @@ class Probe:
         content = [{"type": "image_url", "image_url": {"url": url}}]
         return {**self._common, "messages": [{"role": "user", "content": content}]}
 
+    async def border(self, decode_sms: int = 0, for_s: float = 0.0) -> list[int] | None:
+        """Hold the decoder's border, or no longer; returns `BORDER_PATH`'s answer."""
+        url, asked = self._decoder + BORDER_PATH, HoldBorder(decode_sms, for_s)
+        what, answer = "holding the border", list[int] | None
+        sizes_sms: list[int] | None = await self._asked(what, url, asked, answer)
+        return sizes_sms
+
+    async def stage(
+        self, decode_sms: int, longest_tokens: int, tokens: int = 0, pixels: int = 0
+    ) -> fit.StagePoint:
+        """Time a prefill of ``tokens`` in the decoder's lane, or an encode, beside decodes.
+
+        The engine says how long it took. Answers have at most ``longest_tokens``.
+        """
+        await self.border(decode_sms, _HOLD_S)
+        contexts = await self._contexts(_BESIDE_ANSWERS, _BESIDE_CONTEXT_TOKENS)
+        most = longest_tokens - _BESIDE_CONTEXT_TOKENS
+        turns = [_turn(self._streams, one, most) for one in contexts]
+        running = [asyncio.create_task(sending) for _, sending in turns]
+        try:
+            await asyncio.sleep(_UNDER_WAY_S)
+            known = wire.transfer_params(0) | wire.scheduled_turn("profile", None, last=True)
+            body = self._image_turn(pixels) if pixels else {"prompt": self._prompt(tokens)}
+            body |= self._common | {"max_tokens": 1, "kv_transfer_params": known}
+            url = self._decoder + (CHAT if pixels else COMPLETIONS)
+            answer = await self._asked("an encode" if pixels else "a prefill", url, body, dict)
+            ended_s = time.perf_counter()
+            # A last token of each, behind the end.
+            await asyncio.sleep(_UNDER_WAY_S)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        took = wire.engine_told(answer.get("kv_transfer_params")).stages
+        if pixels:
+            # The prompt around the image was prefilled after it.
+            ended_s -= took.prefill_s
+        seconds = took.encode_s if pixels else took.prefill_s
+        times = [record.token_times_s for record, _ in turns]
+        return fit.stage_point(decode_sms, seconds, ended_s, times)
+
     async def turn(self, first_tokens: int, new_tokens: int) -> fit.TurnPoint:
         """Time a conversation's first turn, or its second, for a client and for the engines alone.
 
@@ -308,15 +355,19 @@ class Probe:
 
         An answer on an engine's other paths may come before its prompt is stored.
         """
+        url = self._prefiller + wire.PREFILL_PREFIX + path
         sent_s = time.perf_counter()
-        with reaching("a prefill failed"):
-            url = self._prefiller + wire.PREFILL_PREFIX + path
-            async with self._session.post(url, json=body) as answer:
+        done = await self._asked("a prefill", url, body, Prefilled)
+        return done, time.perf_counter() - sent_s
+
+    async def _asked(self, what: str, url: str, body: Any, type: Any) -> Any:
+        data = msgspec.json.encode(body)
+        with reaching(f"{what} failed"):
+            async with self._session.post(url, data=data, headers=_JSON) as answer:
                 text = await answer.text()
-        seconds = time.perf_counter() - sent_s
         if answer.status != 200:
-            raise MeasureError(f"a prefill was refused: {text[:300]}")
-        return msgspec.json.decode(text, type=Prefilled), seconds
+            raise MeasureError(f"{what} was refused: {text[:300]}")
+        return msgspec.json.decode(text, type=type)
 
     def _completion(self, prompt: list[int]) -> dict[str, Any]:
         return {**self._common, "prompt": prompt, "max_tokens": 1, "temperature": 0}
@@ -330,16 +381,12 @@ class Probe:
         LMCache is not asked in vain.
         """
         told = {"kv_transfer_params": wire.transfer_params(prompt_tokens)}
-        data = msgspec.json.encode(self._completion(prompt) | told)
-        headers = {"Content-Type": "application/json"}
+        body = self._completion(prompt) | told
         sent_s = time.perf_counter()
-        with reaching(f"a prompt of {len(prompt)} tokens failed"):
-            async with self._session.post(url + COMPLETIONS, data=data, headers=headers) as answer:
-                text = await answer.text()
+        what = f"a prompt of {len(prompt)} tokens"
+        answer = await self._asked(what, url + COMPLETIONS, body, dict[str, Any])
         ended_s = time.perf_counter()
-        if answer.status != 200:
-            raise MeasureError(f"a prompt of {len(prompt)} tokens was refused: {text[:300]}")
-        found = wire.cached_tokens(msgspec.json.decode(text).get("kv_transfer_params"))
+        found = wire.cached_tokens(answer.get("kv_transfer_params"))
         return _Prefill(sent_s, ended_s, found.own_tokens or 0, found.lmcache_tokens or 0)
 
     async def _together(self, prompts: Sequence[list[int]], output_tokens: int) -> list[TurnRecord]:
@@ -370,15 +417,22 @@ class _Prefill:
 async def _decode(
     client: Client, prompt: list[int], output_tokens: int, conversation: str = ""
 ) -> TurnRecord:
-    body = partial(completion, np.array(prompt), output_tokens)
-    request = TurnRequest(0, COMPLETIONS, body)
-    record = TurnRecord("profile", conversation, 1, 0.0, 0.0, 0.0, "unfinished")
-    await client.turn(request, client.encode(request), record)
+    record, turn = _turn(client, prompt, output_tokens, conversation)
+    await turn
     if record.outcome != "completed" or not record.token_times_s:
         raise MeasureError(
             f"a prompt of {len(prompt)} tokens failed: {record.error or 'no token came'}"
         )
     return record
+
+
+def _turn(
+    client: Client, prompt: list[int], output_tokens: int, conversation: str = ""
+) -> tuple[TurnRecord, Coroutine[Any, Any, object]]:
+    """Return a turn's record, and what sends the turn and writes the record, to its end or not."""
+    request = TurnRequest(0, COMPLETIONS, partial(completion, np.array(prompt), output_tokens))
+    record = TurnRecord("profile", conversation, 1, 0.0, 0.0, 0.0, "unfinished")
+    return record, client.turn(request, client.encode(request), record)
 
 
 def _gaps(record: TurnRecord, from_s: float, to_s: float) -> list[float]:

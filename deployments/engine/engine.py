@@ -177,7 +177,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             app, client, tasks, settings,
             holdings=self._holdings, desk=self._desk, has_more=has_more,
             waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
-            missing_tokens=missing_tokens, image_name=failed.name,
+            missing_tokens=missing_tokens, image_name=failed.name, scheduler=self._scheduler,
         )  # fmt: skip
         await self._http.listen()
         cache = client.vllm_config.cache_config
@@ -359,7 +359,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     in_background(self._copies.touch(heard.touched))
                 if self._scheduler is not None:
                     self._scheduler.release(heard.ended)
-                    self._scheduler.hold(heard.holds)
+                    if "retention" in self._settings.mechanisms:
+                        self._scheduler.hold(heard.holds)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:

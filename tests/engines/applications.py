@@ -132,7 +132,7 @@ ONE = Application(
     "one",
     (
         *_ENGINES,
-        "prefillers=0",
+        "like=thunderagent",
         "decoders=1",
         "engine.max_model_len=2944",
         "engine.num_gpu_blocks_override=24",
@@ -316,6 +316,13 @@ STAGES = Application(
     make_model=partial(make_vision_model, tower=DEEP),
 )
 
+# Other papers' systems: engines on which long prompts take several steps.
+_STEPS = ("engine.max_model_len=4096", "engine.max_num_batched_tokens=512")
+MARS, AGENTSERVE, NOVA = (
+    Application(name, (*_ENGINES, f"like={name}", *_STEPS), prefillers=0)
+    for name in ("mars", "agentserve", "nova")
+)
+
 # LMCache's chunk, of engines on GPUs.
 GPU_CHUNK_TOKENS = 256
 
@@ -400,6 +407,9 @@ APPLICATIONS = (
         STAGES,
         SIGHTED,
         COMPATIBLE,
+        MARS,
+        AGENTSERVE,
+        NOVA,
         GPU,
         GPU_ONE,
         GPU_TWO,

@@ -102,6 +102,7 @@ class SchedulerLane:
         self._failed: set[str] = set()
         self.reserve = DecodeReserve(())
         self.decode_sms = 0
+        self._held_sms, self._held_until_s = 0, 0.0
         self._current_since_s = 0.0
 
     # --- the connector asks -------------------------------------------------------------------
@@ -117,7 +118,7 @@ class SchedulerLane:
         route = self.stages.route(
             name,
             request.num_tokens - found_tokens,
-            scheduler.chunks.allowed_tokens(),
+            scheduler.block_size if self._is_held else scheduler.chunks.allowed_tokens(),
             scheduler.decoding,
             scheduler.clock(),
         )
@@ -175,7 +176,18 @@ class SchedulerLane:
         if computes and share_sms is not None:
             wanted_sms = share_sms * sizes_sms[-1] / (self._shares_sms or sizes_sms[-1])
             self.decode_sms = next((one for one in sizes_sms if one >= wanted_sms), sizes_sms[-1])
+        if self._is_held:
+            self.decode_sms = self._held_sms
         return self.decode_sms
+
+    def hold(self, decode_sms: int, for_s: float) -> list[int]:
+        """Keep the border, and have longer prompts than a block use the lane; returns all sizes."""
+        self._held_sms, self._held_until_s = decode_sms, self._scheduler.clock() + for_s
+        return list(self.reserve.sizes_sms)
+
+    @property
+    def _is_held(self) -> bool:
+        return bool(self._scheduler.clock() < self._held_until_s)
 
     @property
     def slows_steps(self) -> bool:
@@ -183,7 +195,7 @@ class SchedulerLane:
         return self._alternates and self.stages.encoding is not None
 
     def stepped(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
-        if self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
+        if not self._is_held and self.reserve.sizes_sms and decode_sms < self.reserve.sizes_sms[-1]:
             # The other bound follows steps that few SMs have slowed down.
             self.reserve.late_s = self._scheduler.chunks.alone_late_s
             self.reserve.step(lasted_s, decode_sms, now_s)

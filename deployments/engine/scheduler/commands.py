@@ -16,6 +16,7 @@ from conserve.engine_scheduling.calls import SchedulerLoad
 from conserve.wire import history_key
 from deployments.engine.scheduler.histories import Histories
 from deployments.event_loop import in_background
+from deployments.messages import HoldBorder
 from deployments.upstream import unreachable_scheduler
 from deployments.upstream.patch import require
 
@@ -43,7 +44,7 @@ class Observe(msgspec.Struct, frozen=True, tag=True):
     """Return a `SchedulerLoad`."""
 
 
-Command = Pin | Release | Observe
+Command = Pin | Release | Observe | HoldBorder
 
 
 # --- in the engine's core -------------------------------------------------------------------------
@@ -57,8 +58,8 @@ def offer_commands() -> None:
     )
 
 
-def obey(scheduler: Any, command: Command) -> int | SchedulerLoad:
-    """Obey a command; returns how many blocks were pinned or released, or the load."""
+def obey(scheduler: Any, command: Command) -> int | SchedulerLoad | list[int] | None:
+    """Obey a command; returns how many blocks were pinned or released, the load, or sizes."""
     histories: Histories = scheduler.histories
     now_s: float = scheduler.clock()
     match command:
@@ -68,6 +69,8 @@ def obey(scheduler: Any, command: Command) -> int | SchedulerLoad:
             return sum(histories.release(key) for key in keys)
         case Observe():
             return _observed(scheduler, now_s)
+        case HoldBorder(decode_sms, for_s):
+            return None if scheduler.lane is None else scheduler.lane.hold(decode_sms, for_s)
 
 
 def _observed(scheduler: Any, now_s: float) -> SchedulerLoad:
@@ -110,8 +113,8 @@ def _by_level(levels: Iterable[int], number: int) -> list[int]:
 class SchedulerClient:
     """Calls the scheduler of an engine whose scheduler knows conversations.
 
-    No method waits for the scheduler: an answer comes between two steps, and a step may take longer
-    than the table waits for an engine's beat.
+    No method but `command` waits for the scheduler: an answer comes between two steps, and a step
+    may take longer than the table waits for an engine's beat.
     """
 
     def __init__(self, client: Any) -> None:
@@ -134,11 +137,8 @@ class SchedulerClient:
         for_s = {history_key(one, incarnation): hold_s for one, incarnation, hold_s in holds}
         if for_s:
             # Otherwise the scheduler holds histories by its own averages.
-            in_background(
-                self._in_parts(
-                    "hold", [*for_s], lambda keys: Pin({key: for_s[key] for key in keys})
-                )
-            )
+            parts = self._in_parts("hold", [*for_s], lambda some: Pin({k: for_s[k] for k in some}))
+            in_background(parts)
 
     def load(self) -> SchedulerLoad | None:
         """Return the scheduler's last answer, once, and ask for another one for the next time."""
@@ -148,12 +148,12 @@ class SchedulerClient:
             in_background(self._observe())
         return load
 
-    async def _command(self, command: Command) -> Any:
+    async def command(self, command: Command) -> Any:
         return await self._client.engine_core.call_utility_async(_UTILITY, command)
 
     async def _observe(self) -> None:
         try:
-            self._load = msgspec.convert(await self._command(Observe()), SchedulerLoad)
+            self._load = msgspec.convert(await self.command(Observe()), SchedulerLoad)
         except Exception as error:
             # Beats go on without it, and check by themselves whether the engine lives.
             logger.warning("the engine's scheduler does not tell its load: %s", error)
@@ -165,7 +165,7 @@ class SchedulerClient:
     ) -> None:
         try:
             for at in range(0, len(keys), _AT_ONCE):
-                await self._command(command(keys[at : at + _AT_ONCE]))
+                await self.command(command(keys[at : at + _AT_ONCE]))
         except Exception as error:
             logger.warning(
                 "the engine's scheduler did not %s %d histories: %s", what, len(keys), error

@@ -20,6 +20,7 @@ from autoscale.capacity.fit import (
     fit_interference,
     fit_overhead,
     fit_prefill,
+    stage_point,
 )
 from autoscale.capacity.profile import DecodeCurve, PrefillCurve
 
@@ -294,3 +295,24 @@ def test_turns_that_take_now_this_and_now_that_have_no_overhead() -> None:
     later = [point for point in points if point.cached_tokens]
     with pytest.raises(FitError, match="no turn was handed off"):
         fit_overhead(later)
+
+
+# Tokens each 10 ms, and each 40 ms from 1 to 2 s.
+_ANSWER = [*(n / 100 for n in range(101)), *(1 + n / 25 for n in range(1, 26)), 2.01, 2.02]
+
+
+def test_a_stages_step_is_that_of_the_tokens_while_it_ran() -> None:
+    point = stage_point(16, 0.9, 1.95, [_ANSWER, _ANSWER])
+    assert (point.decode_sms, point.seconds) == (16, 0.9)
+    assert point.step_s == pytest.approx(0.04)
+    # One that is over between two tokens was beside a part of that step.
+    assert stage_point(16, 0.01, 1.91, [_ANSWER]).step_s == pytest.approx(0.04)
+    assert stage_point(16, 0.5, 0.9, [_ANSWER]).step_s == pytest.approx(0.01)
+
+
+def test_a_stage_without_decodes_beside_it_is_refused() -> None:
+    with pytest.raises(FitError, match="the decoder's lane was not used"):
+        stage_point(16, 0.0, 1.95, [_ANSWER])
+    for answer in (_ANSWER[120:], _ANSWER[:110], []):
+        with pytest.raises(FitError, match="an answer did not decode all the"):
+            stage_point(16, 0.9, 1.95, [_ANSWER, answer])

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from autoscale.capacity import fit
 from autoscale.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
 from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
@@ -120,6 +121,9 @@ class _RefusedProbe:
     async def sees(self) -> bool:
         return False
 
+    async def border(self) -> None:
+        return None
+
     async def cold_prefill(self, tokens: int) -> PrefillPoint:
         return PrefillPoint(tokens, 0, self._draws.uniform(0.01, 1))
 
@@ -169,6 +173,8 @@ def test_repeated_points_are_one_with_the_median_time() -> None:
     turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (9.0, 0.1, 0.3)]
     assert _median(turns) == TurnPoint(9, 0, 8, 0.3, 0.6)
     assert _median([DecodePoint(1, 2, 0.5)]) == DecodePoint(1, 2, 0.5)
+    stages = [fit.StagePoint(16, 0.1 * n, 1.0 / n) for n in (1, 2, 5)]
+    assert _median(stages) == fit.StagePoint(16, 0.2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -482,3 +488,88 @@ def test_a_cap_that_cannot_be_compared_is_refused_and_the_profile_kept(
     assert status == 2, output
     assert said in " ".join(output.split())
     assert load_profile(out) == known
+
+
+class _LaneProbe:
+    """``held`` has the decodes' SMs of each measurement, of which 32 may fail; 0 is a release."""
+
+    def __init__(self, sizes_sms: list[int] | None, failure: BaseException | None = None) -> None:
+        self._sizes_sms, self._failure, self.held = sizes_sms, failure, list[int]()
+
+    async def border(self) -> list[int] | None:
+        self.held.append(0)
+        return self._sizes_sms
+
+    async def stage(self, sms: int, longest: int, tokens: int = 0, pixels: int = 0) -> object:
+        self.held.append(sms)
+        if self._failure is not None and sms == 32:
+            raise self._failure
+        return fit.StagePoint(sms, (pixels or tokens) / 1_000, (sms + bool(pixels)) / 1_000)
+
+
+def test_why_stages_are_not_measured_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes_sms, sees, said in (
+        (None, True, "the decoder has no lane (engine_scheduler=conversation_lane)"),
+        ([16, 32, 132], False, "m reads no images"),
+        ([], True, "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"),
+    ):
+        assert asyncio.run(module._stage_sizes(_application(), _LaneProbe(sizes_sms), sees)) == []
+        assert capsys.readouterr().out == f"Stages were not measured: {said}.\n"
+
+
+@pytest.mark.parametrize("failure", [None, fit.FitError("why"), asyncio.CancelledError()])
+def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
+    failure: BaseException | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = _LaneProbe([16, 32, 132], failure)
+
+    async def measured() -> object:
+        sizes_sms = await module._stage_sizes(_application(), probe, True)
+        with module._Repetitions(3, random.Random(0)).of(4) as repeat:
+            return await module._stages(probe, repeat, sizes_sms, 4096, 100.0)
+
+    if isinstance(failure, asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(measured())
+    elif (curves := asyncio.run(measured())) is not None:
+        sizes = [tuple(size.model_dump().values()) for size in curves.sizes]
+        assert sizes == [(16, 0.896, 2.048, 0.017, 0.016), (32, 0.896, 2.048, 0.033, 0.032)]
+        assert (curves.sms, curves.output_tokens) == (132, 100.0)
+        assert sorted(probe.held) == [0, 0, *[16] * 8, *[32] * 8]
+    else:
+        assert "Stages were not measured: why." in capsys.readouterr().out
+    assert probe.held[-1] == 0
+
+
+def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
+    held, decodes = [], []
+
+    async def border(request: web.Request) -> web.Response:
+        held.append(await request.json())
+        return web.json_response([16, 132])
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if not body.get("stream"):
+            told = wire.EngineTold(stages=wire.StageTimes(0.0, 0.25, 0.125)).params()
+            await asyncio.sleep(0.4 if wire.TURN in body["kv_transfer_params"] else 0)
+            return web.json_response({"kv_transfer_params": told})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        decodes.append(body)
+        while True:
+            await response.write(b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n')
+            await asyncio.sleep(0.01)
+
+    paths = ("/v1/completions", "/v1/chat/completions")
+    routes = [web.post(path, answer) for path in paths] + [web.post("/conserve/border", border)]
+
+    async def measured() -> list[fit.StagePoint]:
+        async with _probe(routes) as probe:
+            return [await probe.stage(16, 4096, pixels=64), await probe.stage(16, 4096, tokens=900)]
+
+    encode, prefill = asyncio.run(measured())
+    assert (encode.seconds, prefill.seconds) == (0.25, 0.125)
+    assert min(encode.step_s, prefill.step_s) > 0
+    assert len(decodes) == 8
+    assert [(one["decode_sms"], one["for_s"] > 0) for one in held] == [(16, True)] * 2

@@ -7,19 +7,28 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
+from fastapi import FastAPI
 
 from autoscale.capacity.served import stage_shares
 from conserve.settings import Settings
+from deployments.engine.http_server import offer_border
 from deployments.engine.lane import worker as working
 from deployments.engine.lane.scheduler_lane import Job, LaneNotes
 from deployments.engine.lane.thread import LaneThread, Turns
 from deployments.engine.lane.worker import LaneWorking, lane_stream
+from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.sm_slots import pairs
 from deployments.engine.sm_slots.pairs import Bound
+from deployments.messages import BORDER_PATH, HoldBorder
 from tests.unit.deployments.engine.lane.stand_in import LaneStandIn
 from tests.unit.deployments.engine.scheduler.play import POLICIES, play
-from tests.unit.deployments.engine.scheduler.stand_in import words
+from tests.unit.deployments.engine.scheduler.stand_in import StandIn, words
+from tests.unit.deployments.engine.scheduler.test_commands import Core
+from tests.unit.deployments.engine.test_sm_slots import of_the_whole_gpu
+from tests.unit.hetero.cuda_standin import Driver
 
 SIZES_SMS = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 
@@ -97,8 +106,11 @@ def test_late_steps_beside_the_lane_get_more_sms(made: Pairs) -> None:
     assert said["decode_sms"] == 100
 
 
-def test_nothing_is_decided_where_nothing_moves() -> None:
+async def test_nothing_is_decided_or_held_where_nothing_moves() -> None:
+    assert await _asked(None, 40, 1e9) is None
+    assert await _asked(StandIn(), 40, 1e9) is None
     engine = LaneStandIn("sync", policies=POLICIES)
+    assert await _asked(engine, 40, 1e9) == []
     play(engine, seed=0, conversations=4)
     engine.end()
     assert {sms for _, _, sms in engine.borders} == {None}
@@ -188,3 +200,42 @@ def test_a_chunk_follows_what_was_launched_on_the_stream_that_it_has(made: Pairs
 
 def test_without_leased_sms_the_lane_has_a_plain_stream() -> None:
     assert lane_stream("plain") == "plain"
+
+
+async def _asked(engine: StandIn | None, decode_sms: int = 0, for_s: float = 0.0) -> Any:
+    """What an engine's server answers to `HoldBorder`; None: its scheduler is vLLM's."""
+    app = FastAPI()
+    offer_border(app, engine and SchedulerClient(SimpleNamespace(engine_core=Core(engine))))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as client:
+        body = msgspec.json.encode(HoldBorder(decode_sms, for_s))
+        return (await client.post(BORDER_PATH, content=body)).json()
+
+
+async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pairs, "_pairs", of_the_whole_gpu(Driver()))
+    engine, chance = LaneStandIn("sync", policies=POLICIES), random.Random(0)
+
+    def turn(name: str) -> tuple[set[int | None], int]:
+        """The borders while a prompt within the budget comes beside a decode; how often by lane."""
+        engine.borders.clear()
+        done = engine.scheduler.lane.policy.done
+        engine.add(f"decodes {name}", words(chance, 30), 60)
+        for _ in range(3):
+            engine.step()
+        engine.add(name, words(chance, 100))
+        engine.drain()
+        return {sms for *_, sms in engine.borders}, engine.scheduler.lane.policy.done - done
+
+    turn("first")
+    sizes = await _asked(engine)
+    assert sizes == [16, 32, 40, 56, 72, 80, 96, 112, 120, 132]
+    assert await _asked(engine, 40, 1_000.0) == sizes
+    assert turn("held") == ({40}, 1)
+    assert await _asked(engine) == sizes
+    assert turn("released") == ({132}, 0)
+    await _asked(engine, 56, 50.0)
+    engine.now_s += 51.0
+    assert turn("over") == ({132}, 0)
+    engine.end()
