@@ -150,10 +150,15 @@ async def test_a_turn_tells_how_long_its_stages_took(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     telling = await _telling(client, rng)
-    agent = Agent(client)
-    await agent.say(_content(rng, new_image(rng), 600), tokens=8)
-    stats = await last_turn(client, agent.replies[0].conversation)
-    assert stats["encode_s"] > 0
-    assert stats["prefill_s"] > 0
-    assert stats["encode_wait_s"] > 0
+    for _ in range(5):
+        agent = Agent(client)
+        await agent.say(_content(rng, new_image(rng), 600), tokens=8)
+        stats = await last_turn(client, agent.replies[0].conversation)
+        assert stats["encode_s"] > 0
+        assert stats["encode_wait_s"] > 0
+        # A prompt that the step's budget allows as a whole is prefilled there; it is measured.
+        if stats["prefill_s"] > 0:
+            break
+    else:
+        pytest.fail("no prompt of five was prefilled in the lane")
     await asyncio.gather(*(story for _, story in telling))
