@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from conserve.settings import SettingsError, load
-from deployments import start_checks
-from deployments.start_checks import busy_ports, require_startable
+from conserve_cli import gpu_plan
+from conserve_cli.gpu_plan import busy_ports
+from deployments.node import lmcache_server
+from deployments.start_checks import require_startable
 from tests.unit.hetero.shapes import QWEN3_8B
 
 
@@ -117,7 +119,7 @@ def test_an_index_that_is_broken(model: Path) -> None:
 
 def _free(count: int) -> int:
     """The first of some ports in a row on which nothing listens."""
-    found = start_checks._free_from("127.0.0.1", 20_000 + os.getpid() % 5000, count, set())
+    found = gpu_plan._free_from("127.0.0.1", 20_000 + os.getpid() % 5000, count, set())
     assert found is not None
     return found
 
@@ -144,9 +146,9 @@ def test_a_port_that_is_taken_is_named_with_one_that_is_free(taken: int) -> None
 def test_a_privileged_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may listen there.
     monkeypatch.setattr(
-        start_checks, "refused", lambda host, port: errno.EACCES if port < 1024 else None
+        lmcache_server, "refused", lambda host, port: errno.EACCES if port < 1024 else None
     )
-    monkeypatch.setattr(start_checks, "is_free", lambda host, port: True)
+    monkeypatch.setattr(lmcache_server, "is_free", lambda host, port: True)
     assert list(busy_ports(load({"port": 80}))) == [
         "port: 80 is for privileged users (below 1024); set port=1024"
     ]
