@@ -1,6 +1,8 @@
 """Checks what a start would, and shows the layout of engines, for `conserve serve`."""
 
+import errno
 import os
+from collections.abc import Iterator
 
 from rich.markup import escape
 from rich.table import Table
@@ -13,6 +15,9 @@ from hetero.gpu_layout import gib
 from hetero.gpu_plan import GpuNode, GpuPlan
 from hetero.tiers import missing
 from hetero.vision_tower import TowerNeeds
+
+# How far above a port that is taken a free one is looked for.
+_LOOKED = 100
 
 
 def examined(settings: Settings, *, planning: bool) -> tuple[Settings, GpuPlan | CpuPlan | None]:
@@ -27,7 +32,7 @@ def examined(settings: Settings, *, planning: bool) -> tuple[Settings, GpuPlan |
     """
     # These imports take a second.
     from deployments.gpu_plans import plan_on
-    from deployments.start_checks import busy_ports, require_startable
+    from deployments.start_checks import require_startable
 
     _require_cluster()
     problems: list[str] = []
@@ -51,6 +56,47 @@ def examined(settings: Settings, *, planning: bool) -> tuple[Settings, GpuPlan |
     if problems:
         refuse("\n".join(dict.fromkeys(problems)))
     return found
+
+
+def busy_ports(settings: Settings) -> Iterator[str]:
+    """Yield a line for each port of the settings on which this user could not listen now."""
+    from deployments.node.lmcache_server import refused
+
+    lmcache = settings.lmcache
+    taken = {settings.port, lmcache.port, lmcache.http_port}
+    # On several nodes LMCache listens on its node's address.
+    host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
+    for setting, purpose, where, port in (
+        ("port", "the router", settings.host, settings.port),
+        ("lmcache.port", "LMCache's server", host, lmcache.port),
+        ("lmcache.port", "LMCache's admin interface", "127.0.0.1", lmcache.http_port),
+    ):
+        number = refused(where, port) if port else None
+        if number is None:
+            continue
+        # LMCache takes two in a row.
+        needed = 1 if setting == "port" else 2
+        free = _free_from(where, max(port, 1023) + 1, needed, taken)
+        other = f"{setting}={free}" if free else "another"
+        if number == errno.EADDRINUSE:
+            yield (
+                f"{setting}: {port}, for {purpose}, is in use here; stop what listens there, or "
+                f"set {other}"
+            )
+        elif number in (errno.EACCES, errno.EPERM):
+            yield f"{setting}: {port} is for privileged users (below 1024); set {other}"
+        else:
+            yield f"host: {where} is no address of this machine; give one that is, or 127.0.0.1"
+
+
+def _free_from(host: str, first: int, count: int, taken: set[int]) -> int | None:
+    from deployments.node.lmcache_server import is_free
+
+    for port in range(first, min(first + _LOOKED, 65535)):
+        ports = set(range(port, port + count))
+        if not ports & taken and all(is_free(host, one) for one in ports):
+            return port
+    return None
 
 
 def _gpu_nodes(settings: Settings) -> list[GpuNode] | None:

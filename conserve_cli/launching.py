@@ -93,8 +93,10 @@ def left_behind() -> dict[int, str]:
     """Return the names of processes of earlier launches, by pid, whose launcher has ended."""
     found: dict[int, str] = {}
     here = os.stat("/proc/self/ns/pid")
-    for process in psutil.process_iter():
+    # `process_iter` may return an earlier process whose pid has been given to another one.
+    for pid in psutil.pids():
         with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
             launcher = int(process.environ().get(LAUNCHER) or os.getpid())
             there = os.stat(f"/proc/{process.pid}/ns/pid")
             if os.path.samestat(here, there) and not psutil.pid_exists(launcher):

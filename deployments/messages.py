@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -324,10 +324,10 @@ BORDER_PATH = "/conserve/border"
 
 
 class HoldBorder(msgspec.Struct, frozen=True, tag=True):
-    """Keep an engine's border where decodes have these SMs, for seconds from now; 0: as usual."""
+    """Keep decodes on this many of an engine's SMs for a while; 0 s: move the border as usual."""
 
-    decode_sms: int = 0
-    for_s: float = 0.0
+    decode_sms: Annotated[int, msgspec.Meta(ge=0)] = 0
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

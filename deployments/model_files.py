@@ -67,7 +67,8 @@ def model_shape(settings: Settings) -> ModelShape:
     overrides = arguments.get("hf_overrides")
     if isinstance(overrides, dict):
         config = {**config, **overrides}
-    shape = shape_of(config, weights, str(arguments.get("dtype", "auto")), processor)
+    dtypes = [str(arguments.get(name, "auto")) for name in ("dtype", "mamba_ssm_cache_dtype")]
+    shape = shape_of(config, weights, dtypes[0], processor, dtypes[1])
     method = str(arguments.get("quantization"))
     bits = next((bits for name, bits in _BITS.items() if method.startswith(name)), None)
     if bits is None or config.get("quantization_config"):

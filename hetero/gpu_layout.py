@@ -203,6 +203,9 @@ def with_memory(
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + beside)
             plan = replace(plan, needs=needed)
             budget_bytes = _usable(arguments, card.memory_bytes, own.num_gpus)
+            if plan.kv_bytes is not None and own.num_gpus >= 1:
+                # Then vLLM does not heed `gpu_memory_utilization`; LMCache's server has a context.
+                budget_bytes = card.memory_bytes - CONTEXT_BYTES
             plan = replace(plan, budget_bytes=budget_bytes)
         plans[name] = plan
     if settings.gpus == 1 and len(plans) > 1 and all(one.num_gpus < 1 for one in plans.values()):
@@ -471,10 +474,10 @@ def _sum(plan: EnginePlan) -> str:
 
 def _advice(plans: list[EnginePlan], usable: int) -> str:
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans if one.needs)
-    if any(one.kv_bytes is not None for one in plans):
-        return (
-            f"set {_TOLD} to {max(0, usable - fixed)} at most for all of them together, or unset it"
-        )
+    others = sum(one.replicas * one.least_kv_bytes for one in plans if one.kv_bytes is None)
+    room = usable - fixed - others
+    if room > 0 and any(one.kv_bytes is not None for one in plans):
+        return f"there is room for {gib(room)} GiB of KV: set less {_TOLD}, or unset it"
     videos = sum(one.replicas * one.needs.video_bytes for one in plans if one.needs)
     if videos and fixed - videos < usable:
         # Shorter sequences have smaller videos, so this is no matter of KV alone.
@@ -491,17 +494,22 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
 
 def _smaller(plans: list[EnginePlan], usable: int) -> list[str]:
     """Return what makes a model fit that does not, however short its sequences are."""
-    if len(plans) > 1 or plans[0].num_gpus < 1:
-        return ["set prefillers=0 and decoders=1"]
+    if len(plans) > 1:
+        encodes = any(one.role == "encoder" for one in plans)
+        return ["set encoders=0" if encodes else "set prefillers=0 and decoders=1"]
     needs, workers = plans[0].needs, plans[0].workers
     assert needs is not None
+    if plans[0].num_gpus < 1:
+        return ["ask for fewer engines, or for a larger part of a GPU for each (num_gpus)"]
     beside = needs.fixed_bytes - needs.weights_bytes
     said = []
     divided = needs.weights_bytes + needs.least_kv_bytes
-    enough = next((one for one in (2, 4, 8) if divided / one + beside < usable), 0) * workers
-    if enough:
+    enough = next((one for one in (2, 4, 8) if divided / one + beside < usable), 0)
+    if enough and workers == 1:
         said.append(f"set engine.tensor_parallel_size={enough} ({enough} GPUs an engine)")
-    most = usable - beside - needs.least_kv_bytes
+    elif enough:
+        said.append(f"give each engine {enough * workers} GPUs (a larger tensor_parallel_size)")
+    most = workers * (usable - beside - needs.least_kv_bytes)
     if most > 0:
         said.append(f"use a model of at most {gib(most)} GiB of weights (a quantised one)")
     return said

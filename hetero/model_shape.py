@@ -128,12 +128,13 @@ def shape_of(
     weights_bytes: int | None = None,
     dtype: str = "auto",
     processor: Mapping[str, Any] | None = None,
+    state_dtype: str = "auto",
 ) -> ModelShape:
     """Return a model's shape from its ``config.json``.
 
     Args:
         weights_bytes: size of its weight files; None: computed from the configuration.
-        dtype: vLLM's engine argument.
+        dtype, state_dtype: vLLM's engine arguments ``dtype`` and ``mamba_ssm_cache_dtype``.
         processor: values of its ``preprocessor_config.json``; None: it has none.
 
     Raises:
@@ -176,7 +177,7 @@ def shape_of(
         step_width=_step_width(own, hidden, heads, kv_heads, head_values),
         vocabulary=_number(own, "vocab_size"),
         max_model_len=_first(own, _LENGTHS),
-        states=states_of(own, value_bytes),
+        states=states_of(own, value_bytes, state_dtype),
         windowed=_is_windowed(own),
         quantised=bool(own.get("quantization_config")),
         tower=tower,
@@ -297,11 +298,14 @@ def _attends(config: Mapping[str, Any]) -> list[bool]:
     return [kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds]
 
 
-def states_of(config: Mapping[str, Any], value_bytes: int) -> tuple[int, int]:
+def states_of(
+    config: Mapping[str, Any], value_bytes: int, state_dtype: str = "auto"
+) -> tuple[int, int]:
     """Return how many layers keep a state, and the bytes of one of those, on all workers together.
 
     The size is 0 if it is not known. Otherwise it is that of vLLM's ``MambaStateShapeCalculator``:
-    the last inputs of a convolution, and the recurrent state.
+    the last inputs of a convolution, and the recurrent state. ``state_dtype`` is vLLM's
+    ``mamba_ssm_cache_dtype``.
     """
     own = _of_text(config)
     kinds = _kinds(own)
@@ -313,15 +317,21 @@ def states_of(config: Mapping[str, Any], value_bytes: int) -> tuple[int, int]:
         kind == "hybrid" or "linear" in kind or ("attention" not in kind and kind not in _DENSE)
         for kind in kinds
     )
-    return layers, _state_bytes(own, value_bytes) if layers else 0
+    return layers, _state_bytes(own, value_bytes, state_dtype) if layers else 0
 
 
-def _state_bytes(config: Mapping[str, Any], value_bytes: int) -> int:
+def _state_bytes(config: Mapping[str, Any], value_bytes: int, state_dtype: str) -> int:
     def of(*names: str) -> int:
         found = _first(config, names)
         return found if isinstance(found, int) else 0
 
-    kept_as = _first(config, ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"))
+    kind = str(config.get("model_type"))
+    # What vLLM keeps the state as, where the argument does not say.
+    kept_as = ""
+    if kind.startswith(("qwen3_5", "qwen4")):
+        kept_as = str(config.get("mamba_ssm_dtype") or "")
+    elif kind == "nemotron_h":
+        kept_as = str(config.get("mamba_ssm_cache_dtype") or "float32")
     delta = config.get("linear_attn_config") or {}
     if of("linear_num_value_heads"):  # Gated delta nets.
         keys = of("linear_num_key_heads") * of("linear_key_head_dim")
@@ -331,7 +341,7 @@ def _state_bytes(config: Mapping[str, Any], value_bytes: int) -> int:
     elif delta.get("num_heads"):  # Kimi's.
         values = int(delta["num_heads"]) * int(delta["head_dim"])
         state, channels = values * int(delta["head_dim"]), 3 * values
-        kernel, kept_as = int(delta["short_conv_kernel_size"]), kept_as or "float32"
+        kernel, kept_as = int(delta["short_conv_kernel_size"]), "float32"
     else:
         size = of("ssm_state_size", "mamba_d_state")
         heads = of("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
@@ -341,12 +351,11 @@ def _state_bytes(config: Mapping[str, Any], value_bytes: int) -> int:
         groups = of("n_groups", "mamba_n_groups", "mamba_ngroups") if heads else 0
         state, channels = inner * size, inner + 2 * groups * size
         kernel = of("conv_kernel", "mamba_d_conv")
-        if config.get("model_type") == "nemotron_h":
-            kept_as = kept_as or "float32"
     if not (state and kernel):
         return 0
     inputs_bytes = channels * (kernel - 1) * value_bytes
-    return inputs_bytes + state * _DTYPE_BYTES.get(str(kept_as), value_bytes)
+    kept_as = kept_as if state_dtype == "auto" else state_dtype
+    return inputs_bytes + state * _DTYPE_BYTES.get(kept_as, value_bytes)
 
 
 def _is_windowed(config: Mapping[str, Any]) -> bool:

@@ -68,7 +68,7 @@ class TowerNeeds:
     batch: str  # The largest batch, in words.
     has_video: bool = False  # Whether that is a video.
     host_bytes: int = 0  # Pinned host memory with all layers, if some are not on the GPU.
-    kept: str = ""  # How many are, in words; empty: all.
+    kept: str = ""  # Layers that stay on the GPU, in words; empty: all.
 
 
 def tower_of(

@@ -141,7 +141,13 @@ def offer_border(app: FastAPI, scheduler: SchedulerClient | None) -> None:
 
     @app.post(BORDER_PATH)
     async def hold_border(request: Request) -> Response:
-        asked = msgspec.json.decode(await request.body(), type=HoldBorder)
+        # A page in a browser on this machine cannot send this type without asking first.
+        if request.headers.get("content-type") != "application/json":
+            return JSONResponse({"error": "send application/json"}, 415)
+        try:
+            asked = msgspec.json.decode(await request.body(), type=HoldBorder)
+        except msgspec.DecodeError as error:
+            return JSONResponse({"error": f"no HoldBorder: {error}"}, 400)
         return JSONResponse(None if scheduler is None else await scheduler.command(asked))
 
 

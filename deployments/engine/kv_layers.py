@@ -63,7 +63,10 @@ def host_token_bytes(vllm_config: Any, chunk: int, page: int) -> float:
     latent = model.use_mla
     each = kv_token_values(_kv(model), 1 if latent else tensor) * dtype.itemsize / stages
     writers = stages if latent and not model.is_hybrid else stages * tensor
-    states = states_of(values(model.hf_text_config), model.dtype.itemsize)
+    states = (0, 0)
+    with contextlib.suppress(ModelUnknown):
+        state_dtype = vllm_config.cache_config.mamba_ssm_cache_dtype
+        states = states_of(values(model.hf_text_config), model.dtype.itemsize, state_dtype)
     return stored_bytes(each, writers, chunk, page) + math.prod(states) / SNAPSHOT_TOKENS
 
 

@@ -38,9 +38,8 @@ class Reply:
     headers: httpx.Headers
     body: Any
     content: str = ""
-    after_s: list[float] = field(
-        default_factory=list
-    )  # From the request to each event, if streamed.
+    # From the request to each event, if streamed.
+    after_s: list[float] = field(default_factory=list)
 
     @property
     def gaps_ms(self) -> list[float]:

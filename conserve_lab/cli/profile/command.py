@@ -9,7 +9,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -357,14 +357,19 @@ async def _measure(
 
 async def _stage_sizes(application: Application, probe: Probe, sees: bool) -> list[int]:
     """Return the SMs that decodes can have beside the decoder's lane; empty: print why."""
-    sizes_sms = await probe.border()
-    why = ""
-    if sizes_sms is None:
-        why = "the decoder has no lane (engine_scheduler=conversation_lane)"
-    elif not sees:
-        why = f"{application.model} reads no images"
-    elif len(sizes_sms) < 3:
-        why = "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"
+    sizes_sms, why = None, "the decoder has no lane (engine_scheduler=conversation_lane)"
+    try:
+        sizes_sms = await probe.border()
+    except MeasureError as error:
+        why = str(error)
+    if sizes_sms is not None:
+        why = ""
+        if not sees:
+            why = f"{application.model} reads no images"
+        elif len(sizes_sms) < 2:
+            why = "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"
+        elif len(sizes_sms) < 3:
+            why = "the decoder's SMs divide in one way; give its tier more sm_slots"
     if not why:
         return sizes_sms or []
     console.print(f"Stages were not measured: {why}.", highlight=False)
@@ -389,7 +394,9 @@ async def _stages(
         console.print(f"Stages were not measured: {error}.", highlight=False)
         return None
     finally:
-        await probe.border()
+        # Without this the border is free two minutes later.
+        with suppress(MeasureError):
+            await probe.border()
     encodes, prefills = (repeat.points[f"stage_{stage}"] for stage in usual)
     return fit.stage_curves(encodes, prefills, sizes_sms[-1], output_tokens)
 

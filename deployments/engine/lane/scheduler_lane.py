@@ -181,9 +181,16 @@ class SchedulerLane:
         return self.decode_sms
 
     def hold(self, decode_sms: int, for_s: float) -> list[int]:
-        """Keep the border, and have longer prompts than a block use the lane; returns all sizes."""
-        self._held_sms, self._held_until_s = decode_sms, self._scheduler.clock() + for_s
-        return list(self.reserve.sizes_sms)
+        """Keep decodes on the next larger size for a while; return all sizes of their SMs.
+
+        Meanwhile the lane takes every prompt of more than a block.
+        """
+        sizes_sms = list(self.reserve.sizes_sms)
+        self._held_sms = (
+            next((one for one in sizes_sms if one >= decode_sms), sizes_sms[-1]) if sizes_sms else 0
+        )
+        self._held_until_s = self._scheduler.clock() + for_s
+        return sizes_sms
 
     @property
     def _is_held(self) -> bool:

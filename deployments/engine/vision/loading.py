@@ -21,22 +21,32 @@ from vllm.model_executor.offloader import BaseOffloader, get_offloader, set_offl
 
 from deployments.engine.vision.offload import layers_of_tower, offload
 
+# Formats of vLLM's whose loaders do not call `create_model`.
+_BUILD_THEMSELVES = ("tensorizer", "ipc_cache", "modelexpress")
+
 
 def load_with_tower_on_host(vllm_config: Any, kept: int) -> None:
     """Have this process's loader keep this many layers of the model's tower on the GPU."""
     own, config = vllm_config.model_config, vllm_config.load_config
+    if config.load_format in _BUILD_THEMSELVES:
+        raise RuntimeError(
+            f"media.tower_layers: engine.load_format={config.load_format} loads all layers on the "
+            "GPU; unset one of them"
+        )
     device = torch.device(config.device or vllm_config.device_config.device)
 
     class Loader(type(get_model_loader(config))):  # type: ignore[misc]
-        # It loads a drafter, too. Formats that build models by themselves never call it.
+        # It loads a drafter, too.
         def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
             if model_config is not own:
                 return super().create_model(vllm_config, model_config, prefix)
             moving = _Moving(get_offloader(), device.type)
             set_offloader(moving)
-            with register_module_module_registration_hook(moving.begins):
-                model = super().create_model(vllm_config, model_config, prefix)
-            set_offloader(moving.other)
+            try:
+                with register_module_module_registration_hook(moving.begins):
+                    model = super().create_model(vllm_config, model_config, prefix)
+            finally:
+                set_offloader(moving.other)
             moving.settle(model, kept)
             return model
 

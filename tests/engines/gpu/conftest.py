@@ -66,7 +66,7 @@ def lone_on_gpu(stage: Stage, logs: Path, application: Application) -> Iterator[
 
 
 def prompt_name(tokens: int, pause_ms: int) -> str:
-    """Of the prompt of one test."""
+    """Return the name of one test's prompt."""
     return f"{tokens} tokens, after {pause_ms} ms"
 
 

@@ -63,7 +63,7 @@ def _passed(layers: list[Layer], x: torch.Tensor, until: int | None = None) -> t
 
 @torch.inference_mode()
 def _pass_ms(layers: list[Layer], x: torch.Tensor) -> float:
-    """Of passes one after the other, as those of a queue of images."""
+    """Return the time of a pass, one after the other, as those of a queue of images."""
     times = []
     _passed(layers, x)
     for _ in range(_PASSES):

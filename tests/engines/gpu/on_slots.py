@@ -37,7 +37,7 @@ def _where(out, zeros, spin: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def slots_here() -> SmSlots:
-    """Of the first device."""
+    """Return the SM slots of the first device."""
     found = torch.cuda.get_device_properties(0)
     return SmSlots(
         found.multi_processor_count, sm_granularity((int(found.major), int(found.minor)))

@@ -32,7 +32,11 @@ STEPS = (
     Step("one engine", "The default on one GPU starts, and keeps a conversation.", ("CUDA IPC",)),
     Step("memory of one", "Full batches take no more than `--plan` says.", ("one engine",)),
     Step("two engines", "A prefiller and a decoder start on one GPU.", ("CUDA IPC",)),
-    Step("memory of two", "Nor do engines that are told their KV.", ("two engines",)),
+    Step(
+        "memory of two",
+        "Full batches of two engines take no more than `--plan` says.",
+        ("two engines",),
+    ),
     Step("handoffs", _HANDOFFS, ("two engines", "vLLM alone")),
     Step("costs", "Joules are NVML's; what the router adds.", ("two engines",)),
     Step("one or two", _ONE_OR_TWO, ("one engine", "two engines")),

@@ -50,7 +50,7 @@ def test_taking_against_computing(application: str, figure: Put, tokens: int) ->
 
 @pytest.mark.parametrize("pause_ms", PAUSES_MS)
 def test_how_many_handoffs_are_whole(application: str, figure: Put, pause_ms: int) -> None:
-    """Of many of 1,000 to 9,000 tokens, one after the other: all."""
+    """Prompts of 1,000 to 9,000 tokens, one after the other: all are taken over whole."""
     prefiller, decoder = _urls()
     whole = 0
     for number in range(ROUNDS):

@@ -47,7 +47,7 @@ def test_nvml_and_cuda_see_a_gpu(machine_alone: None, figure: Put) -> None:
 
 @pytest.mark.step("CUDA IPC")
 def test_a_process_reads_anothers_memory(machine_alone: None) -> None:
-    """And LMCache copies in the order of the GPU's work, which its own operations do alone."""
+    """LMCache's own operations, which copy in the order of the GPU's work, are there."""
     assert observe_ipc() == ""
     assert observe_torch().cuda_ops == ""
 

@@ -32,7 +32,7 @@ def test_copies_beside_kernels(machine_alone: None, figure: Put) -> None:
 def test_an_engine_gives_what_is_freed_to_kv(
     machine_alone: None, tmp_path: Path, figure: Put
 ) -> None:
-    """And answers as one whose layers all stay; three divide its 27 layers, and two do not."""
+    """It answers as an engine whose layers all stay; three divide its 27 layers, and two do not."""
     make_vision_model(tmp_path, REAL)
     whole = shown(tmp_path, gpu=True)
     for kept in (2, 3):

@@ -55,7 +55,7 @@ def test_clients_of_mps_hand_over(alone: dict[str, str], application: str, token
 @pytest.mark.step("MPS")
 @pytest.mark.application(GPU_TWO, last=True)
 async def test_an_engine_outlives_its_neighbour(application: str, stage: Stage) -> None:
-    """Which is killed while its kernels run."""
+    """The killed engine's kernels run."""
     one, other = engines("decoder")
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(complete, other["url"], new_prompt("outlives", 500), 1_000)

@@ -38,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launching, "Launch", launch)
     # Another program of this machine may have some.
-    monkeypatch.setattr("deployments.start_checks.busy_ports", lambda settings: ())
+    monkeypatch.setattr("conserve_cli.gpu_plan.busy_ports", lambda settings: ())
 
 
 def said(*arguments: str, status: int = 0) -> str:
@@ -261,7 +261,7 @@ def test_every_check_that_fails_is_a_line(
 ) -> None:
     """And nothing is planned, let alone started."""
     monkeypatch.setattr(
-        "deployments.start_checks.busy_ports", lambda settings: ["port: 8000 is in use"]
+        "conserve_cli.gpu_plan.busy_ports", lambda settings: ["port: 8000 is in use"]
     )
     monkeypatch.setattr(
         "deployments.engine_arguments.refused_arguments",
@@ -284,7 +284,7 @@ def test_every_check_that_fails_is_a_line(
         "deployments.engine_arguments.refused_arguments",
         lambda settings, gpu, of_model: asked.append(of_model) or ["model: no"],
     )
-    monkeypatch.setattr("deployments.start_checks.busy_ports", lambda settings: ())
+    monkeypatch.setattr("conserve_cli.gpu_plan.busy_ports", lambda settings: ())
     launching.laid_out(load({"model": model.removeprefix("model=")}))
     assert asked == []
     assert "model: no" in said(model, status=2)

@@ -64,7 +64,7 @@ def test_a_bad_certificate_is_said_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("deployments.start_checks.busy_ports", lambda settings: ())
+    monkeypatch.setattr("conserve_cli.gpu_plan.busy_ports", lambda settings: ())
     tls = {"tls.cert_file": str(tmp_path / "tls.crt"), "tls.key_file": str(tmp_path / "tls.key")}
     with pytest.raises(typer.Exit) as ended:
         laid_out(load({"device": "cpu", **tls}))

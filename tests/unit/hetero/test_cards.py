@@ -31,10 +31,11 @@ def test_of_a_gpu_in_mig_mode_the_first_device_is_shown_and_others_by_name(
     first = machine.gpus[0]
     first.unsupported &= ~NO_MIG
     first.mig_enabled, first.mig_devices, first.mig_sms = 1, 2, 14
-    part, whole = cards_here()
-    assert part.memory_bytes < whole.memory_bytes == 48 << 30
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert cards_here() == (part,)
+    (part,) = cards_here()
+    assert part.memory_bytes < 48 << 30
+    for shown, seen in (("0", (part,)), ("0,1", (part,)), ("1", (A40,))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert cards_here() == seen
     with Nvml() as nvml:
         parts = nvml.inventory()[0].mig_devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(one.uuid for one in parts))

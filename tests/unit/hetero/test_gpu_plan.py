@@ -210,20 +210,20 @@ def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "block"),
+    ("state_dtype", "given", "block"),
     [
-        ({}, {}, 1024),
+        ("auto", {}, 1024),
         # A state of 2.1 MiB beside 2 KiB of KV a token and layer.
-        ({"mamba_ssm_dtype": "float32"}, {}, 2048),
+        ("float32", {}, 2048),
         # Half the KV, with a state of 1.05 MiB.
-        ({}, {"engine.kv_cache_dtype": "fp8"}, 2048),
-        ({"mamba_ssm_dtype": "float32"}, {"engine.kv_cache_dtype": "fp8"}, 3072),
+        ("auto", {"engine.kv_cache_dtype": "fp8"}, 2048),
+        ("float32", {"engine.kv_cache_dtype": "fp8"}, 3072),
     ],
 )
 def test_blocks_are_as_large_as_a_state(
-    config: dict[str, Any], given: dict[str, Any], block: int
+    state_dtype: str, given: dict[str, Any], block: int
 ) -> None:
-    shape = shape_of(QWEN3_NEXT_80B | config, 40 * GIB)
+    shape = shape_of(QWEN3_NEXT_80B, 40 * GIB, state_dtype=state_dtype)
     settings, _ = plan(with_counts(load({"model": "m", **given}), 1), [node()], shape)
     assert settings.engine["block_size"] == block
 

@@ -117,10 +117,10 @@ QWEN3_8B = {"model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads
         ({"model_type": "deepseek_v3"}, (4, 2), "auto", 61 * 576 * 2),
         # Beside states all do.
         ({"model_type": "kimi_linear"}, (8, 1), "auto", 8 * 6 * 576 * 2),
-        # Attention in 4 of 32 layers, in 20 of 35, in 12 of 48.
-        ({"model_type": "jamba"}, (1, 1), "auto", 4 * 2 * 8 * 128 * 2),
+        # Attention in 4 of 32 layers, in 20 of 35, in 12 of 48; and states, a snapshot each turn.
+        ({"model_type": "jamba"}, (1, 1), "auto", 4 * 2 * 8 * 128 * 2 + 28 * 311_296 / 3272),
         ({"model_type": "gemma3n_text"}, (1, 1), "auto", 20 * 2 * 2 * 256 * 2),
-        ({"model_type": "qwen3_next"}, (1, 1), "auto", 12 * 2 * 2 * 256 * 2),
+        ({"model_type": "qwen3_next"}, (1, 1), "auto", 12 * 4 * 256 * 2 + 36 * 1_097_728 / 3272),
     ],
 )
 def test_what_a_token_takes_in_host_memory(
@@ -170,7 +170,7 @@ def _host_token_bytes(
             get_head_size=read.get_head_size,
             get_total_num_hidden_layers=read.get_num_hidden_layers,
         ),
-        cache_config=SimpleNamespace(cache_dtype=kept_as),
+        cache_config=SimpleNamespace(cache_dtype=kept_as, mamba_ssm_cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
     )
     return host_token_bytes(stand_in, chunk, page)

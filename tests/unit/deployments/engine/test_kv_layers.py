@@ -13,10 +13,12 @@ from transformers import (
     GraniteMoeHybridConfig,
     JambaConfig,
     NemotronHConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import config as vllms_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
@@ -115,19 +117,24 @@ def test_vllm_takes_a_hybrid_models_block_size_from_the_operator(
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "kept_as"),
+    ("config", "name", "layers", "kept_as"),
     [
-        (Qwen3NextConfig(), 36, "auto"),
-        (Qwen3NextConfig(mamba_ssm_dtype="float32"), 36, "float32"),
-        (JambaConfig(), 28, "auto"),
-        (FalconH1Config(mamba_n_groups=2, mamba_d_state=128), 32, "auto"),
-        (GraniteMoeHybridConfig(layer_types=["mamba"] * 31 + ["attention"]), 31, "auto"),
-        (NemotronHConfig(), None, "float32"),
+        (Qwen3NextConfig(mamba_ssm_dtype="float32"), "Qwen3NextForCausalLM", 36, "auto"),
+        (Qwen3NextConfig(), "Qwen3NextForCausalLM", 36, "float32"),
+        # Its layers are Qwen3-Next's; its own class wants torchvision.
+        (Qwen3_5TextConfig(mamba_ssm_dtype="float32"), "Qwen3NextForCausalLM", 24, "auto"),
+        (JambaConfig(), "JambaForCausalLM", 28, "auto"),
+        (FalconH1Config(mamba_n_groups=2, mamba_d_state=128), "FalconH1ForCausalLM", 32, "auto"),
+        (
+            GraniteMoeHybridConfig(layer_types=["mamba"] * 31 + ["attention"]),
+            "GraniteMoeHybridForCausalLM", 31, "auto",
+        ),
+        (NemotronHConfig(), "NemotronHForCausalLM", None, "auto"),
     ],
-    ids=lambda one: type(one).__name__,
-)
-def test_states_take_what_vllm_keeps_of_them(config: Any, layers: int | None, kept_as: str) -> None:
-    name = type(config).__name__.replace("Config", "ForCausalLM")
+)  # fmt: skip
+def test_states_take_what_vllm_keeps_of_them(
+    config: Any, name: str, layers: int | None, kept_as: str
+) -> None:
     model, _ = ModelRegistry.resolve_model_cls(
         [name], SimpleNamespace(hf_config=config, runner_type="generate", convert_type="none",
                                 model_impl="auto", trust_remote_code=False),
@@ -141,11 +148,15 @@ def test_states_take_what_vllm_keeps_of_them(config: Any, layers: int | None, ke
         num_speculative_tokens=0,
         speculative_config=None,
     )
+    if own := vllms_config.MODELS_CONFIG_MAP.get(
+        type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    ):
+        own.verify_and_update_config(vllm_config)
     shapes = model.get_mamba_state_shape_from_config(vllm_config)
     dtypes = model.get_mamba_state_dtype_from_config(vllm_config)
     expected = sum(
         math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
     )
-    counted, state_bytes = states_of(values(config), 2)
+    counted, state_bytes = states_of(values(config), 2, kept_as)
     assert state_bytes == expected
     assert layers in (None, counted)

@@ -107,10 +107,12 @@ def test_late_steps_beside_the_lane_get_more_sms(made: Pairs) -> None:
 
 
 async def test_nothing_is_decided_or_held_where_nothing_moves() -> None:
-    assert await _asked(None, 40, 1e9) is None
-    assert await _asked(StandIn(), 40, 1e9) is None
+    assert await _asked(None, 40, 600.0) is None
+    assert await _asked(StandIn(), 40, 600.0) is None
+    assert "for_s" in (await _asked(StandIn(), 40, 601.0))["error"]
+    assert "json" in (await _asked(StandIn(), 40, 600.0, "text/plain"))["error"]
     engine = LaneStandIn("sync", policies=POLICIES)
-    assert await _asked(engine, 40, 1e9) == []
+    assert await _asked(engine, 40, 600.0) == []
     play(engine, seed=0, conversations=4)
     engine.end()
     assert {sms for _, _, sms in engine.borders} == {None}
@@ -202,13 +204,16 @@ def test_without_leased_sms_the_lane_has_a_plain_stream() -> None:
     assert lane_stream("plain") == "plain"
 
 
-async def _asked(engine: StandIn | None, decode_sms: int = 0, for_s: float = 0.0) -> Any:
+async def _asked(
+    engine: StandIn | None, decode_sms: int = 0, for_s: float = 0.0, kind: str = "application/json"
+) -> Any:
     """What an engine's server answers to `HoldBorder`; None: its scheduler is vLLM's."""
     app = FastAPI()
     offer_border(app, engine and SchedulerClient(SimpleNamespace(engine_core=Core(engine))))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://e") as client:
         body = msgspec.json.encode(HoldBorder(decode_sms, for_s))
-        return (await client.post(BORDER_PATH, content=body)).json()
+        headers = {"Content-Type": kind}
+        return (await client.post(BORDER_PATH, content=body, headers=headers)).json()
 
 
 async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_is_over(
@@ -231,7 +236,8 @@ async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_
     turn("first")
     sizes = await _asked(engine)
     assert sizes == [16, 32, 40, 56, 72, 80, 96, 112, 120, 132]
-    assert await _asked(engine, 40, 1_000.0) == sizes
+    # The next larger size.
+    assert await _asked(engine, 33, 600.0) == sizes
     assert turn("held") == ({40}, 1)
     assert await _asked(engine) == sizes
     assert turn("released") == ({132}, 0)

@@ -158,3 +158,11 @@ def test_only_the_towers_layers_stay_in_host_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Built, "device", "cpu")
     with pytest.raises(RuntimeError, match=r"not on the cuda; unset it, or .*cpu_offload_gb"):
         places(2)
+
+
+def test_a_format_that_builds_models_itself_is_refused() -> None:
+    config: Any = SimpleNamespace(
+        model_config=None, load_config=SimpleNamespace(load_format="tensorizer", device="cpu")
+    )
+    with pytest.raises(RuntimeError, match=r"engine\.load_format=tensorizer loads all layers"):
+        load_with_tower_on_host(config, 2)
