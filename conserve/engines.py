@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from conserve.embedded import model_path
 from conserve.settings import EMBEDDED_MODELS
 from conserve.settings.engine_arguments import ALLOCATOR_VARIABLES, expands_segments
 
+# Engine arguments that may name a repository of the hub beside the model.
+_ELSEWHERE = {"hf_config_path", "speculative_config", "tokenizer"}
 _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
 
 
@@ -41,8 +43,11 @@ def engine_arguments(model: str, gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def engine_environment(model: str, gpu: bool) -> dict[str, str]:
-    """Return the environment of an engine's processes; what an operator sets overrides it."""
+def engine_environment(model: str, gpu: bool, arguments: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of an engine's processes; what an operator sets overrides it.
+
+    ``arguments`` are the names of its engine arguments.
+    """
     environment = {
         # Processes find KV in LMCache only if their prefix hashes are the same.
         "PYTHONHASHSEED": "0",
@@ -59,8 +64,8 @@ def engine_environment(model: str, gpu: bool) -> dict[str, str]:
             # C++ compiler, and most of a start.
             "TORCH_COMPILE_DISABLE": "1",
         }
-    if Path(model_source(model)).is_dir():
-        # A model in a folder is not looked for elsewhere.
+    if Path(model_source(model)).is_dir() and not _ELSEWHERE & set(arguments):
+        # A model in a folder is not looked for on Hugging Face's hub.
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
 

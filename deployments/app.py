@@ -351,7 +351,7 @@ def llm_arguments(
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **tier.resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
-    environment = engine_environment(settings.model, gpu)
+    environment = engine_environment(settings.model, gpu, engine)
     if not gpu and not engine["enforce_eager"]:
         # Operators who enable compilation have a compiler.
         del environment["TORCH_COMPILE_DISABLE"]

@@ -78,6 +78,7 @@ class ModelShape:
     max_model_len: int | None
     # Layers that keep a state (Mamba, linear attention), and bytes of one state; 0: not known.
     states: tuple[int, int] = (0, 0)
+    index_token_bytes: int = 0  # Sparse attention's keys, in 8 bits with scales.
     windowed: bool = False  # Whether a long sequence may take less KV than is counted.
     quantised: bool = False
     tower: Tower | None = None  # Counted in the weights.
@@ -114,7 +115,8 @@ class ModelShape:
         for name, size in _KV_BYTES.items():
             if kv_cache_dtype.startswith(name):
                 each = size
-        return kv_token_values(self.kv, 1 if self.latent else tensor_parallel) * each
+        values = kv_token_values(self.kv, 1 if self.latent else tensor_parallel)
+        return values * each + self.index_token_bytes
 
 
 def kv_token_values(kv: Sequence[KvLayers], tensor_parallel: int = 1) -> float:
@@ -178,6 +180,7 @@ def shape_of(
         vocabulary=_number(own, "vocab_size"),
         max_model_len=_first(own, _LENGTHS),
         states=states_of(own, value_bytes, state_dtype),
+        index_token_bytes=layers * int(own.get("index_head_dim") or 0) * 132 // 128,
         windowed=_is_windowed(own),
         quantised=bool(own.get("quantization_config")),
         tower=tower,
@@ -304,8 +307,7 @@ def states_of(
     """Return how many layers keep a state, and the bytes of one of those, on all workers together.
 
     The size is 0 if it is not known. Otherwise it is that of vLLM's ``MambaStateShapeCalculator``:
-    the last inputs of a convolution, and the recurrent state. ``state_dtype`` is vLLM's
-    ``mamba_ssm_cache_dtype``.
+    the last inputs of a convolution, and the recurrent state.
     """
     own = _of_text(config)
     kinds = _kinds(own)
@@ -385,8 +387,7 @@ def _step_width(
     """Return the most values of a token that exist at a time within a layer.
 
     Around a feed-forward part: input, output, residual, both gates and their product, for each
-    expert
-    that a token goes to. Around attention: queries, keys, values and output.
+    expert that a token goes to. Around attention: queries, keys, values and output.
     """
     attention = (2 * heads + 2 * kv_heads) * head_values + 2 * hidden
     if _experts(config):

@@ -50,6 +50,11 @@ def test_engines_say_what_they_found_in_caches(gpu: bool) -> None:
     assert engine_arguments("embedded", gpu)["enable_prompt_tokens_details"] is True
 
 
+def test_the_hub_is_asked_for_what_is_not_in_the_models_folder(tmp_path: Path) -> None:
+    assert engine_environment(str(tmp_path), True, {"dtype"})["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in engine_environment(str(tmp_path), True, {"tokenizer"})
+
+
 def test_an_engine_on_a_cpu_needs_no_compiler(tmp_path: Path) -> None:
     """VLLM compiles the ranking of tokens for log probabilities."""
     code = (

@@ -46,6 +46,8 @@ def test_kv_may_be_kept_in_fewer_bits() -> None:
     shape = shape_of(QWEN3_8B)
     assert shape.kv_token_bytes(1, "fp8_e4m3") == shape.kv_token_bytes() / 2
     assert shape_of(DEEPSEEK_LITE).kv_token_bytes(1, "fp8_ds_mla") == pytest.approx(27 * 656)
+    sparse = shape_of(DEEPSEEK_LITE | {"index_head_dim": 128})
+    assert sparse.kv_token_bytes() == 27 * (576 * 2 + 132)
 
 
 def test_layers_without_kv_are_left_out() -> None:
