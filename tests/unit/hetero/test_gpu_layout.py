@@ -1,5 +1,6 @@
 """Engines on GPUs: how many, and what of a GPU each gets. Figures are worked out by hand."""
 
+import re
 from typing import Any
 
 import pytest
@@ -210,6 +211,30 @@ def test_more_kv_than_there_is_room_for_is_refused(arguments: dict[str, Any], sa
     """Engines would take the memory of another engine, or end when it needs its own."""
     with pytest.raises(SettingsError, match=rf"{said}: set less engine\.kv_cache.*, or unset it$"):
         laid_out(arguments, 1, H100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "said"),
+    [
+        ({}, 1, "set engine.tensor_parallel_size=4 (4 GPUs an engine), or use a model of at most"),
+        (
+            {"engine.tensor_parallel_size": 2, "decoders": 1, "prefillers": 0}, 2,
+            "give each engine 4 GPUs (a larger tensor_parallel_size), or use a model of at most "
+            "132.7 GiB",
+        ),
+        ({**SHARED, "prefillers": 0, "encoders": 1}, 1, "; set encoders=0, or use larger GPUs"),
+        (SHARED, 1, "; set prefillers=0 and decoders=1, or use larger GPUs"),
+        ({"gpus": 1, "decoders": 2}, 1, "ask for fewer engines, or for a larger part of a GPU"),
+    ],
+)  # fmt: skip
+def test_what_is_in_the_way_of_a_model_is_said(
+    arguments: dict[str, Any], gpus: int, said: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        laid_out(arguments, gpus, H100, shape_of(QWEN3_8B, 200 * GIB))
+    # Engines of several workers are not asked to share; `hetero.gpu_room` says what is missing.
+    alone = with_counts(load({"model": "m", "engine.tensor_parallel_size": 4}), 1)
+    assert (alone.decoders.num_gpus, alone.gpus) == (1, None)
 
 
 def test_all_kv_that_vllm_offers_may_be_set() -> None:
