@@ -244,7 +244,7 @@ endef
 $(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
 	$(install_python_client)
 
-$(CLIENTS)/%/.installed: benchmarks/peers/%.txt | $(BIN)/python
+$(CLIENTS)/%/.installed: conserve_lab/peers/%.txt | $(BIN)/python
 	$(install_python_client)
 
 # Its Python files alone, for a process's path. Its native libraries may be for another torch, and

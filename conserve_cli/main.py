@@ -1,6 +1,7 @@
 """The ``conserve`` command, which loads a subcommand when it is called."""
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -11,14 +12,11 @@ from conserve.versions import installed
 from conserve_cli.surroundings import adapt
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
+# Add-ons give more of them by entry points of the group `conserve.commands`.
 COMMANDS = {
     "serve": (
         "conserve_cli.serve",
         "Start the application, say when it is ready, and stay until Ctrl-C.",
-    ),
-    "demo": (
-        "conserve_cli.demo.command",
-        "Have a few agents work, and show where every prompt's KV came from.",
     ),
     "top": (
         "conserve_cli.running",
@@ -30,28 +28,31 @@ COMMANDS = {
         "conserve_cli.running",
         "Have an engine's conversations move to others, and give it nothing new.",
     ),
-    "bench": (
-        "conserve_cli.bench",
-        "Measure endpoints, and compare reports; see its own --help.",
-    ),
     "doctor": (
         "conserve_cli.doctor.command",
         "Say what is wrong with this machine, or with a cluster, and what to do about it.",
     ),
-    "profile": (
-        "conserve_cli.profile.command",
-        "Measure a running application's engines, and write their profile; see its own --help.",
-    ),
-    "plan": (
-        "conserve_cli.plan",
-        "Plan prefillers and decoders from a profile and a workload; see its own --help.",
-    ),
-    "simulate": (
-        "conserve_cli.simulate",
-        "Simulate a cluster on engines that a profile describes; see its own --help.",
-    ),
     "keys": ("conserve_cli.keys", "API keys, their tenants, and tenants' limits."),
 }
+
+
+# All commands in the order of the help, and the add-ons that have some of them.
+ORDER = ("serve", "demo", "top", "ps", "end", "drain", "bench", "doctor", "profile", "plan",
+         "simulate", "keys")  # fmt: skip
+_ADDONS = dict.fromkeys(("demo", "bench", "profile", "plan", "simulate"), "conserve_lab")
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Return the commands of the core and of the add-ons that are installed, in order."""
+    found = dict(COMMANDS)
+    for addon in entry_points(group="conserve.commands"):
+        try:
+            found |= addon.load()
+        except ModuleNotFoundError as error:
+            # An add-on that was left out of an image; an error within one is not hidden.
+            if error.name not in (addon.module, addon.module.partition(".")[0]):
+                raise
+    return dict(sorted(found.items(), key=lambda item: ORDER.index(item[0])))
 
 
 class LazyGroup(TyperGroup):
@@ -62,16 +63,22 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for name, (_, line) in COMMANDS.items():
+        self._found = commands()
+        for name, (_, line) in self._found.items():
             self.add_command(TyperCommand(name, help=line))
 
     # Typer does not export Click's types.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the called command instead of its stand-in for the help."""
+        if args[0] in _ADDONS and args[0] not in self._found:
+            ctx.fail(
+                f"{args[0]} is a command of the add-on {_ADDONS[args[0]]}, which is not installed "
+                "here; install ConServe with it (make install, or pip install in its repository)"
+            )
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest
-        module, _ = COMMANDS[name]
+        module, _ = self._found[name]
         command = get_command(import_module(module).cli)
         # A module may have several of these commands.
         return name, getattr(command, "commands", {}).get(name, command), rest

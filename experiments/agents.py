@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.peers.plan import CONVERSATION_HEADER
+from conserve_lab.peers.plan import CONVERSATION_HEADER
 
 MODEL = "conserve-embedded"
 _WORDS = [

@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.client import Endpoint
-from benchmarks.workloads.traces import recordings
+from conserve_lab.client import Endpoint
+from conserve_lab.workloads.traces import recordings
 
 COLUMNS = ["requests (failed)", "TTFT, s: p50 / p95", "ms a token, p50 / p95", "tokens/s"]
 COLUMNS += ["prompt tokens", "found"]

@@ -22,11 +22,11 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 
 from autoscale.capacity.profile import Profile, load_profile
-from benchmarks.latencies import by_conversation, latencies_of
-from benchmarks.records import TurnRecord
-from benchmarks.simulate.run import EngineCounts, make_cluster, make_system
-from benchmarks.workloads import Arrivals, Changes, Workload, recorded
-from benchmarks.workloads.traces import recordings
+from conserve_lab.latencies import by_conversation, latencies_of
+from conserve_lab.records import TurnRecord
+from conserve_lab.simulate.run import EngineCounts, make_cluster, make_system
+from conserve_lab.workloads import Arrivals, Changes, Workload, recorded
+from conserve_lab.workloads.traces import recordings
 from experiments.harness import Experiment, at_least_1, figure, group, numbers
 
 VOCABULARY = range(1_000, 4_000)
@@ -39,7 +39,7 @@ _TTFT_S, _TOKEN_S = 2.0, 1 / 30
 _MOST_AGENTS = 512
 # As long as clients of ThunderAgent wait; engines are not told of conversations' ends.
 _ALIKE: dict[str, Any] = {"keeps_ended": True, "queue_timeout_s": 1800.0}
-# Systems, whether they have host memory, as `benchmarks.simulate.run` knows them, and their colour.
+# Systems, whether they have host memory, as `conserve_lab.simulate.run` has them, and their colour.
 SYSTEMS: dict[str, tuple[str, bool, str]] = {
     "least loaded": ("vllm", False, "silver"),
     "affinity": ("affinity", False, "gray"),

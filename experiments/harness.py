@@ -101,7 +101,7 @@ class Experiment:
         """Read the options; a wrong one ends the program."""
         self.options = self.parser.parse_args(arguments)
         if getattr(self.options, "cores", None):
-            from benchmarks.peers.pinning import autogroup_warning
+            from conserve_lab.peers.pinning import autogroup_warning
 
             if problem := autogroup_warning():
                 self.console.print(f"[yellow]{problem}[/yellow]", highlight=False)

@@ -2,7 +2,7 @@
 
 The same engine settings behind vLLM's OpenAI server, behind ConServe (one engine that does
 everything), behind vLLM's router and behind Ray Serve LLM with direct streaming, the faster of its
-two ingresses (`benchmarks.peers` has their settings). All are up at the same time, with an engine
+two ingresses (`conserve_lab.peers` has their settings). All are up at the same time, with an engine
 each, and measured in turn, as `experiments/warm.py` says. Ray Serve LLM sends several tokens at a
 time. With ``--beside`` there is one more ConServe, with other settings.
 """
@@ -11,9 +11,9 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from benchmarks.peers import Options
-from benchmarks.peers.apart import start_apart
-from benchmarks.peers.plan import free_port
+from conserve_lab.peers import Options
+from conserve_lab.peers.apart import start_apart
+from conserve_lab.peers.plan import free_port
 from experiments import warm
 
 BARE, CONSERVE = "vllm", "conserve"

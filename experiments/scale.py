@@ -16,11 +16,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 
 from autoscale.capacity.profile import Profile, load_profile
-from benchmarks.records import TurnRecord
-from benchmarks.simulate.clients import Clients
-from benchmarks.simulate.run import EngineCounts, make_cluster, make_system
-from benchmarks.simulate.system import System
-from benchmarks.workloads import (
+from conserve_lab.records import TurnRecord
+from conserve_lab.simulate.clients import Clients
+from conserve_lab.simulate.run import EngineCounts, make_cluster, make_system
+from conserve_lab.simulate.system import System
+from conserve_lab.workloads import (
     Arrivals,
     Changes,
     Latency,
@@ -48,8 +48,8 @@ class Contender:
     """A system, and how it is set here.
 
     Attributes:
-        system: its name, as `benchmarks.simulate.run.make_system` knows it.
-        options: fields of `benchmarks.simulate.System`.
+        system: its name, as `conserve_lab.simulate.run.make_system` knows it.
+        options: fields of `conserve_lab.simulate.System`.
         host_tokens_each: room in host memory, for each engine; 0: the system's default.
     """
 

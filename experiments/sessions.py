@@ -18,13 +18,13 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 
 from autoscale.capacity.profile import load_profile
-from benchmarks.client import Endpoint
-from benchmarks.driver import DriveOptions, drive
-from benchmarks.peers import Options, PeerUnavailable, start
-from benchmarks.records import TurnRecord
-from benchmarks.workloads import Arrivals, Changes, Workload, recorded
 from conserve.engines import model_source
 from conserve.settings import EMBEDDED_MODEL, load
+from conserve_lab.client import Endpoint
+from conserve_lab.driver import DriveOptions, drive
+from conserve_lab.peers import Options, PeerUnavailable, start
+from conserve_lab.records import TurnRecord
+from conserve_lab.workloads import Arrivals, Changes, Workload, recorded
 from experiments import aiperf
 from experiments.corpus import COLUMNS, VOCABULARY, Run, cells, found_in, replay
 from experiments.harness import Experiment, at_least_1, rounds

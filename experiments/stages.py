@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.peers.plan import CONVERSATION_HEADER
+from conserve_lab.peers.plan import CONVERSATION_HEADER
 from experiments.agents import MODEL, Answer, Message, ask, clients, end, gaps_between, words
 from experiments.harness import Experiment, figure, percentile, ratio_quartiles, rounds
 from experiments.seeing import model, screenshot

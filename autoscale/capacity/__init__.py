@@ -1,1 +1,1 @@
-"""Capacity: what an engine can do (`profile`, `fit`) and how many of them are needed (`plan`)."""
+"""Capacity: what an engine can do (`profile`), as applications use it (`served`, `stages`)."""

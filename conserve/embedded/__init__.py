@@ -3,16 +3,16 @@
 With them the whole system can be run, tested and measured anywhere.
 
 ``scripts/embedded`` trained the first, of Qwen3's architecture, on the tasks of
-``benchmarks.agent``: it reads tools' schemas, calls one a turn in the Hermes format, and answers
+``conserve_lab.agent``: it reads tools' schemas, calls one a turn in the Hermes format, and answers
 with the results. Without tools it answers with parts of what was said to it.
 
 Its weights rule out all tokens but those that training had it say, and the tokenizer cuts any
 sequence of those as it was said. So an answer sent back as text is found in the prefix cache. Its
 output depends on the conversation, so a wrong or stale KV cache shows in the text.
 
-``scripts/seeing`` trained the second, an Idefics3, on the screens of ``benchmarks.agent.screens``:
-it clicks the highlighted button of the newest screenshot, until none is highlighted. It knows
-nothing else. It has the first one's tokenizer and chat template.
+``scripts/seeing`` trained the second, an Idefics3, on screens of ``conserve_lab.agent.screens``: it
+clicks the highlighted button of the newest screenshot, until none is highlighted. It knows nothing
+else. It has the first one's tokenizer and chat template.
 """
 
 import os

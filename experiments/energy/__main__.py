@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from benchmarks.selection import Selection
+from conserve_lab.selection import Selection
 from experiments.energy.model import Machine, ModelledRun, Speed, Step
 from experiments.energy.rig import Accounted, Draw, Rig, Tier
 from experiments.harness import Experiment, figure

@@ -1,14 +1,14 @@
 """When each engine of the paper's machine is busy, and with what: simulated, not measured.
 
 One prefiller and three decoders on A40s with the rates of section 5.1, on the engines of
-`benchmarks.simulate`, looked at in small steps of time.
+`conserve_lab.simulate`, looked at in small steps of time.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.records import Script, TurnRecord
-from benchmarks.simulate import Cluster, Costs, System
+from conserve_lab.records import Script, TurnRecord
+from conserve_lab.simulate import Cluster, Costs, System
 
 # Section 5.1: "the prefiller sustains roughly 25k input tokens per second, while each decoder
 # produces 1k output tokens per second and accommodates approximately 300k tokens of KV cache".

@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.client import EndpointError
-from benchmarks.peers import Options, PeerUnavailable
-from benchmarks.plots import draw_all, draw_ratios
-from benchmarks.selection import Selection
-from benchmarks.workloads import WorkloadError
+from conserve_lab.client import EndpointError
+from conserve_lab.peers import Options, PeerUnavailable
+from conserve_lab.plots import draw_all, draw_ratios
+from conserve_lab.selection import Selection
+from conserve_lab.workloads import WorkloadError
 from experiments.harness import Experiment, at_least_1, numbers
 from experiments.suite.fleet import FIRST, SYSTEMS, Fleet, names, variants
 from experiments.suite.results import results

@@ -12,10 +12,10 @@ from typing import Self
 
 import psutil
 
-from benchmarks.client import Endpoint
-from benchmarks.peers import PEERS, Options
-from benchmarks.peers.apart import Apart, start_apart
-from benchmarks.peers.plan import free_port
+from conserve_lab.client import Endpoint
+from conserve_lab.peers import PEERS, Options
+from conserve_lab.peers.apart import Apart, start_apart
+from conserve_lab.peers.plan import free_port
 
 _GB = 1e9
 # Left to what else the machine does, of all its memory.

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from benchmarks.compare import Comparison
-from benchmarks.metrics import Result
-from benchmarks.report import Report
-from benchmarks.rounds import told
+from conserve_lab.compare import Comparison
+from conserve_lab.metrics import Result
+from conserve_lab.report import Report
+from conserve_lab.rounds import told
 from experiments.suite.turns import Measured, Unavailable
 
 _COLUMNS = (

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.client import Endpoint, EndpointError, with_model
-from benchmarks.compare import Comparison, compare, write_comparisons
-from benchmarks.driver import DriveOptions, Run, drive, unloaded
-from benchmarks.measure import (
+from conserve_lab.client import Endpoint, EndpointError, with_model
+from conserve_lab.compare import Comparison, compare, write_comparisons
+from conserve_lab.driver import DriveOptions, Run, drive, unloaded
+from conserve_lab.measure import (
     MeasurementSettings,
     measure,
     measure_unloaded,
     report_of_starts,
 )
-from benchmarks.peers import PeerUnavailable
-from benchmarks.records import Answer, RecordWriter, Script, TurnRequest
-from benchmarks.report import Report, write_report
-from benchmarks.rounds import Alternation, orders
-from benchmarks.selection import Selection
+from conserve_lab.peers import PeerUnavailable
+from conserve_lab.records import Answer, RecordWriter, Script, TurnRequest
+from conserve_lab.report import Report, write_report
+from conserve_lab.rounds import Alternation, orders
+from conserve_lab.selection import Selection
 from experiments.suite.fleet import Fleet, Variant
 
 _UNLOADED_CONVERSATIONS = 5

@@ -10,8 +10,8 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.agent import Message, Schema, make_session, plain_conversation, transcript
-from benchmarks.agent.words import Split
+from conserve_lab.agent import Message, Schema, make_session, plain_conversation, transcript
+from conserve_lab.agent.words import Split
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "conserve" / "embedded"
 _ANSWER_START = "<|im_start|>assistant\n"

@@ -18,10 +18,10 @@ import httpx
 import openai
 from rich.progress import Progress
 
-from benchmarks.agent import Score, Session, client_complete, make_session, run_agent, score
-from benchmarks.peers.plan import server_command
 from conserve.engines import engine_environment, model_source
 from conserve.settings import EMBEDDED_MODEL, EMBEDDED_MODELS
+from conserve_lab.agent import Score, Session, client_complete, make_session, run_agent, score
+from conserve_lab.peers.plan import server_command
 
 MODEL = EMBEDDED_MODELS[EMBEDDED_MODEL]
 _PORT = 8193

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.agent import make_session, transcript
+from conserve_lab.agent import make_session, transcript
 from scripts.embedded.data import Renderer
 from scripts.embedded.model import Model
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from rich.progress import Progress
 from torch import Tensor
 
-from benchmarks.agent import make_session, plain_conversation, transcript
-from benchmarks.agent.words import PLAIN
+from conserve_lab.agent import make_session, plain_conversation, transcript
+from conserve_lab.agent.words import PLAIN
 from scripts.embedded.data import Renderer, Stage, batches, examples
 from scripts.embedded.model import Model, muon_matrices
 

@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.agent.screens import CELL_PX, CLICK, SIDE_PX, Screen, Walk
-from benchmarks.agent.tasks import Message, call_message
-from benchmarks.agent.tools import Schema
 from conserve.embedded import IMAGE
+from conserve_lab.agent.screens import CELL_PX, CLICK, SIDE_PX, Screen, Walk
+from conserve_lab.agent.tasks import Message, call_message
+from conserve_lab.agent.tools import Schema
 from scripts.embedded.data import Example, Renderer
 
 # A screenshot is cut into 2 x 2 tiles, and the whole becomes a fifth; 2 x 2 patches of 16 pixels

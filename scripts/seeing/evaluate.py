@@ -13,9 +13,9 @@ from pathlib import Path
 
 import openai
 
-from benchmarks.agent import client_complete, run_agent
-from benchmarks.agent.screens import CLICK, Walk
 from conserve.settings import EMBEDDED_MODELS
+from conserve_lab.agent import client_complete, run_agent
+from conserve_lab.agent.screens import CLICK, Walk
 from scripts.embedded.evaluate import server
 
 MODEL = "embedded-vision"

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
 
-from benchmarks.agent.screens import QUESTIONS, SYSTEMS, Screen, Walk
 from conserve.embedded import write_vision_checkpoint
+from conserve_lab.agent.screens import QUESTIONS, SYSTEMS, Screen, Walk
 from scripts.embedded.data import EMBEDDED
 from scripts.seeing.data import TILE_TOKENS, TILES, Maker, cells, pixels
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.peers.plan import server_command
 from conserve.engines import engine_environment, model_source
 from conserve.launch import Launch, LaunchError
 from conserve.settings import EMBEDDED_MODEL
+from conserve_lab.peers.plan import server_command
 from tests.engines.applications import START_S
 
 LONE_PORT = 8190

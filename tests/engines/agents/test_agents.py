@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.agent import Transcript, client_complete, make_session, run_agent, score
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.recognition.apis import answers_of
 from conserve.recognition.normal import normalised
+from conserve_lab.agent import Transcript, client_complete, make_session, run_agent, score
 from tests.engines.applications import MAIN
 from tests.engines.metrics import metric
 

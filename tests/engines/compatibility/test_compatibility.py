@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.plan import server_command
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.launch import Launch
 from conserve.settings import EMBEDDED_MODEL
+from conserve_lab.peers.plan import server_command
 from tests.checkout import ROOT
 from tests.engines.applications import COMPATIBLE, COMPATIBLE_ENGINE
 from tests.engines.compatibility import openresponses_suite, vllm_suite

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.pinning import engine_processes
+from conserve_lab.peers.pinning import engine_processes
 from tests.engines.peers.peers import FIRST, LATER, affinity, converse, counted, started, threads
 
 pytestmark = pytest.mark.usefixtures("machine_alone")

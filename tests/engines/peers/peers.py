@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.peers import Options, Peer, start
-from benchmarks.peers.pinning import engine_processes
-from benchmarks.peers.plan import free_port
+from conserve_lab.peers import Options, Peer, start
+from conserve_lab.peers.pinning import engine_processes
+from conserve_lab.peers.plan import free_port
 from tests.engines.applications import START_S
 from tests.engines.metrics import metric
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import compare
-from benchmarks.driver import DriveOptions
-from benchmarks.measure import MeasurementSettings, measure
-from benchmarks.peers import Options
-from benchmarks.selection import Selection
+from conserve_lab.compare import compare
+from conserve_lab.driver import DriveOptions
+from conserve_lab.measure import MeasurementSettings, measure
+from conserve_lab.peers import Options
+from conserve_lab.selection import Selection
 from experiments.suite.fleet import Fleet, Variant
 from tests.engines.applications import START_S
 

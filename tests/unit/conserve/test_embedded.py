@@ -12,10 +12,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
-from benchmarks.agent import Call, Message, make_session, transcript
-from benchmarks.agent.screens import CLICK, Walk
-from benchmarks.agent.tasks import call_message
 from conserve.embedded import MODEL_NAME, VISION_MODEL_NAME, model_path
+from conserve_lab.agent import Call, Message, make_session, transcript
+from conserve_lab.agent.screens import CLICK, Walk
+from conserve_lab.agent.tasks import call_message
 from scripts.embedded.data import Renderer
 from scripts.seeing.data import Maker, pixels
 from tests.checkout import ROOT

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.plan import server_command
 from conserve.engines import engine_arguments, engine_environment, flags
 from conserve.settings import EMBEDDED_MODEL
+from conserve_lab.peers.plan import server_command
 from tests.checkout import ROOT
 
 

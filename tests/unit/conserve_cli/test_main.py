@@ -8,7 +8,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from conserve_cli.main import COMMANDS, cli
+from conserve_cli import main
+from conserve_cli.main import ORDER, cli, commands
 
 # Runs the command, then tells what was imported for it on the last line of the standard error.
 _SCRIPT = """
@@ -33,13 +34,13 @@ def test_those_who_serve_do_not_wait_for_what_measures() -> None:
     assert done.returncode == 0, done.stderr
     assert "stay until Ctrl-C" in done.stdout
     packages = {name.partition(".")[0] for name in loaded}
-    assert not packages & {"benchmarks", "matplotlib", "numpy", "ray"}
+    assert not packages & {"matplotlib", "numpy", "ray"}
 
 
 def test_the_help_loads_no_command() -> None:
     done, loaded = _called("--help")
     assert done.returncode == 0, done.stderr
-    modules = {module for module, _ in COMMANDS.values()}
+    modules = {module for module, _ in commands().values()}
     assert not loaded & modules
 
 
@@ -56,11 +57,12 @@ def test_the_help_has_every_command_and_its_line_in_order() -> None:
     shown = CliRunner(env={"COLUMNS": "120"}).invoke(cli, ["--help"])
     assert shown.exit_code == 0
     rows = [line.strip("│ \n").split(maxsplit=1) for line in shown.output.splitlines()]
-    said = [tuple(row) for row in rows if row and row[0] in COMMANDS]
-    assert said == [(name, line) for name, (_, line) in COMMANDS.items()]
+    said = [tuple(row) for row in rows if row and row[0] in ORDER]
+    assert said == [(name, line) for name, (_, line) in commands().items()]
+    assert tuple(name for name, _ in said) == ORDER
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ORDER)
 def test_every_command_is_there_and_has_a_help_of_its_own(name: str) -> None:
     shown = CliRunner().invoke(cli, [name, "--help"], prog_name="conserve")
     assert shown.exit_code == 0, shown.output
@@ -70,7 +72,7 @@ def test_every_command_is_there_and_has_a_help_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", ["serve", "demo", "doctor", "keys"])
 def test_the_help_says_what_the_command_says_of_itself(name: str) -> None:
     shown = CliRunner(env={"COLUMNS": "120"}).invoke(cli, [name, "--help"])
-    _, line = COMMANDS[name]
+    _, line = commands()[name]
     assert line in shown.output
 
 
@@ -88,3 +90,16 @@ def test_what_is_no_setting_is_refused(name: str) -> None:
     unknown = CliRunner().invoke(cli, [name, "decodres=2"])
     assert unknown.exit_code == 2
     assert "decodres" in unknown.output
+
+
+def test_a_command_whose_add_on_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = importlib.metadata.EntryPoint(
+        "conserve_lab", "conserve_gone.commands:COMMANDS", "conserve.commands"
+    )
+    monkeypatch.setattr(main, "entry_points", lambda group: [missing])
+    runner = CliRunner(env={"COLUMNS": "200"})
+    assert " serve " in (shown := runner.invoke(cli, ["--help"]).output)
+    assert " bench " not in shown
+    refused = runner.invoke(cli, ["bench", "report.json"])
+    assert refused.exit_code == 2
+    assert "bench is a command of the add-on conserve_lab, which is not installed" in refused.output

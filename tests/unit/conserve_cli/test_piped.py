@@ -10,7 +10,7 @@ import pytest
 
 from conserve.console import new_console
 from tests.checkout import ROOT
-from tests.unit.benchmarks.stub import Stub, served
+from tests.unit.conserve_lab.stub import Stub, served
 
 PROFILE = "a40-qwen3-0.6b"
 _LONG = "a-system-whose-name-is-as-long-as-this-one-is"
@@ -75,7 +75,7 @@ def test_experiments() -> None:
 
 
 def test_peers() -> None:
-    lines = _piped("benchmarks.peers", "list")
+    lines = _piped("conserve_lab.peers", "list")
     assert any("Settings: ConServe's own application with" in line for line in lines)
 
 
@@ -90,7 +90,7 @@ def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     assert new_console(least_width=110).width == 110
 
 
-@pytest.mark.parametrize("package", ["benchmarks", "conserve_cli", "experiments"])
+@pytest.mark.parametrize("package", ["conserve_cli", "conserve_lab", "experiments"])
 def test_no_program_makes_a_console_of_its_own(package: str) -> None:
     made = [
         str(path.relative_to(ROOT))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.records import TurnRecord
+from conserve_lab.records import TurnRecord
 from experiments import corpus
 from experiments.corpus import Found, Run, cells, found_in, most_agents
 

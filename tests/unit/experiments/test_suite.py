@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from benchmarks.compare import compare
-from benchmarks.peers import Options, Peer, PeerUnavailable
-from benchmarks.report import read_report
+from conserve_lab.compare import compare
+from conserve_lab.peers import Options, Peer, PeerUnavailable
+from conserve_lab.report import read_report
 from experiments.suite import fleet, turns
 from experiments.suite.__main__ import main
 from experiments.suite.fleet import Room
-from tests.unit.benchmarks.stub import Stub, served
+from tests.unit.conserve_lab.stub import Stub, served
 
 GB = 10**9
 

@@ -3,7 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from autoscale.capacity.fit import (
+from autoscale.capacity.profile import (
+    DecodeCurve,
+    PrefillCurve,
+    Profile,
+    ProfileError,
+    load_profile,
+    save_profile,
+)
+from conserve.engines import engine_arguments
+from conserve_lab.capacity.fit import (
     DecodePoint,
     HandoffPoint,
     MixedPoint,
@@ -15,15 +24,6 @@ from autoscale.capacity.fit import (
     fit_overhead,
     fit_prefill,
 )
-from autoscale.capacity.profile import (
-    DecodeCurve,
-    PrefillCurve,
-    Profile,
-    ProfileError,
-    load_profile,
-    save_profile,
-)
-from conserve.engines import engine_arguments
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+"""A small family of agents' tasks, and an agent's loop to do them in.
+
+The embedded model is trained on these tasks and tested with them. Nothing here needs an engine.
+"""
+
+from conserve_lab.agent.loop import (
+    Complete,
+    Reply,
+    RunTool,
+    Score,
+    Transcript,
+    Turn,
+    client_complete,
+    run_agent,
+    score,
+)
+from conserve_lab.agent.tasks import (
+    Message,
+    Session,
+    Task,
+    is_right,
+    make_session,
+    plain_conversation,
+    stated,
+    transcript,
+)
+from conserve_lab.agent.tools import Call, Schema, Toolbox, ToolError, Value
+from conserve_lab.agent.words import Split

@@ -1,0 +1,239 @@
+"""What the demonstration promises, and when it says that it was not kept."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from conserve.settings import Settings, load
+from conserve_lab.cli.demo import command
+from conserve_lab.cli.demo.report import report
+from conserve_lab.cli.demo.seen import AgentAnswer, Demonstration, TurnRow, write_json
+
+
+def _rows(name: str, decoder: str = "d1", turns: int = 3) -> list[TurnRow]:
+    first = TurnRow(name, 1, 1000, 0, 896, 0.5, 48, decoder)
+    later = [
+        TurnRow(name, n, 1000 + 100 * n, 896, 0, 0.1, 48, decoder) for n in range(2, turns + 1)
+    ]
+    return [first, *later]
+
+
+def _kept() -> Demonstration:
+    answers = [AgentAnswer("a", "It is 7.", 1.5, right=True)]
+    return Demonstration(turns=[*_rows("a"), *_rows("b", "d2")], answers=answers, handoffs=2)
+
+
+def test_all_as_promised() -> None:
+    assert _kept().verdict(conversations=2, turns=3) == []
+
+
+def test_each_broken_promise_is_named() -> None:
+    missing = Demonstration(turns=_rows("a"))
+    assert any("1 conversations" in wrong for wrong in missing.verdict(2, 3))
+
+    short = _kept()
+    del short.turns[-1]
+    assert any("b: 2 turns" in wrong for wrong in short.verdict(2, 3))
+    # An agent may take more.
+    assert _kept().verdict(conversations=2, turns=2) == []
+
+    twice = _kept()
+    twice.turns[1] = replace(twice.turns[1], lmcache_tokens=128)
+    assert any("a: handed off in turns [1, 2]" in wrong for wrong in twice.verdict(2, 3))
+
+    # A first prompt may be computed where it stays, unless all go to prefillers.
+    never = _kept()
+    never.turns[0] = replace(never.turns[0], lmcache_tokens=0)
+    assert never.verdict(2, 3) == []
+    wrong = never.verdict(2, 3, always_handed_off=True)
+    assert [one for one in wrong if "handed off" in one] == [
+        "a: handed off in turns [], not once, in turn 1"
+    ]
+    assert _kept().verdict(2, 3, always_handed_off=True) == []
+
+    moved = _kept()
+    moved.turns[2] = replace(moved.turns[2], decoder="d9")
+    assert any("a: changed its decoder" in wrong for wrong in moved.verdict(2, 3))
+
+    failed = replace(_kept(), errors=1, problems=["a, turn 3: lost"])
+    assert "a, turn 3: lost" in failed.verdict(2, 3)
+
+
+def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
+    path = tmp_path / "turns.json"
+    write_json(_kept(), path)
+    body = json.loads(path.read_text())
+    counts = {"handoffs", "moves", "errors", "images", "clicks", "hits"}
+    assert set(body) == {"turns", "answers", *counts}
+    assert body["answers"] == [
+        {"conversation": "a", "text": "It is 7.", "ttfet_s": 1.5, "right": True}
+    ]
+    assert (body["handoffs"], body["moves"], body["errors"]) == (2, 0, 0)
+    assert body["turns"][0] == {
+        "conversation": "a",
+        "turn": 1,
+        "prompt_tokens": 1000,
+        "decoder_cached_tokens": 0,
+        "lmcache_tokens": 896,
+        "ttft_s": 0.5,
+        "output_tokens": 48,
+        "decoder": "d1",
+        "does": "",
+        "images": 0,
+        "encoded_images": 0,
+        "node_images": 0,
+        "encode_wait_s": 0.0,
+        "encode_s": 0.0,
+        "prefill_s": 0.0,
+        "decode_s": 0.0,
+    }
+
+
+def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
+    told = Demonstration(turns=_rows("agent-12 (no id)", "abcdefgh"), handoffs=1)
+    told.turns[0] = replace(
+        told.turns[0], prompt_tokens=12_345, ttft_s=12.345, does="get_price([bold]lamp)"
+    )
+    told.answers.append(AgentAnswer("agent-12 (no id)", "It is 7.", 1.5, right=True))
+    told.answers.append(AgentAnswer("b", "It is [8].", None, right=False))
+    console = Console(width=80, record=True, file=io.StringIO())
+    report(told, console)
+    text = console.export_text()
+    first = ["agent-12*", "1", "12,345", "-", "896", "12,345", "abcd", "get_price([bold]lamp)"]
+    assert first in [line.split() for line in text.splitlines()]
+    assert "1 handoff, 0 moves, 0 errors." in text
+    assert "1.50 s" in text
+    assert "It is [8]. (wrong)" in text
+    assert "images" not in text
+
+
+def _looked() -> Demonstration:
+    """Two conversations of three turns about the same two screens, the second after the first."""
+    rows = [
+        replace(
+            row,
+            images=min(row.turn, 2),
+            encoded_images=int(row.conversation == "a" and row.turn < 3),
+        )
+        for row in [*_rows("a"), *_rows("b (no id)", "d2")]
+    ]
+    rows[0] = replace(rows[0], node_images=1, does="click(144, 80)")
+    rows[3] = replace(rows[3], node_images=2)
+    return Demonstration(turns=rows, handoffs=2, images=2, clicks=4, hits=3)
+
+
+def test_images_are_shown_by_where_they_came_from_in_80_columns() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    report(_looked(), console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert [
+        "agent",
+        "turn",
+        "images",
+        "enc",
+        "node",
+        "prompt",
+        "own",
+        "LMCache",
+        "TTFT",
+        "on",
+        "does",
+    ] in lines
+    assert ["a", "1", "1", "1", "1", "1,000", "-", "896", "500", "d1", "click(144,", "80)"] in lines
+    assert ["b*", "1", "1", "-", "2", "1,000", "-", "896", "500", "d2"] in lines
+    told = " ".join(word for line in lines for word in line)
+    assert "2 screens, 10 images in all prompts: 2 encoded, 3 from the node's memory." in told
+    assert "3 of 4 clicks on the highlighted button." in told
+
+
+def test_stages_are_shown_where_engines_tell_of_them() -> None:
+    seen = _looked()
+    seen.turns[1] = replace(seen.turns[1], decode_s=0.5)
+    console = Console(width=80, record=True, file=io.StringIO())
+    report(seen, console)
+    assert "stage" not in console.export_text()
+    seen.turns[0] = replace(seen.turns[0], encode_wait_s=0.0004, encode_s=0.12, decode_s=1.5)
+    report(seen, console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["agent", "turn", "waits", "encode", "prefill", "decode"] in lines
+    assert ["a", "1", "0", "120", "-", "1,500"] in lines
+    assert ["2", "-", "-", "-", "500"] in lines
+    assert ["b*", "1", "-", "-", "-", "-"] in lines
+
+
+def test_an_image_that_is_encoded_again_is_named() -> None:
+    seen = _looked()
+    assert seen.verdict(2, 3, encoded_once=True) == []
+    seen.turns[4] = replace(seen.turns[4], encoded_images=1)
+    assert seen.verdict(2, 3) == []
+    assert seen.verdict(2, 3, encoded_once=True) == ["2 images were encoded 3 times"]
+
+
+@pytest.mark.parametrize(("settings", "status"), [([], 0), (["placement=conversation"], 1)])
+def test_only_the_papers_placement_promises_a_handoff(
+    settings: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents' first prompts were computed where they stay."""
+    seen = _kept()
+    for name in ("a", "b"):
+        at = next(n for n, row in enumerate(seen.turns) if row.conversation == name)
+        seen.turns[at] = replace(seen.turns[at], lmcache_tokens=0)
+
+    @contextlib.contextmanager
+    def launched(*_: object) -> Iterator[tuple[None, str]]:
+        yield None, "http://nowhere"
+
+    async def converse(*_: object, **__: object) -> Demonstration:
+        return seen
+
+    monkeypatch.setattr(command, "laid_out", lambda settings: settings)
+    monkeypatch.setattr(command, "launched", launched)
+    monkeypatch.setattr(command, "converse", converse)
+    given = [*settings, "--conversations", "2", "--turns", "3"]
+    done = CliRunner().invoke(command.cli, given)
+    assert done.exit_code == status, done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "scheduler", "asked"),
+    [
+        (["device=cpu"], "embedded", "vllm", "conserve-embedded"),
+        (["vision"], "embedded-vision", "conversation_lane", "conserve-embedded-vision"),
+        (
+            ["vision", "engine_scheduler=vllm"],
+            "embedded-vision",
+            "vllm",
+            "conserve-embedded-vision",
+        ),
+        (["vision", "model=their/own"], "their/own", "vllm", "their/own"),
+    ],
+)
+def test_a_word_chooses_agents_that_see(
+    given: list[str], model: str, scheduler: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, ...]] = []
+
+    @contextlib.contextmanager
+    def launched(settings: Settings, arguments: list[str], *_: object) -> Iterator[Any]:
+        assert "vision" not in arguments
+        assert load(dict(one.split("=") for one in arguments)) == settings
+        told.append((settings.model, settings.engine_scheduler))
+        yield None, "http://nowhere"
+
+    async def converse(*given: Any, seeing: bool) -> Demonstration:
+        told.append((given[1], "sees" if seeing else ""))
+        return _kept()
+
+    monkeypatch.setattr(command, "laid_out", lambda settings: settings)
+    monkeypatch.setattr(command, "launched", launched)
+    monkeypatch.setattr(command, "converse", converse)
+    CliRunner().invoke(command.cli, given)
+    assert told == [(model, scheduler), (asked, "sees" if "vision" in given else "")]

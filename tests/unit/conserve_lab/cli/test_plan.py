@@ -1,0 +1,207 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from conserve_lab.capacity.demand import DemandError
+from conserve_lab.cli import plan as module
+from conserve_lab.cli.plan import cli, planned_turns
+from conserve_lab.workloads import PRESETS, Arrivals, Workload, agents, recorded, synthetic
+from tests.checkout import DATA
+
+TRACES = DATA / "claude-code-traces"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["--profile", "a40-qwen3-0.6b", *arguments])
+
+
+def words(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def test_one_conversation_like_the_papers_gives_the_papers_numbers() -> None:
+    done = run(
+        "--turns", "1", "--first-tokens", "15000", "--output-tokens", "1000",
+        "--rate", "1.634", "--prefill-headroom", "0", "--conversations", "3",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "T_p 25,000 input tokens/s" in words(done)
+    assert "R* = T_p / L_in 1.667 conversations/s" in words(done)
+    assert "At 1.634 conversations/s: 1 prefiller, 3 decoders" in words(done)
+
+
+def test_a_profile_of_another_kind_of_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(profile: str) -> bool:
+        done = CliRunner().invoke(cli, ["--profile", profile, "--conversations", "20"])
+        return f"profile {profile} is of a CPU with kernels for bfloat16" in words(done)
+
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert named("cpu-embedded")
+    assert not named("a40-qwen3-0.6b")
+
+
+def test_a_single_rate_is_also_shown_ten_times_over() -> None:
+    done = run("--rate", "0.5", "--conversations", "20")
+    rates = [line.split()[0] for line in done.output.splitlines() if line.count("%") == 4]
+    assert rates == ["0.5", "1", "2.5", "5"]
+    several = run("--rate", "0.5", "--rate", "3", "--conversations", "20")
+    rates = [line.split()[0] for line in several.output.splitlines() if line.count("%") == 4]
+    assert rates == ["0.5", "3"]
+
+
+def test_alternatives_are_the_caps_and_the_other_tiers(tmp_path: Path) -> None:
+    other = json.loads(Path("autoscale/profiles/a40-qwen3-0.6b.json").read_text())
+    other |= {"name": "bigger", "kv_capacity_tokens": 600_000}
+    (tmp_path / "bigger.json").write_text(json.dumps(other))
+    done = run("--conversations", "20", "--decoder-profile", str(tmp_path / "bigger.json"))
+    assert done.exit_code == 0, done.output
+    assert "capped at 200 W" in words(done)
+    rows = [line.split() for line in done.output.splitlines()]
+    (bigger,) = [row for row in rows if row[:1] == ["bigger"]]
+    (plain,) = [row for row in rows if row[:1] == ["a40-qwen3-0.6b"]]
+    assert int(bigger[2]) < int(plain[2])
+
+
+def test_tiers_that_hold_too_little_and_rates_that_are_too_high_end_no_plan(
+    tmp_path: Path,
+) -> None:
+    other = json.loads(Path("autoscale/profiles/a40-qwen3-0.6b.json").read_text())
+    other |= {"name": "tiny", "kv_capacity_tokens": 9_000}
+    (tmp_path / "tiny.json").write_text(json.dumps(other))
+    done = run(
+        "--conversations", "20", "--rate", "1e5", "--decoder-profile", str(tmp_path / "tiny.json")
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "At 100000 conversations/s: " in words(done)
+    assert re.search(r"Not possible, 1e\+06 conversations/s: [0-9,]+ \w+ would be", words(done))
+    assert "Not possible, tiny: a conversation holds" in words(done)
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["tiny", *5 * "-"] in rows
+    assert ["1e+06", *6 * "-"] in rows
+    # The rate that was asked for is another matter.
+    assert run("--conversations", "5", "--rate", "1e9").exit_code == 2
+
+
+def test_a_decoder_tier_of_another_model_is_refused() -> None:
+    refused = run("--conversations", "5", "--decoder-profile", "cpu-embedded")
+    assert refused.exit_code == 2
+    assert "of the model conserve-embedded" in words(refused)
+    assert len(refused.output.strip().splitlines()) == 1
+
+
+def test_rates_of_recorded_sessions_are_planned_with_their_sub_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `conserve simulate` and `conserve bench` take the rate."""
+    made = synthetic(
+        PRESETS["conserve"], conversations=20, arrivals=Arrivals(), vocabulary=range(2)
+    )
+    plain = run("--conversations", "20", "--rate", "1.25")
+    sessions = Workload("recorded", {**made.counts, "sessions": 8}, lambda: iter(made))
+    monkeypatch.setattr(module, "_workload", lambda *arguments: sessions)
+    done = run("--rate", "0.5")
+    assert done.exit_code == 0, done.output
+    assert "recorded sessions 8" in words(done)
+    assert "conversations a session, sub-agents' included 2.5" in words(done)
+    assert "sessions that arrive 0.5 a second" in words(done)
+    assert "so, conversations that arrive 1.25 a second" in words(done)
+    assert "At 1.25 conversations/s: " in words(done)
+    last = plain.output.splitlines()[-2:]
+    assert done.output.splitlines()[-2:] == last
+    assert "recorded sessions" not in words(plain)
+
+
+def stages(*arguments: str) -> Result:
+    return run("--profile", "a6000-cogagent", "--stages", *arguments)
+
+
+def test_stages_are_planned_as_in_the_paper() -> None:
+    done = stages()
+    assert done.exit_code == 0, done.output
+    assert "encode 24 12 4 prefill 30 12 6" in words(done)
+    rows = [line.split() for line in done.output.splitlines()]
+    assert ["1", "24", "30", "3.08", "s", "0.612", "28.9", "ms"] in rows
+    # On the front are the divisions of each number of pending requests.
+    for pending, sides in enumerate((["24", "30"], ["20", "24"], ["16", "18"], ["12", "12"]), 1):
+        assert [row[-1] for row in rows if row[:2] == sides and len(row) == 8] == [str(pending)]
+    assert "at up to 0.612 requests/s" in words(done)
+
+
+def test_stages_that_no_size_keeps_within_the_bound_are_said() -> None:
+    done = stages("--tbt-bound", "0.01")
+    assert "No size keeps a decode step within 10 ms: decodes always have the largest, 48 SMs" in (
+        words(done)
+    )
+
+
+def test_the_picture_of_stages_is_drawn(tmp_path: Path) -> None:
+    done = stages("--out", str(tmp_path / "pictures"))
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
+        "stages.png",
+        "stages.svg",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stages"], "profile a40-qwen3-0.6b has no stages: the times of encode, prefill"),
+        (["--stages", "--profile", "nope"], "profile nope cannot be read"),
+        (["--stages", "--rate", "1"], "--rate does not go with --stages"),
+        (["--tbt-bound", "0.1"], "--tbt-bound is for a plan of stages; add --stages"),
+    ],
+)
+def test_stages_that_cannot_be_planned_are_one_clear_line(arguments: list[str], said: str) -> None:
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert said in words(refused)
+    assert len(refused.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--profile", "nope"], "profile nope cannot be read"),
+        (["--rate", "0"], "the rate is 0 conversations/s; give one above 0"),
+        (["--headroom", "-1"], "the headroom is -1"),
+        (["--first-tokens", "400000"], "no number of decoders serves it"),
+        (["--first-tokens", "many"], "--first-tokens many: write LOW:MEAN:HIGH"),
+        (["--turns", "5:2:9"], "--turns 5:2:9: a spread of 5 to 9 with the mean 2.0 is none"),
+        (["--tool-latency", "soon"], "--tool-latency soon: write P50:P95"),
+        (["--workload", "agents"], "its lengths are not known before it runs"),
+        (["--workload", "recorded"], "needs --data PATH"),
+        (["--conversations", "0"], "0 conversations are asked for"),
+        (["--provision", "guess"], "give saturation or rate"),
+        (["--workload", "recorded", "--data", ".", "--turns", "3"], "for the workload synthetic"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_line(arguments: list[str], said: str) -> None:
+    refused = run("--conversations", "5", *arguments)
+    assert refused.exit_code == 2
+    assert said in words(refused)
+    assert len(refused.output.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"no recorded sessions at {DATA}")
+def test_turns_are_those_that_bench_sends() -> None:
+    sessions = sorted(TRACES.rglob("*.json*"))[:2]
+    workload = recorded(sessions, sessions=2, arrivals=Arrivals(), vocabulary=range(1000, 4000))
+    planned = list(planned_turns(workload))
+    assert len(planned) == workload.counts["conversations"]
+    for (_, script), turns in zip(workload, planned, strict=True):
+        for turn in turns:
+            request = script.next(None)
+            assert request is not None
+            assert turn.new_tokens + turn.cached_tokens == request.prompt_tokens
+            assert turn.cached_tokens == request.reused_tokens
+            assert turn.output_tokens == request.output_tokens
+
+
+def test_a_workload_that_does_not_say_its_lengths_is_refused() -> None:
+    workload = agents(conversations=1, arrivals=Arrivals())
+    with pytest.raises(DemandError, match="does not say how long its turns are"):
+        list(planned_turns(workload))

@@ -1,0 +1,394 @@
+"""Shared prefixes in simulated engines, against a cache that knows every single token."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoscale.capacity.profile import load_profile
+from conserve_lab.records import Answer, SharedPrefix, TurnRecord, TurnRequest
+from conserve_lab.simulate import Cluster, System
+from conserve_lab.simulate.cluster import opening
+from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
+from conserve_lab.simulate.run import NAMES, EngineCounts, make_system, serve
+from conserve_lab.simulate.shared import SharedPrefixes, Stretch
+from tests.unit.conserve_lab.simulate.test_simulate import COSTS
+
+BLOCK = 4
+# Two lengths of tools, and two system prompts after each: none begins at a block.
+TOOLS = {1: 18, 2: 9}
+SYSTEMS = {11: (1, 43), 12: (1, 30), 21: (2, 25), 22: (2, 41)}
+
+Cell = tuple[object, int]
+
+
+def parts(system: int, length: int) -> tuple[SharedPrefix, ...]:
+    """The first so many tokens of tools and a system prompt."""
+    tools, whole = SYSTEMS[system]
+    found = [SharedPrefix(tools, min(length, TOOLS[tools]))]
+    if length > TOOLS[tools]:
+        found.append(SharedPrefix(system, min(length, whole)))
+    return tuple(part for part in found if part.tokens)
+
+
+def cells(prefix: Sequence[SharedPrefix]) -> list[Cell]:
+    """Every token of a prefix that whole blocks have, and whose it is."""
+    found: list[Cell] = []
+    for part in prefix:
+        whole = part.tokens // BLOCK * BLOCK
+        found += [(part.key, at) for at in range(len(found), whole)]
+    return found
+
+
+def whole_blocks(tokens: int) -> int:
+    return tokens // BLOCK * BLOCK
+
+
+def leading(wanted: Iterable[Cell], here: Iterable[Cell]) -> int:
+    """How many of the first cells are here, up to the first that is not."""
+    known = set(here)
+    count = 0
+    for cell in wanted:
+        if cell not in known:
+            break
+        count += 1
+    return count
+
+
+prefixes = st.builds(parts, st.sampled_from(sorted(SYSTEMS)), st.integers(0, 45))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), prefixes, st.integers(0, 50)),
+            st.tuples(st.just("leave"), st.integers(0, 5), st.none()),
+            st.tuples(st.just("drop"), st.integers(1, 30), st.none()),
+        ),
+        max_size=30,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_every_token_is_held_once_and_the_longest_unused_go_first(steps: list[Any]) -> None:
+    """Turns take, compute and leave prefixes, and idle tokens are dropped, one by one."""
+    idle: dict[str | Stretch, int] = {}
+    shared = SharedPrefixes(BLOCK, idle)
+    turns: list[tuple[tuple[SharedPrefix, ...], list[Cell]]] = []
+    computed: set[Cell] = set()
+    unused: list[Cell] = []  # The longest unused first.
+    for what, one, tokens in steps:
+        if what == "take":
+            prefix, wanted = shared.whole_blocks(one), cells(one)
+            held = {cell for _, others in turns for cell in others}
+            woken, new = shared.take(prefix)
+            assert woken == len([cell for cell in wanted if cell in unused])
+            assert new == len([cell for cell in wanted if cell not in held and cell not in unused])
+            unused = [cell for cell in unused if cell not in wanted]
+            turns.append((prefix, wanted))
+            # A turn computes what follows upon what is there.
+            upto = max(tokens, leading(wanted, computed))
+            shared.computed(prefix, upto)
+            computed |= set(wanted[:upto])
+        elif what == "leave" and turns:
+            prefix, mine = turns.pop(one % len(turns))
+            held = {cell for _, others in turns for cell in others}
+            left = [cell for cell in reversed(mine) if cell not in held]
+            kept = [cell for cell in left if cell in computed]
+            assert shared.leave(prefix) == (len(kept), len(left) - len(kept))
+            unused += kept
+        elif what == "drop":
+            dropped = 0
+            while idle and dropped < one:
+                oldest = next(iter(idle))
+                assert isinstance(oldest, Stretch)
+                tokens = min(idle[oldest], one - dropped)
+                idle[oldest] -= tokens
+                if not idle[oldest]:
+                    del idle[oldest]
+                shared.drop(oldest, tokens)
+                dropped += tokens
+            assert dropped == min(one, len(unused))
+            computed -= set(unused[:dropped])
+            unused = unused[dropped:]
+        assert sum(idle.values()) == len(unused)
+        for system, (_, whole) in SYSTEMS.items():
+            wanted = cells(parts(system, whole))
+            found = shared.found(shared.whole_blocks(parts(system, whole)))
+            assert found == whole_blocks(leading(wanted, computed))
+
+
+@dataclass
+class _Engine:
+    """A real simulated engine, on which everything runs that is given to it."""
+
+    capacity_tokens: int
+    events: list[tuple[float, int]] = field(default_factory=list)
+    ended: list[EngineTurn] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.engine = SimulatedEngine(
+            "e",
+            replace(COSTS, capacity_tokens=self.capacity_tokens),
+            lambda at_s, engine, version: self.events.append((at_s, version)),
+            lambda work, engine, now_s: self.ended.append(work),
+            block_tokens=BLOCK,
+        )
+
+    def run(self, until_s: float = float("inf")) -> None:
+        while self.events and min(self.events)[0] <= until_s:
+            self.events.sort()
+            self.now_s, version = self.events.pop(0)
+            self.engine.wake(self.now_s, version)
+            self.check()
+
+    def check(self) -> None:
+        active, idle = self.engine.active_tokens, self.engine.idle_tokens
+        assert active >= 0
+        assert idle >= 0
+        assert active + idle <= self.capacity_tokens
+
+
+class _EveryToken:
+    """An engine whose cache is a list of tokens, the longest unused first; it takes prompts alone.
+
+    Who goes first and does not fit is taken to have used what it would find.
+    """
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.unused: list[Cell] = []
+        self.histories: dict[str, list[Cell]] = {}
+        self.evicted = 0
+
+    def step(self, waiting: list[EngineTurn]) -> list[int]:
+        """Take as many as fit, and end them; says what each of them found."""
+        running: list[tuple[EngineTurn, list[Cell], int]] = []
+        held: set[Cell] = set()
+        computed = set(self.unused)
+        while waiting:
+            work = waiting[0]
+            name, prefix = work.conversation, cells(work.shared)
+            mine = prefix + [(name, at) for at in range(len(prefix), work.prompt_tokens + 1)]
+            before = leading(self.histories.get(name, ()), computed)
+            if len(held | set(mine)) > self.capacity_tokens:
+                used = [cell for cell in self.unused if cell[0] == name]
+                used += [cell for cell in reversed(prefix) if cell in self.unused]
+                self.unused = [cell for cell in self.unused if cell not in used] + used
+                break
+            waiting.pop(0)
+            # Of what a conversation had, what it does not go on with is not kept.
+            taken = set(mine) | {cell for cell in self.unused if cell[0] == name}
+            self.unused = [cell for cell in self.unused if cell not in taken]
+            held |= set(mine)
+            while len(held) + len(self.unused) > self.capacity_tokens:
+                computed.discard(self.unused.pop(0))
+                self.evicted += 1
+            running.append((work, mine, whole_blocks(min(before, work.reusable_tokens))))
+        found = []
+        # One after the other is computed, and finds what those before it have computed.
+        for work, _, reused in running:
+            prefix = cells(work.shared)
+            found.append(max(reused, whole_blocks(leading(prefix, computed))))
+            computed |= set(prefix)
+        for index, (work, mine, _) in enumerate(running):
+            still = {cell for _, others, _ in running[index + 1 :] for cell in others}
+            # The ends of histories go first.
+            self.unused += [cell for cell in reversed(mine) if cell not in still]
+            self.histories[work.conversation] = mine
+        return found
+
+
+turns_of_a_round = st.lists(
+    st.tuples(
+        st.integers(0, 5),  # Which conversation.
+        st.integers(0, 50),  # What of its prompt is that of others.
+        st.integers(1, 30),  # What comes after.
+        st.integers(0, 80),  # What of it was in the prompt before.
+    ),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda one: one[0],
+)
+
+
+@given(st.integers(81, 260), st.lists(turns_of_a_round, min_size=1, max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_an_engine_finds_and_drops_what_one_that_knows_every_token_does(
+    capacity_tokens: int, rounds: list[list[tuple[int, int, int, int]]]
+) -> None:
+    real, brute = _Engine(capacity_tokens), _EveryToken(capacity_tokens)
+    heads: dict[str, int] = {}
+    lengths: dict[str, int] = {}
+    for turns in rounds:
+        works = []
+        for number, shared, after, reused in turns:
+            name = f"c{number}"
+            system = sorted(SYSTEMS)[number % len(SYSTEMS)]
+            head = min(shared, SYSTEMS[system][1])
+            before = heads.get(name, 0)
+            most = lengths.get(name, 0) if head == before else min(head, before)
+            prefix = parts(system, head)
+            prompt = head + after
+            works.append(EngineTurn(name, prompt, 1, min(reused, most, prompt), shared=prefix))
+            heads[name], lengths[name] = head, prompt
+        for work in works:
+            real.engine.submit(work, real.now_s)
+        real.run()
+        # The first came alone: the others came while it was computed.
+        expected = brute.step(works[:1])
+        waiting = works[1:]
+        while waiting:
+            expected += brute.step(waiting)
+        assert [work.cached_tokens for work in works] == expected
+        assert real.engine.active_tokens == 0
+        assert real.engine.idle_tokens == len(brute.unused)
+        assert real.engine.evicted_tokens == brute.evicted
+
+
+@given(
+    st.integers(200, 500),
+    st.lists(
+        st.tuples(
+            st.integers(0, 7),  # Which conversation.
+            st.integers(1, 45),  # What of its prompt is that of others.
+            st.integers(1, 40),  # What comes after.
+            st.integers(1, 80),  # What is put out.
+            st.floats(0, 0.4),  # How long after the one before it comes.
+            st.floats(0, 2),  # For how long its KV is pinned then.
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_comes_an_engine_holds_no_more_than_it_can_and_leaves_nothing_behind(
+    capacity_tokens: int, turns: list[tuple[int, int, int, int, float, float]]
+) -> None:
+    """Turns that decode beside others, are sent back, and come while others' KV is pinned."""
+    real = _Engine(capacity_tokens)
+    engine, now_s = real.engine, 0.0
+    works: list[EngineTurn] = []
+    for number, shared, after, output, gap_s, pinned_s in turns:
+        now_s += gap_s
+        real.run(now_s)
+        real.now_s = now_s
+        name, system = f"c{number}", sorted(SYSTEMS)[number % len(SYSTEMS)]
+        if any(work.conversation == name for work in works if work not in real.ended):
+            continue
+        if engine.holds(name):
+            engine.pin(name, now_s + pinned_s)
+            real.check()
+        head = min(shared, SYSTEMS[system][1])
+        works.append(EngineTurn(name, head + after, output, shared=parts(system, head)))
+        engine.submit(works[-1], now_s)
+        real.check()
+    real.run()
+    assert set(real.ended) == set(works)
+    for number in range(8):
+        engine.forget(f"c{number}")
+    assert engine.active_tokens == 0
+    # Nothing but the shared prefixes is left; one as large as the engine has them go.
+    assert engine.idle_tokens <= len({cell for prefix in _everybodys() for cell in cells(prefix)})
+    engine.submit(EngineTurn("large", capacity_tokens - 1, 1), real.now_s)
+    real.run()
+    assert (engine.active_tokens, engine.idle_tokens) == (0, capacity_tokens)
+
+
+def _everybodys() -> list[tuple[SharedPrefix, ...]]:
+    return [parts(system, whole) for system, (_, whole) in SYSTEMS.items()]
+
+
+# --- In a cluster ---------------------------------------------------------------------------------
+
+COMMON = (SharedPrefix(1, 1_000), SharedPrefix(2, 4_000))
+
+
+@dataclass
+class _Script:
+    """A conversation that begins with what all begin with, and goes on for so many turns."""
+
+    conversation: str
+    turns: int = 1
+    gap_s: float = 1.0
+    at: int = 0
+
+    def next(self, answer: Answer | None) -> TurnRequest | None:
+        if self.at == self.turns:
+            return None
+        self.at += 1
+        tokens = 4_000 + 1_120 * self.at
+        before = tokens - 1_120 if self.at > 1 else 0
+        gap_s = self.gap_s if self.at > 1 else 0.0
+        return TurnRequest(
+            gap_s, "/v1/completions", dict, tokens, before, 32, self.at == 1, shared=COMMON
+        )
+
+
+def _system(name: str, capacity_tokens: int = 50_000, decoders: int = 1) -> System:
+    system = make_system(name, load_profile("a40-qwen3-0.6b"), EngineCounts(1, decoders))
+    return replace(
+        system,
+        prefillers=tuple(replace(one, capacity_tokens=50_000) for one in system.prefillers),
+        decoders=tuple(replace(one, capacity_tokens=capacity_tokens) for one in system.decoders),
+    )
+
+
+def test_what_prompts_share_is_computed_moved_and_counted_once() -> None:
+    records: list[TurnRecord] = []
+    cluster = Cluster(_system("conserve"), records.extend)
+    plan = [(0.0, _Script("first", 2, 60.0)), (0.0, _Script("second", 2, 60.0))]
+    cluster.run_programs(iter(plan), 2, until_s=30.0, ramp_s=20.0)
+    (decoder,), (engine,) = cluster.table.decoders.values(), cluster.decoders.values()
+    # Both are between their turns.
+    distinct = 4_000 + 2 * (1_120 + 32)
+    assert decoder.held_tokens == engine.idle_tokens == distinct
+    assert [one.cached_tokens for one in records] == [0, 4_000]
+    figures = cluster.figures(1.0)
+    assert figures.shared_found_tokens == 4_000
+    # Whole chunks of 256: all of one prompt, and what the other one had of its own.
+    assert figures.handoff_tokens == 5_120 + 1_120
+
+
+def test_room_is_asked_for_what_a_decoder_does_not_hold() -> None:
+    """Two prompts of 5,120 tokens fit into 6,500 if 4,000 are the same."""
+    refused = []
+    for shared in (COMMON, ()):
+        cluster = Cluster(_system("conserve", 6_500), lambda turns: None)
+        for name in ("first", "second"):
+            admitted = cluster.table.bind(name, 5_120, 0.0, opening=opening(name, shared, True))
+            refused.append(admitted is None)
+    assert refused == [False, False, False, True]
+
+
+def test_a_prefix_that_is_one_of_several_lengths_is_counted_by_its_length() -> None:
+    whole, cut = opening("a", COMMON, True), opening("b", COMMON[:1], True)
+    assert whole is not None
+    assert cut is not None
+    assert (whole.system_tokens, cut.system_tokens) == (4_000, 1_000)
+    assert whole.system != cut.system
+    assert opening("c", (), True) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_system_finds_what_conversations_share(name: str) -> None:
+    """Many conversations on engines that are short of room: all of it is given back."""
+    records: list[TurnRecord] = []
+    system = _system(name, 24_000, decoders=2)
+    plan = [(0.5 * i, _Script(f"c{i}", 4, 2.0)) for i in range(16)]
+    cluster = serve(replace(system, queue_timeout_s=600.0), plan, records.extend)
+    assert Counter(one.outcome for one in records) == {"completed": 64}
+    firsts = [one for one in records if one.turn == 1]
+    assert sum((one.cached_tokens or 0) >= 4_000 for one in firsts) >= 8
+    found = cluster.figures(1.0).shared_found_tokens
+    assert found is not None
+    assert found > 20_000
+    for engine in (*cluster.prefillers.values(), *cluster.decoders.values()):
+        assert engine.active_tokens == 0
+        assert engine.idle_tokens <= engine.capacity_tokens
+    if isinstance(cluster, Cluster):
+        assert {one.held_tokens for one in cluster.table.decoders.values()} == {0}

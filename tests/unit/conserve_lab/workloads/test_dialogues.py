@@ -1,0 +1,291 @@
+"""Dialogues stay valid chats whatever the model answers, and say what was recorded."""
+
+import gzip
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conserve_lab.records import Answer, TurnRequest
+from conserve_lab.workloads import Arrivals, Workload, WorkloadError, dialogues
+from conserve_lab.workloads.dialogues import NO_RESULT, RecordedTurn, continuation
+from tests.checkout import DATA
+
+RECORDED = DATA / "tau-bench" / "gpt-4o-airline.json.gz"
+
+Json = dict[str, Any]
+
+with_data = pytest.mark.skipif(not RECORDED.exists(), reason=f"no recorded dialogues at {DATA}")
+
+
+def called(name: str, arguments: str, call_id: str = "") -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def play(script: Any, answer: Callable[[int], Answer]) -> list[TurnRequest]:
+    turns = [script.next(None)]
+    while (turn := script.next(answer(len(turns)))) is not None:
+        turns.append(turn)
+    return turns
+
+
+def check_chat(messages: list[Json]) -> None:
+    """What servers and templates refuse: unanswered calls, unasked results, the wrong order."""
+    open_calls: list[str] = []
+    for before, message in pairwise([{"role": "start"}, *messages]):
+        role = message["role"]
+        if role == "tool":
+            assert isinstance(message["content"], str)
+            open_calls.remove(message["tool_call_id"])
+            continue
+        assert not open_calls
+        assert role != before["role"]
+        assert role != "system" or before["role"] == "start"
+        if role == "assistant":
+            assert before["role"] in ("user", "tool")
+            assert isinstance(message["content"], str) or message["tool_calls"]
+            for call in message.get("tool_calls", ()):
+                assert call["function"]["name"]
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+                open_calls.append(call["id"])
+            assert len(set(open_calls)) == len(open_calls)
+        else:
+            assert isinstance(message["content"], str)
+    assert not open_calls
+    assert messages[-1]["role"] in ("user", "tool")
+
+
+# --- The recordings -------------------------------------------------------------------------------
+
+
+ANSWERS: dict[str, Callable[[int], Answer]] = {
+    "text": lambda turn: Answer(f"answer {turn}"),
+    "nothing": lambda turn: Answer(""),
+    "a call": lambda turn: Answer("", (called("look", '{"x": 1}', f"id{turn}"),)),
+    "calls": lambda turn: Answer("so:", (called("look", "{}"), called("find", '{"y": [2]}'))),
+    "no call": lambda turn: Answer("", (called("look", '{"x": '),)),
+}
+
+
+@with_data
+@pytest.mark.parametrize("kind", sorted(ANSWERS))
+def test_recorded_dialogues_stay_valid_chats(kind: str) -> None:
+    with gzip.open(RECORDED, "rt") as file:
+        recorded = [entry["traj"] for entry in json.load(file)]
+    workload = dialogues(RECORDED, conversations=200, arrivals=Arrivals("together"))
+    numbers = set()
+    for _, script in workload:
+        number = int(script.conversation.rpartition("-")[2])
+        numbers.add(number)
+        messages = recorded[number]
+        turns = play(script, ANSWERS[kind])
+        assert len(turns) == sum(message["role"] == "assistant" for message in messages)
+        last = turns[-1].body()["messages"]
+        check_chat(last)
+        # All that was said by others before the last answer is there, in order.
+        answered = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        text = "\n".join(message["content"] or "" for message in last)
+        at = 0
+        for message in messages[:answered]:
+            if message["role"] != "assistant":
+                at = text.index(message["content"], at) + len(message["content"])
+        # Nobody's history is rewritten.
+        for before, now in pairwise(turn.body()["messages"] for turn in turns):
+            assert now[: len(before)] == before
+    assert numbers == set(range(200))
+
+
+@with_data
+def test_the_body_asks_for_a_stream_of_about_the_recorded_length() -> None:
+    def first(**settings: Any) -> Json:
+        _, script = next(
+            iter(dialogues(RECORDED, conversations=1, arrivals=Arrivals(), **settings))
+        )
+        turn = script.next(None)
+        assert turn is not None
+        assert turn.path == "/v1/chat/completions"
+        assert turn.effective is turn.output_tokens is turn.prompt_tokens is None
+        return turn.body()
+
+    body = first()
+    assert 1 <= body["max_tokens"] < 400
+    assert (body["stream"], body["temperature"]) == (True, 0)
+    assert body["stream_options"] == {"include_usage": True}
+    assert "tools" not in body
+    assert first(max_output_tokens=7)["max_tokens"] == 7
+    tools = {tool["function"]["name"]: tool for tool in first(declare_tools=True)["tools"]}
+    assert tools["get_user_details"] == {
+        "type": "function",
+        "function": {
+            "name": "get_user_details",
+            "parameters": {"type": "object", "properties": {"user_id": {"type": "string"}}},
+        },
+    }
+
+
+# --- Made dialogues -------------------------------------------------------------------------------
+
+
+def say(role: str, content: str | None, **fields: Any) -> Json:
+    return {"role": role, "content": content} | fields
+
+
+DIALOGUE = [
+    say("system", "policy"),
+    say("user", "hi"),
+    say("assistant", None, tool_calls=[called("look", '{"a": 1}')]),
+    say("tool", "found", tool_call_id="c", name="look"),
+    say("assistant", "x" * 41),
+    say("user", "bye"),
+]
+
+
+def write(folder: Path, *trajectories: Any) -> Path:
+    path = folder / "dialogues.json"
+    path.write_text(json.dumps([{"traj": messages} for messages in trajectories]))
+    return path
+
+
+def make(path: Path, **settings: Any) -> Workload:
+    defaults: Json = {"conversations": 1, "arrivals": Arrivals("together")}
+    return dialogues(path, **(defaults | settings))
+
+
+def test_the_models_answers_take_the_place_of_the_recorded_ones(tmp_path: Path) -> None:
+    ((_, script),) = make(write(tmp_path, DIALOGUE))
+    first, second = play(script, lambda _: Answer("no idea"))
+    assert first.body()["messages"] == [say("system", "policy"), say("user", "hi")]
+    assert second.body()["messages"][2:] == [say("assistant", "no idea"), say("user", "found")]
+    # The recorded call is 4 + 8 characters, the recorded text 41.
+    assert [turn.body()["max_tokens"] for turn in (first, second)] == [3, 11]
+
+
+def test_a_call_gets_the_recorded_result_under_its_own_id(tmp_path: Path) -> None:
+    ((_, script),) = make(write(tmp_path, DIALOGUE))
+    _, second = play(script, lambda _: Answer("", (called("other", "{}", "own"),)))
+    assert second.body()["messages"][2:] == [
+        say("assistant", None, tool_calls=[called("other", "{}", "own")]),
+        say("tool", "found", tool_call_id="own"),
+    ]
+
+
+def test_calls_and_results_need_not_match() -> None:
+    two = (called("a", "{}", "1"), called("b", "{}", "2"))
+    turn = RecordedTurn((say("user", "and?"),), ("r1",), 9)
+    assert continuation(Answer("", two), turn, "call")[1:] == [
+        say("tool", "r1", tool_call_id="1"),
+        say("tool", NO_RESULT, tool_call_id="2"),
+        say("user", "and?"),
+    ]
+    more = RecordedTurn((), ("r1", "r2", "r3"), 9)
+    assert continuation(Answer("", two[:1]), more, "call")[1:] == [
+        say("tool", "r1", tool_call_id="1"),
+        say("user", "r2\n\nr3"),
+    ]
+
+
+arguments = st.sampled_from(["{}", '{"a": 1}', "", "{", "[1]", "null", "7", '{"a": NaN}'])
+answers = st.builds(
+    Answer,
+    st.text(max_size=8),
+    st.lists(
+        st.builds(called, st.sampled_from(["look", "find", ""]), arguments, st.just("")), max_size=3
+    ).map(tuple),
+)
+following = st.lists(st.text(max_size=5), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(answers, following, following).filter(lambda turn: turn[1] or turn[2]), max_size=5
+    )
+)
+def test_any_answers_make_a_valid_chat(turns: list[tuple[Answer, list[str], list[str]]]) -> None:
+    messages = [say("system", "s"), say("user", "u")]
+    for number, (answer, results, users) in enumerate(turns):
+        turn = RecordedTurn(tuple(say("user", text) for text in users), tuple(results), 9)
+        messages += continuation(answer, turn, f"call_{number}")
+        check_chat(messages)
+
+
+def test_gaps_are_exponential_and_of_the_seed(tmp_path: Path) -> None:
+    path = write(tmp_path, [say("user", "u"), *[say("assistant", "a"), say("user", "u")] * 20])
+
+    def gaps(**settings: Any) -> list[list[float]]:
+        workload = make(path, conversations=100, **settings)
+        return [[t.gap_s for t in play(script, ANSWERS["text"])] for _, script in workload]
+
+    found = gaps(mean_gap_s=3.0)
+    assert {first for first, *_ in found} == {0.0}
+    later = [gap_s for _, *later in found for gap_s in later]
+    assert np.mean(later) == pytest.approx(3.0, rel=0.1)
+    assert np.std(later) == pytest.approx(3.0, rel=0.1)
+    assert found == gaps(mean_gap_s=3.0)
+    assert found != gaps(mean_gap_s=3.0, seed=1)
+    assert {gap_s for made in gaps(mean_gap_s=0) for gap_s in made} == {0.0}
+
+
+def test_a_turn_after_the_first_needs_an_answer(tmp_path: Path) -> None:
+    ((_, script),) = make(write(tmp_path, DIALOGUE))
+    script.next(None)
+    with pytest.raises(ValueError, match="turn 2 follows no answer"):
+        script.next(None)
+
+
+# --- Broken ones ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "problem"),
+    [
+        ([*DIALOGUE[:2], {"content": "x"}], "[1].traj[2]", "`role`"),
+        ([say("robot", "x")], "[1].traj[0]", "'robot'"),
+        ([say("user", 7)], "[1].traj[0]", ".content`"),  # type: ignore[arg-type]
+        ([say("user", None)], "[1].traj[0]", "has no content"),
+        ([say("user", "x"), say("assistant", None)], "[1].traj[1]", "neither content nor"),
+        ([say("user", "x"), say("assistant", "y", tool_calls=[{}])], "[1].traj[1]", "`function`"),
+        ([say("assistant", "x")], "[1].traj[0]", "nothing before it"),
+        ([*DIALOGUE[:3], say("assistant", "x")], "[1].traj[3]", "as the one before it"),
+        ([say("user", "x"), say("system", "y")], "[1].traj[1]", "not the first one"),
+        ([say("user", "x"), say("tool", "y")], "[1].traj[1]", "answers no call"),
+        ([say("user", "x")], "[1].traj", "no assistant message"),
+        ([], "[1].traj", "no assistant message"),
+    ],
+)
+def test_a_broken_dialogue_is_named(
+    tmp_path: Path, messages: list[Json], place: str, problem: str
+) -> None:
+    path = write(tmp_path, DIALOGUE, messages)
+    with pytest.raises(WorkloadError) as error:
+        make(path)
+    assert str(path) in str(error.value)
+    assert place in str(error.value)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b"[]", "has no dialogues"),
+        (b"{}", "missing required field `traj`; dialogues are read in the format of tau-bench"),
+        (b'{"traj": []}\n{"messages": []}', "line 1: .*no assistant message"),
+        (b"[{}]", r"`traj` - at `\$\[0\]`"),
+        (b"[", "is not JSON"),
+        (gzip.compress(b"[]" * 99, mtime=0)[:-4], "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "broken.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(WorkloadError, match=rf"broken\.json\.gz.*{problem}"):
+        make(path)
+    with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
+        make(tmp_path / "missing.json")

@@ -1,0 +1,261 @@
+"""Recordings are read as published; a broken one gives one error, which names the place."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conserve_lab.workloads import Arrivals, WorkloadError, recorded
+from conserve_lab.workloads.traces import RecordedSession, read_session, recordings
+
+Json = dict[str, Any]
+
+CALL: Json = {"type": "n", "t": 0, "in": 130, "out": 5, "hash_ids": [1, 2], "stop": "end_turn"}
+LATER: Json = CALL | {"t": 10.0, "type": "s", "in": 200, "hash_ids": [1, 2, 3], "api_time": 2.5}
+SUB_AGENT: Json = {
+    "type": "subagent",
+    "t": 9.0,
+    "agent_id": "agent_001",
+    "tool_tokens": 10,
+    "system_tokens": 10,
+    "duration_ms": 4_000,
+    "requests": [CALL, LATER],
+}
+SESSION: Json = {
+    "id": "trace_1",
+    "block_size": 64,
+    "tool_tokens": 60,
+    "system_tokens": 20,
+    "requests": [CALL, SUB_AGENT, LATER],
+}
+
+
+def write(folder: Path, session: Any) -> Path:
+    path = folder / "broken.json"
+    path.write_text(json.dumps(session))
+    return path
+
+
+def read(path: Path) -> RecordedSession:
+    (recording,) = recordings(path)
+    return read_session(recording)
+
+
+def refused(path: Path) -> str:
+    """The error's message; every way to a workload gives the same one."""
+    with pytest.raises(WorkloadError) as error:
+        read(path)
+    with pytest.raises(WorkloadError) as again:
+        recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(100))
+    message = str(error.value)
+    assert message == str(again.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_plain_and_compressed_files_are_the_same(tmp_path: Path) -> None:
+    plain = write(tmp_path, SESSION)
+    packed = tmp_path / "packed.json.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert [found.name for found in recordings(tmp_path)] == [str(plain), str(packed)]
+    one, two = read(plain), read(packed)
+    assert [call.prompt_tokens for call in one.calls] == [130, 200]
+    assert [(call.kept_blocks, call.new_blocks.tolist()) for call in one.calls] == [
+        (call.kept_blocks, call.new_blocks.tolist()) for call in two.calls
+    ]
+
+
+def change(*path: str | int, **fields: Any) -> Callable[[Json], None]:
+    def apply(session: Json) -> None:
+        record: Any = session
+        for step in path:
+            record = record[step]
+        record.update(fields)
+
+    return apply
+
+
+def drop(field: str, *path: str | int) -> Callable[[Json], None]:
+    def apply(session: Json) -> None:
+        record: Any = session
+        for step in path:
+            record = record[step]
+        del record[field]
+
+    return apply
+
+
+def seen(path: Path) -> Json:
+    """Return the parts of a session that its file decides."""
+    session = read(path)
+    sub = session.sub_agents[0] if session.sub_agents else None
+    workload = recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(1000))
+    return {
+        "name": session.name,
+        "head": (session.tool_tokens, session.system_tokens),
+        "blocks": [(call.kept_blocks, call.new_blocks.tolist()) for call in session.calls],
+        "tools": [call.tool for call in session.calls],
+        "sub": sub and (sub.after, sub.started_s, sub.ended_s, sub.session.name),
+        "starts": sub and [call.started_s for call in sub.session.calls],
+        "same ids": sub and sub.session.calls[0].new_blocks.tolist() == [1, 2],
+        "without ids": workload.counts.get("prompts_without_hash_ids"),
+    }
+
+
+NO_SUB = {"sub": None, "starts": None, "same ids": None}
+LIKE_AIPERF = SUB_AGENT | {"requests": [CALL | {"t": 9.0}, LATER | {"t": 15.0}]}
+READ: list[tuple[Callable[[Json], None], Json]] = [
+    (drop("block_size"), {"same ids": False}),
+    (change(tool_tokens=None), {"head": (0, 20)}),
+    (drop("stop", "requests", 2), {"tools": ["", None]}),
+    (change("requests", 0, stop=None), {"tools": [None, ""]}),
+    (drop("hash_ids", "requests", 2), {"blocks": [(0, [1, 2]), (0, [])], "without ids": 1}),
+    (change("requests", 0, hash_ids=None, **{"in": 9}), {"blocks": [(0, []), (0, [1, 2, 3])]}),
+    (change("requests", 2, hash_ids=[1, 2, 3, 4]), {}),
+    (change(hash_id_scope="local"), {"same ids": True}),
+    (change(hash_id_scope="global"), {"same ids": True}),
+    (change("requests", 1, agent_id="é 1"), {"sub": (0, 5.0, 9.0, "__1")}),
+    (change(requests=[CALL, LIKE_AIPERF, LATER]),
+     {"sub": (0, 9.0, 13.0, "agent_001"), "starts": [0.0, 6.0]}),
+    (change("requests", 1, requests=[]), NO_SUB),
+    (drop("requests", "requests", 1), NO_SUB),
+    (change(requests=[SUB_AGENT, CALL, LATER]), NO_SUB),
+    (change(id="../é\n" + "x" * 99), {"name": "..___" + "x" * 75}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), READ)
+def test_what_is_missing_means_what_it_does_to_the_tools_that_record(
+    tmp_path: Path, changes: Callable[[Json], None], expected: Json
+) -> None:
+    plain = seen(write(tmp_path, SESSION))
+    session = json.loads(json.dumps(SESSION))
+    changes(session)
+    assert seen(write(tmp_path, session)) == plain | expected
+
+
+TEXT = json.dumps(SESSION).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [
+        ({"a.jsonl": TEXT + b"\n\n" + TEXT + b"\r\n"}, ["a.jsonl, line 1", "a.jsonl, line 3"]),
+        ({"a.NDJSON.gz": gzip.compress(b"\n" + TEXT, mtime=0)}, ["a.NDJSON.gz, line 2"]),
+        ({"a.json": TEXT + b"\n" + TEXT}, ["a.json, line 1", "a.json, line 2"]),
+        ({"A.JSON": b"\xef\xbb\xbf" + json.dumps(SESSION, indent=1).encode()}, ["A.JSON"]),
+        ({"p/ä 1.json": TEXT, "._a.json": b"", ".c/b.json": b"", "p/.b.json": b""}, ["p/ä 1.json"]),
+    ],
+)  # fmt: skip
+def test_files_are_read_as_people_bring_them(
+    tmp_path: Path, files: dict[str, bytes], lines: list[str]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    found = recordings(tmp_path)
+    assert [recording.name for recording in found] == [f"{tmp_path}/{line}" for line in lines]
+    assert {read_session(recording).name for recording in reversed(found)} == {"trace_1"}
+
+
+# Single wrong fields of calls are drawn below.
+BROKEN = [
+    (drop("id"), "broken.json", "`id`; recorded sessions are read in the format of kv-cache"),
+    (change("requests", 2, out=1.5), "requests[2]", ".out`"),
+    (change("requests", 0, hash_ids=[1, -2]), "requests[0]", "hash_ids[1]`"),
+    (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
+    (change("requests", 2, hash_ids=[1, 2, 3, 4, 5]), "requests[2]", "hash_ids has 5 blocks"),
+    (change("requests", 0, type="x\ny"), "requests[0]", "'x y'"),
+    (change("requests", 0, t=11), "requests[2]", "t is 10 s, before the call above it (11 s)"),
+    (change("requests", 1, duration_ms=-1), "requests[1]", ".duration_ms`"),
+    (change(requests=[]), "requests", "is empty"),
+    (change(requests=[CALL, [1]]), "requests[1]", "Expected `object`, got `array`"),
+    (change(requests={}), "broken.json", "`$.requests`"),
+    (change(block_size=0), "broken.json", "`$.block_size`"),
+    (change(system_tokens=-1), "broken.json", "`$.system_tokens`"),
+    (change(hash_id_scope="x"), "broken.json", "`$.hash_id_scope`"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "record", "problem"), BROKEN)
+def test_a_broken_record_is_named(
+    tmp_path: Path, breaks: Callable[[Json], None], record: str, problem: str
+) -> None:
+    session = json.loads(json.dumps(SESSION))
+    breaks(session)
+    message = refused(write(tmp_path, session))
+    assert record in message
+    assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"{", "is not JSON"),
+        (b'{"id": nan}', "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b'{"x": ' + b"[" * 100_000, "is not JSON"),
+        (b"[]", "Expected `object`, got `array`"),
+        (gzip.compress(b"", mtime=0), "is empty"),
+        (gzip.compress(json.dumps(SESSION).encode(), mtime=0)[:-9], "cannot be read"),
+        (gzip.compress(b"x" * 99, mtime=0)[:12] + b"garbage", "cannot be read"),
+        (b"\x1f\x8bno gzip at all", "cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "broken.json.gz"
+    path.write_bytes(content)
+    assert problem in refused(path)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="has no recordings"):
+        recordings(tmp_path)
+    with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
+        recordings(tmp_path / "missing.json")
+    with pytest.raises(WorkloadError, match="name a folder or files"):
+        recordings([])
+
+
+REQUIRED = ("type", "t", "in", "out")
+WRONG: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.text().filter(lambda kind: kind not in ("n", "s", "subagent")),
+    "t": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text() | st.none(),
+    "in": st.integers(max_value=0) | st.text() | st.floats(0.1, 0.9) | st.none(),
+    "out": st.integers(max_value=-1) | st.text() | st.none() | st.integers(min_value=2**53),
+    "hash_ids": st.lists(st.integers(0, 99), min_size=5)
+    | st.lists(st.none() | st.text(), min_size=1)
+    | st.text()
+    | st.integers(),
+    "stop": st.integers() | st.lists(st.text()),
+    "api_time": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text(),
+}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_wrong_field_of_any_call_is_refused_by_record(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    place = data.draw(st.sampled_from([(0,), (2,), (1, 0), (1, 1)]))
+    field = data.draw(st.sampled_from(sorted(WRONG)))
+    session = json.loads(json.dumps(SESSION))
+    record: Any = session
+    for index in place:
+        record = record["requests"][index]
+    if field in REQUIRED and data.draw(st.booleans()):
+        del record[field]
+    else:
+        record[field] = data.draw(WRONG[field])
+    message = refused(write(tmp_path, session))
+    assert ".".join(f"requests[{index}]" for index in place) in message
