@@ -41,9 +41,8 @@ class PrefillCurve(_Strict):
     """Time of a prefill, from new tokens and those found in the prefix cache.
 
     Cold, it is ``constant_s + per_token_s n + per_token_squared_s n^2`` (ConServe, section 3.1 and
-    figure 2). An append of n tokens to c cached ones costs ``per_token_squared_s ((c + n)^2 -
-    c^2)``
-    in the last term, and ``per_cached_token_s c`` to find and read the cached ones.
+    figure 2). An append of n tokens to c cached ones has ``(c + n)^2 - c^2`` for ``n^2``, and takes
+    ``per_cached_token_s c`` to find and read the cached ones.
     """
 
     constant_s: NotNegative
@@ -99,9 +98,8 @@ class DecodeCurve(_Strict):
 class Interference(_Strict):
     """The time that a prefill adds to an iteration of decodes (ConServe, figure 5).
 
-    The iteration takes `DecodeCurve.step_s` plus ``prefill_share`` times `PrefillCurve.marginal_s`:
-    1
-    if nothing overlaps, 0 if the decode's memory traffic hides the prefill.
+    The iteration takes `DecodeCurve.step_s` plus ``prefill_share`` (1: nothing overlaps, 0: the
+    decode's memory traffic hides the prefill) times `PrefillCurve.marginal_s`.
     """
 
     prefill_share: NotNegative = 1.0
@@ -142,15 +140,10 @@ class StageSize(_Strict):
 
 
 class StageCurves(_Strict):
-    """Times of encode, prefill and decode by how a GPU's SMs are divided (Nova, section III-C).
+    """Times of encode, prefill and decode by how a GPU's SMs are divided (Nova, section III-C)."""
 
-    Attributes:
-        sms: all SMs of the engine.
-        output_tokens: mean of an answer (N of equation 1).
-    """
-
-    sms: int = Field(ge=2)
-    output_tokens: Positive
+    sms: int = Field(ge=2)  # All of the engine's.
+    output_tokens: Positive  # Mean of an answer (N of equation 1).
     sizes: tuple[StageSize, ...] = Field(min_length=2)
 
     @model_validator(mode="after")

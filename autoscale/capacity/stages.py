@@ -20,40 +20,26 @@ _LEAST_FROM_PENDING = 4
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """One choice of S_v and S_p, for a stream of requests that never wait (Nova, figure 5).
-
-    Attributes:
-        latency_s: of a request (L, equation 1).
-        throughput_per_s: requests (equation 4).
-        tbt_s: the longest step of decodes.
-    """
+    """One choice of S_v and S_p, for a stream of requests that never wait (Nova, figure 5)."""
 
     encode_sms: int
     prefill_sms: int
-    latency_s: float
-    throughput_per_s: float
-    tbt_s: float
+    latency_s: float  # A request's (L, equation 1).
+    throughput_per_s: float  # Requests (equation 4).
+    tbt_s: float  # The longest step of decodes.
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The divisions of a GPU's SMs, and the shares that equation 5 takes from the best one.
-
-    Attributes:
-        divisions: all of them.
-        front: those within the bound that no other one beats in both latency and throughput, the
-            quickest first.
-        least_sms: the fewest SMs with which decodes stay within the bound (S_min).
-        within_bound: False if no size does; ``least_sms`` is then the largest.
-        by_pending: the divisions for 1, 2, ... pending requests, until decodes have S_min.
-    """
+    """The divisions of a GPU's SMs, and the shares that equation 5 takes from the best one."""
 
     divisions: tuple[Division, ...]
+    # Within the bound, and beaten by no other one in both latency and throughput; quickest first.
     front: tuple[Division, ...]
-    least_sms: int
-    within_bound: bool
+    least_sms: int  # The fewest SMs with which decodes stay within the bound (S_min).
+    within_bound: bool  # False if no size does; `least_sms` is then the largest.
     shares: dict[Stage, DecodeShare]
-    by_pending: tuple[Division, ...]
+    by_pending: tuple[Division, ...]  # For 1, 2, ... requests, until decodes have S_min.
 
     @property
     def best(self) -> Division:
