@@ -28,15 +28,18 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
 
     queue = client._message_queue_client
     submit, cancel_streams = queue.submit_request, queue.cancel_streams
-    lost = TimeoutError("the connection to the LMCache server is lost")
     connection = Connection()
+
+    def fail(future: Any) -> None:
+        # One exception for all would keep the frames that raised it, and the memory that they map.
+        future.set_exception(TimeoutError("the connection to the LMCache server is lost"))
 
     def connection_lost() -> None:
         # Runs in the thread that owns pending_futures.
         healthy.clear()
         connection.losses += 1
         for future, _ in queue.pending_futures.values():
-            future.set_exception(lost)
+            fail(future)
         queue.pending_futures.clear()
         cancel_streams()
 
@@ -44,7 +47,7 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
         if healthy.is_set() or operation in _ALWAYS:
             return submit(operation, payloads)
         future = MessagingFuture()
-        future.set_exception(lost)
+        fail(future)
         return future
 
     queue.cancel_streams = connection_lost
