@@ -5,6 +5,8 @@ since a step's KV is complete when the step has ended. LMCache's context also un
 copies, and the server then gives that memory to other stores.
 """
 
+import contextlib
+import gc
 from typing import Any
 
 from deployments.upstream.patch import Patch, of
@@ -33,6 +35,10 @@ def apply() -> None:
             self._begin_no_more()
             if self._engine_driven_context is not None:
                 self._engine_driven_context.prepare_store = _refuse
+            # A call that failed refers to itself by its exception, and so to this memory, which may
+            # be large. An idle engine's collector does not look there for minutes.
+            with contextlib.suppress(RuntimeError):  # It has unregistered, and its process ends.
+                self._commit_executor.submit(gc.collect)
 
         def _begin_no_more(self) -> None:
             with self._inflight_lock:

@@ -244,13 +244,11 @@ async def test_the_lmcache_server(
     (restarted,) = processes(LMCACHE)
     assert restarted.pid != server.pid
     await _shared_with_engines(restarted.pid)
-    if by == signal.SIGKILL:
-        # What the dead one had would stay taken, if an engine kept it. After a hang one engine
-        # does, on CPUs, for longer than 30 s; why is not known.
-        await eventually(
-            "no engine has the dead server's memory mapped",
-            lambda: not any(lost in _memory_of(one.pid) for one in processes("VLLM::EngineCore")),
-        )
+    # What the dead one had would stay taken, if an engine kept it.
+    await eventually(
+        "no engine has the dead server's memory mapped",
+        lambda: not any(lost in _memory_of(one.pid) for one in processes("VLLM::EngineCore")),
+    )
 
 
 async def _lmcache_is_used(client: httpx.AsyncClient, rng: random.Random) -> None:

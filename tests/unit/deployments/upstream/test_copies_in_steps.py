@@ -1,9 +1,11 @@
 """Stores of a worker on a CPU, with LMCache's own adapter and a stub of its server."""
 
+import gc
 import pickle
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,8 @@ def _eventually(holds: Any) -> None:
 
 
 BLOCK_TOKENS = 32
+# In the place of a time: the connection is lost.
+LOST = -1.0
 
 
 @dataclass
@@ -65,6 +69,9 @@ class SlowServer:
     def prepare_store(self, key: Any, instance_id: int) -> Any:
         answer = _unanswered()
         takes_s = self.takes_s[key.request_id]
+        if takes_s == LOST:
+            answer.set_exception(TimeoutError("lost"))
+            return answer
         told = threading.Timer(takes_s, answer.set_result, [PrepareStoreResponse()])
         told.daemon = True
         told.start()
@@ -244,3 +251,21 @@ def test_stores_that_wait_while_the_server_restarts_fail() -> None:
     before.close()
     assert not connector._stores.under_way("b")
     assert sorted(server.stored) == ["a", "c"]
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_memory_of_a_run_that_is_gone_is_given_up_though_calls_to_it_failed() -> None:
+    """Of such calls LMCache keeps exceptions, with the frames that raised them."""
+    connector, _ = _worker(SlowServer({"a": LOST}))
+    adapter = connector.worker_adapter
+    memory = weakref.ref(adapter.transfer_ctx.engine_driven_context)
+    gc.disable()
+    try:
+        _step(connector, 0, _store("a", 1, 2))
+        _eventually(lambda: not connector._stores.under_way("a"))
+        adapter.transfer_ctx = create_transfer_context(
+            adapter.kv_caches, instance_id=1, req_client=SlowServer({}), mode="engine_driven"
+        )
+        _eventually(lambda: memory() is None)
+    finally:
+        gc.enable()

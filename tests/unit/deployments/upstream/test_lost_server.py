@@ -61,9 +61,13 @@ def test_patched_they_end_and_others_are_refused_until_it_is_back(
     asked = client.end_session("r")
     _lose(server, noticed)
     assert (healthy.is_set(), connection.losses) == (False, 1)
+    said = []
     for call in (asked, client.end_session("r")):
-        with pytest.raises(TimeoutError, match="connection to the LMCache server is lost"):
+        with pytest.raises(TimeoutError, match="connection to the LMCache server is lost") as lost:
             call.result(0)
+        said.append(lost.value)
+    # One for all would keep the frames of each call that raised it.
+    assert said[0] is not said[1]
     # What finds out whether it is back has to pass.
     assert not client.ping(1).query()
     healthy.set()
