@@ -137,7 +137,7 @@ def describe(app: FastAPI) -> None:
 
 
 def offer_border(app: FastAPI, scheduler: SchedulerClient | None) -> None:
-    """Have the engine answer `BORDER_PATH`; null without a scheduler that may have a lane."""
+    """Serve `BORDER_PATH` in an engine's app; without a scheduler of ours the answer is null."""
 
     @app.post(BORDER_PATH)
     async def hold_border(request: Request) -> Response:

@@ -26,7 +26,7 @@ _BUILD_THEMSELVES = ("tensorizer", "ipc_cache", "modelexpress")
 
 
 def load_with_tower_on_host(vllm_config: Any, kept: int) -> None:
-    """Have this process's loader keep this many layers of the model's tower on the GPU."""
+    """Replace this process's loader by one that keeps ``kept`` layers of the tower on the GPU."""
     own, config = vllm_config.model_config, vllm_config.load_config
     if config.load_format in _BUILD_THEMSELVES:
         raise RuntimeError(

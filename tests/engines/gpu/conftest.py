@@ -55,7 +55,7 @@ def alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 @contextmanager
 def lone_on_gpu(stage: Stage, logs: Path, application: Application) -> Iterator[str]:
-    """Have vLLM alone serve an application's model, which does not run; yields its URL."""
+    """Serve an application's model by vLLM alone, while the application is down; yield the URL."""
     stage.clear()
     engine = lone_engine(logs / "lone.log", stage.model_of(application), gpu=True)
     try:
@@ -73,7 +73,7 @@ def prompt_name(tokens: int, pause_ms: int) -> str:
 def hands_over(
     giver: str, taker: str, alone: dict[str, str], tokens: int, pause_ms: int = 0
 ) -> Completion:
-    """Have an engine find every whole chunk of a prompt that another one computes, as it returns.
+    """Compute a prompt on ``giver``, and check that ``taker`` finds every whole chunk of it.
 
     The answer has to be the lone engine's, token for token.
     """

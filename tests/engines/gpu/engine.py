@@ -35,7 +35,7 @@ def compute(url: str, prompt: list[int]) -> Completion:
 
 
 def complete(url: str, prompt: list[int], tokens: int, prefilled: bool = False) -> Completion:
-    """Return a greedy answer of so many tokens; the KV of a ``prefilled`` prompt is stored."""
+    """Return a greedy answer of ``tokens`` tokens; the KV of a ``prefilled`` prompt is stored."""
     told = transfer_params(prefilled=prefilled)
     answer, took_s = _posted(
         url, prompt, max_tokens=tokens, temperature=0, ignore_eos=True, kv_transfer_params=told

@@ -26,7 +26,7 @@ def put_gaps(figure: Put, where: str, gaps_ms: Sequence[float]) -> None:
 async def play(
     client: httpx.AsyncClient, agents: int, words: Sequence[int], tokens: int
 ) -> list[list[Reply]]:
-    """Have agents talk at the same time, a message of so many words a turn, with short pauses.
+    """Play agents at the same time: a message of ``words`` words each turn, and short pauses.
 
     The same numbers give the same conversations, so that applications can be compared.
     """

@@ -31,7 +31,7 @@ def test_a_prompt_is_taken_over_whole(
 
 @pytest.mark.parametrize("tokens", SIZES)
 def test_taking_against_computing(application: str, figure: Put, tokens: int) -> None:
-    """What the first token of a prompt takes, by the median of three."""
+    """Time to the first token of a prompt, found or computed: the median of three."""
     prefiller, decoder = _urls()
     computing_s, taking_s = [], []
     for number in range(3):

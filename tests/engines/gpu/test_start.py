@@ -69,7 +69,7 @@ def planned(application: Application, model: str) -> GpuPlan:
 
 
 async def _fill(client: httpx.AsyncClient, url: str) -> None:
-    """Have an engine prefill its largest batches, and decode as many answers as it takes."""
+    """Send an engine its largest batches of prefills, and as many answers as it decodes at once."""
     sizes = [8_192] * 64 + [100] * 960
     rng = random.Random(url)
     said = [[{"role": "user", "content": prose(rng, size)}] for size in sizes]

@@ -20,6 +20,12 @@ def a_decoder(held_tokens: int = 0) -> SpaceTimeCosts:
     return costs
 
 
+def _with_a_turn(held_tokens: int) -> SpaceTimeCosts:
+    costs = a_decoder(held_tokens)
+    costs.begin("t", "d", 200, had_tokens=180, now_s=0.0)
+    return costs
+
+
 def stats(prompt: int, found: int = 0, decode_s: float | None = 4.0) -> TurnStats:
     return TurnStats(prompt, 20, found, 0, decode_s=decode_s)
 
@@ -34,8 +40,7 @@ def test_what_is_held_for_nobody_who_runs_is_cached() -> None:
 
 
 def test_a_turns_room_is_decode_from_the_first_token_on_and_prefill_before() -> None:
-    costs = a_decoder(300)
-    costs.begin("t", "d", 200, had_tokens=180, now_s=0.0)
+    costs = _with_a_turn(300)
     costs.end("t", stats(240, found=180), 10.0)
     assert of(costs, 10.0) == {"decode": 800, "prefill": 1200, "unused": 7000, "caching": 1000}
     assert costs.recomputed_tokens == 0
@@ -43,16 +48,14 @@ def test_a_turns_room_is_decode_from_the_first_token_on_and_prefill_before() -> 
 
 def test_what_was_computed_beyond_what_came_new_is_recomputed() -> None:
     """Of 240 tokens 60 are new, and 120 were computed: half of these again."""
-    costs = a_decoder(200)
-    costs.begin("t", "d", 200, had_tokens=180, now_s=0.0)
+    costs = _with_a_turn(200)
     costs.end("t", stats(240, found=120), 10.0)
     assert of(costs, 10.0) == {"decode": 800, "prefill": 600, "recompute": 600, "unused": 8000}
     assert costs.recomputed_tokens == 60
 
 
 def test_what_a_prefiller_computes_again_counts_with_its_turn() -> None:
-    costs = a_decoder(200)
-    costs.begin("t", "d", 200, had_tokens=180, now_s=0.0)
+    costs = _with_a_turn(200)
     costs.prefilled("t", 200)
     costs.end("t", stats(200, found=200), 10.0)
     assert of(costs, 10.0)["recompute"] == pytest.approx(1200 * 180 / 200)

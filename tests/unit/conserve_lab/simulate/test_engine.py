@@ -88,11 +88,16 @@ def test_what_a_preempted_turn_had_computed_is_computed_again_only_if_its_room_w
     assert roomy.engine.busy_prefill_s < prefill_s(keeps=True) < prefill_s(keeps=False)
 
 
-def test_kv_that_is_pinned_stays_while_others_wait_for_its_room() -> None:
+def _pinned(for_s: float) -> _Bench:
     bench = _Bench(1_000)
     bench.submit("old", 400, 10)
     bench.run()
-    bench.engine.pin("old", bench.now_s + 1e6)
+    bench.engine.pin("old", bench.now_s + for_s)
+    return bench
+
+
+def test_kv_that_is_pinned_stays_while_others_wait_for_its_room() -> None:
+    bench = _pinned(1e6)
     bench.submit("runs", 300, 200)
     bench.run(bench.now_s + 0.1)
     waits = bench.submit("waits", 500, 5)
@@ -105,20 +110,14 @@ def test_kv_that_is_pinned_stays_while_others_wait_for_its_room() -> None:
 
 
 def test_where_nothing_runs_nobody_waits_for_a_pin() -> None:
-    bench = _Bench(1_000)
-    bench.submit("old", 400, 10)
-    bench.run()
-    bench.engine.pin("old", 1e9)
+    bench = _pinned(1e9)
     bench.submit("large", 800, 5)
     bench.run()
     assert [name for name, _ in bench.ended] == ["old", "large"]
 
 
 def test_kv_that_is_pinned_no_longer_is_dropped_for_who_waits() -> None:
-    bench = _Bench(1_000)
-    bench.submit("old", 400, 10)
-    bench.run()
-    bench.engine.pin("old", bench.now_s + 0.05)
+    bench = _pinned(0.05)
     bench.submit("runs", 300, 200)
     bench.run(bench.now_s + 0.1)
     waits = bench.submit("waits", 500, 5)
@@ -128,10 +127,7 @@ def test_kv_that_is_pinned_no_longer_is_dropped_for_who_waits() -> None:
 
 
 def test_turns_that_run_take_pinned_kv_before_any_of_them_is_sent_back() -> None:
-    bench = _Bench(1_000)
-    bench.submit("old", 400, 10)
-    bench.run()
-    bench.engine.pin("old", 1e9)
+    bench = _pinned(1e9)
     bench.submit("grows", 400, 500)
     bench.run()
     assert bench.engine.preemptions == 0

@@ -78,23 +78,11 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
     ]
     assert (body["handoffs"], body["moves"], body["errors"]) == (2, 0, 0)
     assert body["turns"][0] == {
-        "conversation": "a",
-        "turn": 1,
-        "prompt_tokens": 1000,
-        "decoder_cached_tokens": 0,
-        "lmcache_tokens": 896,
-        "ttft_s": 0.5,
-        "output_tokens": 48,
-        "decoder": "d1",
-        "does": "",
-        "images": 0,
-        "encoded_images": 0,
-        "node_images": 0,
-        "encode_wait_s": 0.0,
-        "encode_s": 0.0,
-        "prefill_s": 0.0,
-        "decode_s": 0.0,
-    }
+        "conversation": "a", "turn": 1, "prompt_tokens": 1000, "decoder_cached_tokens": 0,
+        "lmcache_tokens": 896, "ttft_s": 0.5, "output_tokens": 48, "decoder": "d1", "does": "",
+        "images": 0, "encoded_images": 0, "node_images": 0, "encode_wait_s": 0.0, "encode_s": 0.0,
+        "prefill_s": 0.0, "decode_s": 0.0,
+    }  # fmt: skip
 
 
 def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
@@ -134,19 +122,8 @@ def test_images_are_shown_by_where_they_came_from_in_80_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     report(_looked(), console)
     lines = [line.split() for line in console.export_text().splitlines()]
-    assert [
-        "agent",
-        "turn",
-        "images",
-        "enc",
-        "node",
-        "prompt",
-        "own",
-        "LMCache",
-        "TTFT",
-        "on",
-        "does",
-    ] in lines
+    head = "agent turn images enc node prompt own LMCache TTFT on does"
+    assert head.split() in lines
     assert ["a", "1", "1", "1", "1", "1,000", "-", "896", "500", "d1", "click(144,", "80)"] in lines
     assert ["b*", "1", "1", "-", "2", "1,000", "-", "896", "500", "d2"] in lines
     told = " ".join(word for line in lines for word in line)
@@ -207,15 +184,11 @@ def test_only_the_papers_placement_promises_a_handoff(
     [
         (["device=cpu"], "embedded", "vllm", "conserve-embedded"),
         (["vision"], "embedded-vision", "conversation_lane", "conserve-embedded-vision"),
-        (
-            ["vision", "engine_scheduler=vllm"],
-            "embedded-vision",
-            "vllm",
-            "conserve-embedded-vision",
-        ),
+        (["vision", "engine_scheduler=vllm"], "embedded-vision", "vllm",
+         "conserve-embedded-vision"),
         (["vision", "model=their/own"], "their/own", "vllm", "their/own"),
     ],
-)
+)  # fmt: skip
 def test_a_word_chooses_agents_that_see(
     given: list[str], model: str, scheduler: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
