@@ -1,13 +1,13 @@
 """The ``conserve`` command, which loads a subcommand when it is called."""
 
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from conserve.addons import missing, offered
 from conserve.versions import installed
 from conserve_cli.surroundings import adapt
 
@@ -45,13 +45,8 @@ _ADDONS = dict.fromkeys(("demo", "bench", "profile", "plan", "simulate"), "conse
 def commands() -> dict[str, tuple[str, str]]:
     """Return the commands of the core and of the add-ons that are installed, in order."""
     found = dict(COMMANDS)
-    for addon in entry_points(group="conserve.commands"):
-        try:
-            found |= addon.load()
-        except ModuleNotFoundError as error:
-            # An add-on that was left out of an image; an error within one is not hidden.
-            if error.name not in (addon.module, addon.module.partition(".")[0]):
-                raise
+    for of_addon in offered("conserve.commands").values():
+        found |= of_addon
     return dict(sorted(found.items(), key=lambda item: ORDER.index(item[0])))
 
 
@@ -71,10 +66,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the called command instead of its stand-in for the help."""
         if args[0] in _ADDONS and args[0] not in self._found:
-            ctx.fail(
-                f"{args[0]} is a command of the add-on {_ADDONS[args[0]]}, which is not installed "
-                "here; install ConServe with it (make install, or pip install in its repository)"
-            )
+            ctx.fail(missing(args[0], _ADDONS[args[0]]))
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest

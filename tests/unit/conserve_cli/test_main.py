@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from conserve_cli import main
+from conserve import addons
 from conserve_cli.main import ORDER, cli, commands
 
 # Runs the command, then tells what was imported for it on the last line of the standard error.
@@ -96,10 +96,10 @@ def test_a_command_whose_add_on_is_missing_says_so(monkeypatch: pytest.MonkeyPat
     missing = importlib.metadata.EntryPoint(
         "conserve_lab", "conserve_gone.commands:COMMANDS", "conserve.commands"
     )
-    monkeypatch.setattr(main, "entry_points", lambda group: [missing])
+    monkeypatch.setattr(addons, "entry_points", lambda group: [missing])
     runner = CliRunner(env={"COLUMNS": "200"})
     assert " serve " in (shown := runner.invoke(cli, ["--help"]).output)
     assert " bench " not in shown
     refused = runner.invoke(cli, ["bench", "report.json"])
     assert refused.exit_code == 2
-    assert "bench is a command of the add-on conserve_lab, which is not installed" in refused.output
+    assert "bench is of the add-on conserve_lab, which is not installed" in refused.output

@@ -1,0 +1,34 @@
+"""Finds add-ons: packages beside the core that attach by entry points; the core imports none.
+
+The group `conserve.addons` has an object for each add-on that the core asks, under the name of its
+package; `conserve.commands` has add-ons' commands.
+"""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+
+def offered(group: str) -> dict[str, Any]:
+    """Return what the add-ons that are installed here offer in an entry-point group, by name."""
+    found = {}
+    for entry in entry_points(group=group):
+        try:
+            found[entry.name] = entry.load()
+        except ModuleNotFoundError as error:
+            # The add-on was left out of an image. An error within one is not hidden.
+            if error.name not in (entry.module, entry.module.partition(".")[0]):
+                raise
+    return found
+
+
+def addon(name: str) -> Any:
+    """Return an add-on's object, by its package's name; None: it is not installed here."""
+    return offered("conserve.addons").get(name)
+
+
+def missing(what: str, name: str) -> str:
+    """Return the sentence that refuses a part of an add-on that is not installed."""
+    return (
+        f"{what} is of the add-on {name}, which is not installed here; install ConServe with it "
+        "(make install, or pip install in its repository)"
+    )
