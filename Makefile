@@ -21,7 +21,7 @@ ARGS ?=
 # `make test` has, and those that bring gigabytes; a peer of the benchmarks; and torchvision, which
 # vLLM imports for some models that see.
 CLIENTS := .clients
-CLIENT_VERSIONS := tests/engines/clients/requirements
+CLIENT_VERSIONS := tests/acceptance/clients/requirements
 LIBRARIES := $(patsubst %,$(CLIENTS)/%/.installed,openai-agents langgraph)
 PEERS := $(CLIENTS)/vllm-router/.installed
 TORCHVISION := $(CLIENTS)/torchvision/.installed
@@ -69,12 +69,12 @@ ifneq ($(ARGS),)
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile --hypothesis-profile same
-	@$(BIN)/python -m pytest tests/engines -m 'not long and not full' --hypothesis-profile same
+	@$(BIN)/python -m pytest tests/engines tests/acceptance -m 'not long and not full' --hypothesis-profile same
 endif
 
 test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (an hour on two cores)
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
-	@$(BIN)/python -m pytest tests/engines $(ARGS)
+	@$(BIN)/python -m pytest tests/engines tests/acceptance $(ARGS)
 
 test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (minutes)
 	@$(BIN)/python -m pytest tests -m long $(ARGS)
@@ -92,7 +92,7 @@ test-engines: $(INSTALLED) $(LIBRARIES) ## Run only the tests on real engines: a
 	@$(BIN)/python -m pytest tests --ignore=tests/unit $(ARGS)
 
 test-fuzz: $(INSTALLED) ## Try 10,000 requests on real engines (CASES=..., SEED=...: which)
-	@$(BIN)/python -m pytest tests/engines/fuzz -o log_cli=true -o log_cli_level=INFO \
+	@$(BIN)/python -m pytest tests/acceptance/fuzz -o log_cli=true -o log_cli_level=INFO \
 		--fuzz-cases '$(CASES)' --fuzz-seed '$(SEED)' $(ARGS)
 
 test-agents: $(INSTALLED) ## Have 1,000 agents run tools while processes are killed beneath them (many minutes)
@@ -112,7 +112,7 @@ test-gpu: ## Settle what one GPU can, in order, and write a page of it (45 minut
 	@$(MAKE) --no-print-directory VENV=$(if $(wildcard $(GPU_VENV)),$(GPU_VENV),$(VENV)) test-gpu-here
 
 test-gpu-here: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/engines/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
+	@$(BIN)/python -m pytest tests/acceptance/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-metrics: $(INSTALLED) ## Have Prometheus scrape a real application, and try each alert (Debian: prometheus; minutes)
 	@command -v prometheus promtool >/dev/null || { \
@@ -131,14 +131,14 @@ test-vision: $(INSTALLED) $(TORCHVISION) ## Show images to models of random weig
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)
 
 test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
-	@$(BIN)/python -m tests.chaos $(ARGS)
+	@$(BIN)/python -m tests.acceptance.chaos $(ARGS)
 
 test-clients: $(INSTALLED) $(LIBRARIES) $(PROGRAMS) ## Have other people's agents do a task (npm; 3 GB, minutes)
-	@$(BIN)/python -m pytest tests/engines/clients tests/engines/programs \
+	@$(BIN)/python -m pytest tests/acceptance/clients tests/acceptance/programs \
 		-o log_cli=true -o log_cli_level=INFO $(ARGS)
 
 test-compatibility: $(INSTALLED) ## Try vLLM's own tests, and Open Responses', on the router (VLLM=, OPENRESPONSES=path)
-	@$(BIN)/python -m pytest tests/engines/compatibility -o log_cli=true -o log_cli_level=INFO \
+	@$(BIN)/python -m pytest tests/acceptance/compatibility -o log_cli=true -o log_cli_level=INFO \
 		$(if $(VLLM),--vllm '$(VLLM)') $(if $(OPENRESPONSES),--openresponses '$(OPENRESPONSES)') $(ARGS)
 
 test-cluster: $(INSTALLED) ## Run `ray up cluster.yaml` over SSH on loopback (root; ten minutes)

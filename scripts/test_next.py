@@ -87,7 +87,7 @@ def main() -> int:
     python = install(folder.absolute())
     reports = [folder / "unit.xml", folder / "engines.xml"]
     units = ["tests/unit", "-n", "auto", "--dist", "loadfile"]
-    engines = ["tests/engines", "-m", "not long and not full"]
+    engines = ["tests/engines", "tests/acceptance", "-m", "not long and not full"]
     environment = {**os.environ, ANY_VERSION: "1"}
     for tests, report in zip((units, engines), reports, strict=True):
         command = [python, "-m", "pytest", *tests, f"--junitxml={report}", "-q", *sys.argv[2:]]

@@ -12,7 +12,7 @@ from hypothesis import settings
 from tests import machines
 
 # So that an assertion in what tests share says as much when it fails as one in a test.
-pytest.register_assert_rewrite("tests.chaos", "tests.engines", "tests.nvml", "tests.unit")
+pytest.register_assert_rewrite("tests.acceptance", "tests.engines", "tests.nvml", "tests.unit")
 
 # How long an example takes is the machine's business.
 settings.register_profile("conserve", deadline=None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.engines.gpu.model import make_real_shape
+from tests.acceptance.gpu.model import make_real_shape
 from tests.engines.vision.model import DEEP, REAL, make_vision_model
 
 # Where each of them serves.
@@ -261,7 +261,7 @@ TOOLS = Application(
     decoders=2,
 )
 
-# What programs send is long, and they are answered from a script (tests/engines/clients).
+# What programs send is long, and they are answered from a script (tests/acceptance/clients).
 CLIENTS = Application(
     "clients",
     (
@@ -269,7 +269,7 @@ CLIENTS = Application(
         "decoders=2",
         "engine.max_model_len=32768",
         "engine.enable_prompt_tokens_details=true",
-        'engine.logits_processors=["tests.engines.clients.forced:ForcedAnswers"]',
+        'engine.logits_processors=["tests.acceptance.clients.forced:ForcedAnswers"]',
     ),
     decoders=2,
 )

@@ -1,13 +1,15 @@
 """Which tests are on engines, and in which order tests run: both follow from a test's fixtures."""
 
-from pathlib import Path
-
 import pytest
 
+from tests.checkout import ROOT
 from tests.engines.applications import APPLICATIONS, QUICK, Application
 
+# Every test in these folders is on engines.
+_FOLDERS = (ROOT / "tests/acceptance", ROOT / "tests/engines")
 
-def arrange(items: list[pytest.Item], folder: Path) -> None:
+
+def arrange(items: list[pytest.Item]) -> None:
     """Mark the tests on engines, and sort all tests so that each application starts once.
 
     Those that start Ray or engines by themselves, or use an application that is not among `QUICK`,
@@ -16,18 +18,15 @@ def arrange(items: list[pytest.Item], folder: Path) -> None:
     First come tests that need no engine; then those of one application after the other; then
     those that need the machine for themselves.
 
-    Args:
-        folder: where every test is on engines.
-
     Raises:
-        pytest.UsageError: a test there is not, or a test does not say what it wants to run.
+        pytest.UsageError: a test in their folders is not on engines, or does not say what it wants.
     """
     for item in items:
         if _is_on_engines(item):
             item.add_marker("engines")
             if not _is_quick(item):
                 item.add_marker("full")
-        elif item.path.is_relative_to(folder):
+        elif any(item.path.is_relative_to(folder) for folder in _FOLDERS):
             raise pytest.UsageError(
                 f"{item.nodeid} uses neither `application` nor `machine_alone`: "
                 "a test without engines belongs in tests/unit"

@@ -2,8 +2,8 @@
 
 import re
 
+from tests.acceptance.clients.clients import LIBRARIES, PROGRAMS
 from tests.checkout import ROOT
-from tests.engines.clients.clients import LIBRARIES, PROGRAMS
 
 
 def test_the_table_is_up_to_date() -> None:

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
-from tests.engines.compatibility import openresponses_suite, vllm_suite
-from tests.engines.compatibility.outcomes import (
+from tests.acceptance.compatibility import openresponses_suite, vllm_suite
+from tests.acceptance.compatibility.outcomes import (
     Listed,
     Outcome,
     kept_by_the_engine,
     read,
     surprises,
 )
+from tests.checkout import ROOT
 
 LISTS = [vllm_suite.LIST, openresponses_suite.LIST]
 PASSED, FAILED = Outcome(True), Outcome(False, "404")

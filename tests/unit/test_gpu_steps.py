@@ -8,14 +8,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.acceptance.gpu.model import make_real_shape
+from tests.acceptance.gpu.steps import NAMES, STEPS, Figure, Result, Results
+from tests.acceptance.gpu.test_start import planned
 from tests.checkout import ROOT
 from tests.engines.applications import GPU, GPU_LANE, GPU_ONE, GPU_SLOTS, GPU_TWO
-from tests.engines.gpu.model import make_real_shape
-from tests.engines.gpu.steps import NAMES, STEPS, Figure, Result, Results
-from tests.engines.gpu.test_start import planned
 from tests.nvml.standin import Machine
 
-FOLDER = ROOT / "tests/engines/gpu"
+FOLDER = ROOT / "tests/acceptance/gpu"
 
 
 def test_steps_come_after_those_that_they_need_and_each_has_tests() -> None:
@@ -63,7 +63,7 @@ def test_the_page() -> None:
 
 CONFTEST = """
 from pathlib import Path
-from tests.engines.gpu.plugin import GpuSteps
+from tests.acceptance.gpu.plugin import GpuSteps
 
 def pytest_configure(config):
     config.pluginmanager.register(GpuSteps("", Path("page.md")), "gpu-steps")

@@ -27,7 +27,8 @@ def ready(machine: StandInMachine, environment: str) -> bool:
 def test_gpus_have_an_environment_beside_the_one_for_cpus(machine: StandInMachine) -> None:
     """In the README's order: the demo first, then the GPU."""
     assert (
-        "\n.venv/bin/python -m pytest tests/engines/gpu" in machine.run("make -n test-gpu").stdout
+        "\n.venv/bin/python -m pytest tests/acceptance/gpu"
+        in machine.run("make -n test-gpu").stdout
     )
     for target, environment in (("install", ".venv"), ("install-gpu", ".venv-gpu")):
         done = machine.run(f"make {target}")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.chaos.answers import compare
-from tests.chaos.plan import Plan, PlannedKill
-from tests.chaos.run import continues_streams, run
-from tests.chaos.tally import Tally
+from tests.acceptance.chaos.answers import compare
+from tests.acceptance.chaos.plan import Plan, PlannedKill
+from tests.acceptance.chaos.run import continues_streams, run
+from tests.acceptance.chaos.tally import Tally
 from tests.engines.applications import MAIN
 from tests.engines.lone import LONE_PORT
 from tests.engines.stage import Stage

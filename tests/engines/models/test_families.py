@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from conserve.launch import Launch, health
+from tests.acceptance.clients.clients import INSTALLED
 from tests.checkout import ROOT
 from tests.engines.applications import START_S, URL
-from tests.engines.clients.clients import INSTALLED
 from tests.engines.models.families import FAMILIES, Family
 
 NAME = "of-a-family"

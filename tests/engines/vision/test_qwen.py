@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.acceptance.clients.clients import INSTALLED
 from tests.checkout import ROOT
-from tests.engines.clients.clients import INSTALLED
 
 _TORCHVISION = INSTALLED / "torchvision"
 _LONGEST_S = 600.0

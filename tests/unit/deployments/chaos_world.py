@@ -1,4 +1,4 @@
-"""A plan of `tests.chaos`, played in virtual time on the processes of `chaos_processes`."""
+"""A plan of `tests.acceptance.chaos`, played in virtual time on `chaos_processes`."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from conserve.histories.points import Points
 from conserve.histories.sharing import held_together
 from conserve.placement import PolicyName
 from conserve.settings import Settings
-from tests.chaos.plan import Plan, PlannedConversation, PlannedKill, PlannedTurn
+from tests.acceptance.chaos.plan import Plan, PlannedConversation, PlannedKill, PlannedTurn
 from tests.unit.deployments.chaos_processes import (
     Caller,
     Cluster,

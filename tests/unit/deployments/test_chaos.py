@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from conserve.placement import PolicyName
-from tests.chaos.plan import Plan
+from tests.acceptance.chaos.plan import Plan
 from tests.unit.deployments.chaos_world import Errors, play
 from tests.unit.deployments.table.virtual_time import run
 

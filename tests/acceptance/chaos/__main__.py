@@ -1,0 +1,147 @@
+"""Many conversations on real engines, and ``kill -9``: see ``--help``, or ``make test-chaos``."""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tests.acceptance.chaos.answers import compare
+from tests.acceptance.chaos.plan import VICTIMS, Plan
+from tests.acceptance.chaos.run import continues_streams, run
+from tests.acceptance.chaos.tally import Tally
+from tests.acceptance.chaos.traces import Traces
+from tests.engines.applications import MAIN
+from tests.engines.lone import LONE_PORT, lone_engine, wait_for_lone
+from tests.engines.stage import Stage
+
+_REPORT_S = 30.0
+
+
+def main() -> int:
+    """Returns 0 if all held, 1 if not."""
+    asked = _arguments()
+    console = Console(highlight=False, soft_wrap=True)
+    logs = Path(asked.logs or tempfile.mkdtemp(prefix="conserve-chaos-"))
+    plan = Plan(
+        asked.seed, asked.conversations, asked.minutes * 60, asked.kill_every, tuple(asked.victims)
+    )
+    tally = Tally(asked.continuation, lambda text: console.print(f"{_clock(tally)}  {text}"))
+    application = replace(
+        MAIN,
+        name="chaos",
+        arguments=(
+            *MAIN.arguments,
+            f"decoders={asked.decoders}",
+            # Those whose clients have left for good make room.
+            "idle_timeout_s=120",
+            *asked.settings,
+        ),
+        decoders=asked.decoders,
+        lone_engine=False,
+    )
+    console.print(f"chaos with seed {plan.seed}; logs are in {logs}")
+    traces, stage = Traces(logs), Stage(logs)
+    try:
+        console.print("starting engines")
+        url = stage.use(application)
+        asyncio.run(_watched(console, plan, url, stage, asked.decoders, tally, traces))
+    finally:
+        stage.clear()
+    console.print(f"{_clock(tally)}  comparing {len(tally.answers)} answers with a lone engine's")
+    lone = lone_engine(logs / "lone.log")
+    try:
+        wait_for_lone(lone, logs)
+        asyncio.run(compare(tally, f"http://127.0.0.1:{LONE_PORT}"))
+    finally:
+        lone.stop()
+    for left in traces.left():
+        tally.fail(f"left behind: {left}")
+    console.print(_summary(plan, tally))
+    for failure in tally.failures:
+        console.print(f"FAILED: {failure}"[:500], style="red")
+    return 1 if tally.failures else 0
+
+
+async def _watched(
+    console: Console,
+    plan: Plan,
+    url: str,
+    stage: Stage,
+    decoders: int,
+    tally: Tally,
+    traces: Traces,
+) -> None:
+    playing = asyncio.ensure_future(run(plan, plan.kills(), url, stage, decoders, tally, traces))
+    reported_s = time.monotonic()
+    with Live(console=console, refresh_per_second=2, transient=True) as live:
+        while not playing.done():
+            live.update(_progress(plan, tally))
+            if not console.is_terminal and time.monotonic() - reported_s > _REPORT_S:
+                reported_s = time.monotonic()
+                console.print(_progress(plan, tally))
+            await asyncio.wait([playing], timeout=0.5)
+    playing.result()
+
+
+def _progress(plan: Plan, tally: Tally) -> str:
+    return (
+        f"{_clock(tally)} of {plan.duration_s / 60:g} min  {tally.live} conversations live, "
+        f"{tally.ended} ended, {tally.turns} turns, {tally.retries.total()} retries, "
+        f"{tally.kills.total()} kills, {tally.cut.total()} streams cut, "
+        f"{len(tally.failures)} failures"
+    )
+
+
+def _clock(tally: Tally) -> str:
+    minutes, seconds = divmod(int(time.monotonic() - tally.began_s), 60)
+    return f"{minutes:3d}:{seconds:02d}"
+
+
+def _summary(plan: Plan, tally: Tally) -> Table:
+    table = Table("what", "how often", title=f"chaos, seed {plan.seed}")
+    rows = [
+        ("conversations ended", tally.ended),
+        ("turns answered", tally.turns),
+        ("of them streamed", tally.streams),
+        *((f"misdeed: {name}", n) for name, n in sorted(tally.misdeeds.items())),
+        *((f"retry: {name}", n) for name, n in sorted(tally.retries.items())),
+        *((f"killed: {name}", n) for name, n in sorted(tally.kills.items())),
+        *((f"not killed (not there, or the last): {n}", c) for n, c in tally.skipped.items()),
+        *((f"streams cut: {name}", n) for name, n in sorted(tally.cut.items())),
+        ("wrong answers", tally.wrong),
+        ("answers that differ by a tie", tally.ties),
+        ("failures", len(tally.failures)),
+    ]
+    for name, count in rows:
+        table.add_row(name, str(count))
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make test-chaos ARGS=...", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0, help="default: 20")
+    parser.add_argument("--conversations", type=int, default=64, help="at a time; default: 64")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000)
+    parser.add_argument(
+        "--kill-every", type=float, default=25.0, help="mean seconds between kills; 0: none"
+    )
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
+    parser.add_argument("--decoders", type=int, default=2, help="default: 2")
+    parser.add_argument(
+        "--continuation", action=argparse.BooleanOptionalAction, default=continues_streams(),
+        help="whether a decoder's death may cut no stream; default: what this version does",
+    )  # fmt: skip
+    parser.add_argument("--logs", help="folder for logs; default: a temporary one")
+    parser.add_argument("settings", nargs="*", help="further settings, as `name=value`")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
