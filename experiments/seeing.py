@@ -1,6 +1,6 @@
-"""Measures what images cost: the streams beside them, the agents that send them, and turns of text.
+"""Measures what images cost: the streams beside them, and the agents that send them.
 
-Three parts, with a model that sees, of random weights:
+Two parts, with a model that sees, of random weights:
 
 - ``streams``: agents stream answers, turn after turn. Beside them a client sends the largest body
   of images over and over: one image or 32, the same or others each time.
@@ -8,7 +8,6 @@ Three parts, with a model that sees, of random weights:
   one, sends the same screenshots. Once with the node's memory for encoded images, and once without.
   The model's tower is a larger one, and its engines' own caches have room for a few screenshots, as
   with the screenshots and the towers of real models.
-- ``text``: how long a router takes to read a turn of text, and how much of it for images.
 """
 
 import asyncio
@@ -19,29 +18,24 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import aiohttp
 from PIL import Image, ImageDraw
 
 from conserve.apis import CHAT
-from conserve.media import Lifted
-from conserve.settings import MediaSettings, Settings
-from deployments.router.media import MediaReader
-from deployments.router.request import read_request
+from conserve.settings import MediaSettings
 from experiments.agents import MODEL, Agent, ask, clients, end, words
 from experiments.harness import Experiment, median_interval, percentile, rounds
-from experiments.unkind import NONE, Unkind, sending
-from experiments.warm import WarmTurns
+from experiments.unkind import Unkind, sending
 from tests.engines.vision.model import LARGE, Tower, make_vision_model
 
-PARTS = ("streams", "agents", "text")
+NONE = "none"
+PARTS = ("streams", "agents")
 _CAPACITY = ("engine.max_model_len=8192", f"served_model_name={MODEL}")
 # Where in a picture's base64 its pixels differ from one request to the next.
 _VARIES_AT = 4096
@@ -108,14 +102,15 @@ class Gaps:
 
 
 async def _gaps(agents: Sequence[Agent], seconds: float) -> list[float]:
-    samples, ends_s = WarmTurns(), time.monotonic() + seconds
+    gaps_s: list[float] = []
+    ends_s = time.monotonic() + seconds
 
     async def turns(agent: Agent) -> None:
         while time.monotonic() < ends_s:
-            await samples.take(agent)
+            gaps_s.extend((await agent.warm_turn()).gaps_s)
 
     await asyncio.gather(*(turns(agent) for agent in agents))
-    return samples.tbt_s
+    return gaps_s
 
 
 async def beside(experiment: Experiment, url: str, kinds: dict[str, Unkind]) -> dict[str, Gaps]:
@@ -215,56 +210,6 @@ def show_agents(experiment: Experiment, found: dict[float, Seen]) -> None:
     experiment.show("time to first token of a turn with a screenshot, milliseconds", columns, rows)
 
 
-# --- Turns of text --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _without_media() -> Iterator[None]:
-    """Have a router read bodies as if none could hold images."""
-    with (
-        mock.patch.object(Lifted, "lift", lambda self, raw: raw),
-        mock.patch.object(MediaReader, "named", lambda self, body, *_: body),
-        mock.patch.object(Lifted, "may_hold_media", False),
-    ):
-        yield
-
-
-def reading(size: int, times: int) -> tuple[float, float]:
-    """Return how long a router takes to read a turn of text, and without all that images need."""
-    rng = random.Random(size)
-    messages: list[Any] = []
-    while len(json.dumps(messages)) < size:
-        role = ("user", "assistant")[len(messages) % 2]
-        messages.append({"role": role, "content": [{"type": "text", "text": words(rng, 150)}]})
-    raw = json.dumps({"messages": messages}).encode()
-    reader = MediaReader(Settings())
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": raw}
-
-    async def took_s() -> float:
-        started_s = time.perf_counter()
-        await read_request({"type": "http", "path": CHAT, "headers": []}, receive, reader)
-        return time.perf_counter() - started_s
-
-    async def both() -> tuple[float, float]:
-        whole, without = [], []
-        for _ in range(times):
-            whole.append(await took_s())
-            with _without_media():
-                without.append(await took_s())
-        return median(whole), median(without)
-
-    return asyncio.run(both())
-
-
-def show_reading(experiment: Experiment, found: dict[int, tuple[float, float]]) -> None:
-    rows = [(f"{size:,}", f"{1000 * whole:.2f}", f"{1000 * (whole - without):.2f}")
-            for size, (whole, without) in found.items()]  # fmt: skip
-    columns = ("bytes", "to read it", "of that, for images")
-    experiment.show("a router, a turn of text, milliseconds", columns, rows)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     experiment = Experiment("seeing", __doc__, width=120, rounds=6, seed=1)
     experiment.option("--parts", list(PARTS), "only these", choices=PARTS, metavar="PART")
@@ -274,9 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     experiment.option("--model", None, "that sees; none: one of random weights", metavar="MODEL")
     options = experiment.parse(arguments)
     found: dict[str, Any] = {}
-    if "text" in options.parts:
-        found["text"] = {size: reading(size, 300) for size in (10_000, 100_000, 1_000_000)}
-        show_reading(experiment, found["text"])
     if "streams" in options.parts:
         kinds = {
             f"{count} {'new' if new else 'known'} image{'s' * (count > 1)}": largest(count, new=new)

@@ -1,14 +1,8 @@
-"""Measures what clients that do their worst, within their limits, cost the others.
+"""Clients that do their worst, within their limits: one kind of body over and over.
 
-Agents stream answers, turn after turn, from one ConServe. Meanwhile unkind clients, in a process of
-their own, send one kind of body over and over, on several connections: the largest, the deepest,
-the one with the most messages, and so on. Hardly any is work for an engine's model: most are
-refused, by the router or by the engine. Rounds go through all kinds and "none" in random order; for
-each kind the table has the median over rounds of its round's p95 less the p95 of "none" in the same
-round, with a bootstrap interval of 95 %.
-
-The unkind clients' process yields to all others (nice 19): on a real network it would have cores of
-its own.
+Its kinds are the largest, the deepest, the one with the most messages, and so on. Hardly any is
+work for an engine's model: most are refused, by the router or by the engine. The clients' process
+yields to all others (nice 19): on a real network it would have cores of its own.
 """
 
 import asyncio
@@ -21,11 +15,8 @@ import multiprocessing
 import os
 import queue
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -34,11 +25,8 @@ from PIL import Image
 from conserve import budget
 from conserve.apis import CHAT, COMPLETIONS, TOKENIZE
 from conserve.settings import Settings
-from experiments.agents import MODEL, Agent, clients
-from experiments.harness import Experiment, median_interval, percentile, rounds
-from experiments.warm import WarmTurns
+from experiments.agents import MODEL, clients
 
-NONE = "none"
 VARYING_BYTES = 8
 # Room for the rest of a body beside what fills it.
 _SLACK_BYTES = 1024
@@ -182,84 +170,3 @@ def _first_answer(process: Any, counts: Any) -> Any:
         except queue.Empty:
             continue
     raise RuntimeError("the unkind clients' process has ended; see its error above")
-
-
-@dataclass
-class Seen:
-    """The others' p95 of time between tokens beside one kind of client, a number a round."""
-
-    p95_s: list[float] = field(default_factory=list)
-    answers: Counter[str] = field(default_factory=Counter)
-
-    def more_s(self, calm: "Seen") -> tuple[float, float, float]:
-        """Return the median over rounds of what this kind adds, and its 95 % interval."""
-        more_s = [own - other for own, other in zip(self.p95_s, calm.p95_s, strict=True)]
-        return median_interval(more_s)
-
-
-async def _p95_s(agents: Sequence[Agent], seconds: float) -> float:
-    """Return the p95 of the time between tokens while agents take turns for so long."""
-    samples = WarmTurns()
-    ends_s = time.monotonic() + seconds
-
-    async def turns(agent: Agent) -> None:
-        while time.monotonic() < ends_s:
-            await samples.take(agent)
-
-    await asyncio.gather(*(turns(agent) for agent in agents))
-    return percentile(samples.tbt_s, 0.95)
-
-
-async def measure(
-    experiment: Experiment, url: str, all_kinds: dict[str, Unkind]
-) -> dict[str, Seen]:
-    """Go through the kinds, round after round."""
-    options = experiment.options
-    seen = {name: Seen() for name in (NONE, *all_kinds)}
-    async with clients(timeout_s=300) as session:
-        seeds = [f"kind-{options.seed}-{n}" for n in range(options.agents)]
-        agents = [Agent(session, url, seed) for seed in seeds]
-        await _p95_s(agents, options.seconds)
-        for _, name in experiment.track(rounds(seen, options.rounds, options.seed)):
-            found = seen[name]
-            if name == NONE:
-                found.p95_s.append(await _p95_s(agents, options.seconds))
-                continue
-            async with sending(url, all_kinds[name], options.connections, found.answers):
-                found.p95_s.append(await _p95_s(agents, options.seconds))
-    return seen
-
-
-def report(seen: dict[str, Seen], experiment: Experiment) -> None:
-    rows = []
-    for name, one in seen.items():
-        more, low, high = (1000 * value for value in one.more_s(seen[NONE]))
-        change = ("", "") if name == NONE else (f"{more:+.1f}", f"{low:+.1f} to {high:+.1f}")
-        answers = ", ".join(f"{count} of {what}" for what, count in one.answers.most_common(3))
-        rows.append((name, f"{median(one.p95_s) * 1000:.1f}", *change, answers))
-    columns = ("unkind clients send", "p95", "more than with none", "95 %", "answers")
-    experiment.show("others' time between tokens, p95, milliseconds", columns, rows, names=0)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    experiment = Experiment("unkind", __doc__, width=110, rounds=10, seed=1)
-    experiment.option("--seconds", 4.0, "of each kind in each round")
-    experiment.option("--agents", 2)
-    experiment.option("--connections", 2, "of unkind clients")
-    all_kinds = kinds(Settings())
-    experiment.option("--kinds", list(all_kinds), "only these", choices=all_kinds, metavar="KIND")
-    options = experiment.parse(arguments)
-    chosen = {name: all_kinds[name] for name in options.kinds}
-    with experiment.serving() as url:
-        seen = asyncio.run(measure(experiment, url, chosen))
-    report(seen, experiment)
-    experiment.save(
-        {
-            name: {"p95_s": one.p95_s, "answers": one.answers, "more_s": one.more_s(seen[NONE])}
-            for name, one in seen.items()
-        }
-    )
-
-
-if __name__ == "__main__":
-    main()

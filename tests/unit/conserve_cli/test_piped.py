@@ -68,12 +68,6 @@ def test_simulate() -> None:
     assert all(len(head) > 80 for head in heads)
 
 
-def test_experiments() -> None:
-    lines = _piped("experiments.energy", "--conversations", "2")
-    (head,) = [line for line in lines if "heterogeneous: " in line]
-    assert len(head) > 80
-
-
 def test_peers() -> None:
     lines = _piped("conserve_lab.peers", "list")
     assert any("Settings: ConServe's own application with" in line for line in lines)

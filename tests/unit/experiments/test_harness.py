@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.harness import Experiment, numbers, paired_ratio, percentile, rounds
-from experiments.warm import Load, WarmTurns
+from experiments.overhead import Load, WarmTurns
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
