@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.applications import LANE
 from tests.engines.client import Agent, chat, lone_answer, prose
-from tests.engines.engine_scheduler.random_turns import random_turns
+from tests.engines.conserve_inside.random_turns import random_turns
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually
