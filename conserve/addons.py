@@ -8,10 +8,15 @@ from importlib.metadata import entry_points
 from typing import Any
 
 
-def offered(group: str) -> dict[str, Any]:
-    """Return what the add-ons that are installed here offer in an entry-point group, by name."""
+def offered(group: str, only: str | None = None) -> dict[str, Any]:
+    """Return what the add-ons that are installed here offer in an entry-point group, by name.
+
+    ``only`` is the one that is wanted; others are not loaded.
+    """
     found = {}
     for entry in entry_points(group=group):
+        if only not in (None, entry.name):
+            continue
         try:
             found[entry.name] = entry.load()
         except ModuleNotFoundError as error:
@@ -23,7 +28,7 @@ def offered(group: str) -> dict[str, Any]:
 
 def addon(name: str) -> Any:
     """Return an add-on's object, by its package's name; None: it is not installed here."""
-    return offered("conserve.addons").get(name)
+    return offered("conserve.addons", only=name).get(name)
 
 
 def missing(what: str, name: str) -> str:

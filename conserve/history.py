@@ -40,7 +40,7 @@ class TurnStats(msgspec.Struct, frozen=True, gc=False):
         missed_tokens: just stored by a prefiller, but not found by the decoder.
         late: whether it looked them up more than once.
         engine_wait_s: wait in the decoder's engine; None under ``engine_scheduler: vllm``.
-        engine_wait_for: see `conserve.engine_scheduling.WaitFor`.
+        engine_wait_for: see `conserve.wire.WaitFor`.
         kept_tokens, kept_s: what of its history the engine has now, and for how long it is pinned.
         encoded_images: images that were encoded for it, on any engine.
         encoded_tokens: embeddings of those that its decoder encoded.

@@ -172,7 +172,7 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True):
         queued_s: in the engine before it ran, the load of its KV included; None if the engine keeps
             no times.
         prefill_s, decode_s: from then to the first token, and from that to the last.
-        waited_for: see `conserve.engine_scheduling.WaitFor`.
+        waited_for: see `WaitFor`.
     """
 
     prompt_tokens: int = 0
@@ -324,6 +324,11 @@ def history_key(history_id: str, incarnation: int) -> str:
 def scheduled_turn(key: str, resume_s: float | None, last: bool) -> dict[str, Any]:
     """Return ``kv_transfer_params`` that tell an engine's scheduler of a history's turn."""
     return {TURN: {"key": key, "resume_s": resume_s, "last": last}}
+
+
+WaitFor = Literal["room", "place", "step", "load"]
+"""A call waits for room in the KV, a place among the running calls, tokens of a step, or the load
+of its own KV."""
 
 
 class StageTimes(NamedTuple):

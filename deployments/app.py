@@ -15,14 +15,14 @@ from ray import serve
 from ray.job_config import JobConfig
 from ray.serve import Application
 
-from autoscale.capacity.served import stage_shares, with_profile
+from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.launch import ended, hold
 from conserve.settings import RoleSettings, Settings, SettingsError, load
 from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
-from deployments.engine.sm_slots.lease import SLOT_ENVIRONMENT, SLOT_LANE_WORKER, SLOT_WORKER
+from deployments.engine.inside import inside_of
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import close_token, find_ray, keep_token
@@ -46,11 +46,6 @@ _CONNECTOR = "ResilientMPConnector"
 _SETUP_HOOK = "ray.llm._internal.serve._worker_process_setup_hook"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
-_LANE_CONNECTOR = "LaneConnector"
-_LANE_CONNECTOR_MODULE = "deployments.engine.lane.connector"
-_LANE_WORKER = "deployments.engine.lane.worker.LaneWorker"
-_CPU_LANE_WORKER = "deployments.engine.lane.cpu_worker.LaneWorker"
-_SCHEDULER = "deployments.engine.scheduler.scheduling.conversation_scheduler"
 # A name, so that building the application does not load vLLM, which takes five seconds.
 _ENGINE_SERVER = "deployments.engine.replica.EngineServer"
 # Turns of one replica at a time; vLLM queues and batches them itself.
@@ -310,34 +305,10 @@ def llm_arguments(
         engine |= traced_arguments(settings, own_arguments)
     engine |= own_arguments
     engine["enable_prefix_caching"] = True
-    connector, module = _CONNECTOR, _CONNECTOR_MODULE
-    if settings.schedules_conversations and settings.hosts(role):
-        # With this policy vLLM's scheduler uses priorities, which our scheduler sets.
-        engine |= {"scheduler_cls": _SCHEDULER, "scheduling_policy": "priority"}
-        given = engine.get("additional_config") or {}
-        ours = given.get("conserve") or {}
-        steps = [one for one in settings.mechanisms if one != "lane"]
-        if len(steps) < 3:  # Unset, it has all three.
-            ours = {"mechanisms": steps} | ours
-        if settings.tpot_bound_s is not None:
-            chunks = (ours.get("chunks") or {}) | {"late_s": settings.tpot_bound_s}
-            ours = ours | {"chunks": chunks}
-        if settings.prefill_lane:
-            if shares := stage_shares(settings):
-                # Those in the engine's own arguments come first.
-                ours = {"stages": shares} | ours
-            connector, module = _LANE_CONNECTOR, _LANE_CONNECTOR_MODULE
-            engine["worker_cls"] = _LANE_WORKER if gpu else _CPU_LANE_WORKER
-        if ours:
-            engine["additional_config"] = given | {"conserve": ours}
-    tier = role_tier(settings, own, gpu)
-    if tier.sm_slots is not None:
-        has_lane = connector == _LANE_CONNECTOR
-        engine["worker_cls"] = SLOT_LANE_WORKER if has_lane else SLOT_WORKER
     if role != "encoder":
         engine["kv_transfer_config"] = {
-            "kv_connector": connector,
-            "kv_connector_module_path": module,
+            "kv_connector": _CONNECTOR,
+            "kv_connector_module_path": _CONNECTOR_MODULE,
             "kv_role": _kv_role(role, settings),
             # By default vLLM fails the request.
             "kv_load_failure_policy": "recompute",
@@ -348,6 +319,9 @@ def llm_arguments(
                 CHUNK_TOKENS: chunk_tokens(settings, gpu),
             },
         }
+    tier = role_tier(settings, own, gpu)
+    inside = inside_of(role, settings, tier)
+    engine |= inside.arguments(engine, gpu)
     bundle = {"CPU": own.num_cpus, **({"GPU": own.num_gpus} if gpu else {}), **tier.resources}
     workers = int(engine.get("tensor_parallel_size", 1))
     workers *= int(engine.get("pipeline_parallel_size", 1))
@@ -378,7 +352,7 @@ def llm_arguments(
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
                 **(worker_share(own.num_gpus) if gpu else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
-                **({} if tier.sm_slots is None else SLOT_ENVIRONMENT),
+                **inside.environment(),
                 **traced_environment(settings, role),
                 **own.env,
             }

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -319,15 +319,42 @@ class Refusal:
     retry_after_s: int | None = None
 
 
-# `conserve profile` posts a `HoldBorder`. The answer: decodes' possible SMs; null without a lane.
-BORDER_PATH = "/conserve/border"
+class SchedulerLoad(msgspec.Struct, frozen=True):
+    """An engine's scheduler that knows conversations, as it tells the table with a beat.
 
+    It has calls and blocks of now, and counts since the engine's start.
 
-class HoldBorder(msgspec.Struct, frozen=True, tag=True):
-    """Keep decodes on this many of an engine's SMs for a while; 0 s: move the border as usual."""
+    Attributes:
+        waiting, running, preempted: calls on each level, from 0.
+        running_kinds, begun: calls by kind: cold, resume or decode.
+        cut: chunks that were made smaller, or put off, for decodes.
+        parts: prompts that began without room for all of them.
+        reclaimed_blocks: pinned ones that were given up before their time.
+        lane_tokens: left to compute in the lane; None, like all of the lane's, without one.
+        lane_prefills: by outcome: done, or failed and computed inline.
+        decode_sms: SMs that steps have, where the lane has the others; None if no border moves.
+    """
 
-    decode_sms: Annotated[int, msgspec.Meta(ge=0)] = 0
-    for_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    waiting: list[int]
+    running: list[int]
+    running_kinds: dict[str, int]
+    begun: dict[str, int]
+    cut: dict[str, int]
+    parts: int
+    preempted: list[int]
+    reclaimed_blocks: int
+    pinned_blocks: int
+    free_blocks: int
+    blocks: int
+    tpot_s: float
+    tpot_bound_s: float
+    budget_tokens: int
+    lane_waiting: int | None = None
+    lane_running: int | None = None
+    lane_tokens: int | None = None
+    lane_prefills: dict[str, int] | None = None
+    lane_computed_tokens: int | None = None
+    decode_sms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Engine:
         """
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from deployments.engine.scheduler.scheduling import conversation_scheduler
+        from conserve_inside.scheduler.scheduling import conversation_scheduler
 
         while self._core.scheduler.has_requests():
             self._engine.step()

@@ -3,10 +3,8 @@
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
-from autoscale.capacity.stages import TBT_BOUND_S, plan_stages
 from conserve.placement import EngineCosts
 from conserve.settings import Settings, SettingsError
 from conserve.versions import version_of
@@ -65,16 +63,3 @@ def costs_of(profile: Profile) -> EngineCosts:
     )
     chunk_tokens = profile.max_batched_tokens.get("decoder")
     return costs if chunk_tokens is None else replace(costs, chunk_tokens=chunk_tokens)
-
-
-def stage_shares(settings: Settings) -> dict[str, Any]:
-    """Return the SMs of decodes beside each stage, as an engine with a lane is told of them.
-
-    By stage S*, S_min and d (`DecodeShare`), and as ``sms`` the SMs that they are parts of. Empty
-    if the settings' profile has no stages. Raises `ProfileError`.
-    """
-    curves = None if settings.profile is None else load_profile(settings.profile).stages
-    if curves is None:
-        return {}
-    plan = plan_stages(curves, settings.tpot_bound_s or TBT_BOUND_S)
-    return {"sms": curves.sms} | {stage: list(share) for stage, share in plan.shares.items()}

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from conserve.addons import addon, missing
 from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing, patience_s
@@ -43,6 +44,8 @@ EMBEDDED_MODELS = {
 # Beyond vLLM's scheduler: AgentServe's chunks and lane, MARS's order and retention.
 MECHANISMS = ("chunks", "order", "retention", "lane")
 _JOINED = r"^(chunks|order|retention|lane)(\+(chunks|order|retention|lane))*$"
+# The add-on that has them, SM slots and the offloaded tower.
+INSIDE = "conserve_inside"
 _SCHEDULERS = {"vllm": (), "conversation": MECHANISMS[:3], "conversation_lane": MECHANISMS}
 
 
@@ -381,9 +384,9 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
-        for given, missing in (("cert_file", "key_file"), ("key_file", "cert_file")):
-            if getattr(self.tls, given) and not getattr(self.tls, missing):
-                raise ValueError(f"tls.{missing}: set it beside tls.{given}, or leave both out")
+        for given, needed in (("cert_file", "key_file"), ("key_file", "cert_file")):
+            if getattr(self.tls, given) and not getattr(self.tls, needed):
+                raise ValueError(f"tls.{needed}: set it beside tls.{given}, or leave both out")
         return self
 
     @model_validator(mode="after")
@@ -438,6 +441,12 @@ class Settings(Strict):
                 f"pausing: placement {self.policy_name} has prefillers go on with histories, and "
                 "pauses none; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_runs_inside_is_installed(self) -> Self:
+        if self.runs_inside and addon(INSIDE) is None:
+            raise ValueError("\n".join(missing(what, INSIDE) for what in self.runs_inside))
         return self
 
     @model_validator(mode="after")
@@ -581,6 +590,18 @@ class Settings(Strict):
     def prefill_lane(self) -> bool:
         """Whether they compute long prompts beside their steps."""
         return "lane" in self.mechanisms
+
+    @property
+    def runs_inside(self) -> tuple[str, ...]:
+        """The settings that need the add-on `conserve_inside`, as they are given."""
+        given = {
+            f"engine_scheduler={self.engine_scheduler}": bool(self.mechanisms),
+            "tpot_bound_s": self.tpot_bound_s is not None,
+            "media.tower_layers": self.media.tower_layers is not None,
+        }
+        slots = {f"tiers.{name}.sm_slots": one.sm_slots for name, one in self.tiers.items()}
+        given |= {name: number is not None for name, number in slots.items()}
+        return tuple(name for name, is_given in given.items() if is_given)
 
     @property
     def prefills_later_turns(self) -> bool:

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
-from autoscale.capacity.stages import TBT_BOUND_S
 from conserve_cli.output import console, given_options, progress_bar, refuse
+from conserve_inside.policy.division import TBT_BOUND_S
 from conserve_lab.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from conserve_lab.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
 from conserve_lab.cli.stages import show_stages

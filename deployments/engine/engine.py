@@ -15,38 +15,34 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
-from conserve.direct import Desk, Notice
+from conserve.direct import Desk
 from conserve.holdings import Holdings
 from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
-from conserve.wire import BEAT_S, SILENCE_S, Role
+from conserve.wire import BEAT_S, Role
 from deployments.engine import core
 from deployments.engine.copies import Copies
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
 from deployments.engine.gpu_worker import WorkerClient
 from deployments.engine.http_server import EngineHttp
+from deployments.engine.inside import inside_of
 from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
 from deployments.engine.load import measure
 from deployments.engine.observer import observe_engine
 from deployments.engine.reporter import Reporter
-from deployments.engine.scheduler.commands import SchedulerClient
-from deployments.engine.sm_slots.lease import tell_worker
 from deployments.engine.stored import hold_until_stored
 from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
-from deployments.engine.vision.offload import TOWER_LAYERS
 from deployments.engine.warm_up import WarmUp
 from deployments.event_loop import in_background, switch_threads_sooner
 from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
-from deployments.node.lmcache_server import REAPED_S
+from deployments.node.lmcache_server import REAPED_S, Address
 from deployments.node.node import NodeClient
 from deployments.table.table_client import TableClient, TableUnavailable
 from deployments.tracing import tell_of_lost_collector
-from deployments.upstream import unreachable_scheduler
 from deployments.upstream.outer_address import LOOPBACK
-from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
 from deployments.upstream.seams import require_seams
 from hetero.gpus import EngineUse
@@ -94,118 +90,118 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         tier: RoleTier,
         deployment: str,
     ) -> None:
-        schedules = settings.schedules_conversations and settings.hosts(role)
+        self._inside = inside_of(role, settings, tier)
         # Another vLLM is refused here, before minutes of loading.
         apply_patches("server")
         apply_patches("engine")
         require_seams("load", "serving")
-        if schedules:
-            require_seams("scheduler")
-            require(unreachable_scheduler.PATCH)
-        if schedules and settings.prefill_lane:
-            require_seams("prefill_lane")
-        if tier.sm_slots is not None:
-            require_seams("sm_slots")
+        self._inside.require()
         llm_config = LLMConfig(**llm_arguments)
         context = serve.get_replica_context()
         apply_patches("ray")
         switch_threads_sooner()
         tell_of_lost_collector(settings)
+        if settings.device == "gpu":
+            require_cuda_ops()
         self._id = context.replica_id.unique_id
         self._workers = WorkerClient(self.collective_rpc)
         self._role: Role = role
         self._settings = settings
+        self._tier = tier
         self._table = TableClient(context.app_name, deployment, settings)
+        self._node = NodeClient(context.app_name, settings)
         self._holdings = Holdings()
         self._desk = Desk(self._holdings, settings.idle_timeout_s)
-        self._scheduler: SchedulerClient | None = None
-        self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
+        self._reporter = Reporter(self._id, self._table, self._desk, self._inside.hear)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
         # The table's last answer to a beat.
         self._heard: Heard | None = None
-        if settings.device == "gpu":
-            require_cuda_ops()
-        self._node = NodeClient(context.app_name, settings)
-        self._sm_slots = tier.sm_slots
-        if self._sm_slots is not None:
-            # Its worker leases SMs while the model loads, and a lease needs an engine that beats.
-            self._node.use = EngineUse(self._id, (), tier.cap)
+
         self._table.engine_starting(EngineStarting(self._id, "starting engines"))
         server = await self._node.launch()
-        told = {"lmcache.mp.host": f"tcp://{server.host}", "lmcache.mp.port": server.port}
-        if self._sm_slots is not None:
-            told |= tell_worker(self._sm_slots, self._id, self._node.actor_name)
-        _tell_connector(llm_config, told)
-        encodes_only = role == "encoder"
-        if await asyncio.to_thread(_sees, llm_config):
-            arena = await self._node.arena() if settings.media.encoded_gb else ""
-            keeps = None if encodes_only else settings.media.tower_layers
-            _share_encoded(llm_config, arena, encodes_only, keeps)
-        elif encodes_only:
-            raise SettingsError(f"encoders: {settings.model_id} reads text only; set encoders=0")
-        elif settings.media.tower_layers is not None:
-            name = settings.model_id
-            raise SettingsError(f"media.tower_layers: {name} reads text only; unset it")
-        if os.path.isdir(llm_config.model_loading_config.model_source):  # noqa: ASYNC240
-            # Nothing to download. Otherwise a process loads vLLM to find that out.
-            llm_config.get_or_create_callback().ctx.run_init_node = False
+        await self._configure(llm_config, server)
         await self._load_engine(llm_config)
-        client = self.engine._engine_client
-        failed = FailedImages(lambda request_ids: in_background(client.abort(request_ids)))
-        self._meter = measure(client, failed.have_failed, self._node.lmcache_hangs)
-        hold_until_stored(client)
-        # On the event loop, nothing waits for an engine that writes.
-        missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
-        cache_api = f"{LOOPBACK}:{server.http_port}"
-        host_tokens = self._host_tokens(client.vllm_config) if settings.parks else 0
-        self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens)
-        observe_engine(
-            client, self._meter, failed, missing_tokens, schedules=schedules, copies=self._copies
-        )
-        if schedules:
-            self._scheduler = SchedulerClient(client)
-        gpus = await self._gpus(llm_config)
-        if gpus and settings.of_role(role).num_gpus < 1:
-            await self._workers.keep_to_their_part()
-        leases = () if self._sm_slots is None else await self._workers.sm_leases()
-        if gpus or leases:
-            self._node.use = EngineUse(self._id, gpus, tier.cap, leases)
-        app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
-        has_more = self._reporter.has_more
-        self._http = EngineHttp(
-            app, client, tasks, settings,
-            holdings=self._holdings, desk=self._desk, has_more=has_more,
-            waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
-            missing_tokens=missing_tokens, image_name=failed.name, scheduler=self._scheduler,
-        )  # fmt: skip
-        await self._http.listen()
-        cache = client.vllm_config.cache_config
-        self._info = EngineInfo(
-            id=self._id,
-            role=role,
-            url=self._http.url,
-            pid=os.getpid(),
-            capacity_tokens=0 if encodes_only else capacity_tokens(cache),
-            max_model_len=int(client.vllm_config.model_config.max_model_len),
-            max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
-            tier=tier.name,
-            gpus=gpus,
-            sm_slots=self._sm_slots or 0,
-            sms=sum(lease.sms for lease in leases),
-            host_tokens=host_tokens,
-            also_hosts=role == "prefiller" and settings.prefillers_host,
-            kind=kind_of(client.vllm_config, tier.name),
-            cache_metrics=cache_api,
-        )
-        if not encodes_only:
+        self._info = await self._connect(llm_config, f"{LOOPBACK}:{server.http_port}")
+        if role != "encoder":
             self._table.engine_starting(EngineStarting(self._id, "warming up"))
-            warm_up = WarmUp(client, self._meter, self._info, settings.model_id)
+            warm_up = WarmUp(self._client, self._meter, self._info, settings.model_id)
             self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
         await self._register()
         if self._info.hosts:
             self._reporter.start()
         self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    async def _configure(self, config: LLMConfig, server: Address) -> None:
+        """Complete the engine's arguments by what its node and its model have."""
+        _tell_connector(
+            config,
+            {"lmcache.mp.host": f"tcp://{server.host}", "lmcache.mp.port": server.port},
+        )
+        settings, encodes_only = self._settings, self._role == "encoder"
+        if await asyncio.to_thread(_sees, config):
+            arena = await self._node.arena() if settings.media.encoded_gb else ""
+            _share_encoded(config, arena, encodes_only)
+        elif encodes_only:
+            raise SettingsError(f"encoders: {settings.model_id} reads text only; set encoders=0")
+        inside = self._inside.configured(config.engine_kwargs, self._id, self._node)
+        config.update_engine_kwargs(**inside)
+        if os.path.isdir(config.model_loading_config.model_source):  # noqa: ASYNC240
+            # Nothing to download. Otherwise a process loads vLLM to find that out.
+            config.get_or_create_callback().ctx.run_init_node = False
+
+    async def _connect(self, config: LLMConfig, cache_api: str) -> EngineInfo:
+        """Observe the engine, which has loaded, and listen; return its description."""
+        client, settings, role = self._client, self._settings, self._role
+        failed = FailedImages(lambda request_ids: in_background(client.abort(request_ids)))
+        self._meter = measure(client, failed.have_failed, self._node.lmcache_hangs)
+        hold_until_stored(client)
+        # On the event loop, nothing waits for an engine that writes.
+        missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
+        host_tokens = self._host_tokens(client.vllm_config) if settings.parks else 0
+        self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens)
+        schedules = settings.schedules_conversations and settings.hosts(role)
+        observe_engine(
+            client, self._meter, failed, missing_tokens, schedules=schedules, copies=self._copies
+        )
+        gpus = await self._gpus(config)
+        if gpus and settings.of_role(role).num_gpus < 1:
+            await self._workers.keep_to_their_part()
+        leases = await self._inside.started(client, self.collective_rpc)
+        if gpus or leases:
+            self._node.use = EngineUse(self._id, gpus, self._tier.cap, leases)
+        app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
+        self._inside.add_routes(app)
+        self._http = EngineHttp(
+            app, client, tasks, settings,
+            holdings=self._holdings, desk=self._desk, has_more=self._reporter.has_more,
+            waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
+            missing_tokens=missing_tokens, image_name=failed.name,
+        )  # fmt: skip
+        await self._http.listen()
+        cache = client.vllm_config.cache_config
+        return EngineInfo(
+            id=self._id,
+            role=role,
+            url=self._http.url,
+            pid=os.getpid(),
+            capacity_tokens=0 if role == "encoder" else capacity_tokens(cache),
+            max_model_len=int(client.vllm_config.model_config.max_model_len),
+            max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
+            tier=self._tier.name,
+            gpus=gpus,
+            sm_slots=self._tier.sm_slots or 0,
+            sms=sum(lease.sms for lease in leases),
+            host_tokens=host_tokens,
+            also_hosts=role == "prefiller" and settings.prefillers_host,
+            kind=kind_of(client.vllm_config, self._tier.name),
+            cache_metrics=cache_api,
+        )
+
+    @property
+    def _client(self) -> Any:
+        """vLLM's client of the engine, once it has loaded."""
+        return self.engine._engine_client
 
     def _host_tokens(self, vllm_config: Any) -> int:
         settings = self._settings
@@ -276,8 +272,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if getattr(self, "engine", None) is not None:
             # Ray ends workers at once, and LMCache's server would keep their memory mapped.
             await self._give_back("KV space", self._workers.shutdown(), REAPED_S)
-        if getattr(self, "_sm_slots", None) is not None:
-            await self._give_back("SM slots", self._node.leave(self._id), SILENCE_S)
+        if getattr(self, "_inside", None) is not None:
+            await self._inside.ended(self._give_back)
         await super().__del__()
 
     async def _give_back(self, what: str, call: Awaitable[None], missed_s: float) -> None:
@@ -319,10 +315,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             return False
         return not self._http.has_ended
 
-    def _obey(self, notice: Notice) -> None:
-        if self._scheduler is not None:
-            self._scheduler.hear(notice)
-
     async def _register(self) -> None:
         registration = self._reporter.registering() if self._info.hosts else 0
         info = dataclasses.replace(
@@ -347,8 +339,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                 logger.warning("%s %s is not healthy: %s", self._role, self._id, error)
                 continue
             try:
-                scheduler = None if self._scheduler is None else self._scheduler.load()
-                heard = await self._table.beat(self._id, self._node.energy, self._load(), scheduler)
+                load, scheduler = self._load(), self._inside.load()
+                heard = await self._table.beat(self._id, self._node.energy, load, scheduler)
                 if heard is None or not self._reporter.is_registered:
                     await self._register()
                     continue
@@ -357,10 +349,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     self._holdings.drop(history_id, incarnation)
                 if heard.touched:
                     in_background(self._copies.touch(heard.touched))
-                if self._scheduler is not None:
-                    self._scheduler.release(heard.ended)
-                    if "retention" in self._settings.mechanisms:
-                        self._scheduler.hold(heard.holds)
+                self._inside.heard(heard)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)
             except Exception:
@@ -421,13 +410,10 @@ def _sees(config: LLMConfig) -> bool:
     return any(hasattr(read, name) for name in ENCODERS)
 
 
-def _share_encoded(
-    config: LLMConfig, arena: str, encodes_only: bool, tower_layers: int | None
-) -> None:
+def _share_encoded(config: LLMConfig, arena: str, encodes_only: bool) -> None:
     """Have the engine keep what it encodes in its node's arena, if any, and read from there.
 
-    By its role vLLM knows one that only encodes, and loads no language model. The connector also
-    has all but ``tower_layers`` of the tower's layers offloaded; None: they stay.
+    By its role vLLM knows one that only encodes, and loads no language model.
     """
     config.update_engine_kwargs(
         ec_transfer_config={
@@ -437,7 +423,6 @@ def _share_encoded(
             "ec_connector_extra_config": {
                 ARENA_PATH: arena,
                 TELLS: encodes_only or not config.engine_kwargs.get("disable_log_stats"),
-                TOWER_LAYERS: tower_layers,
             },
         }
     )

@@ -7,10 +7,8 @@ vLLM adds `GpuWorker` to the worker's class by ``worker_extension_cls``, and cal
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from deployments.engine.sm_slots.lease import lease_of
 from hetero.gpu_layout import CONTEXT_BYTES
 from hetero.nvml import Gpu, Nvml, NvmlError
-from hetero.sm_slots import SmLease
 
 EXTENSION = "deployments.engine.gpu_worker.GpuWorker"
 
@@ -23,11 +21,6 @@ class WorkerClient:
 
     async def gpu_uuids(self) -> tuple[str, ...]:
         return tuple(await self._call(GpuWorker.conserve_gpu_uuid.__name__))
-
-    async def sm_leases(self) -> tuple[SmLease, ...]:
-        """Return the SMs that workers have leased (`SlotWorker.conserve_sm_lease`)."""
-        # By its name: `SlotWorker` cannot be imported without loading vLLM's worker.
-        return tuple(lease_of(said) for said in await self._call("conserve_sm_lease"))
 
     async def keep_to_their_part(self) -> None:
         """Limit the workers of an engine that shares its GPU to their part of it."""

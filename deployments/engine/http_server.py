@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pybase64
 import ray
 import uvicorn
@@ -36,10 +35,8 @@ from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.grammars import Grammars
 from deployments.engine.observer import TurnObserver
 from deployments.engine.response_store import MEDIA, ResponseKeeper, read_ahead, replay
-from deployments.engine.scheduler.commands import SchedulerClient
 from deployments.engine.tokenizing import keep_text, keep_tokens
 from deployments.engine.vision.node_images import MissingTokens
-from deployments.messages import BORDER_PATH, HoldBorder
 from deployments.upstream import media_names, prepared_twice
 from deployments.upstream.patch import require
 from deployments.upstream.seams import require_seams
@@ -63,10 +60,8 @@ class EngineHttp:
         waiting_tokens: Callable[[], int],
         missing_tokens: MissingTokens,
         image_name: Callable[[str], str],
-        scheduler: SchedulerClient | None,
     ) -> None:
         describe(app)
-        offer_border(app, scheduler)
         explain_refusals(app)
         require(media_names.PATCH)
         media_names.keep_media_names(image_name)
@@ -134,21 +129,6 @@ def describe(app: FastAPI) -> None:
     """
     routes = [route for route in app.routes if getattr(route, "path", None) in _DESCRIBED]
     app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)
-
-
-def offer_border(app: FastAPI, scheduler: SchedulerClient | None) -> None:
-    """Serve `BORDER_PATH` in an engine's app; without a scheduler of ours the answer is null."""
-
-    @app.post(BORDER_PATH)
-    async def hold_border(request: Request) -> Response:
-        # A page in a browser on this machine cannot send this type without asking first.
-        if request.headers.get("content-type") != "application/json":
-            return JSONResponse({"error": "send application/json"}, 415)
-        try:
-            asked = msgspec.json.decode(await request.body(), type=HoldBorder)
-        except msgspec.DecodeError as error:
-            return JSONResponse({"error": f"no HoldBorder: {error}"}, 400)
-        return JSONResponse(None if scheduler is None else await scheduler.command(asked))
 
 
 def explain_refusals(app: FastAPI) -> None:

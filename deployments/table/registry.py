@@ -5,12 +5,11 @@ from urllib.parse import urlsplit
 
 from conserve.conversations import ConversationTable
 from conserve.encoders import Encoder
-from conserve.engine_scheduling import SchedulerLoad
 from conserve.history import History
 from conserve.holdings import Parked
 from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role, StartPhase
-from deployments.messages import EngineInfo, EngineStarting
+from deployments.messages import EngineInfo, EngineStarting, SchedulerLoad
 
 # An engine that has not come further by then is taken for one that died while it started.
 _STARTS_WITHIN_S = 1800.0

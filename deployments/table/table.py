@@ -22,7 +22,6 @@ from conserve.admission import Admission
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
-from conserve.engine_scheduling import SchedulerLoad
 from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
 from conserve.history import TurnKey, TurnStats
@@ -32,6 +31,7 @@ from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
 from deployments import answers, messages
+from deployments.messages import SchedulerLoad
 from deployments.table import lines, refusals
 from deployments.table.accounts import Accounts
 from deployments.table.listeners import LOOK_S, Listeners

@@ -23,11 +23,12 @@ import numpy as np
 
 from conserve import wire
 from conserve.apis import CHAT
+from conserve_inside.border import BORDER_PATH, HoldBorder
 from conserve_lab.capacity import fit
 from conserve_lab.client import Client, Endpoint
 from conserve_lab.records import TurnRecord, TurnRequest
 from conserve_lab.workloads.tokens import COMPLETIONS, completion
-from deployments.messages import BORDER_PATH, HoldBorder, Prefilled
+from deployments.messages import Prefilled
 
 _JSON = {"Content-Type": "application/json"}
 _TIMEOUT_S = 600.0
@@ -256,10 +257,13 @@ class Probe:
         return {**self._common, "messages": [{"role": "user", "content": content}]}
 
     async def border(self, decode_sms: int = 0, for_s: float = 0.0) -> list[int] | None:
-        """Hold the decoder's border, or no longer; returns `BORDER_PATH`'s answer."""
+        """Hold the decoder's border, or no longer; returns `BORDER_PATH`'s answer.
+
+        None also where the decoder runs without the add-on, and does not have that path.
+        """
         url, asked = self._decoder + BORDER_PATH, HoldBorder(decode_sms, for_s)
         what, answer = "holding the border", list[int] | None
-        sizes_sms: list[int] | None = await self._asked(what, url, asked, answer)
+        sizes_sms: list[int] | None = await self._asked(what, url, asked, answer, may_lack=True)
         return sizes_sms
 
     async def stage(
@@ -360,11 +364,16 @@ class Probe:
         done = await self._asked("a prefill", url, body, Prefilled)
         return done, time.perf_counter() - sent_s
 
-    async def _asked(self, what: str, url: str, body: Any, type: Any) -> Any:
+    async def _asked(
+        self, what: str, url: str, body: Any, type: Any, *, may_lack: bool = False
+    ) -> Any:
+        """Return an engine's answer; None if it ``may_lack`` the path, and does."""
         data = msgspec.json.encode(body)
         with reaching(f"{what} failed"):
             async with self._session.post(url, data=data, headers=_JSON) as answer:
                 text = await answer.text()
+        if answer.status == 404 and may_lack:
+            return None
         if answer.status != 200:
             raise MeasureError(f"{what} was refused: {text[:300]}")
         return msgspec.json.decode(text, type=type)

@@ -24,12 +24,9 @@ from vllm.platforms import current_platform
 
 from conserve.wire import ENCODED, NOTHING_ENCODED, Encoded
 from deployments.engine.vision.failures import can_tell_failures, failures
-from deployments.engine.vision.loading import load_with_tower_on_host
 from deployments.engine.vision.node_images import NodeImages
-from deployments.engine.vision.offload import kept_layers, require_plain_layers
 from deployments.upstream import encoder_errors
 from deployments.upstream.patch import require
-from deployments.upstream.seams import require_seams
 
 _TENSOR = "encoded"
 _MOST_WAITING = 16
@@ -119,11 +116,6 @@ def prepare_worker(vllm_config: VllmConfig) -> None:
     if can_tell_failures(vllm_config):
         require(encoder_errors.PATCH)
         encoder_errors.survive_encoders(failures.add)
-    kept = kept_layers(vllm_config)
-    if kept is not None:
-        require_seams("tower_loading")
-        require_plain_layers(vllm_config.compilation_config)
-        load_with_tower_on_host(vllm_config, kept)
 
 
 def read_encoded(data: bytes) -> torch.Tensor:

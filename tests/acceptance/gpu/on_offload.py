@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deployments.engine.vision.offload import OffloadedTower
+from conserve_inside.tower.offload import OffloadedTower
 
 DEVICE = torch.device("cuda")
 # Qwen2.5-VL's tower: 32 layers of 1,280 and 3,420 values, 38 MB each.

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deployments.engine.sm_slots.pairs import SlotPairs
+from conserve_inside.sm_slots.pairs import SlotPairs
 from hetero.green_contexts import GreenContexts
 from hetero.sm_units import SmSlots, sides, sm_granularity
 

@@ -28,7 +28,7 @@ ENGINE = """
 import asyncio, json, sys, threading, time
 import ray
 from conserve.settings import load
-from deployments.engine.sm_slots.lease import lease_slots
+from conserve_inside.sm_slots.lease import lease_slots
 from deployments.node.node import NodeClient
 from hetero.gpus import EngineUse
 from hetero.power import Cap

@@ -41,8 +41,9 @@ def _answered(model: str, kept: int | None) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    from deployments.engine.vision.offload import TOWER_LAYERS
+    from conserve_inside.addon import TOWER_CONNECTOR, TOWER_LAYERS
 
+    offloads = {**TOWER_CONNECTOR, "ec_connector_extra_config": {TOWER_LAYERS: kept}}
     engine = LLM(
         model,
         enforce_eager=True,
@@ -54,7 +55,7 @@ def _answered(model: str, kept: int | None) -> dict[str, Any]:
             "ec_connector": "NodeEncoderCache",
             "ec_connector_module_path": "deployments.engine.vision.connector",
             "ec_role": "ec_both",
-            "ec_connector_extra_config": {TOWER_LAYERS: kept},
+            **(offloads if kept is not None else {}),
         },
     )
     rng = random.Random(0)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from deployments.engine.lane.images import Encode
-from deployments.engine.lane.scheduler_lane import Job
-from deployments.engine.lane.worker import LaneForward
+from conserve_inside.lane.images import Encode
+from conserve_inside.lane.scheduler_lane import Job
+from conserve_inside.lane.worker import LaneForward
 from tests.engines.vision.unpacked import UnpackedWorker
 
 BLUE = (0, 0, 255)

@@ -8,7 +8,7 @@ from typing import Any
 import vllm._custom_ops as ops
 from vllm.model_executor.layers import utils
 
-from deployments.engine.vision.offload import layers_of_tower
+from conserve_inside.tower.offload import layers_of_tower
 
 ops._supports_onednn = False
 utils.check_cpu_sgl_kernel = lambda *_: False

@@ -17,7 +17,6 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms.cpu import CpuPlatform
-from vllm.utils.import_utils import resolve_obj_by_qualname
 
 import conserve
 from conserve.settings import Settings, SettingsError, load
@@ -31,8 +30,6 @@ from deployments.app import (
     llm_arguments,
     placement_options,
 )
-from deployments.engine.lane.worker import LaneWorking
-from deployments.engine.sm_slots.worker import SlotWorker
 from deployments.joining import close_token, keep_token
 from hetero.cards import Card
 from hetero.gpu_layout import with_counts, with_memory
@@ -253,76 +250,6 @@ def test_a_chunk_is_a_whole_number_of_every_engines_blocks(
     engine = llm_arguments("decoder", settings, settings.decoders, gpu)["engine_kwargs"]
     extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
     assert extra["conserve.chunk_tokens"] == chunk
-
-
-@pytest.mark.parametrize(
-    ("settings", "scheduled"),
-    [
-        ({}, ()),
-        ({"engine_scheduler": "conversation", "placement": "conversation"}, ("decoder",)),
-        ({"engine_scheduler": "conversation"}, ("decoder", "prefiller")),
-    ],
-)
-def test_engines_that_host_conversations_schedule_by_them_where_that_is_asked_for(
-    settings: dict[str, Any], scheduled: tuple[str, ...]
-) -> None:
-    chosen = Settings(**settings)
-    for role, own in (("decoder", chosen.decoders), ("prefiller", chosen.prefillers)):
-        arguments = llm_arguments(role, chosen, own, gpu=False)["engine_kwargs"]  # type: ignore[arg-type]
-        assert ("scheduler_cls" in arguments) == (role in scheduled)
-        assert ("scheduling_policy" in arguments) == (role in scheduled)
-        assert "worker_cls" not in arguments
-        assert arguments["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
-
-
-@pytest.mark.parametrize(("gpu", "worker"), [(False, "cpu_worker"), (True, "worker")])
-def test_decoders_have_a_lane_where_that_is_asked_for(gpu: bool, worker: str) -> None:
-    chosen = Settings(
-        engine_scheduler="conversation_lane",
-        placement="conversation",
-        tpot_bound_s=0.03,
-        engine={"additional_config": {"conserve": {"lane": {}}, "other": 1}},
-    )
-    decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu)["engine_kwargs"]
-    assert decoder["worker_cls"] == f"deployments.engine.lane.{worker}.LaneWorker"
-    assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
-    assert decoder["additional_config"] == {
-        "conserve": {"lane": {}, "chunks": {"late_s": 0.03}},
-        "other": 1,
-    }
-    prefiller = llm_arguments("prefiller", chosen, chosen.prefillers, gpu)["engine_kwargs"]
-    assert "worker_cls" not in prefiller
-    assert prefiller["kv_transfer_config"]["kv_connector"] == "ResilientMPConnector"
-
-
-def test_an_engine_with_a_lane_is_told_the_shares_of_its_profiles_stages() -> None:
-    def told(scheduler: str, **given: Any) -> Any:
-        given = {"engine_scheduler": scheduler, "profile": "a6000-cogagent"} | given
-        chosen = Settings(**given)
-        engine = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
-        return engine.get("additional_config")
-
-    stages = {"encode": [24, 12, 4], "prefill": [30, 12, 6], "sms": 84}
-    assert told("conversation_lane") == {"conserve": {"stages": stages}}
-    assert told("order+retention") == {"conserve": {"mechanisms": ["order", "retention"]}}
-    tighter = told("conversation_lane", tpot_bound_s=0.05)["conserve"]
-    assert tighter["chunks"] == {"late_s": 0.05}
-    assert tighter["stages"] == {"encode": [24, 18, 2], "prefill": [30, 18, 4], "sms": 84}
-    by_hand = {"conserve": {"stages": {"encode": [8, 8, 0]}}}
-    assert told("conversation_lane", engine={"additional_config": by_hand}) == by_hand
-    assert told("conversation") is None
-    assert told("conversation_lane", profile="h100-qwen3-8b") is None
-
-
-def test_a_lane_on_leased_sms_has_a_worker_of_both() -> None:
-    tiers = {"x": {"sm_slots": 7}}
-    decoders = {"tier": "x"}
-    chosen = Settings(engine_scheduler="conversation_lane", tiers=tiers, decoders=decoders)
-    decoder = llm_arguments("decoder", chosen, chosen.decoders, gpu=True)["engine_kwargs"]
-    assert decoder["kv_transfer_config"]["kv_connector"] == "LaneConnector"
-    worker = resolve_obj_by_qualname(decoder["worker_cls"])
-    assert issubclass(worker, LaneWorking)
-    assert issubclass(worker, SlotWorker)
 
 
 def test_engines_add_their_spans_where_turns_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:

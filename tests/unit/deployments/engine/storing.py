@@ -19,7 +19,7 @@ from conserve import wire
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import groups_that_give_up
 from deployments.upstream.lost_server import Connection
-from tests.unit.deployments.engine.scheduler.stand_in import BLOCK_TOKENS, StandIn
+from tests.unit.conserve_inside.scheduler.stand_in import BLOCK_TOKENS, StandIn
 
 CHUNK_TOKENS = 64
 # Of the layers that have one: a request gives up blocks that are further back.

@@ -7,19 +7,15 @@ import pytest
 import torch
 from lmcache.integration.vllm.vllm_multi_process_adapter import ParallelStrategy
 from lmcache.v1.memory_management import AddressManager
-from ray.serve.llm import LLMConfig
 from transformers import CONFIG_MAPPING
-from vllm.config import ECTransferConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.worker.utils import AttentionGroup
 
 from conserve.settings import load
-from deployments.app import llm_arguments
-from deployments.engine.engine import EngineServer, LLMServer, _share_encoded
+from deployments.engine.engine import EngineServer, LLMServer
 from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
-from deployments.engine.vision.offload import kept_layers
 from deployments.upstream import patches
 from deployments.upstream.patch import PatchError
 
@@ -174,12 +170,3 @@ def _host_token_bytes(
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
     )
     return host_token_bytes(stand_in, chunk, page)
-
-
-def test_an_engine_tells_its_worker_how_many_layers_of_the_tower_stay() -> None:
-    settings = load(None)
-    for told in (None, 2):
-        config = LLMConfig(**llm_arguments("decoder", settings, settings.decoders, False))
-        _share_encoded(config, "", False, told)
-        transfer = ECTransferConfig(**config.engine_kwargs["ec_transfer_config"])
-        assert kept_layers(SimpleNamespace(ec_transfer_config=transfer)) == told

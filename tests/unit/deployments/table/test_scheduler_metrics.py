@@ -2,8 +2,8 @@
 
 import msgspec
 
-from conserve.engine_scheduling import SchedulerLoad
 from conserve.placement.load import EngineLoad
+from deployments.messages import SchedulerLoad
 from tests.unit.deployments.table.test_hosts import a_service, engine, says, shown
 
 LOAD = SchedulerLoad(

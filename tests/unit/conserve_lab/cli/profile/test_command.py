@@ -546,6 +546,11 @@ def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
     assert probe.held[-1] == 0
 
 
+async def test_a_decoder_without_a_scheduler_of_ours_has_no_border() -> None:
+    async with _probe([]) as probe:
+        assert await probe.border() is None
+
+
 def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
     held, decodes = [], []
 
