@@ -2,12 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from conserve.encoders import Encoder
-from conserve.environments import Standing
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
@@ -328,6 +327,26 @@ class HoldBorder(msgspec.Struct, frozen=True, tag=True):
 
     decode_sms: Annotated[int, msgspec.Meta(ge=0)] = 0
     for_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostPressure:
+    """The load of the machine that tools run on, as what runs them has observed it.
+
+    Attributes:
+        running_tools: commands that run there now.
+        cpu_pressure: the share of time, 0 to 1, in which a process waits for a CPU.
+    """
+
+    running_tools: int = 0
+    cpu_pressure: float = 0.0
+
+
+class Standing(NamedTuple):
+    """The table's view of a conversation; ``place`` is in the queue, from 0."""
+
+    state: Literal["unknown", "waiting", "live"]
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from conserve import addons
 from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.loopback import is_loopback
 from conserve.pausing import Pausing, patience_s
@@ -393,6 +394,14 @@ class Settings(Strict):
                 f"environments.enabled: whoever reaches {self.host} could run commands; make keys "
                 "(`conserve keys add NAME`) and set keys_file in the place of unauthenticated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _environments_are_installed(self) -> Self:
+        for name, default in EnvironmentSettings():
+            given = getattr(self.environments, name)
+            if given != default and addons.addon("conserve_tools") is None:
+                raise ValueError(addons.missing(f"environments.{name}", "conserve_tools"))
         return self
 
     @field_validator("engine_scheduler", mode="after")

@@ -7,7 +7,15 @@ import pytest
 from tests.checkout import ROOT
 from tests.unit.stand_in_python import StandInMachine
 
-PACKAGES = ("autoscale", "conserve", "conserve_cli", "conserve_lab", "deployments", "hetero")
+PACKAGES = (
+    "autoscale",
+    "conserve",
+    "conserve_cli",
+    "conserve_lab",
+    "conserve_tools",
+    "deployments",
+    "hetero",
+)
 FILES = ("LICENSE", "Makefile", "README.md", "pyproject.toml")
 PINS = ("requirements-cpu.txt", "requirements-gpu.txt")
 
