@@ -1,14 +1,14 @@
-"""What the core may ask of this add-on, by the entry point `conserve_tools` of `conserve.addons`.
+"""The object that the core asks, by the entry point `conserve_tools` of `conserve.addons`.
 
-Loading this loads neither Ray nor the rest of the add-on, as every command does it.
+Loading it loads no Ray.
 """
 
 from typing import TYPE_CHECKING
 
 from conserve.settings import Settings
+from conserve_tools import root
 
 if TYPE_CHECKING:
-    from conserve_cli.doctor.facts import Finding
     from conserve_tools.routes import EnvironmentPaths
     from deployments.router.addons import Described
 
@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 class ToolsAddon:
     """Takes the seats of `deployments.start_checks`, `deployments.router` and the doctor."""
 
-    def require_startable(self, settings: Settings) -> None:
-        from conserve_tools.root import require_root
-
-        require_root(settings)
+    require_startable = staticmethod(root.require_root)
+    findings = staticmethod(root.findings)
 
     def described(self) -> "Described":
         from conserve_tools.routes import DESCRIBED
@@ -34,11 +32,6 @@ class ToolsAddon:
         if not settings.environments.enabled:
             return EnvironmentPaths(None)
         return EnvironmentPaths(EnvironmentClient(application, deployment, settings))
-
-    def findings(self, settings: Settings) -> "list[Finding]":
-        from conserve_tools.root import findings
-
-        return findings(settings)
 
 
 ADDON = ToolsAddon()

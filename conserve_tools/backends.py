@@ -12,14 +12,15 @@ import subprocess
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from conserve.settings import EnvironmentSettings
-from conserve_tools.answers import Isolation
+from conserve_tools import launcher
+from conserve_tools.answers import CommandDone, Isolation
 from conserve_tools.ledger import Environment
 from conserve_tools.root import folders
 from conserve_tools.sandbox import (
-    Outcome,
+    Command,
     Place,
     Sandbox,
     SandboxError,
@@ -47,48 +48,23 @@ FIRST_PORT = 28_000
 _PREDECESSOR_S = 3.0
 
 
-class Running(Protocol):
-    """A running command."""
+class Processes:
+    """Environments of processes; ``root`` is the folder of all of them.
 
-    def wait(self) -> Outcome:
-        """Return when it has ended; raises `SandboxError` if its outcome is not known."""
-
-    def cut(self) -> None: ...
-
-
-class Backend(Protocol):
-    """Makes environments of one kind. Calls block, and may come from several threads.
-
-    ``isolation`` names what keeps their commands apart from the rest.
+    As with `Containers`, calls block, and may come from several threads. ``isolation`` names what
+    keeps commands apart from the rest.
     """
 
-    isolation: Isolation
+    def __init__(self, root: Path, settings: EnvironmentSettings, *, namespaces: bool) -> None:
+        self._root = root
+        self._sandbox = Sandbox(namespaces=namespaces, network=settings.network)
+        self.isolation = self._sandbox.isolation
 
     def prepare(self, one: Environment) -> tuple[int, ...]:
         """Make an environment, or make a half-made one again; return its ports.
 
         Raises `SandboxError` with a message for clients.
         """
-
-    def start(self, one: Environment, run: Run) -> Running:
-        """Start a command in a prepared environment; raises `SandboxError`."""
-
-    def remove(self, one: Environment) -> None:
-        """Remove an environment and end its commands; raises `OSError` or `SandboxError`."""
-
-    def tidy(self, kept: Collection[int]) -> None:
-        """End a predecessor's commands, and remove all other environments."""
-
-
-class Processes:
-    """Environments of processes; ``root`` is the folder of all of them."""
-
-    def __init__(self, root: Path, settings: EnvironmentSettings, *, namespaces: bool) -> None:
-        self.isolation: Isolation = "namespaces" if namespaces else "limits"
-        self._root = root
-        self._sandbox = Sandbox(namespaces=namespaces, network=settings.network)
-
-    def prepare(self, one: Environment) -> tuple[int, ...]:
         ports = choose_ports(one)
         place(self._root, one).make()
         if one.spec.setup is not None:
@@ -97,15 +73,18 @@ class Processes:
             require_setup(self._sandbox.start(one_with_ports, setup, one.spec.limits).wait())
         return ports
 
-    def start(self, one: Environment, run: Run) -> Running:
+    def start(self, one: Environment, run: Run) -> Command:
+        """Start a command in a prepared environment; raises `SandboxError`."""
         return self._sandbox.start(place(self._root, one, one.ports), run, one.spec.limits)
 
     def remove(self, one: Environment) -> None:
+        """Remove an environment and end its commands; raises `OSError` or `SandboxError`."""
         if not self._sandbox.namespaces:
             kill_marked(f"{self._root}:{one.number}")
         place(self._root, one).remove()
 
     def tidy(self, kept: Collection[int]) -> None:
+        """End a predecessor's commands, and remove all other environments."""
         deadline_s = time.monotonic() + _PREDECESSOR_S
         while marked(f"{self._root}:") and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -133,7 +112,7 @@ def choose_ports(one: Environment) -> tuple[int, ...]:
     return tuple(free[: one.spec.ports])
 
 
-def require_setup(outcome: Outcome) -> None:
+def require_setup(outcome: CommandDone) -> None:
     """Raise `SandboxError` if an environment's setup has failed."""
     if outcome.exit_code or outcome.reason:
         why = outcome.reason or f"its exit code is {outcome.exit_code}"
@@ -224,12 +203,8 @@ class ContainerCommand:
         self._began_s = time.monotonic()
         self._deadline_s = self._began_s + timeout_s
         self._was_cut = False
-        # A file needs no thread that writes to a pipe.
-        stdin = os.memfd_create("stdin")
+        stdin = launcher.file_of(run.stdin)
         try:
-            with open(os.dup(stdin), "wb") as writer:
-                writer.write(run.stdin.encode("utf-8", "surrogatepass"))
-            os.lseek(stdin, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
                 [engine, "exec", "--interactive", name, *run.arguments],
                 stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -244,7 +219,7 @@ class ContainerCommand:
         self._was_cut = True
         self._process.kill()
 
-    def wait(self) -> Outcome:
+    def wait(self) -> CommandDone:
         with self._process:
             stdout, stderr, _, dropped = read_outputs(
                 self._process, None, self._output_bytes, self._deadline_s
@@ -259,15 +234,20 @@ class ContainerCommand:
         if code == _NOT_ASKED:
             raise SandboxError(f"the container cannot be asked: {said[-300:].strip()}")
         reason = "it was ended from outside" if self._was_cut else None
-        return Outcome(
+        return CommandDone(
             exit_code=code if code >= 0 else 128 - code,
             stdout=stdout.decode(errors="replace"),
             stderr=said,
             truncated=dropped,
             timed_out=timed_out,
             reason="it took longer than it may" if timed_out else reason,
-            wall_s=time.monotonic() - self._began_s,
+            wall_s=round(time.monotonic() - self._began_s, 4),
+            isolation=Containers.isolation,
         )
+
+
+Backend = Processes | Containers
+Running = Command | ContainerCommand
 
 
 def ask(

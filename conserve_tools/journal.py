@@ -75,11 +75,6 @@ class Journal:
         os.close(self._file)
 
 
-def read(path: Path) -> list[Entry]:
-    """Return the entries of a journal that another process may be writing; none without a file."""
-    return _read(path)[0]
-
-
 def _line(entry: Entry) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 

@@ -71,10 +71,7 @@ def _line(file: int) -> bytes:
 
 
 def _carry_out(order: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    stdin = os.memfd_create("stdin")
-    with open(os.dup(stdin), "wb") as writer:
-        writer.write(order["stdin"].encode("utf-8", "surrogatepass"))
-    os.lseek(stdin, 0, os.SEEK_SET)
+    stdin = file_of(order["stdin"])
     if order["namespaces"]:
         _enter_namespaces(order["network"])
     # Pipes for why the command could not start, and for its status in a namespace.
@@ -100,6 +97,15 @@ def _carry_out(order: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     if why is None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         why = "cpu"
     return {"exit_code": _exit_code(status), "why": why}
+
+
+def file_of(text: str) -> int:
+    """Return a file to read as standard input; it needs no thread that writes to a pipe."""
+    stdin = os.memfd_create("stdin")
+    with open(os.dup(stdin), "wb") as writer:
+        writer.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    return stdin
 
 
 def _exit_code(status: int) -> int:

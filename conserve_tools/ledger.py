@@ -91,9 +91,6 @@ class Ledger:
     def __iter__(self) -> Iterator[Environment]:
         return iter(self._all.values())
 
-    def get(self, number: int) -> Environment | None:
-        return self._all.get(number)
-
     def of(self, conversation_id: str) -> list[Environment]:
         return [self._all[number] for number in self._held.get(conversation_id, {}).values()]
 
@@ -326,10 +323,8 @@ _FIELDS = tuple(Spec.model_fields)
 def _place(one: Environment, near: int) -> int | None:
     if one.wanted and one.holders:
         return -1
-    places = [
-        0 if holder.standing.state == "live" else holder.standing.place
-        for holder in one.holders.values()
-        if holder.standing.state == "live"
-        or (holder.standing.state == "waiting" and holder.standing.place < near)
-    ]
-    return min(places, default=None)
+    standings = [holder.standing for holder in one.holders.values()]
+    if any(standing.state == "live" for standing in standings):
+        return 0
+    waiting = [standing.place for standing in standings if standing.state == "waiting"]
+    return min((place for place in waiting if place < near), default=None)

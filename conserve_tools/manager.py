@@ -49,7 +49,7 @@ class Manager:
     """
 
     _settings: EnvironmentSettings
-    _ledger: Ledger
+    ledger: Ledger
     _backends: Mapping[str, Backend | str]
     _tell: Tell
 
@@ -65,9 +65,8 @@ class Manager:
         )
         # Set when an environment is no longer declared or in preparation.
         self._settled: dict[int, asyncio.Event] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
-        # Numbers of environments being prepared or removed.
-        self._busy: set[int] = set()
+        # By environments' numbers: each that is being prepared or removed has one.
+        self._jobs: dict[int, asyncio.Task[None]] = {}
 
     # --- what clients ask for ----------------------------------------------------------------
 
@@ -81,7 +80,7 @@ class Manager:
         if isinstance(missing, str):
             raise ApiError(501, missing, "environment_not_supported", param="kind")
         try:
-            return self._view(self._ledger.declare(conversation_id, spec, unix_s()))
+            return self._view(self.ledger.declare(conversation_id, spec, unix_s()))
         except Conflict as error:
             raise ApiError(409, str(error), "environment_exists") from None
         except QuotaExceeded as error:
@@ -91,7 +90,7 @@ class Manager:
             ) from None
 
     def listed(self, conversation_id: str) -> list[answers.Environment]:
-        return [self._view(one) for one in self._ledger.of(conversation_id)]
+        return [self._view(one) for one in self.ledger.of(conversation_id)]
 
     def shown(self, conversation_id: str, name: str) -> answers.Environment:
         """Return a conversation's environment; raises `ApiError` if there is none of that name."""
@@ -100,7 +99,7 @@ class Manager:
     def let_go(self, conversation_id: str, name: str) -> None:
         """Release an environment, which goes with its last holder; raises `ApiError` if unknown."""
         self._found(conversation_id, name)
-        self._ledger.let_go(conversation_id, name)
+        self.ledger.let_go(conversation_id, name)
         self.step()
 
     async def run(self, conversation_id: str, name: str, body: Any) -> answers.CommandDone:
@@ -134,7 +133,7 @@ class Manager:
 
     async def _run(self, one: Environment, conversation_id: str, run: Run) -> answers.CommandDone:
         name = one.spec.name
-        self._ledger.used(conversation_id, name, unix_s())
+        self.ledger.used(conversation_id, name, unix_s())
         self.step()
         await self._prepared(one, conversation_id)
         if self._waiting >= WAITING and self._free.locked():
@@ -166,15 +165,14 @@ class Manager:
             self._tell("environment", conversation_id, said | {"wall_s": wall_s, "exit_code": code})
 
     async def _carry_out(self, one: Environment, run: Run) -> answers.CommandDone:
-        backend = self._backend(one)
-        command = await self._blocking(backend.start, one, run)
+        command = await self._blocking(self._backend(one).start, one, run)
         of_it = self._commands.setdefault(one.number, set())
         of_it.add(command)
-        if self._ledger.get(one.number) is None or one.state == "removing":
+        if one.state == "removing":  # And so it stays when it is removed.
             command.cut()
         waiting = asyncio.ensure_future(self._blocking(command.wait))
         try:
-            outcome = await asyncio.shield(waiting)
+            return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             command.cut()
             with contextlib.suppress(SandboxError):
@@ -184,8 +182,6 @@ class Manager:
             of_it.discard(command)
             if not of_it:
                 self._commands.pop(one.number, None)
-        told = dataclasses.asdict(outcome) | {"wall_s": round(outcome.wall_s, 4)}
-        return answers.CommandDone(**told, isolation=backend.isolation)
 
     async def _prepared(self, one: Environment, conversation_id: str) -> None:
         if one.state in ("declared", "preparing"):
@@ -212,26 +208,23 @@ class Manager:
 
     def step(self) -> None:
         """Start whatever the ledger wants done now."""
-        for one in self._ledger.to_prepare(NEAR, PREPARING):
-            self._ledger.preparing(one.number)
-        for one in self._ledger:
+        for one in self.ledger.to_prepare(NEAR, PREPARING):
+            self.ledger.preparing(one.number)
+        for one in self.ledger:
             # If the outcome of a preparation could not be recorded, prepare again.
-            if one.state == "preparing" and one.number not in self._busy:
+            if one.state == "preparing" and one.number not in self._jobs:
                 self._begin(one, self._prepare(one))
-        for one in self._ledger.to_remove():
-            if one.number not in self._busy:
+        for one in self.ledger.to_remove():
+            if one.number not in self._jobs:
                 if one.state != "removing":
-                    self._ledger.removing(one.number)
+                    self.ledger.removing(one.number)
                 self._begin(one, self._remove(one))
 
     def _begin(self, one: Environment, job: Coroutine[Any, Any, None]) -> None:
-        self._busy.add(one.number)
-        task = asyncio.get_running_loop().create_task(job)
-        self._jobs.add(task)
+        task = self._jobs[one.number] = asyncio.get_running_loop().create_task(job)
 
         def over(done: asyncio.Task[None]) -> None:
-            self._jobs.discard(done)
-            self._busy.discard(one.number)
+            del self._jobs[one.number]
             if not done.cancelled() and (error := done.exception()) is not None:
                 logger.error("environment %d", one.number, exc_info=error)
             elif one.state not in ("declared", "preparing"):
@@ -247,9 +240,9 @@ class Manager:
         try:
             ports = await self._blocking(self._backend(one).prepare, one)
         except (SandboxError, ApiError) as error:
-            self._ledger.failed(one.number, str(error))
+            self.ledger.failed(one.number, str(error))
         else:
-            self._ledger.ready(one.number, ports)
+            self.ledger.ready(one.number, ports)
         took_s = round(time.monotonic() - began_s, 4)
         self._note(one, state=one.state, wall_s=took_s, error=one.error)
 
@@ -262,7 +255,7 @@ class Manager:
             # The next step tries it again.
             logger.warning("environment %d cannot be removed yet: %s", one.number, error)
             return
-        self._ledger.removed(one.number)
+        self.ledger.removed(one.number)
         for key in [key for key in self._results if key[0] == one.number]:
             if self._results[key].done():
                 del self._results[key]
@@ -271,25 +264,25 @@ class Manager:
 
     async def tidy(self) -> None:
         """Remove what a predecessor left behind; raises `OSError` or `SandboxError`."""
-        kept = {one.number for one in self._ledger}
+        kept = {one.number for one in self.ledger}
         for backend in self._backends.values():
             if not isinstance(backend, str):
                 await self._blocking(backend.tidy, kept)
 
     async def close(self) -> None:
-        for conversation_id in list(self._ledger.conversations()):
-            for one in self._ledger.of(conversation_id):
-                self._ledger.let_go(conversation_id, one.spec.name)
+        for conversation_id in list(self.ledger.conversations()):
+            for one in self.ledger.of(conversation_id):
+                self.ledger.let_go(conversation_id, one.spec.name)
         for _ in range(3):
             self.step()
             while self._jobs:
-                await asyncio.wait(list(self._jobs))
+                await asyncio.wait(list(self._jobs.values()))
         self._threads.shutdown(wait=False)
 
     # --- inside ------------------------------------------------------------------------------
 
     def _found(self, conversation_id: str, name: str) -> Environment:
-        one = self._ledger.find(conversation_id, name)
+        one = self.ledger.find(conversation_id, name)
         if one is None:
             raise _unknown(name)
         return one

@@ -29,9 +29,7 @@ def require_root(settings: Settings) -> None:
     if not settings.environments.enabled:
         return
     root = folder_of(settings)
-    nearest = root
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = next(one for one in (root, *root.parents) if one.exists())
     with contextlib.suppress(OSError):
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
             return
@@ -117,8 +115,6 @@ def _is_managed(root: Path) -> bool:
     try:
         with (root / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False

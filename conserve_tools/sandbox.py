@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from conserve_tools import launcher
+from conserve_tools.answers import CommandDone, Isolation
 from conserve_tools.spec import Limits, Run
 
 logger = logging.getLogger("conserve.environments")
@@ -47,25 +48,6 @@ _WHY = {
 
 class SandboxError(RuntimeError):
     """A command could not be run; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a command.
-
-    Attributes:
-        exit_code: as in a shell: 128 and the number of a signal that ended it.
-        truncated: whether some of the outputs is not kept.
-        reason: why it was ended before it ended by itself.
-    """
-
-    exit_code: int
-    stdout: str
-    stderr: str
-    truncated: bool
-    timed_out: bool
-    reason: str | None
-    wall_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +92,7 @@ class Sandbox:
 
     def __init__(self, *, namespaces: bool, network: bool) -> None:
         self.namespaces = namespaces
+        self.isolation: Isolation = "namespaces" if namespaces else "limits"
         self._network = network
 
     def start(self, place: Place, run: Run, limits: Limits) -> "Command":
@@ -129,7 +112,8 @@ class Sandbox:
             "network": self._network,
             "others": 0 if self.namespaces or place.uid is not None else _tasks_of(os.getuid()),
         }
-        return Command(order, {MARKER: marker, "PATH": _PATH}, limits.output_bytes)
+        variables = {MARKER: marker, "PATH": _PATH}
+        return Command(order, variables, limits.output_bytes, self.isolation)
 
     def _variables(self, place: Place, marker: str) -> dict[str, str]:
         home, tmp = ("/home", "/tmp")
@@ -145,7 +129,14 @@ class Sandbox:
 class Command:
     """A running command; raises `SandboxError` if it cannot be started."""
 
-    def __init__(self, order: dict[str, Any], variables: dict[str, str], output_bytes: int) -> None:
+    def __init__(
+        self,
+        order: dict[str, Any],
+        variables: dict[str, str],
+        output_bytes: int,
+        isolation: Isolation,
+    ) -> None:
+        self._isolation = isolation
         self._marker = variables[MARKER]
         self._output_bytes = output_bytes
         self._deadline_s = time.monotonic() + order["timeout_s"] + _OVERHEAD_S
@@ -172,7 +163,7 @@ class Command:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
-    def wait(self) -> Outcome:
+    def wait(self) -> CommandDone:
         """Return when it and its processes have ended; raises `SandboxError`."""
         try:
             stdout, stderr, said, dropped = read_outputs(
@@ -191,14 +182,15 @@ class Command:
         if told["error"] is not None:
             raise SandboxError(f"the command could not be begun: {told['error']}")
         why = told["why"]
-        return Outcome(
+        return CommandDone(
             exit_code=told["exit_code"],
             stdout=stdout.decode(errors="replace"),
             stderr=stderr.decode(errors="replace"),
             truncated=dropped,
             timed_out=why == "timeout",
             reason=None if why is None else _WHY[why],
-            wall_s=told["wall_s"],
+            wall_s=round(told["wall_s"], 4),
+            isolation=self._isolation,
         )
 
 
@@ -272,24 +264,25 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, onerror=open_up)
 
 
-def marked(beginning: str) -> list[psutil.Process]:
+def marked(marker: str, *, exactly: bool = False) -> list[psutil.Process]:
+    """Return the processes that have this marker, or unless ``exactly`` one that begins so."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARKER, "").startswith(beginning):
+            own = process.environ().get(MARKER, "")
+            if own == marker or (own.startswith(marker) and not exactly):
                 found.append(process)
     return found
 
 
-def kill_marked(beginning: str, *, exactly: bool = True) -> int:
-    """Kill all processes with this marker, or one that begins so; return how many there were."""
+def kill_marked(marker: str, *, exactly: bool = True) -> int:
+    """Kill all processes that `marked` returns; return how many there were."""
     killed: set[int] = set()
     while True:
         left = []
-        for process in marked(beginning):
-            with contextlib.suppress(psutil.Error, OSError):
-                same = not exactly or process.environ().get(MARKER) == beginning
-                if same and process.status() != psutil.STATUS_ZOMBIE:
+        for process in marked(marker, exactly=exactly):
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
                     left.append(process)
         # Look again, as they may start others meanwhile.
         for process in left:

@@ -50,7 +50,6 @@ class EnvironmentService:
         self._table = TableClient(application, deployment, settings)
         self._last_beat_s = time.monotonic()
         self._manager: Manager | None = None
-        self._ledger: Ledger | None = None
         self._journal: Journal | None = None
         self._lock: int | None = None
         self._problem = "it is being started"
@@ -147,7 +146,7 @@ class EnvironmentService:
         backends = await asyncio.to_thread(self._backends)
         manager = Manager(settings, ledger, backends, self._table.note)
         await manager.tidy()
-        self._ledger, self._manager = ledger, manager
+        self._manager = manager
         self._ready.set()
         logger.info("%d environments in %s", len(ledger), self._root)
 
@@ -168,19 +167,19 @@ class EnvironmentService:
         return backends
 
     async def _tidy(self, manager: Manager) -> None:
-        assert self._ledger is not None
         assert self._journal is not None
-        asked = list(self._ledger.conversations())
+        ledger = manager.ledger
+        asked = list(ledger.conversations())
         try:
             seen = await self._table.lifecycle(asked, observe(manager.running))
             if seen.standings is not None:
                 # `asked` leaves out conversations that came meanwhile.
-                self._ledger.observe(seen.table, seen.standings, unix_s(), asked)
+                ledger.observe(seen.table, seen.standings, unix_s(), asked)
         except TableUnavailable:
             pass  # Without the table, no conversation counts as ended.
         manager.step()
         if self._journal.is_long:
-            self._journal.rewrite(self._ledger.snapshot())
+            self._journal.rewrite(ledger.snapshot())
         if time.monotonic() - self._last_beat_s > ABANDONED_S:
             logger.info("no router for %g s: removing all environments, and ending", ABANDONED_S)
             await manager.close()
@@ -188,7 +187,7 @@ class EnvironmentService:
 
 
 def observe(running_tools: int) -> HostPressure:
-    """Return the load of this machine, on which so many tools run."""
+    """Return the load of this machine, on which this number of tools runs."""
     try:
         stalls = Path("/proc/pressure/cpu").read_text()
     except OSError:

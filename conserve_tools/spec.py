@@ -23,8 +23,6 @@ MOST_STDIN_CHARS = 1024 * 1024
 _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}$"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
-MAIN = "main"
-
 # The settings that bound these limits; the others are always the same.
 _SETTINGS = {
     "cpu_s": "wall_s",
@@ -57,39 +55,19 @@ class _Strict(BaseModel):
 
 
 class Limits(_Strict):
-    """Bounds what an environment may use; of the application, the most that clients may ask for."""
+    """Bounds what an environment may use; of the application, the most that clients may ask for.
 
-    cpu_s: int = Field(
-        default=60, ge=1, le=86_400, description="CPU time of each of a command's processes."
-    )
-    wall_s: float = Field(
-        default=120.0, gt=0, le=86_400, description="How long a command may take, in seconds."
-    )
-    memory_bytes: int = Field(
-        default=2**30,
-        ge=2**24,
-        description="Memory of a command's processes, each and together; looked at ten times a "
-        "second.",
-    )
-    processes: int = Field(
-        default=64, ge=1, le=4096, description="Processes and threads of an environment."
-    )
-    file_bytes: int = Field(default=2**28, ge=0, description="Longest file that may be written.")
-    disk_bytes: int = Field(
-        default=2**28,
-        ge=2**12,
-        description="What an environment's files may take; looked at every second of a command, "
-        "which is ended where it is more.",
-    )
-    open_files: int = Field(
-        default=256, ge=16, le=65_536, description="Files that a process may have open."
-    )
-    output_bytes: int = Field(
-        default=2**16,
-        ge=1,
-        le=2**23,
-        description="What is kept of each of a command's two outputs; what is over is dropped.",
-    )
+    docs/environments.md says how each is enforced. ``output_bytes`` is for each of two outputs.
+    """
+
+    cpu_s: int = 60
+    wall_s: float = 120.0
+    memory_bytes: int = 2**30
+    processes: int = 64
+    file_bytes: int = 2**28
+    disk_bytes: int = 2**28
+    open_files: int = 256
+    output_bytes: int = 2**16
 
     @classmethod
     def of(cls, settings: EnvironmentSettings) -> Self:
@@ -129,7 +107,7 @@ class Spec(_Strict):
         shared: whether all conversations of the tenant that ask for this name have the same one.
     """
 
-    name: Name = MAIN
+    name: Name = "main"
     kind: Literal["process", "container"] = "process"
     image: Annotated[str, StringConstraints(pattern=_IMAGE)] | None = None
     limits: Limits = Limits()

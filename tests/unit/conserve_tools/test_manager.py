@@ -73,7 +73,7 @@ class World:
         for commands in list(manager._commands.values()):
             for command in list(commands):
                 command.cut()
-        for job in list(manager._jobs):
+        for job in list(manager._jobs.values()):
             job.cancel()
         assert service._journal is not None
         service._journal.close()
@@ -164,7 +164,7 @@ async def test_it_is_killed_and_followed(world: World) -> None:
     for name in ("a", "b"):
         await world.service.declare(name, {})
         await run(world, name, command="echo kept > file")
-    await world.until(lambda: all(one.holders for one in world.service._ledger or ()))
+    await world.until(lambda: all(one.holders for one in world.service._manager.ledger))
     await asyncio.sleep(0.2)
     cut = asyncio.ensure_future(run(world, command="setsid sleep 600 & sleep 600"))
     await world.until(lambda: len(marked(f"{world.root}:")) >= 3)

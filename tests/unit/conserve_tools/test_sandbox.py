@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from conserve_tools.answers import CommandDone
 from conserve_tools.sandbox import (
     MARKER,
     Command,
-    Outcome,
     Place,
     Sandbox,
     SandboxError,
@@ -56,7 +56,7 @@ def place(root: Path) -> Iterator[Place]:
 
 def run(
     place: Place, namespaces: bool, command: Any, limits: Limits | None = None, **more: Any
-) -> Outcome:
+) -> CommandDone:
     return begin(place, namespaces, command, limits, **more).wait()
 
 
@@ -138,7 +138,7 @@ def test_a_fork_bomb_is_bounded(place: Place, namespaces: bool) -> None:
         place, namespaces, "b() { b | b & }; b; sleep 60", Limits(processes=20, wall_s=2)
     )
     ended = threading.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[CommandDone] = []
 
     def wait() -> None:
         outcomes.append(command.wait())
