@@ -2,12 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from conserve.encoders import Encoder
-from conserve.environments import Standing
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnKey
@@ -355,6 +354,26 @@ class SchedulerLoad(msgspec.Struct, frozen=True):
     lane_prefills: dict[str, int] | None = None
     lane_computed_tokens: int | None = None
     decode_sms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostPressure:
+    """The load of the machine that tools run on, as what runs them has observed it.
+
+    Attributes:
+        running_tools: commands that run there now.
+        cpu_pressure: the share of time, 0 to 1, in which a process waits for a CPU.
+    """
+
+    running_tools: int = 0
+    cpu_pressure: float = 0.0
+
+
+class Standing(NamedTuple):
+    """The table's view of a conversation; ``place`` is in the queue, from 0."""
+
+    state: Literal["unknown", "waiting", "live"]
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)

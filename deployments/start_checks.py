@@ -4,22 +4,32 @@ That the engines fit is for `deployments.gpu_plans`, and that vLLM takes their a
 `deployments.engine_arguments`.
 """
 
-import contextlib
-import os
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from autoscale.capacity.served import with_profile
+from conserve.addons import offered
 from conserve.settings import Settings, SettingsError
 from deployments.model_files import require_files
 from deployments.router.access import require_keys
 from deployments.router.certificate import require_certificate
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """An add-on that needs something of the machine on which the application starts."""
+
+    def require_startable(self, settings: Settings) -> None:
+        """Raise `SettingsError` if that is missing."""
+
+
 def require_startable(settings: Settings) -> None:
     """Check the files that the settings name; raises `SettingsError` with all that is wrong."""
     problems: list[str] = []
     checks: tuple[Callable[[Settings], object], ...] = (
-        require_keys, require_certificate, with_profile, require_files, _require_root,
+        require_keys, require_certificate, with_profile, require_files,
+        *(one.require_startable for one in offered("conserve.addons").values()
+          if isinstance(one, Checked)),
     )  # fmt: skip
     for check in checks:
         try:
@@ -28,20 +38,3 @@ def require_startable(settings: Settings) -> None:
             problems += error.problems
     if problems:
         raise SettingsError(*problems)
-
-
-def _require_root(settings: Settings) -> None:
-    """Check that environments' folder is this user's, or can be made."""
-    if not settings.environments.enabled:
-        return
-    root = settings.environments.folder(settings.port)
-    nearest = root
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    with contextlib.suppress(OSError):
-        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-            return
-    raise SettingsError(
-        f"environments.root: {root} cannot be made, as this user may not write to {nearest}; set a "
-        "folder in one that is the user's"
-    )

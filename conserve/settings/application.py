@@ -398,6 +398,14 @@ class Settings(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _environments_are_installed(self) -> Self:
+        for name, default in EnvironmentSettings():
+            given = getattr(self.environments, name)
+            if given != default and addon("conserve_tools") is None:
+                raise ValueError(missing(f"environments.{name}", "conserve_tools"))
+        return self
+
     @field_validator("engine_scheduler", mode="after")
     @classmethod
     def _mechanisms_are_known(cls, value: str) -> str:

@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -17,15 +16,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from conserve.environments.spec import Limits
-
 # A role that names no tier runs on one of these two.
 CPU_TIER, GPU_TIER = "cpu", "gpu"
 # Names that Ray and Prometheus take, and those of environment variables.
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 # Of environments' files, where no other folder is set.
-_ROOT = "/var/tmp/conserve-environments"
+ENVIRONMENTS_ROOT = "/var/tmp/conserve-environments"
 
 
 def _absolute(path: str | None) -> str | None:
@@ -355,7 +352,7 @@ class EnvironmentSettings(Strict):
         default=None,
         min_length=1,
         description="Folder of environments' files, on the head node; the application's alone. "
-        f"Unset: `{_ROOT}-UID/PORT`.",
+        f"Unset: `{ENVIRONMENTS_ROOT}-UID/PORT`.",
     )
     isolation: Literal["namespaces", "limits"] = Field(
         default="namespaces",
@@ -380,30 +377,3 @@ class EnvironmentSettings(Strict):
     )
 
     _whole_path = field_validator("root", mode="after")(_absolute)
-
-    @property
-    def most_of_tenant(self) -> int:
-        """How many of them one tenant may have, so that others have some, too."""
-        return max(1, self.most // 4)
-
-    @property
-    def all_limits(self) -> Limits:
-        """The limits, with those that follow from settings."""
-        given = self.limits
-        return Limits(
-            # A command with one thread that computes takes as much as it waits for the rest.
-            cpu_s=max(1, math.ceil(given.wall_s / 2)),
-            wall_s=given.wall_s,
-            memory_bytes=given.memory_bytes,
-            processes=given.processes,
-            file_bytes=given.disk_bytes,
-            disk_bytes=given.disk_bytes,
-        )
-
-    def folder(self, port: int) -> Path:
-        """Return the folder with environments' files.
-
-        Args:
-            port: the router's, which tells the machine's applications apart.
-        """
-        return Path(self.root or f"{_ROOT}-{os.getuid()}/{port}")

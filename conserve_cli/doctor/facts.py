@@ -88,16 +88,6 @@ class ListenerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentFacts:
-    """A folder of tool environments."""
-
-    root: str
-    managed: bool  # Whether an application manages it now.
-    workspaces: int
-    pids: tuple[int, ...] = ()  # Processes in environments that no application manages.
-
-
-@dataclass(frozen=True, slots=True)
 class HolderFacts:
     """A process that has memory of a GPU."""
 
@@ -142,7 +132,7 @@ class NodeFacts:
     gpus: GpuFacts
     ports: tuple[PortFacts, ...] = ()
     listeners: tuple[ListenerFacts, ...] = ()
-    environments: tuple[EnvironmentFacts, ...] = ()
+    of_addons: tuple["Finding", ...] = ()  # By add-ons that judge what they run.
     name: str = ""  # Its address in the cluster; empty for a machine by itself.
     compiler: CompilerFacts | None = None
     resources: dict[str, float] = field(default_factory=dict)  # By Ray's account.

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import glob
 import importlib.metadata
 import json
@@ -15,17 +14,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
+from conserve.addons import offered
 from conserve.engines import allocator_environment
 from conserve.loopback import is_loopback
 from conserve.settings import Settings
 from conserve_cli.doctor.compiler import observe_compiler
 from conserve_cli.doctor.facts import (
     CardFacts,
-    EnvironmentFacts,
+    Finding,
     GpuFacts,
     HolderFacts,
     ListenerFacts,
@@ -37,9 +37,6 @@ from conserve_cli.doctor.facts import (
 )
 from conserve_cli.doctor.machine import ENGINES, KV_LAYOUT, PACKAGES
 from deployments.engine.engine_kernels import find_nvcc
-from deployments.environments.backends import folders
-from deployments.environments.sandbox import marked
-from deployments.environments.service import LOCK
 from deployments.node.lmcache_server import SERVER_MODULE, is_free, sockets
 from hetero.container import cpu_dtype, host_memory, usable_cpus
 from hetero.nvml import Gpu, MigDevice, NoDriver, Nvml, NvmlError
@@ -63,7 +60,7 @@ def observe_node(settings: Settings, router_here: bool = True) -> NodeFacts:
         compiler=observe_compiler(os.environ),
         ports=tuple(observe_ports(settings, router_here)),
         listeners=tuple(observe_listeners()),
-        environments=tuple(observe_environments(settings)),
+        of_addons=tuple(observe_addons(settings)),
     )
 
 
@@ -401,34 +398,17 @@ def process_name(command_line: str) -> str:
     return title.rpartition("/")[2]
 
 
-# --- tool environments ----------------------------------------------------------------------------
+# --- add-ons --------------------------------------------------------------------------------------
 
 
-def observe_environments(settings: Settings) -> list[EnvironmentFacts]:
-    """Return environments' folders on this machine that this user may read (docs/environments.md).
+@runtime_checkable
+class Examined(Protocol):
+    """An add-on that judges on a node what it has left there."""
 
-    Without a setting for the place, those of applications on other ports are included.
-    """
-    root = settings.environments.folder(settings.port)
-    roots = [root]
-    if settings.environments.root is None:
-        roots = sorted(root.parent.iterdir()) if root.parent.is_dir() else []
-    return [_observe(one) for one in roots if one.is_dir() and os.access(one, os.R_OK)]
+    def findings(self, settings: Settings) -> list[Finding]: ...
 
 
-def _observe(root: Path) -> EnvironmentFacts:
-    managed = _is_managed(root)
-    left = () if managed else tuple(one.pid for one in marked(f"{root}:"))
-    return EnvironmentFacts(str(root), managed, sum(1 for _ in folders(root)), left)
-
-
-def _is_managed(root: Path) -> bool:
-    """Return whether a live manager holds the lock."""
-    try:
-        with (root / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+def observe_addons(settings: Settings) -> list[Finding]:
+    """Return what the add-ons that are installed on this node find."""
+    addons = [one for one in offered("conserve.addons").values() if isinstance(one, Examined)]
+    return [finding for addon in addons for finding in addon.findings(settings)]

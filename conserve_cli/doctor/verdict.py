@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from conserve.settings import Settings, SettingsError
 from conserve_cli.doctor.compiler import check_compiler
 from conserve_cli.doctor.facts import (
-    EnvironmentFacts,
     Finding,
     ListenerFacts,
     NodeFacts,
@@ -54,7 +53,7 @@ def judge(settings: Settings, nodes: Sequence[NodeFacts]) -> list[Finding]:
                 dtype=nodes[0].machine.dtype[0] if has_engines and on_cpu else None,
             ),
             *check_ports(node.ports),
-            *check_environments(node.environments),
+            *node.of_addons,
             *([] if several else check_listeners(node.listeners, settings)),
         ]
         findings += [dataclasses.replace(finding, node=node.name) for finding in own]
@@ -281,27 +280,3 @@ def _same(host: str, setting: str) -> bool:
 
 def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-# --- tool environments ----------------------------------------------------------------------------
-
-
-def check_environments(seen: Iterable[EnvironmentFacts]) -> list[Finding]:
-    """Warn of workspaces and processes that no application would remove."""
-    findings = []
-    for one in seen:
-        if one.managed:
-            said = f"{one.root} has {one.workspaces}, and is managed"
-            findings.append(ok("environments", said))
-        elif one.workspaces or one.pids:
-            pids = f" (pid {', '.join(map(str, one.pids))})" if one.pids else ""
-            findings.append(
-                warning(
-                    "environments",
-                    f"{one.root} has {one.workspaces} workspaces and {len(one.pids)} processes"
-                    f"{pids} that no application manages",
-                    "start the application again on the same port, which removes them; or end the "
-                    f"processes, and remove {one.root}",
-                )
-            )
-    return findings

@@ -1,6 +1,5 @@
-"""``/v1/conversations``: which are live, their ends, their tools, and the tools' environments."""
+"""``/v1/conversations``: which are live, their ends, and their tools."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -8,41 +7,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conserve import identity
-from conserve.environments.spec import MOST_STDIN_CHARS
 from conserve.errors import ApiError
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments import answers
-from deployments.environments.client import EnvironmentClient
 from deployments.router.access import caller_of
 from deployments.router.errors import answer_response
-from deployments.router.reading import disconnected, read_short
+from deployments.router.reading import read_short
 from deployments.table.table_client import TableClient
 
 MOST_CALL_ID_CHARS = 128
 EVENTS = ("start", "end")
 _ALL = "/v1/conversations"
-_ENVIRONMENTS = _ALL + "/{id:path}/environments"
 _LISTED_AT_MOST = 10_000
 _SHORT_BYTES = 64 * 1024
-# A command with all that it reads, each character escaped.
-_MOST_COMMAND_BYTES = 2 * MOST_STDIN_CHARS
-
-_OFF = ApiError(
-    404,
-    "this server runs no commands; to let whoever may use it run some on its machine, set "
-    "environments.enabled=true",
-    "environments_disabled",
-    final=True,
-)
 
 
 class Conversations:
-    """The endpoints; ``environments`` is None where environments are off."""
+    """The endpoints."""
 
-    def __init__(self, table: TableClient, environments: EnvironmentClient | None) -> None:
+    def __init__(self, table: TableClient) -> None:
         self._table = table
-        self._environments = environments
 
     def routes(self) -> list[Route]:
         """Return them with those first that end in a word, since ids may hold slashes."""
@@ -50,11 +35,6 @@ class Conversations:
         return [
             Route(_ALL, self._list, methods=get),
             Route(_ALL + "/{id:path}/tools", self._report_tool, methods=post),
-            Route(_ENVIRONMENTS, self._declare, methods=post),
-            Route(_ENVIRONMENTS, self._list_environments, methods=get),
-            Route(_ENVIRONMENTS + "/{env}", self._show_environment, methods=get),
-            Route(_ENVIRONMENTS + "/{env}", self._remove, methods=delete),
-            Route(_ENVIRONMENTS + "/{env}/run", self._run, methods=post),
             Route(_ALL + "/{id:name}", self._show, methods=get),
             Route(_ALL + "/{id:name}", self._release, methods=delete),
             Route("/programs/release", self._release_program, methods=post),
@@ -76,18 +56,18 @@ class Conversations:
         return Response(listed, media_type="application/json")
 
     async def _show(self, request: Request) -> Response:
-        found = await self._table.conversation(_id(request))
+        found = await self._table.conversation(conversation_id(request))
         if found is None:
             raise _unknown_conversation()
         return answer_response(found)
 
     async def _release(self, request: Request) -> Response:
-        if not await self._table.release(_id(request)):
+        if not await self._table.release(conversation_id(request)):
             raise _unknown_conversation()
         return answer_response(answers.ConversationEnded(request.path_params["id"], True))
 
     async def _report_tool(self, request: Request) -> Response:
-        id_ = _id(request)
+        id_ = conversation_id(request)
         running = await self._table.report_tool(id_, _read_report(await _short_object(request)))
         if running is None:
             raise _unknown_conversation()
@@ -104,58 +84,8 @@ class Conversations:
         id_ = identity.scoped(_tenant(request), program_id.strip())
         return answer_response(answers.ProgramReleased(program_id, await self._table.release(id_)))
 
-    # --- environments -------------------------------------------------------------------------
 
-    async def _declare(self, request: Request) -> Response:
-        client, conversation_id = self._asked(request)
-        if not identity.is_id(request.path_params["id"]):
-            raise ApiError(
-                400,
-                f"a conversation's id has at most {identity.MAX_ID_CHARS} characters of printable "
-                "ASCII",
-                param="id",
-            )
-        body = await read_short(request, _MOST_COMMAND_BYTES, b"{}")
-        return answer_response(await client.declare(conversation_id, body))
-
-    async def _list_environments(self, request: Request) -> Response:
-        client, conversation_id = self._asked(request)
-        return answer_response(answers.Environments(await client.listed(conversation_id)))
-
-    async def _show_environment(self, request: Request) -> Response:
-        client, conversation_id = self._asked(request)
-        return answer_response(await client.shown(conversation_id, request.path_params["env"]))
-
-    async def _remove(self, request: Request) -> Response:
-        client, conversation_id = self._asked(request)
-        name = request.path_params["env"]
-        await client.let_go(conversation_id, name)
-        return answer_response(answers.EnvironmentRemoved(name, True))
-
-    async def _run(self, request: Request) -> Response:
-        client, conversation_id = self._asked(request)
-        body = await read_short(request, _MOST_COMMAND_BYTES, b"{}")
-        running = asyncio.ensure_future(
-            client.run(conversation_id, request.path_params["env"], body)
-        )
-        left = asyncio.ensure_future(disconnected(request.receive))
-        try:
-            await asyncio.wait([running, left], return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                return Response(status_code=400)  # The client has left.
-            return answer_response(running.result())
-        finally:
-            for task in (running, left):
-                task.cancel()
-
-    def _asked(self, request: Request) -> tuple[EnvironmentClient, str]:
-        conversation_id = _id(request)
-        if self._environments is None:
-            raise _OFF
-        return self._environments, conversation_id
-
-
-def _id(request: Request) -> str:
+def conversation_id(request: Request) -> str:
     """Return the id in a path, as it is kept."""
     return identity.scoped(_tenant(request), request.path_params["id"])
 

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Literal
 from urllib.parse import quote, unquote
@@ -22,8 +23,8 @@ from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from conserve.wire import TURN_SILENCE_S
 from deployments import answers
-from deployments.environments.client import EnvironmentClient
 from deployments.router.access import Access
+from deployments.router.addons import RouterPart
 from deployments.router.conversations import Conversations
 from deployments.router.dashboard import Dashboard
 from deployments.router.errors import ENDING, TABLE_RESTARTING, answer_response, error_response
@@ -59,7 +60,7 @@ class FrontDoor:
     """The ASGI application of a router.
 
     Args:
-        environments: the manager of tool environments; None: there are none.
+        addons: add-ons' parts of this router.
         homes: a memory of where histories live; None: an empty one.
 
     Attributes:
@@ -76,7 +77,7 @@ class FrontDoor:
         settings: Settings,
         table: TableClient,
         router_id: str,
-        environments: EnvironmentClient | None = None,
+        addons: Iterable[RouterPart] = (),
         homes: Homes | None = None,
     ) -> None:
         self.refusing = False
@@ -97,6 +98,7 @@ class FrontDoor:
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
+                *(route for part in addons for route in part.routes()),
                 *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
                 *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
                 Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
@@ -106,7 +108,7 @@ class FrontDoor:
                 Route("/v1/responses/{id}/cancel", stored.cancel, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:name}", self._model, methods=get),
-                *Conversations(table, environments).routes(),
+                *Conversations(table).routes(),
                 Route("/v1/engines", self._engines, methods=get),
                 Route("/v1/engines/{id:name}/drain", self._drain, methods=post),
                 Route("/v1/events", Events(table, lambda: self.probes.draining).serve, methods=get),

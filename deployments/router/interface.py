@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 
 from conserve import apis, budget, hints, identity
-from conserve.environments.spec import LimitsAsked, Run, Spec
 from conserve.errors import AnthropicError, Error
 from conserve.events import KINDS
 from conserve.fields import READ, UNSERVED
 from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments import answers
-from deployments.router import conversations, dashboard, events, request_ids
+from deployments.router import addons, conversations, dashboard, events, request_ids
 
 Json = dict[str, Any]
 
@@ -56,13 +55,11 @@ def _one_of(*values: str) -> Json:
 
 # --- bodies of ConServe's own paths ---------------------------------------------------------------
 
-_ENVIRONMENT = Spec.model_json_schema()
-_ENVIRONMENT["properties"]["limits"] = _or_null(LimitsAsked.model_json_schema())
-del _ENVIRONMENT["$defs"]  # The limits of a whole application.
+# What add-ons add to this interface.
+_ADDED = addons.described()
 
 BODIES: Json = {
-    "EnvironmentAsked": _ENVIRONMENT,
-    "CommandAsked": Run.model_json_schema(),
+    **{name: schema for added in _ADDED for name, schema in added.bodies.items()},
     "ToolReport": _object(
         {"call_id": _or_null(_printable(conversations.MOST_CALL_ID_CHARS))},
         event=_one_of(*conversations.EVENTS),
@@ -115,7 +112,11 @@ PARAMETERS: Json = {
     "model": _in("path", "model", TEXT),
     "conversation": _in("path", "id", _NOT_EMPTY, "Percent-encoded."),
     "engine": _in("path", "id", _NOT_EMPTY),
-    "env": _in("path", "env", {**TEXT, "pattern": _ENVIRONMENT["properties"]["name"]["pattern"]}),
+    **{
+        name: _in("path", name, schema)
+        for added in _ADDED
+        for name, schema in added.parameters.items()
+    },
     "file": _in("path", "file", _one_of(*dashboard.FILES)),
     "response": _in("path", "id", {**TEXT, "pattern": r"^[\w.-]{1,100}$"}),
     "limit": _in("query", "limit", {**_whole(1, 10_000), "default": 1000}, "Most that are listed."),
@@ -208,13 +209,6 @@ get /v1/conversations?limit listConversations Conversations 400 | Live ones, tho
 get /v1/conversations/{id} getConversation Conversation | One conversation
 delete /v1/conversations/{id} endConversation ConversationEnded | End a conversation
 post /v1/conversations/{id}/tools reportTool ToolReport>ToolsRunning | Say that a tool runs or ended
-post /v1/conversations/{id}/environments createEnvironment EnvironmentAsked>Environment 409 429 \
-501 | Make an environment for tools, if the setting environments.enabled allows it
-get /v1/conversations/{id}/environments listEnvironments Environments | The conversation's own
-get /v1/conversations/{id}/environments/{env} getEnvironment Environment | One environment
-delete /v1/conversations/{id}/environments/{env} removeEnvironment EnvironmentRemoved | Give it up
-post /v1/conversations/{id}/environments/{env}/run runCommand CommandAsked>CommandDone 409 429 \
-501 | Run a command in an environment
 get /v1/engines listEngines Engines | Prefillers and decoders
 post /v1/engines/{id}/drain drainEngine EngineDraining 409 415 | Give an engine nothing new, and \
 have its conversations move between their turns
@@ -246,9 +240,10 @@ def _ref(section: str, name: str) -> Json:
     return {"$ref": f"#/components/{section}/{name}"}
 
 
+_THEIRS = [struct for added in _ADDED for struct in added.answers]
 _STRUCTS = [
     one
-    for one in (*vars(answers).values(), Error, AnthropicError)
+    for one in (*vars(answers).values(), *_THEIRS, Error, AnthropicError)
     if isinstance(one, type) and issubclass(one, msgspec.Struct)
 ]
 SCHEMAS: Json = {
@@ -323,7 +318,8 @@ def _turns_answer(path: str, content: Json) -> Json:
 
 def _paths() -> Json:
     paths: Json = {}
-    for line in _OPERATIONS.strip().splitlines():
+    operations = "".join([_OPERATIONS, *(added.operations for added in _ADDED)])
+    for line in filter(None, operations.splitlines()):
         operation, _, summary = line.partition(" | ")
         method, asked, name, kinds, *statuses = operation.split()
         path, *parameters = asked.split("?")

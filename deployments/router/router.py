@@ -25,10 +25,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from conserve.settings import Settings, SettingsError, load
 from conserve.wire import BEAT_S
-from deployments.environments.client import EnvironmentClient
 from deployments.event_loop import switch_threads_sooner
 from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
+from deployments.router import addons
 from deployments.router.certificate import Certificate
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
@@ -143,16 +143,12 @@ class Router:
         self._settings = settings
         self._table = TableClient(context.app_name, deployment, settings)
         self._id = context.replica_id.unique_id
-        self._environments = (
-            EnvironmentClient(context.app_name, deployment, settings)
-            if settings.environments.enabled
-            else None
-        )
+        self._addons = addons.parts(context.app_name, deployment, settings)
         if settings.nodes == "one":
             # LMCache's server comes up while engines load. If it does not, engines say so; a router
             # that starts again serves without it.
             NodeClient(context.app_name, settings).prepare()
-        self._door = FrontDoor(settings, self._table, self._id, self._environments)
+        self._door = FrontDoor(settings, self._table, self._id, self._addons)
         loop = asyncio.get_running_loop()
         self._beating = loop.create_task(self._beat())
         application = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
@@ -219,8 +215,8 @@ class Router:
     async def _beat(self) -> None:
         while True:
             try:
-                if self._environments is not None:
-                    self._environments.beat()
+                for part in self._addons:
+                    part.beat()
                 # A router that ends may be of an earlier deployment.
                 timeouts = None if self._door.draining else self._timeouts
                 heard = await self._table.router_beat(self._id, timeouts)

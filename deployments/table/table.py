@@ -22,7 +22,6 @@ from conserve.admission import Admission
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
-from conserve.environments.pressure import HostPressure
 from conserve.events import EventLog, Kind
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport, TooManyTools
@@ -125,8 +124,8 @@ class TableService:
         # 0: nothing is decided. A predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
         self._housekeeping: asyncio.Task[None] | None = None
-        # The machine on which tools run, as its manager has described it last.
-        self._host = HostPressure()
+        # The machine on which tools run, as it was described last.
+        self._host = messages.HostPressure()
         self._host_told_s = started_s
 
     # --- engines -----------------------------------------------------------------------------
@@ -351,10 +350,10 @@ class TableService:
         await self._look()
         return self._accounts.render_metrics()
 
-    # --- tools, for the manager of environments -----------------------------------------------
+    # --- for what runs conversations' tools --------------------------------------------------
 
     async def lifecycle(
-        self, conversation_ids: list[str], pressure: HostPressure
+        self, conversation_ids: list[str], pressure: messages.HostPressure
     ) -> messages.Lifecycle:
         """Return how these conversations stand, and note the pressure on their tools' machine."""
         self._host, self._host_told_s = pressure, time.monotonic()

@@ -1,4 +1,4 @@
-"""How routers, engines and the manager of environments call the conversation table."""
+"""How routers, engines and what runs tools call the conversation table."""
 
 import asyncio
 import contextlib
@@ -201,7 +201,7 @@ class TableClient(ActorClient):
     hear = asks(TableService.hear, _REPORTING)
     report = asks(TableService.report, _REPORTING)
 
-    # --- of the manager of environments ------------------------------------------------------
+    # --- of what runs conversations' tools ---------------------------------------------------
 
     lifecycle = asks(TableService.lifecycle, _NONE)
 

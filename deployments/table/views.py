@@ -13,7 +13,6 @@ import msgspec
 from conserve import identity
 from conserve.admission import Ticket
 from conserve.conversations import ConversationTable
-from conserve.environments import Standing
 from conserve.events import Event, EventLog
 from conserve.histories.sharing import held_together
 from conserve.history import History
@@ -21,7 +20,7 @@ from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
 from deployments import answers
-from deployments.messages import EngineInfo, EventPage, EventQuery
+from deployments.messages import EngineInfo, EventPage, EventQuery, Standing
 from deployments.table import lines
 
 # The newest events of a conversation that are shown with it.
@@ -291,7 +290,7 @@ def _slices(whole: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
     return (whole[at : at + length] for at in range(0, len(whole), length))
 
 
-# --- for the manager of environments --------------------------------------------------------------
+# --- for what runs conversations' tools -----------------------------------------------------------
 
 
 def standings(

@@ -8,8 +8,8 @@ from tests.checkout import ROOT
 from tests.unit.stand_in_python import StandInMachine
 
 PACKAGES = (
-    "autoscale", "conserve", "conserve_cli", "conserve_inside", "conserve_lab", "deployments",
-    "hetero",
+    "autoscale", "conserve", "conserve_cli", "conserve_inside", "conserve_lab", "conserve_tools",
+    "deployments", "hetero",
 )  # fmt: skip
 FILES = ("LICENSE", "Makefile", "README.md", "pyproject.toml")
 PINS = ("requirements-cpu.txt", "requirements-gpu.txt")

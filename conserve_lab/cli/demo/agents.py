@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import httpx
 from openai import APIError, AsyncOpenAI
 
-from conserve.client import Agent
 from conserve_lab.agent import (
     Complete,
     Message,
@@ -23,6 +22,7 @@ from conserve_lab.agent import (
 )
 from conserve_lab.agent.screens import CLICK, Walk
 from conserve_lab.cli.demo.seen import REPORTED, AgentAnswer, Demonstration, TurnRow
+from conserve_tools.client import Agent
 
 _OUTPUT_TOKENS = 256
 _MOST_CALLS = 6

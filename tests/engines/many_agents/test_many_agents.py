@@ -1,6 +1,6 @@
 """1,000 agents with real tools; one process of each kind is killed.
 
-`make test-agents` runs this; `make test-long` has a small run, in `tests/engines/environments`.
+`make test-agents` runs this; `make test-long` has a small run, in `tests/engines/conserve_tools`.
 """
 
 import logging
@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.engines.applications import TOOLS
-from tests.engines.environments.many import Ground, run
+from tests.engines.conserve_tools.many import Ground, run
 from tests.engines.stage import Stage
 
 logger = logging.getLogger(__name__)

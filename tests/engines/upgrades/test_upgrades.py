@@ -19,7 +19,7 @@ from tests.engines.applications import MAIN, START_S, URL
 from tests.engines.processes import processes
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("autoscale", "conserve", "deployments", "hetero")
+PACKAGES = ("autoscale", "conserve", "conserve_cli", "conserve_tools", "deployments", "hetero")
 AGENTS = 16
 THINKS_S = 0.5
 SETTINGS = {

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,11 @@ from conserve_cli.doctor.facts import Finding, ListenerFacts
 from conserve_cli.doctor.machine import check_machine
 from conserve_cli.doctor.observe import (
     is_loopback,
-    observe_environments,
     observe_listeners,
     owner_of,
     process_name,
 )
-from conserve_cli.doctor.verdict import check_environments, check_listeners, judge
-from deployments.environments.sandbox import MARKER, marked
-from deployments.environments.service import take_lock
+from conserve_cli.doctor.verdict import check_listeners, judge
 from deployments.messages import NodeCache
 from deployments.node.lmcache_server import Address, lmcache_command
 from tests.checkout import ROOT
@@ -116,37 +112,6 @@ def test_the_servers_that_nodes_start_are_known_for_ours() -> None:
         assert observing.is_ours(" ".join(command))
     assert observing.is_ours("ray::ServeReplica:default:Router")
     assert not observing.is_ours(f"{sys.executable} -m http.server 7610")
-
-
-def check(root: Path) -> list[Finding]:
-    settings = load({"environments.root": str(root)})
-    return check_environments(observe_environments(settings))
-
-
-def test_what_nobody_manages_is_told(tmp_path: Path) -> None:
-    assert check(tmp_path / "none") == []
-    assert check(tmp_path) == []
-    (tmp_path / "7").mkdir()
-    (tmp_path / "journal").touch()
-    process = subprocess.Popen(
-        ["sleep", "600"], env={MARKER: f"{tmp_path}:7"}, start_new_session=True
-    )
-    try:
-        while not marked(f"{tmp_path}:"):
-            time.sleep(0.02)
-        findings = check(tmp_path)
-        assert bad(findings) == [("warning", "environments")]
-        assert "1 workspaces and 1 processes" in findings[0].seen
-        assert f"pid {process.pid}" in findings[0].seen
-        lock = take_lock(tmp_path)
-        assert [one.level for one in check(tmp_path)] == ["ok"]
-        os.close(lock)
-        assert bad(check(tmp_path)) == [("warning", "environments")]
-    finally:
-        process.kill()
-        process.wait()
-    (tmp_path / "7").rmdir()
-    assert check(tmp_path) == []
 
 
 ROUTER = ListenerFacts("router", "ray::ServeReplica:default:Router", 7, (("0.0.0.0", 8000),))

@@ -9,13 +9,13 @@ import pytest
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
+from conserve_tools.routes import EnvironmentClient, EnvironmentPaths
+from conserve_tools.service import EnvironmentService
 from deployments.detached import unrefused
-from deployments.environments.client import EnvironmentClient
-from deployments.environments.service import EnvironmentService
 from deployments.messages import EngineStarting
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table import TableService
-from tests.unit.deployments.environments.test_manager import World, root, world
+from tests.unit.conserve_tools.test_manager import World, root, world
 from tests.unit.deployments.router.described import check, own_operations, template_of
 from tests.unit.deployments.stub_table import StubTable
 from tests.unit.deployments.table.test_hosts import a_service, a_turn, engine
@@ -75,7 +75,9 @@ class Client:
     """Asks a router, and has each answer compared."""
 
     def __init__(self, service: TableService, environments: EnvironmentService) -> None:
-        self.door = FrontDoor(Settings(), Table(service), "router", Environments(environments))
+        self.door = FrontDoor(
+            Settings(), Table(service), "router", [EnvironmentPaths(Environments(environments))]
+        )
         transport = httpx.ASGITransport(self.door)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
         self.seen: set[tuple[str, str | None]] = set()

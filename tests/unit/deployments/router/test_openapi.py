@@ -21,6 +21,7 @@ from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
 from conserve.settings import Settings
 from deployments.answers import Engine
 from deployments.engine.http_server import describe
+from deployments.router import addons
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.interface import SCHEMAS
 from deployments.router.openapi import document
@@ -70,7 +71,8 @@ def test_an_engine_describes_what_routers_ask_for_alone(engines_own: dict[str, A
 
 
 def test_every_path_is_in_it(whole: dict[str, Any]) -> None:
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    added = addons.parts("app", "1", Settings())
+    door = FrontDoor(Settings(), Table(), "router", added)  # type: ignore[arg-type]
     served: dict[str, set[str]] = {}
     for route in door._paths.routes:
         assert isinstance(route, Route)

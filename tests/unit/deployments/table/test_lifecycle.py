@@ -3,11 +3,18 @@
 import asyncio
 import time
 
-from conserve.environments import Standing
-from conserve.environments.pressure import HostPressure
 from conserve.settings import Settings
 from conserve.wire import SILENCE_S
-from deployments.messages import BeginTurn, EngineInfo, Lifecycle, PlaceTurn, TurnPlan, Unplaced
+from deployments.messages import (
+    BeginTurn,
+    EngineInfo,
+    HostPressure,
+    Lifecycle,
+    PlaceTurn,
+    Standing,
+    TurnPlan,
+    Unplaced,
+)
 from deployments.table.table import TableService
 
 ASKED = ["bound", "placing", "first", "second", "tenant\tx", "nobody"]

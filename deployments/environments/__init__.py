@@ -1,1 +1,0 @@
-"""Tool environments: the manager's actor, the sandbox in which commands run, and containers."""

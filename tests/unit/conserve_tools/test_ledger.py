@@ -1,0 +1,305 @@
+"""Environments' holders: a model, crashes at any entry, quotas, and when an environment is
+removed.
+"""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from conserve import identity
+from conserve_tools.ledger import MOST_OF_CONVERSATION, Conflict, Ledger, QuotaExceeded, Quotas
+from conserve_tools.spec import Spec
+from deployments.messages import Standing
+
+QUOTAS = Quotas(most=4, most_of_tenant=3, unclaimed_s=60.0)
+LIVE = Standing("live")
+CONVERSATIONS = ["a", "b", "one\tx", "one\ty", "two\tx"]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Life(RuleBasedStateMachine):
+    """A ledger whose process is killed at any entry, before or after that is on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[dict[str, Any]] = []
+        self.kill_at: tuple[int, bool] | None = None
+        self.now_s, self.table = 0.0, 1
+        self.live: set[str] = set()
+        self.ledger = Ledger(QUOTAS, self.record)
+        self.numbers: set[int] = set()
+
+    def record(self, entry: dict[str, Any]) -> None:
+        if self.kill_at is not None:
+            left, written = self.kill_at
+            if left == 0:
+                if written:
+                    self.entries.append(entry)
+                raise Killed
+            self.kill_at = (left - 1, written)
+        self.entries.append(entry)
+
+    def do(self, action: Any) -> Any:
+        try:
+            return action()
+        except Killed:
+            self.kill_at = None
+            self.restart()
+        except QuotaExceeded:
+            assert len(self.ledger) >= 3
+        except Conflict:
+            pass
+        return None
+
+    def restart(self) -> None:
+        self.ledger = Ledger(QUOTAS, self.record)
+        self.ledger.recover(self.entries, self.now_s)
+
+    @rule(left=st.integers(0, 3), written=st.booleans())
+    def will_be_killed(self, left: int, written: bool) -> None:
+        self.kill_at = (left, written)
+
+    @rule()
+    def is_killed_between(self) -> None:
+        self.restart()
+
+    @rule()
+    def journal_is_rewritten(self) -> None:
+        before = state(self.ledger)
+        self.entries = self.ledger.snapshot()
+        fresh = Ledger(QUOTAS)
+        fresh.recover(self.entries, self.now_s)
+        assert state(fresh) == {
+            number: (*rest, "declared" if how == "preparing" else how)
+            for number, (*rest, how) in before.items()
+        }
+
+    @rule(
+        conversation=st.sampled_from(CONVERSATIONS),
+        name=st.sampled_from(["main", "db"]),
+        shared=st.booleans(),
+    )
+    def declares(self, conversation: str, name: str, shared: bool) -> None:
+        found = self.do(
+            lambda: self.ledger.declare(conversation, Spec(name=name, shared=shared), self.now_s)
+        )
+        if found is not None:
+            assert conversation in found.holders
+            assert found.tenant == identity.tenant_of(conversation)
+            self.numbers.add(found.number)
+
+    @rule(conversation=st.sampled_from(CONVERSATIONS), name=st.sampled_from(["main", "db"]))
+    def lets_go(self, conversation: str, name: str) -> None:
+        self.do(lambda: self.ledger.let_go(conversation, name))
+
+    @rule(conversation=st.sampled_from(CONVERSATIONS))
+    def begins(self, conversation: str) -> None:
+        self.live.add(conversation)
+
+    @rule(conversation=st.sampled_from(CONVERSATIONS))
+    def ends(self, conversation: str) -> None:
+        self.live.discard(conversation)
+
+    @rule()
+    def table_is_another(self) -> None:
+        self.table += 1
+
+    @rule(after_s=st.sampled_from([1.0, 61.0]))
+    def looks(self, after_s: float) -> None:
+        self.now_s += after_s
+        seen_before = {
+            one.number: dict(one.holders) for one in self.ledger if one.state != "removing"
+        }
+        self.do(lambda: self.ledger.observe(self.table, dict.fromkeys(self.live, LIVE), self.now_s))
+        for number, holders in seen_before.items():
+            # No live conversation loses anything.
+            kept = self.ledger.get(number)
+            assert kept is not None
+            assert {id for id in holders if id in self.live} <= set(kept.holders)
+
+    @rule()
+    def works(self) -> None:
+        def step() -> None:
+            for one in self.ledger.to_prepare(near=1, most=2):
+                self.ledger.preparing(one.number)
+
+        self.do(step)
+
+    @rule(works=st.booleans())
+    def has_prepared(self, works: bool) -> None:
+        def step() -> None:
+            for one in list(self.ledger):
+                if one.state == "preparing":
+                    if works:
+                        self.ledger.ready(one.number, [1])
+                    else:
+                        self.ledger.failed(one.number, "setup: exit code 1")
+
+        self.do(step)
+
+    @rule()
+    def removes(self) -> None:
+        def step() -> None:
+            for one in self.ledger.to_remove():
+                assert not one.holders
+                if one.state != "removing":
+                    self.ledger.removing(one.number)
+                self.ledger.removed(one.number)
+
+        self.do(step)
+
+    @precondition(lambda self: len(self.ledger))
+    @rule()
+    def all_end(self) -> None:
+        """Nothing is left once all have ended."""
+        self.kill_at = None
+        self.live.clear()
+        self.now_s += 1
+        self.ledger.observe(self.table, {}, self.now_s)
+        self.now_s += 61
+        self.ledger.observe(self.table, {}, self.now_s)
+        self.has_prepared(True)
+        self.removes()
+        assert len(self.ledger) == 0
+        assert not self.ledger.conversations()
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        every = list(self.ledger)
+        slots = [one.slot for one in every]
+        assert len(slots) == len(set(slots))
+        assert all(0 <= slot < QUOTAS.most for slot in slots)
+        assert sum(one.tenant == "one" for one in every) <= QUOTAS.most_of_tenant
+        for one in every:
+            for conversation in one.holders:
+                assert self.ledger.find(conversation, one.spec.name) is one
+                assert identity.tenant_of(conversation) == one.tenant
+            assert one.spec.shared or len(one.holders) <= 1
+        held = [one for id in self.ledger.conversations() for one in self.ledger.of(id)]
+        assert len(held) == sum(len(one.holders) for one in every)
+        shared = [(one.tenant, one.spec.name) for one in every if one.spec.shared and one.holders]
+        assert len(shared) == len(set(shared))
+
+
+def state(ledger: Ledger) -> dict[int, Any]:
+    return {
+        one.number: (
+            one.slot, one.tenant, one.spec, one.ports, one.error,
+            {id: holder.seen_by for id, holder in one.holders.items()}, one.state,
+        )
+        for one in ledger
+    }  # fmt: skip
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def ledger(**changes: Any) -> Ledger:
+    quotas = {"most": 9, "most_of_tenant": 9, "unclaimed_s": 60.0}
+    return Ledger(Quotas(**(quotas | changes)))
+
+
+def near(one: Ledger, places: int = 1, most: int = 9) -> list[str]:
+    return [id for made in one.to_prepare(places, most) for id in made.holders]
+
+
+def test_what_is_needed_soon_is_prepared_first() -> None:
+    line = ledger()
+    for name in ("far", "second", "head", "bound", "unknown"):
+        line.declare(name, Spec(), 0.0)
+    places = {"head": 0, "second": 1, "far": 2}
+    standings = {name: Standing("waiting", place) for name, place in places.items()}
+    line.observe(1, standings | {"bound": LIVE}, 1.0)
+    assert near(line, places=2) == ["head", "bound", "second"] or near(line, places=2) == [
+        "bound", "head", "second",
+    ]  # fmt: skip
+    assert near(line, places=0) == ["bound"]
+    # Those that a command waits for come before all that may be needed.
+    line.used("unknown", "main", 1.0)
+    assert near(line, places=1)[0] == "unknown"
+    assert len(near(line, most=2)) == 2
+    for one in line.to_prepare(1, 2):
+        line.preparing(one.number)
+    assert near(line, most=2) == []
+
+
+def test_an_end_is_told_from_a_table_that_was_lost() -> None:
+    line = ledger()
+    for name in ("ended", "lost", "back"):
+        line.declare(name, Spec(), 0.0)
+    line.observe(1, {"ended": LIVE, "lost": LIVE, "back": LIVE}, 1.0)
+    line.observe(1, {"lost": LIVE, "back": LIVE}, 2.0)
+    assert set(line.conversations()) == {"lost", "back"}
+    line.observe(2, {}, 3.0)
+    assert set(line.conversations()) == {"lost", "back"}
+    line.used("back", "main", 50.0)
+    line.observe(2, {}, 100.0)
+    assert set(line.conversations()) == {"back"}
+    line.observe(2, {"back": LIVE}, 101.0)
+    line.observe(2, {}, 102.0)
+    assert not line.conversations()
+
+
+def test_one_that_never_begins_has_its_time() -> None:
+    line = ledger()
+    line.declare("never", Spec(), 0.0)
+    line.observe(1, {}, 60.0)
+    assert not line.to_remove()
+    line.observe(1, {}, 60.5)
+    assert len(line.to_remove()) == 1
+
+
+def test_a_shared_one_goes_with_its_last_holder() -> None:
+    line = ledger()
+    shared = Spec(name="db", shared=True)
+    made = [line.declare(name, shared, 0.0) for name in ("one\ta", "one\tb", "two\ta")]
+    assert made[0] is made[1]
+    assert made[2] is not made[0]
+    assert line.let_go("one\ta", "db")
+    assert not line.to_remove()
+    assert line.let_go("one\tb", "db")
+    assert not line.let_go("one\tb", "db")
+    assert line.to_remove() == [made[0]]
+    # It is being removed, so no conversation gets it any more.
+    assert line.declare("one\tb", shared, 0.0) is not made[0]
+
+
+def test_a_name_stands_for_one_environment() -> None:
+    line = ledger()
+    first = line.declare("a", Spec(ports=1), 0.0)
+    assert line.declare("a", Spec(ports=1), 5.0) is first
+    with pytest.raises(Conflict, match="another ports"):
+        line.declare("a", Spec(ports=2), 0.0)
+
+
+def test_quotas_say_which_setting() -> None:
+    for quota in ({"most": 2}, {"most_of_tenant": 2}):
+        line = ledger(**quota)
+        line.declare("t\ta", Spec(), 0.0)
+        line.declare("t\tb", Spec(), 0.0)
+        with pytest.raises(QuotaExceeded) as error:
+            line.declare("t\tc", Spec(), 0.0)
+        assert error.value.setting == "most"
+        assert len(line) == 2
+    line = ledger()
+    for number in range(MOST_OF_CONVERSATION):
+        line.declare("a", Spec(name=f"n{number}"), 0.0)
+    with pytest.raises(QuotaExceeded, match="the conversation has 8"):
+        line.declare("a", Spec(), 0.0)
+
+
+def test_what_cannot_be_recorded_does_not_count() -> None:
+    def full(entry: dict[str, Any]) -> None:
+        raise OSError("no space left on device")
+
+    line = Ledger(QUOTAS, full)
+    with pytest.raises(OSError, match="no space"):
+        line.declare("a", Spec(), 0.0)
+    assert len(line) == 0
