@@ -22,10 +22,10 @@ from conserve.embedded import model_path
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
+from deployments.engine.asgi import TURN
 from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
-from deployments.engine.response_store import TURN
 from deployments.engine.vision.failures import FailedImages, ImageNotEncoded
 from tests.unit.deployments.asgi import exchange, receiver, scope_of
 
