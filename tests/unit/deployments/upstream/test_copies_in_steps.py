@@ -26,12 +26,10 @@ from lmcache.v1.multiprocess.custom_types import (
     RegisterEngineDrivenContextResponse,
 )
 from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache.v1.multiprocess.transfer_context import worker_transfer
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
 
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import StepNotes
-from deployments.upstream.copies_in_steps import PATCH
 from deployments.upstream.lost_server import Connection
 
 
@@ -84,14 +82,6 @@ class SlowServer:
     def unregister_kv_cache_engine_driven_context(self, instance_id: int) -> Any:
         self.unregistered_with = list(self.stored)
         return _answered(None)
-
-
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = "_build_engine_driven_context"
-    monkeypatch.setattr(worker_transfer, build, getattr(worker_transfer, build))
-    assert PATCH.apply is not None
-    PATCH.apply()
 
 
 def _unanswered() -> Any:
