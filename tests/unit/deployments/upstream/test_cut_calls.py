@@ -3,12 +3,11 @@
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm import CompletionOutput, RequestOutput
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -16,12 +15,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.responses.context import SimpleContext
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.parser import ParserManager
 
 from conserve.embedded import model_path
+from tests.unit.deployments.engine.vllm_responses import Answered, bare_server
 
 Json = dict[str, Any]
 
@@ -56,15 +53,8 @@ class Engine:
         parser_cls = ParserManager.get_parser(
             tool_parser_name=parser, enable_auto_tools=True, model_name="m"
         )
-        self.chats = _server(OpenAIServingChat, self.tokenizer, parser_cls=parser_cls)
+        self.chats = bare_server(OpenAIServingChat, self.tokenizer, parser_cls=parser_cls)
         self.messages = AnthropicServingMessages.__new__(AnthropicServingMessages)
-        self.responses = _server(
-            OpenAIServingResponses,
-            self.tokenizer,
-            parser=parser_cls,
-            use_harmony=False,
-            tool_server=None,
-        )
 
     def outputs(self, texts: Sequence[str], ends: Sequence[str], step: int) -> AsyncIterator[Any]:
         """What an engine says: pieces of each text, of so many tokens; or each whole at once."""
@@ -115,49 +105,11 @@ class Engine:
         )
         return [choice.model_dump() for choice in answer.choices]
 
-    async def response(self, text: str, end: str) -> Json:
-        request = ResponsesRequest(
-            model="m", input="x", tools=RESPONSE_TOOLS, store=False, request_id="resp_1"
-        )
-        context = SimpleContext(
-            response_parser=self.responses._make_response_parser(request, self.tokenizer, {})
-        )
 
-        async def contexts() -> AsyncIterator[Any]:
-            async for output in self.outputs([text], [end], 100_000):
-                context.append_output(output)
-                yield context
-
-        answer = await self.responses.responses_full_generator(
-            request, SamplingParams(max_tokens=9), contexts(), context, "m", self.tokenizer,
-            RequestResponseMetadata(request_id="r"), created_time=5,
-        )  # fmt: skip
-        whole: Json = answer.model_dump()
-        return whole
-
-
-def _server(kind: type[Any], tokenizer: Any, **more: Any) -> Any:
-    """One of vLLM's servers, of which that is there by which it makes answers of outputs."""
-    server = kind.__new__(kind)
-    template = SimpleNamespace(chat_template_kwargs={})
-    about = {
-        "renderer": SimpleNamespace(get_tokenizer=lambda: tokenizer, tokenizer=tokenizer),
-        "model_config": None,
-        "enable_auto_tools": True,
-        "response_role": "assistant",
-        "enable_force_include_usage": False,
-        "enable_prompt_tokens_details": False,
-        "enable_per_request_metrics": False,
-        "enable_log_outputs": False,
-        "enable_log_deltas": False,
-        "request_logger": None,
-        "system_fingerprint": None,
-        "_include_reasoning_tokens_details": False,
-        "_effective_chat_template_kwargs": lambda request: template.chat_template_kwargs,
-    }
-    for name, value in {**about, **more}.items():
-        setattr(server, name, value)
-    return server
+async def response(text: str, end: str, parser: str = "hermes") -> Json:
+    answered = Answered(text, end, parser=parser, tools=RESPONSE_TOOLS)
+    whole: Json = json.loads(await answered.body())
+    return whole
 
 
 def _choices(events: list[str]) -> list[Json]:
@@ -203,8 +155,10 @@ def parser(request: pytest.FixtureRequest) -> str:
 async def test_vllm_loses_a_call_that_is_cut_in_a_body(parser: str, told: Any) -> None:
     (choice,) = await Engine(parser).chat(ANSWERS[parser])
     assert (choice["finish_reason"], calls_in(choice)) == told
-    response = await Engine(parser).response(ANSWERS[parser], "length")
-    assert CALLS[1] not in [(one.get("name"), one.get("arguments")) for one in response["output"]]
+    responded = await response(ANSWERS[parser], "length", parser)
+    assert CALLS[1] not in [
+        (one.get("name"), one.get("arguments")) for one in responded["output"]
+    ]
 
 
 @pytest.mark.usefixtures("patched")
@@ -272,7 +226,7 @@ async def test_without_tools_there_is_text(asked: Json) -> None:
 
 @pytest.mark.usefixtures("patched")
 async def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
-    told = await Engine(parser).response(ANSWERS[parser], "length")
+    told = await response(ANSWERS[parser], "length", parser)
     assert told["status"] == "incomplete"
     calls = [one for one in told["output"] if one["type"] == "function_call"]
     assert [(one["name"], one["arguments"]) for one in calls] == CALLS
@@ -281,7 +235,7 @@ async def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
 
 @pytest.mark.usefixtures("patched")
 async def test_a_response_that_is_whole_is_told_as_before() -> None:
-    told = await Engine().response(HERMES + '"}}\n</tool_call>', "stop")
+    told = await response(HERMES + '"}}\n</tool_call>', "stop")
     assert told["status"] == "completed"
     assert [one["type"] for one in told["output"]] == ["message", "function_call", "function_call"]
     assert told["output"][2]["arguments"] == CALLS[1][1] + '"}'
