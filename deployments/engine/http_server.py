@@ -31,10 +31,11 @@ from conserve.holdings import Holdings
 from conserve.media import lifted_media
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
+from deployments.engine.asgi import MEDIA, read_ahead, replay
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.grammars import Grammars
 from deployments.engine.observer import TurnObserver
-from deployments.engine.response_store import MEDIA, ResponseKeeper, read_ahead, replay
+from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_text, keep_tokens
 from deployments.engine.vision.node_images import MissingTokens
 from deployments.upstream import media_names, prepared_twice

@@ -29,11 +29,10 @@ from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, continues, heard
 from conserve.wire import Emitted
+from deployments.engine.asgi import TURN, aside, is_stream, read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
 from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
-from deployments.engine.response_events import is_stream
-from deployments.engine.response_store import TURN, aside, read_ahead, replay
 from deployments.engine.vision.failures import FailedImages
 from deployments.engine.vision.node_images import MissingTokens, images_of
 

@@ -10,13 +10,14 @@ decoder goes on with a stream, and an item's id tells its response (`conserve.it
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.types import Message, Send
 
 from conserve.items import call_id, item_id
+from deployments.engine.asgi import is_stream
 
 _BEGINNINGS = (b"event: response.created\n", b"event: response.in_progress\n")
 _ADDED = b"event: response.output_item.added\n"
@@ -24,6 +25,7 @@ _DONE = b"event: response.output_item.done\n"
 _PART_DONE = b"event: response.content_part.done\n"
 _INCOMPLETE = "response.incomplete"
 _ENDS = (b"event: response.completed\n", b"event: response.incomplete\n")
+_KEPT = ("completed", "incomplete")
 _DATA = b"data: "
 _NO_LOGPROBS = b'"logprobs":null'
 _EMPTY_LOGPROBS = b'"logprobs":[]'
@@ -52,19 +54,22 @@ _TEXT = msgspec.json.Decoder(str)
 _encode = msgspec.json.encode
 
 
-def is_stream(start: Message) -> bool:
-    """Return whether an answer is a stream of events, by its first message."""
-    return any(
-        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in start["headers"]
-    )
-
-
 class AgreeingResponse:
-    """An ASGI ``send`` that corrects one response, and adds the members in ``more``."""
+    """An ASGI ``send`` that corrects one response, and adds the members in ``more``.
 
-    def __init__(self, send: Send, response_id: str, more: Mapping[str, Any]) -> None:
+    ``keep`` is given a response that is complete or incomplete, before the client learns of its
+    end.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        response_id: str,
+        more: Mapping[str, Any],
+        keep: Callable[[bytes], None] = lambda response: None,
+    ) -> None:
         self._send = send
+        self._keep = keep
         self._id = response_id
         self._more = {name: msgspec.Raw(_encode(value)) for name, value in more.items()}
         # An answer in one piece: its first message, and its body so far.
@@ -118,6 +123,8 @@ class AgreeingResponse:
         whole: Json = {**self._filled(response), "output": [_plain(item) for item in items]}
         if status == "completed":
             whole["completed_at"] = int(time.time())
+        if status in _KEPT:
+            self._keep(_encode(whole))
         return whole
 
     def _filled(self, response: dict[str, msgspec.Raw]) -> Json:

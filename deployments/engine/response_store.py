@@ -9,29 +9,23 @@ response is kept with its history, and an image once, however many histories hav
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conserve import identity, wire
-from conserve.apis import RESPONSES, form_of
+from conserve.apis import RESPONSES
 from conserve.history import TurnKey
 from conserve.media import put_back
-from deployments.engine.response_events import AgreeingResponse, is_stream
+from deployments.engine.asgi import MEDIA, TURN, aside, read_ahead, replay
+from deployments.engine.response_events import AgreeingResponse
 
-_T = TypeVar("_T")
-
-# The member of a turn's ASGI scope with its `TurnKey`.
-TURN = "conserve.turn"
-# The member with what marks in its body stand for; see `conserve.media.Lifted`.
-MEDIA = "conserve.media"
-_SMALL_BYTES = 16 * 1024
-# Sent or joined at a time, between other turns' tokens.
+# Sent at a time, between other turns' tokens.
 _PIECE_BYTES = 256 * 1024
 _MB = 1_000_000
 # Room for hundreds of histories of the length that clients continue by a response's id.
@@ -51,18 +45,7 @@ class _Asked(msgspec.Struct, gc=False):
     text: dict[str, Any] | None = None
 
 
-class _Event(msgspec.Struct, gc=False):
-    response: msgspec.Raw
-
-
-class _Given(msgspec.Struct, gc=False):
-    status: str = ""
-
-
 _ASKED = msgspec.json.Decoder(_Asked)
-_EVENT = msgspec.json.Decoder(_Event)
-_GIVEN = msgspec.json.Decoder(_Given)
-_STORED = ("completed", "incomplete")
 
 
 class Image(NamedTuple):
@@ -207,11 +190,10 @@ class ResponseKeeper:
                 images = await asyncio.to_thread(hashed, media)
 
             def keep(response: bytes) -> None:
-                self._store.add(asked.request_id, key.history_id, request, response, images)
+                if keeps:
+                    self._store.add(asked.request_id, key.history_id, request, response, images)
 
-            if keeps:
-                send = _watched(send, keep)
-            send = AgreeingResponse(send, asked.request_id, _left_out(asked, keeps)).send
+            send = AgreeingResponse(send, asked.request_id, _left_out(asked, keeps), keep).send
         await self._app(scope, replay(request, receive), send)
 
     async def _tell(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
@@ -250,66 +232,3 @@ def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **(asked.text or {})},
         "top_logprobs": 0,
     }
-
-
-def _watched(send: Send, keep: Callable[[bytes], None]) -> Send:
-    """Return a ``send`` that has a response kept before the client learns that it is complete."""
-    ends = form_of(RESPONSES).ends
-    good = streamed = False
-    parts: list[bytes] = []
-
-    async def watched(message: Message) -> None:
-        nonlocal good, streamed
-        if message["type"] == "http.response.start":
-            good = message["status"] == 200
-            streamed = is_stream(message)
-        elif good and message["type"] == "http.response.body":
-            part = message.get("body", b"")
-            response: bytes | None = None
-            if not streamed:
-                parts.append(part)
-                response = None if message.get("more_body") else b"".join(parts)
-            elif part.startswith(ends):
-                response = bytes(_EVENT.decode(part.partition(b"data: ")[2]).response)
-            # vLLM answers null where the client has left.
-            if response and response != b"null" and _GIVEN.decode(response).status in _STORED:
-                keep(response)
-        await send(message)
-
-    return watched
-
-
-async def read_ahead(receive: Receive) -> bytes:
-    """Return the whole body, or what there is of it where the client leaves."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            break
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    if sum(map(len, parts)) > _PIECE_BYTES:
-        return await asyncio.to_thread(b"".join, parts)
-    return b"".join(parts)
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that first gives a body that was read already."""
-    given = False
-
-    async def replayed() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
-
-
-async def aside(work: Callable[[bytes], _T], body: bytes) -> _T:
-    """Do work on a body, in a thread if it is long: this one passes other turns' tokens on."""
-    if len(body) <= _SMALL_BYTES:
-        return work(body)
-    return await asyncio.to_thread(work, body)

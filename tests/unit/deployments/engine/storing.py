@@ -16,10 +16,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from conserve import wire
-from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import groups_that_give_up
-from deployments.upstream.lost_server import Connection
 from tests.unit.conserve_inside.scheduler.stand_in import BLOCK_TOKENS, StandIn
+from tests.unit.deployments.engine.connectors import scheduler_half, worker_half
 
 CHUNK_TOKENS = 64
 # Of the layers that have one: a request gives up blocks that are further back.
@@ -101,26 +100,19 @@ class Storing(StandIn):
         groups = self.scheduler.kv_cache_config.kv_cache_groups
         give_up = groups_that_give_up(SimpleNamespace(kv_cache_groups=groups))
         assert len(give_up) == self.window
-        front, back = (object.__new__(ResilientMPConnector) for _ in range(2))
+        several = len(groups) > 1
+        front = scheduler_half(
+            _Found(self.found_tokens),
+            block_tokens=BLOCK_TOKENS,
+            give_up=give_up,
+            _can_store=True,
+            _group_tokens_per_block=[BLOCK_TOKENS] * len(groups),
+            _report_request_errors=several,
+        )
+        back = worker_half(self, reports=bool(give_up))
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(is_kv_producer=True))
-        roles = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
-        for one, role in zip((front, back), roles, strict=True):
-            KVConnectorBase_V1.__init__(one, config, role, self.scheduler.kv_cache_config)
-            one.lazy_offload, one._can_store, one.dispatcher = False, True, None
-            one._report_request_errors = len(groups) > 1
-            one._group_tokens_per_block = [BLOCK_TOKENS] * len(groups)
-            one._connector_stats = SimpleNamespace(
-                record_lookup=lambda took_s: None,
-                clone_and_reset=lambda: SimpleNamespace(is_empty=lambda: True, data={}),
-            )
-        front.request_trackers, front._kv_cache_events = {}, []
-        front._save_decode_cache = front._reserve_last_token_for_lookup = False
-        front._hit_alignment_tokens = BLOCK_TOKENS
-        front._mamba_relocation_window, front._eager_prefetch = 0, False
-        front.scheduler_adapter = _Found(self.found_tokens)
-        front._prepare_scheduler(1, give_up)
-        back.worker_adapter = self
-        back._prepare_worker(Connection(), reports=bool(give_up))
+        for half, role in ((front, KVConnectorRole.SCHEDULER), (back, KVConnectorRole.WORKER)):
+            KVConnectorBase_V1.__init__(half, config, role, self.scheduler.kv_cache_config)
         back._stores.tell = self._hear
         # Time goes by for who waits, and nothing else.
         back._stores.sleep = lambda _: self._copy(lambda copy: True)

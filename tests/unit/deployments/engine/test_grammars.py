@@ -14,12 +14,12 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from deployments.engine.grammars import Grammars
 from deployments.upstream.unbounded_grammars import PATCH
-from tests.unit.deployments.engine.vllm_server import _renderer
+from tests.unit.deployments.engine.vllm_server import renderer
 from tests.unit.deployments.upstream.originals import unpatched
 
 restored = unpatched(PATCH)
 
-MODEL, RENDERER = _renderer()
+MODEL, RENDERER = renderer()
 CONFIG = VllmConfig(model_config=MODEL)
 
 

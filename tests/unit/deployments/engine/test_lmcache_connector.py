@@ -1,6 +1,5 @@
 """LMCache's connector: what is looked up, stored and kept, and what a broken step leaves."""
 
-import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -22,10 +21,11 @@ from vllm.v1.request import Request, RequestStatus
 from conserve import wire
 from conserve.late_kv import LateKV
 from deployments.engine import lmcache_connector
-from deployments.engine.lmcache_connector import ResilientMPConnector
-from deployments.engine.stores import FORGOTTEN_S, StepNotes, Stores
+from deployments.engine.stores import FORGOTTEN_S, StepNotes
 from deployments.engine.vision.failures import WorkersFailures
 from deployments.upstream.lost_server import Connection
+from tests.unit.deployments.engine.connectors import scheduler_half, worker_half
+from tests.unit.deployments.waiting import eventually
 
 PREFILLED = wire.transfer_params(prefilled=True)
 
@@ -66,20 +66,6 @@ class LateServer:
         return self.freeing[-1]
 
 
-def _connector(server: Any, **more: Any) -> Any:
-    """A scheduler's connector to a server."""
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = connector._can_store = False
-    connector.scheduler_adapter = server
-    connector._reserve_last_token_for_lookup = False
-    connector._hit_alignment_tokens = 128
-    connector._connector_stats = SimpleNamespace(record_lookup=lambda took_s: None)
-    vars(connector).update(more)
-    connector._prepare_scheduler()
-    return connector
-
-
 def _request(
     tokens: int | None, params: dict[str, Any] | None = None, name: str = "r", **more: Any
 ) -> Any:
@@ -105,7 +91,7 @@ def _told(connector: Any, request: Any) -> wire.CachedTokens:
 def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(stores: bool) -> None:
     """A prefiller's queue of prompts whose clients leave: LMCache's connector fails on each."""
     server = LateServer()
-    connector, request = _connector(server, _can_store=stores), _request(3)
+    connector, request = scheduler_half(server, _can_store=stores), _request(3)
     request.status = RequestStatus.FINISHED_ABORTED
     with pytest.raises(AssertionError, match="not found"):
         LMCacheMPConnector.request_finished(connector, request, [])
@@ -118,7 +104,7 @@ def test_a_request_that_is_aborted_before_it_was_looked_up_ends_as_any_other(sto
 
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded() -> None:
     """Where KV was loaded there are none, and vLLM's engine ends over that."""
-    connector = _connector(None)  # Nobody can be asked.
+    connector = scheduler_half(None)  # Nobody can be asked.
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=0), None)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert list(connector.request_trackers) == ["r"]
@@ -128,7 +114,7 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_and_not_loaded(
 
 def test_prompts_with_other_images_have_other_keys() -> None:
     """From the image on; vLLM gives both the same token ids."""
-    connector = _connector(None)
+    connector = scheduler_half(None)
     text, placeholders = [5, 6, 7], [9] * 8
 
     def keyed(name: str, image: str) -> list[int]:
@@ -150,7 +136,7 @@ def test_prompts_with_other_images_have_other_keys() -> None:
 def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -> None:
     """It has no token ids, so it would share its keys with all others of its kind."""
     server = LateServer(0)
-    connector = _connector(server, _can_store=True, _reserve_last_token_for_lookup=True)
+    connector = scheduler_half(server, _can_store=True, _reserve_last_token_for_lookup=True)
     prompt = {"prompt_embeds": torch.zeros(256, 4)} if embeddings else {}
     request = _request(None if embeddings else 256, **prompt)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -175,7 +161,7 @@ def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
 ) -> None:
     """A prompt of three chunks, of which it has two; LMCache has none."""
     server = LateServer(0)
-    connector = _connector(
+    connector = scheduler_half(
         server, _can_store=role != "kv_consumer", _parks=role == "kv_both",
         _reserve_last_token_for_lookup=True,
     )  # fmt: skip
@@ -193,7 +179,7 @@ def test_a_decoder_stores_what_it_is_told_to_and_asks_for_what_it_has_not(
 
 def _decoder(server: LateServer) -> tuple[Any, list[float]]:
     """A decoder's connector, and its clock."""
-    connector, now_s = _connector(server), [0.0]
+    connector, now_s = scheduler_half(server), [0.0]
     connector._late = LateKV(lambda: now_s[0])
     return connector, now_s
 
@@ -277,15 +263,28 @@ def test_nothing_is_looked_up_twice_without_a_reason(
 
 
 class Worker:
-    """Where LMCache's worker adapter stands in a connector: its stores are answered by hand."""
+    """A worker's connector, and where LMCache's adapter stands in it; stores are answered by hand.
+
+    Attributes:
+        older: whether vLLM's first GPU runner runs the steps.
+        stores: every store that was asked for.
+        told: requests whose prompts were said to be stored.
+    """
 
     is_healthy = True
-    transfer_ctx = None
+    transfer_ctx: Any = None
 
     def __init__(self) -> None:
         self.store_futures: dict[str, Any] = {}
         self.store_events: dict[str, Any] = {}
         self.retrieve_futures: dict[str, Any] = {}
+        self.older = False
+        self.stores: list[Any] = []
+        self.told: list[str] = []
+        self.connection = Connection()
+        self.now_s = 0.0
+        self.connector = worker_half(self, self.connection)
+        self.connector._stores.tell = lambda address: self.told.append(address[0])
 
     def get_finished(self, ids: set[str]) -> tuple[set[str], set[str]]:
         assert not ids
@@ -294,274 +293,226 @@ class Worker:
             del self.retrieve_futures[one]
         return set(), loaded
 
+    def under_way(self, request_id: str) -> bool:
+        found: bool = self.connector._stores.under_way(request_id)
+        return found
 
-def _worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """A worker's connector, and every store that it asks for."""
-    stores = []
+    def step(
+        self, step: int, *stores: str, error: BaseException | None = None, **notes: Any
+    ) -> tuple[set[str], set[str]]:
+        """Return requests whose stores and loads are over after a step; raises ``error`` in it."""
+        self.connector.bind_connector_metadata(_metadata(step, *stores, **notes))
+        if not self.older:
+            # What comes after the forward pass is left out if that breaks.
+            if error is not None:
+                raise error
+            return self._end()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            finished = self._end()
+        return finished
+
+    def _end(self) -> tuple[set[str], set[str]]:
+        self.connector.wait_for_save()
+        finished: tuple[set[str], set[str]] = self.connector.get_finished(set())
+        self.connector.clear_connector_metadata()
+        return finished
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    made = Worker()
 
     def store(self: Any) -> None:
         for one in self._connector_metadata.requests:
-            request_id = one.request_id
-            stores.append(MessagingFuture())
-            self.worker_adapter.store_futures[request_id] = stores[-1]
+            made.stores.append(MessagingFuture())
+            made.store_futures[one.request_id] = made.stores[-1]
 
     monkeypatch.setattr(LMCacheMPConnector, "wait_for_save", store)
-    connector = object.__new__(ResilientMPConnector)
-    connector.worker_adapter = Worker()
-    connector.lazy_offload = False
-    connector._can_store = True
-    connector._connector_metadata = None
-    connection = Connection()
-    connector._prepare_worker(connection)
-    connector.connection = connection
-    return connector, stores
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["newer runner", "older runner"])
+def either_worker(worker: Worker, request: pytest.FixtureRequest) -> Worker:
+    worker.older = request.param
+    return worker
+
+
+def _metadata(step: int, *stores: str, images: Any = None, **more: str) -> Any:
+    told = {what: {name: [name, 0] for name in more.get(what, "")} for what in ("whole", "gone")}
+    known = {what: frozenset(more.get(what, "")) for what in ("ended", "preempted")}
+    requests = [SimpleNamespace(request_id=name) for name in stores]
+    notes = StepNotes(step, **told, **known, images=images or {})
+    return SimpleNamespace(requests=requests, notes=notes)
 
 
 def test_a_registration_without_an_answer_says_where_the_reason_is(
-    monkeypatch: pytest.MonkeyPatch,
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = Mock(side_effect=ConnectionError)
     monkeypatch.setattr(LMCacheMPConnector, "register_kv_caches", refused)
     with pytest.raises(RuntimeError, match=r"log of its node's actor has the reason.*CUDA IPC"):
-        _worker(monkeypatch)[0].register_kv_caches({})
-
-
-def _metadata(step: int, *stores: str, **more: str) -> Any:
-    told = {what: {name: [name, 0] for name in more.get(what, "")} for what in ("whole", "gone")}
-    known = {what: frozenset(more.get(what, "")) for what in ("ended", "preempted")}
-    requests = [SimpleNamespace(request_id=name) for name in stores]
-    return SimpleNamespace(requests=requests, notes=StepNotes(step, **told, **known))
+        worker.connector.register_kv_caches({})
 
 
 def test_kv_of_an_image_that_could_not_be_encoded_is_not_stored(
-    monkeypatch: pytest.MonkeyPatch,
+    either_worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a request that shares it with the one for which it was encoded."""
     own = WorkersFailures()
     monkeypatch.setattr(lmcache_connector, "failures", own)
-    connector, _ = _worker(monkeypatch)
-    metadata = _metadata(0, "a", "b", "c")
-    images = {"a": ["bad", "good"], "b": ["good"]}
-    metadata.notes = dataclasses.replace(metadata.notes, images=images)
     own.add("bad")
-    _older_runner(connector, metadata)
-    assert [connector._stores.under_way(name) for name in "abc"] == [False, True, True]
+    either_worker.step(0, "a", "b", "c", images={"a": ["bad", "good"], "b": ["good"]})
+    assert [either_worker.under_way(name) for name in "abc"] == [False, True, True]
 
 
-def _older_runner(connector: Any, metadata: Any, error: BaseException | None = None) -> Any:
-    """A step as vLLM's first GPU runner has it: with the connector in a ``finally``."""
-    connector.bind_connector_metadata(metadata)
-    try:
-        if error is not None:
-            raise error
-    finally:
-        connector.wait_for_save()
-        finished = connector.get_finished(set())
-        connector.clear_connector_metadata()
-    return finished
-
-
-def _newer_runner(connector: Any, metadata: Any, error: BaseException | None = None) -> Any:
-    """As its second one has it: what comes after the forward pass is left out if that breaks."""
-    connector.bind_connector_metadata(metadata)
-    if error is not None:
-        raise error
-    connector.wait_for_save()
-    finished = connector.get_finished(set())
-    connector.clear_connector_metadata()
-    return finished
-
-
-@pytest.mark.parametrize("run", [_older_runner, _newer_runner])
 def test_what_a_broken_step_computed_is_not_stored_nor_what_builds_on_it(
-    monkeypatch: pytest.MonkeyPatch, run: Any
+    either_worker: Worker,
 ) -> None:
     """With asynchronous scheduling the next step of the same prompt is under way already."""
-    connector, stores = _worker(monkeypatch)
-    run(connector, _metadata(0, "r"))
-    assert len(stores) == 1
+    either_worker.step(0, "r")
+    assert len(either_worker.stores) == 1
     for error in (SystemExit(), RuntimeError("out of memory")):
         with pytest.raises(type(error)):
-            run(connector, _metadata(1, "r"), error)
-    run(connector, _metadata(2, "r"))
-    assert len(stores) == 1
+            either_worker.step(1, "r", error=error)
+    either_worker.step(2, "r")
+    assert len(either_worker.stores) == 1
 
 
-@pytest.mark.parametrize("run", [_older_runner, _newer_runner])
-def test_a_step_that_did_not_come_to_the_connector_counts_as_broken(
-    monkeypatch: pytest.MonkeyPatch, run: Any
-) -> None:
-    connector, stores = _worker(monkeypatch)
-    run(connector, _metadata(0, "r"))
-    run(connector, _metadata(2, "r"))
-    assert len(stores) == 1
+def test_a_step_that_did_not_come_to_the_connector_counts_as_broken(either_worker: Worker) -> None:
+    either_worker.step(0, "r")
+    either_worker.step(2, "r")
+    assert len(either_worker.stores) == 1
 
 
-def _eventually(holds: Any) -> None:
-    deadline_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-
-
-def test_no_step_waits_and_a_prompt_is_told_of_when_all_of_it_is_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_step_waits_and_a_prompt_is_told_of_when_all_of_it_is_stored(worker: Worker) -> None:
     """A step that waits holds up all turns of its engine."""
-    connector, stores = _worker(monkeypatch)
-    told: list[str] = []
-    connector._stores.tell = lambda address: told.append(address[0])
     # Nobody answers these, and nobody waits; of "b" there is more to come.
-    _newer_runner(connector, _metadata(0, "a", "b"))
-    _newer_runner(connector, _metadata(1, "a", whole="ac"))
+    worker.step(0, "a", "b")
+    worker.step(1, "a", whole="ac")
     # Of "c" nothing was stored.
-    _eventually(lambda: told == ["c"])
+    eventually(lambda: worker.told == ["c"])
     # Of "a" all have to be there, also those of earlier steps; in whatever order.
-    stores[2].set_result(True)
+    worker.stores[2].set_result(True)
     time.sleep(0.05)
-    assert told == ["c"]
+    assert worker.told == ["c"]
     # While another step is computed: none has to end for that.
-    connector.bind_connector_metadata(_metadata(2))
-    stores[0].set_result(True)
-    _eventually(lambda: told == ["c", "a"])
-    connector.clear_connector_metadata()
+    worker.connector.bind_connector_metadata(_metadata(2))
+    worker.stores[0].set_result(True)
+    eventually(lambda: worker.told == ["c", "a"])
+    worker.connector.clear_connector_metadata()
     # What ended early is told of with what was begun for it.
-    connector.bind_connector_metadata(_metadata(3, gone="b"))
+    worker.connector.bind_connector_metadata(_metadata(3, gone="b"))
     time.sleep(0.05)
-    assert told == ["c", "a"]
-    stores[1].set_result(False)
-    _eventually(lambda: told == ["c", "a", "b"])
+    assert worker.told == ["c", "a"]
+    worker.stores[1].set_result(False)
+    eventually(lambda: worker.told == ["c", "a", "b"])
 
 
-def test_a_store_that_cannot_be_begun_is_told_of_as_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector, _ = _worker(monkeypatch)
-
-    def fail(self: Any) -> None:
-        raise RuntimeError("KV caches are not registered")
-
-    monkeypatch.setattr(LMCacheMPConnector, "wait_for_save", fail)
-    told: list[str] = []
-    connector._stores.tell = lambda address: told.append(address[0])
-    _newer_runner(connector, _metadata(0, "a", whole="a"))
-    _eventually(lambda: told == ["a"])
-
-
-@pytest.mark.parametrize("run", [_older_runner, _newer_runner])
-def test_a_prompt_of_a_broken_step_is_not_told_of(
-    monkeypatch: pytest.MonkeyPatch, run: Any
+def test_a_store_that_cannot_be_begun_is_told_of_as_over(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connector, _ = _worker(monkeypatch)
-    told: list[str] = []
-    connector._stores.tell = lambda address: told.append(address[0])
+    fails = Mock(side_effect=RuntimeError("KV caches are not registered"))
+    monkeypatch.setattr(LMCacheMPConnector, "wait_for_save", fails)
+    worker.step(0, "a", whole="a")
+    eventually(lambda: worker.told == ["a"])
+
+
+def test_a_prompt_of_a_broken_step_is_not_told_of(either_worker: Worker) -> None:
     with pytest.raises(SystemExit):
-        run(connector, _metadata(0, "a", whole="a"), SystemExit())
-    run(connector, _metadata(1, gone="a"))
+        either_worker.step(0, "a", whole="a", error=SystemExit())
+    either_worker.step(1, gone="a")
     time.sleep(0.05)
-    assert told == []
+    assert either_worker.told == []
 
 
-def test_blocks_are_kept_until_every_store_of_their_request_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_are_kept_until_every_store_of_their_request_is_over(worker: Worker) -> None:
     """LMCache's own account is of a request's last store; the server answers in any order."""
-    connector, stores = _worker(monkeypatch)
-    _newer_runner(connector, _metadata(0, "a", "b"))
-    _newer_runner(connector, _metadata(1, "a"))
-    stores[1].set_result(True)
-    stores[2].set_result(True)
-    assert _newer_runner(connector, _metadata(2, ended="ab")) == ({"b"}, set())
+    worker.step(0, "a", "b")
+    worker.step(1, "a")
+    worker.stores[1].set_result(True)
+    worker.stores[2].set_result(True)
+    assert worker.step(2, ended="ab") == ({"b"}, set())
     # A server that is only silent may still read them.
-    connector.worker_adapter.is_healthy = False
-    assert _newer_runner(connector, _metadata(3)) == (set(), set())
-    stores[0].set_result(True)
-    assert _newer_runner(connector, _metadata(4)) == ({"a"}, set())
-    assert _newer_runner(connector, _metadata(5)) == (set(), set())
+    worker.is_healthy = False
+    assert worker.step(3) == (set(), set())
+    worker.stores[0].set_result(True)
+    assert worker.step(4) == ({"a"}, set())
+    assert worker.step(5) == (set(), set())
 
 
-def test_a_server_that_is_gone_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    connector, _ = _worker(monkeypatch)
-    _newer_runner(connector, _metadata(0, "a"))
-    connector.connection.losses += 1
-    assert _newer_runner(connector, _metadata(1, ended="a")) == ({"a"}, set())
+def test_a_server_that_is_gone_reads_nothing(worker: Worker) -> None:
+    worker.step(0, "a")
+    worker.connection.losses += 1
+    assert worker.step(1, ended="a") == ({"a"}, set())
 
 
-def test_a_store_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_never_answered_is_given_up(worker: Worker) -> None:
     """LMCache's server only logs an error of its own."""
-    connector, _ = _worker(monkeypatch)
-    now_s = [0.0]
-    connector._stores = Stores(lambda: 0, lambda address: None, lambda: now_s[0])
-    _newer_runner(connector, _metadata(0, "a"))
-    assert _newer_runner(connector, _metadata(1, ended="a")) == (set(), set())
-    now_s[0] += FORGOTTEN_S
-    assert _newer_runner(connector, _metadata(2)) == ({"a"}, set())
+    worker.connector._stores.clock = lambda: worker.now_s
+    worker.step(0, "a")
+    assert worker.step(1, ended="a") == (set(), set())
+    worker.now_s += FORGOTTEN_S
+    assert worker.step(2) == ({"a"}, set())
 
 
-def test_a_copy_of_the_workers_own_is_over_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_workers_own_is_over_when_it_is(worker: Worker) -> None:
     """Its server may be gone while it still reads, and be back before it is done."""
-    connector, stores = _worker(monkeypatch)
-    now_s = [0.0]
-    connector._stores.clock = lambda: now_s[0]
-    connector.worker_adapter.transfer_ctx = AsyncEngineDrivenTransferContext(1, None)
-    _newer_runner(connector, _metadata(0, "a"))
-    connector.connection.losses += 1
-    now_s[0] += FORGOTTEN_S
-    assert _newer_runner(connector, _metadata(1, ended="a")) == (set(), set())
-    stores[0].set_result(False)
-    assert _newer_runner(connector, _metadata(2)) == ({"a"}, set())
+    worker.connector._stores.clock = lambda: worker.now_s
+    worker.transfer_ctx = AsyncEngineDrivenTransferContext(1, None)
+    worker.step(0, "a")
+    worker.connection.losses += 1
+    worker.now_s += FORGOTTEN_S
+    assert worker.step(1, ended="a") == (set(), set())
+    worker.stores[0].set_result(False)
+    assert worker.step(2) == ({"a"}, set())
 
 
-def test_blocks_that_change_hands_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_change_hands_are_waited_for(worker: Worker) -> None:
     """A request that is preempted gives up its blocks at once; others keep theirs."""
-    connector, stores = _worker(monkeypatch)
-    _newer_runner(connector, _metadata(0, "a", "b"))
-    connector.handle_preemptions(_metadata(1))
-    done = threading.Thread(
-        target=connector.handle_preemptions, args=(_metadata(1, preempted="a"),), daemon=True
-    )
+    worker.step(0, "a", "b")
+    worker.connector.handle_preemptions(_metadata(1))
+    given = (_metadata(1, preempted="a"),)
+    done = threading.Thread(target=worker.connector.handle_preemptions, args=given, daemon=True)
     done.start()
     done.join(0.2)
     assert done.is_alive()
-    stores[0].set_result(True)
+    worker.stores[0].set_result(True)
     done.join(30)
     assert not done.is_alive()
 
 
-def test_a_load_whose_connection_broke_fails_and_not_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_whose_connection_broke_fails_and_not_the_engine(worker: Worker) -> None:
     """On a GPU LMCache's future raises when it is asked."""
-
-    class Broken:
-        def query(self) -> bool:
-            raise TimeoutError("the connection to the LMCache server is lost")
-
-    connector, _ = _worker(monkeypatch)
-    connector.worker_adapter.retrieve_futures["r"] = (Broken(), [1, 2])
-    assert _newer_runner(connector, _metadata(0)) == (set(), {"r"})
+    lost = TimeoutError("the connection to the LMCache server is lost")
+    worker.retrieve_futures["r"] = (Mock(query=Mock(side_effect=lost)), [1, 2])
+    assert worker.step(0) == (set(), {"r"})
 
 
 def _scheduling(role: str, **prompts: int) -> tuple[Any, dict[str, Any], Any]:
     """A scheduler's connector, requests with so many tokens that are stored, and its steps."""
     connector, _ = _decoder(LateServer(0))
     connector._can_store, connector._parks = role != "kv_consumer", role == "kv_both"
-    connector._save_decode_cache = False
-    connector._group_tokens_per_block = [128]
-    connector._dcp_size = 1
     begun: set[str] = set()
     requests = {}
     for name, tokens in prompts.items():
-        requests[name] = request = _request(tokens, wire.transfer_params(park=True))
-        request.request_id = name
-        request.kv_transfer_params[wire.STORED_TO] = [name, 0]
+        params = {**wire.transfer_params(park=True), wire.STORED_TO: [name, 0]}
+        requests[name] = request = _request(tokens, params, name)
         assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
         connector.request_trackers[name].append_block_ids(([1, 2, 3, 4],))
 
-    def step(preempted: str = "", **scheduled: int) -> Any:
+    def step(preempted: str = "", begins: int = 0, **scheduled: int) -> Any:
+        """Schedule tokens by request; a new request begins at ``begins``."""
         new = [one for one in scheduled if one not in begun]
         cached = [one for one in scheduled if one in begun]
         begun.update(new)
         output = SimpleNamespace(
-            scheduled_new_reqs=[_new(one, 0) for one in new],
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=one, num_computed_tokens=begins, mm_features=[])
+                for one in new
+            ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=cached,
                 new_block_ids=[None] * len(cached),
@@ -573,13 +524,9 @@ def _scheduling(role: str, **prompts: int) -> tuple[Any, dict[str, Any], Any]:
             scheduled_encoder_inputs={},
             finished_req_ids=set(),
         )
-        return connector.build_connector_meta(output).notes
+        return connector.build_connector_meta(output)
 
     return connector, requests, step
-
-
-def _new(request_id: str, computed_tokens: int) -> Any:
-    return SimpleNamespace(req_id=request_id, num_computed_tokens=computed_tokens, mm_features=[])
 
 
 def _finish(connector: Any, request: Any) -> bool:
@@ -592,15 +539,15 @@ def _finish(connector: Any, request: Any) -> bool:
 def test_workers_are_told_whose_prompt_ends_and_whose_blocks_are_kept(role: str) -> None:
     """A prompt of three chunks in two steps; others store nothing, or are preempted."""
     connector, requests, step = _scheduling(role, a=390, b=100, c=390)
-    first = step(a=256, b=100, c=256)
-    second = step(a=134, preempted="c")
+    first = step(a=256, b=100, c=256).notes
+    second = step(a=134, preempted="c").notes
     # Of "b" there is no whole chunk: at once it is as stored as it can be.
     assert (dict(first.whole), dict(second.whole)) == ({"b": ["b", 0]}, {"a": ["a", 0]})
     assert (first.preempted, second.preempted) == (frozenset(), frozenset("c"))
     kept = {name: _finish(connector, request) for name, request in requests.items()}
     # Of "b" nothing was stored; from "c" the blocks were taken before.
     assert kept == {"a": True, "b": False, "c": False}
-    third, fourth = step(), step()
+    third, fourth = step().notes, step().notes
     assert (third.ended, fourth.ended) == (frozenset("a"), frozenset())
     # Whoever waits for "c" is to hear all the same.
     assert (dict(third.gone), dict(fourth.gone)) == ({"c": ["c", 0]}, {})
@@ -612,24 +559,14 @@ def test_what_vllm_has_when_a_request_begins_is_stored_and_no_more(
     begins: int, tokens: int, stores: int
 ) -> None:
     """LMCache's account is rounded; vLLM may begin where groups of layers agree."""
-    connector, _, _ = _scheduling("kv_both", a=384)
+    connector, _, step = _scheduling("kv_both", a=384)
     connector.request_trackers["a"].num_vllm_hit_tokens = 368
-    output = SimpleNamespace(
-        scheduled_new_reqs=[_new("a", begins)],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
-        ),
-        num_scheduled_tokens={"a": tokens},
-        preempted_req_ids=set(),
-        scheduled_encoder_inputs={},
-        finished_req_ids=set(),
-    )
-    metadata = connector.build_connector_meta(output)
+    metadata = step(begins=begins, a=tokens)
     assert [(one.op.start, one.op.end) for one in metadata.requests] == [(0, stores)]
     assert dict(metadata.notes.whole) == ({"a": ["a", 0]} if stores == 384 else {})
 
 
 def test_an_engine_that_stores_nothing_keeps_nobody_waiting() -> None:
     connector, requests, step = _scheduling("kv_consumer", a=390)
-    assert dict(step(a=390).whole) == {"a": ["a", 0]}
+    assert dict(step(a=390).notes.whole) == {"a": ["a", 0]}
     assert not _finish(connector, requests["a"])

@@ -1,6 +1,5 @@
 """What a decoder makes of outputs that are none, however its stream began."""
 
-import asyncio
 import copy
 from array import array
 from collections.abc import AsyncIterator
@@ -22,10 +21,10 @@ from conserve.embedded import model_path
 from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.wire import Emitted
+from deployments.engine.asgi import TURN
 from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
-from deployments.engine.response_store import TURN
 from deployments.engine.vision.failures import FailedImages, ImageNotEncoded
 from tests.unit.deployments.asgi import exchange, receiver, scope_of
 
@@ -43,6 +42,19 @@ def told(desk: Desk) -> list[Ended]:
     """What the table is to be told of turns' ends."""
     report = desk.outbox.next()
     return [] if report is None else [one for one in report.events if isinstance(one, Ended)]
+
+
+def stats_of(desk: Desk) -> list[TurnStats]:
+    stats = [one.stats for one in told(desk)]
+    assert None not in stats
+    return stats  # type: ignore[return-value]
+
+
+def watched(generate: Any) -> Any:
+    """An engine's client that is observed."""
+    client = SimpleNamespace(generate=generate)
+    observe_engine(client, LoadMeter({}), FailedImages(list), lambda _: 0)
+    return client
 
 
 class Decoder:
@@ -257,45 +269,32 @@ def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder
     assert wire.TURN not in plain.transfer_params[-1]
 
 
-def test_an_engine_is_told_of_a_prefill_and_the_table_what_was_not_found_of_it() -> None:
-    """None was found missing where nobody had stored anything."""
-    decoder = Decoder("length")
+# What is told of one turn, what the engine says of it, and the names of both in its stats.
+TOLD: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # None was found missing where nobody had stored anything.
+    ({"missed_tokens": 0, "late": False}, {wire.MISSED: 256, wire.LATE: True}, {},
+     {"missed_tokens": 256, "late": True}),
+    (dict.fromkeys(("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")), {},
+     wire.EngineTold(1.5, "room", 640, 12.5).params(),
+     {"engine_wait_s": 1.5, "engine_wait_for": "room", "kept_tokens": 640, "kept_s": 12.5}),
+    (dict.fromkeys(("encode_wait_s", "encode_s", "prefill_s"), 0), {},
+     wire.EngineTold(stages=wire.StageTimes(0.5, 0.25, 0.125)).params(),
+     {"encode_wait_s": 0.5, "encode_s": 0.25, "prefill_s": 0.125}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plain", "found", "said", "expected"), TOLD)
+def test_the_table_is_told_what_the_engine_says_of_a_turn(
+    plain: dict[str, Any], found: dict[str, Any], said: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """What was missed, waited for and kept, and how long each stage took."""
+    decoder = Decoder("length", schedules=True)
     decoder.turn()
-    assert wire.PREFILLED not in decoder.transfer_params[-1]
-    decoder.found = {wire.MISSED: 256, wire.LATE: True}
+    decoder.found, decoder.said = found, said
     decoder.turn(prefill_cached=0)
-    assert decoder.transfer_params[-1][wire.PREFILLED] is True
-    first, second = (ended.stats for ended in told(decoder.desk))
-    assert first is not None
-    assert second is not None
-    assert (first.missed_tokens, first.late) == (0, False)
-    assert (second.missed_tokens, second.late) == (256, True)
-
-
-def test_the_table_is_told_what_a_turn_waited_for_and_what_of_its_history_stays() -> None:
-    decoder = Decoder("length", schedules=True)
-    decoder.turn()
-    decoder.said = wire.EngineTold(1.5, "room", 640, 12.5).params()
-    decoder.turn()
-    first, second = (ended.stats for ended in told(decoder.desk))
-    assert first is not None
-    assert second is not None
-    assert (first.engine_wait_s, first.engine_wait_for) == (None, None)
-    assert (first.kept_tokens, first.kept_s) == (None, None)
-    assert (second.engine_wait_s, second.engine_wait_for) == (1.5, "room")
-    assert (second.kept_tokens, second.kept_s) == (640, 12.5)
-
-
-def test_the_table_is_told_how_long_a_turn_was_in_each_stage() -> None:
-    decoder = Decoder("length", schedules=True)
-    decoder.turn()
-    decoder.said = wire.EngineTold(stages=wire.StageTimes(0.5, 0.25, 0.125)).params()
-    decoder.turn()
-    first, second = (ended.stats for ended in told(decoder.desk))
-    assert first is not None
-    assert second is not None
-    assert (first.encode_wait_s, first.encode_s, first.prefill_s) == (0, 0, 0)
-    assert (second.encode_wait_s, second.encode_s, second.prefill_s) == (0.5, 0.25, 0.125)
+    assert [wire.PREFILLED in params for params in decoder.transfer_params] == [False, True]
+    for stats, wanted in zip(stats_of(decoder.desk), (plain, expected), strict=True):
+        assert {name: getattr(stats, name) for name in wanted} == wanted
 
 
 def test_of_a_turns_prompt_caches_should_have_what_is_held_here_or_was_prefilled() -> None:
@@ -314,9 +313,8 @@ def test_of_several_choices_the_one_that_loaded_the_prompt_counts() -> None:
         decoder = Decoder("length", tokens=1)
         decoder.founds = founds
         decoder.turn()
-        (end,) = told(decoder.desk)
-        assert end.stats is not None
-        assert (end.stats.decoder_cached_tokens, end.stats.lmcache_tokens) == (1, 2)
+        (stats,) = stats_of(decoder.desk)
+        assert (stats.decoder_cached_tokens, stats.lmcache_tokens) == (1, 2)
 
 
 IMAGES = {"mm_hashes": {"image": ["seen", "new"]}, "mm_placeholders": {"image": [None, None]}}
@@ -326,9 +324,7 @@ def test_what_images_took_here_and_on_the_prefiller_is_told() -> None:
     decoder = Decoder("length")
     decoder.images = IMAGES
     decoder.turn(prefill_encoded=wire.Encoded(2, 40, 1))
-    (end,) = told(decoder.desk)
-    stats = end.stats
-    assert stats is not None
+    (stats,) = stats_of(decoder.desk)
     assert (stats.encoded_images, stats.encoded_tokens, stats.node_images) == (3, 16, 1)
     assert decoder.expected[-1] == {"r": (0, 32)}
 
@@ -360,25 +356,30 @@ def test_clients_are_told_what_no_engine_computed(
     assert set(decoder.told_created) == {5 + (found or 0) - (told or 0)}
 
 
-def test_a_grammar_that_cannot_be_compiled_is_the_clients_affair() -> None:
-    grammar = StructuredOutputsParams(grammar="root ::= root")
-    decoder = Decoder("error", tokens=0, structured_outputs=grammar)
-    decoder.turn()
-    assert isinstance(decoder.failure, VLLMValidationError)
-    assert not decoder.observer.ending
+GRAMMAR = StructuredOutputsParams(grammar="root ::= root")
 
 
-@pytest.mark.parametrize("tokens", [0, 2])
-def test_other_errors_are_the_engines(tokens: int) -> None:
-    """vLLM tells the client itself."""
-    decoder = Decoder("error", tokens=tokens)
+@pytest.mark.parametrize(
+    ("tokens", "asked", "failure"),
+    [
+        # No grammar can be made of what the client has sent.
+        (0, {"structured_outputs": GRAMMAR}, VLLMValidationError),
+        # vLLM tells the client itself.
+        (0, {}, type(None)),
+        (2, {}, type(None)),
+    ],
+)
+def test_an_error_without_output_is_the_grammars_where_there_is_one(
+    tokens: int, asked: dict[str, Any], failure: type
+) -> None:
+    decoder = Decoder("error", tokens=tokens, **asked)
     decoder.turn()
-    assert decoder.failure is None
+    assert isinstance(decoder.failure, failure)
     assert not decoder.observer.ending
 
 
 @pytest.mark.parametrize("path", TURN_PATHS)
-def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> None:
+async def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> None:
     """By each API's last event; and by none before it."""
     last = form_of(path).ends[0] + b"data: {}\n\n" * (path not in (CHAT, COMPLETIONS))
     parts = [b"event: a\ndata: {}\n\n", b'data: {"b": 1}\n\n', last, b""]
@@ -388,8 +389,7 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
     async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
         yield RequestOutput("r", None, PROMPT, None, [], finished=True)
 
-    client = SimpleNamespace(generate=generate)
-    observe_engine(client, LoadMeter({}), FailedImages(list), lambda _: 0)
+    client = watched(generate)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -406,7 +406,7 @@ def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str) -> No
     headers = {wire.TURN_HEADER: wire.DecoderTurn(FIRST).header()}
     more: list[None] = []
     observer = TurnObserver(app, Holdings(), desk, lambda: more.append(None))
-    asyncio.run(observer(scope_of(headers, path=path), receiver(b"{}"), send))
+    await observer(scope_of(headers, path=path), receiver(b"{}"), send)
     assert [one.completed for one in told(desk)] == [True]
     # The start, two events, the last of them, and the end of the body.
     assert reported == [0, 0, 0, 1, 1]
@@ -455,8 +455,7 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
         finished = reason == "stop"
         yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
 
-    client = SimpleNamespace(generate=generate)
-    observe_engine(client, LoadMeter({}), FailedImages(list), lambda _: 0)
+    client = watched(generate)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(), "r"):
@@ -475,11 +474,10 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     observer = TurnObserver(app, holdings, desk)
     sent = exchange(observer, {"messages": [], "input": []}, path=path, headers=headers)
     called = "bash" if reason == "stop" else None
-    (ended,) = told(desk)
-    assert ended.stats is not None
-    assert ended.stats.tool == called
+    (stats,) = stats_of(desk)
+    assert stats.tool == called
     # And for how long it was put out, streamed or not.
-    assert ended.stats.decode_s == 2.5
+    assert stats.decode_s == 2.5
     assert [one.tool for one in holdings.all()] == [called]
     # Its router is told in the answer: of one in one piece in a header, and else in its last event.
     beginning = dict(sent[0]["headers"])

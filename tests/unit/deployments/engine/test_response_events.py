@@ -12,7 +12,8 @@ from conserve.apis import RESPONSES
 from conserve.history import TurnKey
 from conserve.items import response_of
 from conserve.recognition.apis import answers_of
-from deployments.engine.response_store import TURN, ResponseKeeper
+from deployments.engine.asgi import TURN
+from deployments.engine.response_store import ResponseKeeper
 from tests.unit.deployments import asgi
 from tests.unit.deployments.engine.vllm_responses import CALL, RESPONSE_ID, Answered
 

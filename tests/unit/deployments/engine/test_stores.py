@@ -1,7 +1,6 @@
 """What is stored beside the steps that follow: nobody waits, and nothing is written over."""
 
 import random
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import StoresReport, groups_that_give_up
 from tests.unit.conserve_inside.scheduler.stand_in import words
 from tests.unit.deployments.engine.storing import CHUNK_TOKENS, Storing
+from tests.unit.deployments.waiting import eventually
 
 
 @pytest.mark.parametrize("two_in_flight", [False, True])
@@ -63,7 +63,7 @@ def test_random_turns_are_stored_as_they_were_computed(
     assert stored.keys() >= {
         one for one, tokens in asked.items() if tokens >= CHUNK_TOKENS and one not in left
     }
-    _eventually(lambda: {one for one, _ in engine.told} >= asked.keys() - left)
+    eventually(lambda: {one for one, _ in engine.told} >= asked.keys() - left)
     assert len(engine.told) == len({one for one, _ in engine.told})
     assert all(done for _, done in engine.told)
     assert not engine.front._to_tell
@@ -80,7 +80,6 @@ def test_random_prompts_whose_loads_fail_are_stored_as_they_were_computed(
     engine, asked = _with_failing_loads(seed, window, two_in_flight)
     assert not engine.wrong
     assert not engine.spoiled
-    assert engine.preempted
     assert engine.preempted
     failed = [one for one in engine.loaded if one in engine.fail]
     assert failed
@@ -207,13 +206,6 @@ def test_lmcache_alone_loads_again_and_again() -> None:
 
     with pytest.raises(AssertionError, match="never end"):
         _with_failing_loads(0, True, False, change)
-
-
-def _eventually(holds: Any) -> None:
-    deadline_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 # --- blocks that a request gives up before it ends ------------------------------------------------

@@ -1,6 +1,6 @@
 """vLLM's own answers by the Responses API, of tokens that are given: no engine, else all of it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +32,20 @@ class Answered:
         text: what the model has said.
         finish_reason: why it said no more: ``stop``, or ``length``.
         logprobs: whether the request asks for them.
+        parser: vLLM's parser of calls.
         request: what else it asks for.
     """
 
     def __init__(
-        self, text: str, finish_reason: str = "stop", logprobs: bool = False, **request: Any
+        self,
+        text: str,
+        finish_reason: str = "stop",
+        logprobs: bool = False,
+        parser: str = "hermes",
+        **request: Any,
     ) -> None:
         self._tokenizer: Any = get_tokenizer(str(model_path()))
+        self._text = text
         self._ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
         self._finish_reason = finish_reason
         self._logprobs = logprobs
@@ -47,57 +54,46 @@ class Answered:
         # vLLM's own store is off.
         asked["store"] = False
         self._request = ResponsesRequest(**{**asked, **request})
+        self._server: Any = bare_server(
+            OpenAIServingResponses,
+            self._tokenizer,
+            parser=ParserManager.get_parser(parser, None, True, "m"),
+        )
 
     async def events(self) -> list[bytes]:
         """Its stream, an event each."""
         self._request.stream = True
-        stream = self._server().responses_stream_generator(*self._arguments(self._outputs()))
+        stream = self._server.responses_stream_generator(*self._arguments(self._outputs()))
         return [event.encode() async for event in _convert_stream_to_sse_events(stream)]
 
     async def body(self) -> bytes:
         """It in one piece."""
-        outputs = self._outputs()
-        response = await self._server().responses_full_generator(*self._arguments(outputs))
+        whole = [self._output(self._text, self._ids, self._finish_reason)]
+        response = await self._server.responses_full_generator(*self._arguments(whole))
         body: str = response.model_dump_json(by_alias=True)
         return body.encode()
 
-    def _outputs(self) -> list[RequestOutput]:
-        found = []
+    def _outputs(self) -> Iterator[RequestOutput]:
         text = ""
-        for number, token_id in enumerate(self._ids):
-            whole = self._tokenizer.decode(self._ids[: number + 1])
-            reason = self._finish_reason if number + 1 == len(self._ids) else None
+        for number, token_id in enumerate(self._ids, 1):
+            whole = self._tokenizer.decode(self._ids[:number])
             new, text = whole.removeprefix(text), whole
-            probabilities: Any = [{token_id: Logprob(-0.5, decoded_token=new)}]
-            choice = CompletionOutput(
-                index=0,
-                text=new,
-                token_ids=[token_id],
-                cumulative_logprob=None,
-                logprobs=probabilities if self._logprobs else None,
-                finish_reason=reason,
-            )
-            found.append(
-                RequestOutput("r", None, _PROMPT, None, [choice], finished=reason is not None)
-            )
-        return found
+            last = number == len(self._ids)
+            yield self._output(new, [token_id], self._finish_reason if last else None)
 
-    def _server(self) -> Any:
-        server: Any = OpenAIServingResponses.__new__(OpenAIServingResponses)
-        server.use_harmony = False
-        server.enable_auto_tools = True
-        server.enable_log_outputs = False
-        server.return_tokens_as_token_ids = False
-        server.tool_server = None
-        server.enable_per_request_metrics = False
-        server.parser = ParserManager.get_parser("hermes", None, True, "m")
-        return server
+    def _output(self, text: str, ids: Sequence[int], reason: str | None) -> RequestOutput:
+        likely: Any = [
+            {one: Logprob(-0.5, decoded_token=self._tokenizer.decode(one))} for one in ids
+        ]
+        choice = CompletionOutput(
+            0, text, ids, None, likely if self._logprobs else None, finish_reason=reason
+        )
+        return RequestOutput("r", None, _PROMPT, None, [choice], finished=reason is not None)
 
-    def _arguments(self, outputs: list[RequestOutput]) -> tuple[Any, ...]:
+    def _arguments(self, outputs: Iterable[RequestOutput]) -> tuple[Any, ...]:
         request = self._request
-        parser: Any = ParserManager.get_parser("hermes", None, True, "m")
-        kwargs = {"chat_template_kwargs": {}, "model_config": SimpleNamespace()}
-        context = SimpleContext(response_parser=parser(self._tokenizer, request.tools, **kwargs))
+        parser = self._server._make_response_parser(request, self._tokenizer, {})
+        context = SimpleContext(response_parser=parser)
 
         async def generated() -> AsyncIterator[SimpleContext]:
             for output in outputs:
@@ -108,3 +104,28 @@ class Answered:
         assert isinstance(sampling, SamplingParams)
         metadata = RequestResponseMetadata(request_id=RESPONSE_ID)
         return request, sampling, generated(), context, "m", self._tokenizer, metadata
+
+
+def bare_server(kind: type[Any], tokenizer: Any, **more: Any) -> Any:
+    """One of vLLM's servers, of which that is there by which it makes answers of outputs."""
+    server = kind.__new__(kind)
+    about = {
+        "renderer": SimpleNamespace(get_tokenizer=lambda: tokenizer, tokenizer=tokenizer),
+        "model_config": None,
+        "use_harmony": False,
+        "tool_server": None,
+        "enable_auto_tools": True,
+        "return_tokens_as_token_ids": False,
+        "response_role": "assistant",
+        "enable_force_include_usage": False,
+        "enable_prompt_tokens_details": False,
+        "enable_per_request_metrics": False,
+        "enable_log_outputs": False,
+        "enable_log_deltas": False,
+        "request_logger": None,
+        "system_fingerprint": None,
+        "_include_reasoning_tokens_details": False,
+        "_effective_chat_template_kwargs": lambda request: {},
+    }
+    vars(server).update(about, **more)
+    return server

@@ -1,4 +1,4 @@
-"""vLLM's own HTTP server of chats and Messages, on an engine whose answers are known beforehand."""
+"""vLLM's own HTTP server, on an engine whose answers are known beforehand."""
 
 import functools
 import json
@@ -12,10 +12,14 @@ from vllm import CompletionOutput, RequestOutput
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.anthropic import api_router as anthropic
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion import api_router as openai
+from vllm.entrypoints.openai.chat_completion import api_router as chats
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion import api_router as completions
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses import api_router as responses
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -45,7 +49,55 @@ def read(path: str, body: Any) -> ClientRequest:
     return read_turn(path, body)
 
 
-class Server:
+_SHARED: dict[str, Any] = {
+    "request_logger": None,
+    "chat_template_content_format": "auto",
+    "enable_auto_tools": True,
+    "tool_parser": "hermes",
+}
+_HANDLERS: dict[str, tuple[Any, str, Any]] = {
+    "chat": (chats, "openai_serving_chat", OpenAIServingChat),
+    "messages": (anthropic, "anthropic_serving_messages", AnthropicServingMessages),
+    "responses": (responses, "openai_serving_responses", OpenAIServingResponses),
+    "completion": (completions, "openai_serving_completion", OpenAIServingCompletion),
+}
+
+
+class Client:
+    """Stands in for vLLM's ``AsyncLLM``, on the embedded model's tokenizer and template."""
+
+    errored = False
+
+    def __init__(self, model: ModelConfig, renderer: Any) -> None:
+        self.model_config, self.renderer = model, renderer
+        self.online = OnlineRenderer(model, renderer, chat_template=None, **_SHARED)
+
+    def check_admission(self, n: int) -> None: ...
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    def app(self, *apis: str, **more: Any) -> FastAPI:
+        """Return vLLM's app of some APIs; ``more`` is for its servers of chats and Messages."""
+        client: Any = self
+        models = OpenAIServingModels(client, [BaseModelPath(MODEL, str(model_path()))])
+        app = FastAPI()
+        for api in apis:
+            router, name, serving = _HANDLERS[api]
+            options = {"online_renderer": self.online, "request_logger": None}
+            if api != "completion":
+                template = self.renderer.tokenizer.chat_template
+                options |= {**_SHARED, "chat_template": template, **more}
+            role = ("assistant",) if api in ("chat", "messages") else ()
+            app.include_router(router.router)
+            setattr(app.state, name, serving(client, models, *role, **options))
+        app.state.enable_server_load_tracking = False
+        app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
+        init_exception_handler(app)
+        return app
+
+
+class Server(Client):
     """A decoder's HTTP app on the embedded model's tokenizer and template.
 
     Args:
@@ -56,8 +108,7 @@ class Server:
 
     Attributes:
         prompts: token ids of each prompt that the engine was given.
-        conversation_id: of the turns that are served, which nobody has named.
-        messages: what serves Messages.
+        history_id: of the turns that are served, which nobody has named.
     """
 
     def __init__(
@@ -72,48 +123,17 @@ class Server:
         self._stop_reason = stop_reason
         self._cached_tokens = cached_tokens
         self.prompts: list[list[int]] = []
-        model, renderer, self.online = _renderers()
-        self.model_config = model
-        self.renderer = renderer
+        super().__init__(*renderer())
         self.vllm_config = SimpleNamespace(kv_transfer_config=None)
         self.input_processor = self
-        self.errored = False
-        self.tokenizer = renderer.tokenizer
+        self.tokenizer = self.renderer.tokenizer
         observe_engine(self, LoadMeter({}), FailedImages(list), lambda _: 0)
         self.holdings = Holdings()
         self.history_id = identity.new_id()
-        models: Any = OpenAIServingModels(self, [BaseModelPath(MODEL, str(model_path()))])  # type: ignore[arg-type]
-        app = FastAPI()
-        for given, name, serving in (
-            (openai, "openai_serving_chat", OpenAIServingChat),
-            (anthropic, "anthropic_serving_messages", AnthropicServingMessages),
-        ):
-            app.include_router(given.router)
-            handler: Any = serving(
-                self,  # type: ignore[arg-type]
-                models,
-                "assistant",
-                online_renderer=self.online,
-                request_logger=None,
-                chat_template=self.tokenizer.chat_template,
-                chat_template_content_format="auto",
-                enable_auto_tools=True,
-                tool_parser="hermes",
-                enable_prompt_tokens_details=True,
-            )
-            setattr(app.state, name, handler)
-        app.state.enable_server_load_tracking = False
-        app.state.args = SimpleNamespace(log_error_stack=False, sse_keep_alive_interval=0)
-        init_exception_handler(app)
-        self.messages = app.state.anthropic_serving_messages
+        app = self.app("chat", "messages", enable_prompt_tokens_details=True)
         observer = TurnObserver(app, self.holdings, Desk(self.holdings, 60))
         make_checkable(self, self.online, ("generate",), lambda _: 0)
-        self.app = RequestCheck(observer)
-
-    def check_admission(self, n: int) -> None: ...
-
-    async def is_tracing_enabled(self) -> bool:
-        return False
+        self._app = RequestCheck(observer)
 
     def process_inputs(self, request_id: str, prompt: Any, *_: Any, **options: Any) -> Any:
         return SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], mm_features=[])
@@ -161,7 +181,7 @@ class Server:
     def post(self, path: str, raw: bytes, headers: dict[str, str] | None = None) -> httpx.Response:
         """Send a request to the engine."""
         given = {"content-type": "application/json", **(headers or {})}
-        return ask(self.app, "POST", path, content=raw, headers=given)
+        return ask(self._app, "POST", path, content=raw, headers=given)
 
     def knows(self, path: str, body: Any) -> bool:
         """Whether a turn is plainly the next one of the history that was served here."""
@@ -171,25 +191,16 @@ class Server:
 
 
 @functools.cache
-def _renderer() -> tuple[ModelConfig, Any]:
+def renderer() -> tuple[ModelConfig, Any]:
+    """Return the embedded model's configuration and renderer; they are shared."""
+    return new_renderer(4096)
+
+
+def new_renderer(context: int) -> tuple[ModelConfig, Any]:
     model = ModelConfig(
-        model=str(model_path()), served_model_name=MODEL, max_model_len=4096, dtype="float32"
+        model=str(model_path()), served_model_name=MODEL, max_model_len=context, dtype="float32"
     )
     return model, renderer_from_config(VllmConfig(model_config=model))
-
-
-def _renderers() -> tuple[ModelConfig, Any, OnlineRenderer]:
-    model, renderer = _renderer()
-    online = OnlineRenderer(
-        model,
-        renderer,
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format="auto",
-        enable_auto_tools=True,
-        tool_parser="hermes",
-    )
-    return model, renderer, online
 
 
 def events(response: httpx.Response) -> list[Any]:

@@ -23,7 +23,8 @@ from conserve.settings import MediaSettings, Settings
 from conserve.tenants import Caller, Limits
 from conserve.wire import Role
 from deployments.answers import Engine
-from deployments.engine.response_store import MEDIA, TURN, ResponseKeeper, ResponseStore
+from deployments.engine.asgi import MEDIA, TURN
+from deployments.engine.response_store import ResponseKeeper, ResponseStore
 from deployments.messages import Checked
 from deployments.router import answer
 from deployments.router.frontdoor import FrontDoor

@@ -32,8 +32,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _current())
-    made = parallel_state.GraphCaptureContext
-    monkeypatch.setattr(parallel_state, "GraphCaptureContext", getattr(made, "__wrapped__", made))
     for name in ("get_tp_group", "get_pp_group", "get_dp_group"):
         monkeypatch.setattr(parallel_state, name, Group)
     monkeypatch.setattr(torch_utils._current_stream_tls, "value", Stream(), raising=False)

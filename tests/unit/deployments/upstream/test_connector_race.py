@@ -12,7 +12,6 @@ from deployments.upstream.connector_race import keep_what_is_registered
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Ray's code at import, while another replica registers between its looks and its calls."""
-    monkeypatch.setattr(ComponentRegistry, "register", ComponentRegistry.register)
     monkeypatch.setattr(factory.KVConnectorBackendFactory, "is_registered", lambda name: False)
     load: Callable[[], None] = factory._initialize_registry
     return load

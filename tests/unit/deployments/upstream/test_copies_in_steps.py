@@ -26,21 +26,11 @@ from lmcache.v1.multiprocess.custom_types import (
     RegisterEngineDrivenContextResponse,
 )
 from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache.v1.multiprocess.transfer_context import worker_transfer
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
 
-from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import StepNotes
-from deployments.upstream.copies_in_steps import PATCH
-from deployments.upstream.lost_server import Connection
-
-
-def _eventually(holds: Any) -> None:
-    deadline_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-
+from tests.unit.deployments.engine.connectors import worker_half
+from tests.unit.deployments.waiting import eventually
 
 BLOCK_TOKENS = 32
 # In the place of a time: the connection is lost.
@@ -86,14 +76,6 @@ class SlowServer:
         return _answered(None)
 
 
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = "_build_engine_driven_context"
-    monkeypatch.setattr(worker_transfer, build, getattr(worker_transfer, build))
-    assert PATCH.apply is not None
-    PATCH.apply()
-
-
 def _unanswered() -> Any:
     return MessagingFuture()
 
@@ -124,11 +106,7 @@ def _worker(server: SlowServer) -> tuple[Any, Any]:
         adapter.kv_caches, instance_id=1, req_client=server, mode="engine_driven"
     )
     _register(adapter)
-    connector = object.__new__(ResilientMPConnector)
-    connector.worker_adapter, connector.lazy_offload, connector.dispatcher = adapter, False, None
-    connector._can_store, connector._connector_metadata = True, None
-    connector._prepare_worker(Connection())
-    return connector, blocks
+    return worker_half(adapter), blocks
 
 
 def _register(adapter: Any) -> None:
@@ -215,7 +193,7 @@ def test_prompts_are_stored_one_after_another() -> None:
     told: list[tuple[str, set[str]]] = []
     connector._stores.tell = lambda address: told.append((address[0], set(server.stored)))
     _step(connector, 0, _store("a", 1, 2), _store("b", 3, 4), whole={"a": ["a", 0], "b": ["b", 0]})
-    _eventually(lambda: len(told) == 2)
+    eventually(lambda: len(told) == 2)
     assert dict(told)["b"] == {"a", "b"}
     assert [name for name, _ in told] == ["a", "b"]
 
@@ -246,8 +224,8 @@ def test_stores_that_wait_while_the_server_restarts_fail() -> None:
     )
     _register(adapter)
     _step(connector, 1, _store("c", 5, 6))
-    _eventually(lambda: not connector._stores.under_way("a"))
-    _eventually(lambda: not connector._stores.under_way("c"))
+    eventually(lambda: not connector._stores.under_way("a"))
+    eventually(lambda: not connector._stores.under_way("c"))
     before.close()
     assert not connector._stores.under_way("b")
     assert sorted(server.stored) == ["a", "c"]
@@ -262,10 +240,10 @@ def test_the_memory_of_a_run_that_is_gone_is_given_up_though_calls_to_it_failed(
     gc.disable()
     try:
         _step(connector, 0, _store("a", 1, 2))
-        _eventually(lambda: not connector._stores.under_way("a"))
+        eventually(lambda: not connector._stores.under_way("a"))
         adapter.transfer_ctx = create_transfer_context(
             adapter.kv_caches, instance_id=1, req_client=SlowServer({}), mode="engine_driven"
         )
-        _eventually(lambda: memory() is None)
+        eventually(lambda: memory() is None)
     finally:
         gc.enable()

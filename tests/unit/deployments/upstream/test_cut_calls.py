@@ -1,15 +1,13 @@
 """What vLLM's own code says, by each API, of an answer that was cut while it called a tool."""
 
-import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from vllm import CompletionOutput, RequestOutput, SamplingParams
+from vllm import CompletionOutput, RequestOutput
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -17,18 +15,12 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.responses.context import SimpleContext
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.parser import ParserManager
 
 from conserve.embedded import model_path
-from deployments.upstream.cut_calls import PATCH, apply
-from tests.unit.deployments.upstream.originals import unpatched
+from tests.unit.deployments.engine.vllm_responses import Answered, bare_server
 
 Json = dict[str, Any]
-
-restored = unpatched(PATCH)
 
 TEXT = {"type": "string"}
 PARAMETERS = {"type": "object", "properties": {"path": TEXT, "text": TEXT}}
@@ -61,15 +53,8 @@ class Engine:
         parser_cls = ParserManager.get_parser(
             tool_parser_name=parser, enable_auto_tools=True, model_name="m"
         )
-        self.chats = _server(OpenAIServingChat, self.tokenizer, parser_cls=parser_cls)
+        self.chats = bare_server(OpenAIServingChat, self.tokenizer, parser_cls=parser_cls)
         self.messages = AnthropicServingMessages.__new__(AnthropicServingMessages)
-        self.responses = _server(
-            OpenAIServingResponses,
-            self.tokenizer,
-            parser=parser_cls,
-            use_harmony=False,
-            tool_server=None,
-        )
 
     def outputs(self, texts: Sequence[str], ends: Sequence[str], step: int) -> AsyncIterator[Any]:
         """What an engine says: pieces of each text, of so many tokens; or each whole at once."""
@@ -120,49 +105,11 @@ class Engine:
         )
         return [choice.model_dump() for choice in answer.choices]
 
-    async def response(self, text: str, end: str) -> Json:
-        request = ResponsesRequest(
-            model="m", input="x", tools=RESPONSE_TOOLS, store=False, request_id="resp_1"
-        )
-        context = SimpleContext(
-            response_parser=self.responses._make_response_parser(request, self.tokenizer, {})
-        )
 
-        async def contexts() -> AsyncIterator[Any]:
-            async for output in self.outputs([text], [end], 100_000):
-                context.append_output(output)
-                yield context
-
-        answer = await self.responses.responses_full_generator(
-            request, SamplingParams(max_tokens=9), contexts(), context, "m", self.tokenizer,
-            RequestResponseMetadata(request_id="r"), created_time=5,
-        )  # fmt: skip
-        whole: Json = answer.model_dump()
-        return whole
-
-
-def _server(kind: type[Any], tokenizer: Any, **more: Any) -> Any:
-    """One of vLLM's servers, of which that is there by which it makes answers of outputs."""
-    server = kind.__new__(kind)
-    template = SimpleNamespace(chat_template_kwargs={})
-    about = {
-        "renderer": SimpleNamespace(get_tokenizer=lambda: tokenizer, tokenizer=tokenizer),
-        "model_config": None,
-        "enable_auto_tools": True,
-        "response_role": "assistant",
-        "enable_force_include_usage": False,
-        "enable_prompt_tokens_details": False,
-        "enable_per_request_metrics": False,
-        "enable_log_outputs": False,
-        "enable_log_deltas": False,
-        "request_logger": None,
-        "system_fingerprint": None,
-        "_include_reasoning_tokens_details": False,
-        "_effective_chat_template_kwargs": lambda request: template.chat_template_kwargs,
-    }
-    for name, value in {**about, **more}.items():
-        setattr(server, name, value)
-    return server
+async def response(text: str, end: str, parser: str = "hermes") -> Json:
+    answered = Answered(text, end, parser=parser, tools=RESPONSE_TOOLS)
+    whole: Json = json.loads(await answered.body())
+    return whole
 
 
 def _choices(events: list[str]) -> list[Json]:
@@ -196,11 +143,6 @@ def parser(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture
-def patched() -> None:
-    apply()
-
-
 @pytest.mark.parametrize(
     ("parser", "told"),
     [
@@ -210,17 +152,21 @@ def patched() -> None:
         ("pythonic", ("length", [])),
     ],
 )
-def test_vllm_loses_a_call_that_is_cut_in_a_body(parser: str, told: Any) -> None:
-    (choice,) = asyncio.run(Engine(parser).chat(ANSWERS[parser]))
+async def test_vllm_loses_a_call_that_is_cut_in_a_body(parser: str, told: Any) -> None:
+    (choice,) = await Engine(parser).chat(ANSWERS[parser])
     assert (choice["finish_reason"], calls_in(choice)) == told
-    response = asyncio.run(Engine(parser).response(ANSWERS[parser], "length"))
-    assert CALLS[1] not in [(one.get("name"), one.get("arguments")) for one in response["output"]]
+    responded = await response(ANSWERS[parser], "length", parser)
+    assert CALLS[1] not in [
+        (one.get("name"), one.get("arguments")) for one in responded["output"]
+    ]
 
 
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_cut_is_a_call_and_the_answer_is_cut(parser: str, stream: bool) -> None:
-    (choice,) = asyncio.run(Engine(parser).chat(ANSWERS[parser], stream=stream))
+async def test_a_call_that_is_cut_is_a_call_and_the_answer_is_cut(
+    parser: str, stream: bool
+) -> None:
+    (choice,) = await Engine(parser).chat(ANSWERS[parser], stream=stream)
     assert choice["finish_reason"] == "length"
     assert calls_in(choice) == CALLS
     # A client does not take it for all of the arguments.
@@ -231,13 +177,13 @@ def test_a_call_that_is_cut_is_a_call_and_the_answer_is_cut(parser: str, stream:
 
 
 @pytest.mark.usefixtures("patched")
-def test_an_answer_that_ends_by_itself_is_told_as_before() -> None:
+async def test_an_answer_that_ends_by_itself_is_told_as_before() -> None:
     whole = HERMES + '"}}\n</tool_call>'
-    (choice,) = asyncio.run(Engine().chat(whole, ends=["stop"]))
+    (choice,) = await Engine().chat(whole, ends=["stop"])
     assert choice["finish_reason"] == "tool_calls"
     assert calls_in(choice) == [CALLS[0], ("write", CALLS[1][1] + '"}')]
     # A model that writes half a call, and is done.
-    (choice,) = asyncio.run(Engine().chat(HERMES, ends=["stop"]))
+    (choice,) = await Engine().chat(HERMES, ends=["stop"])
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == HERMES
 
@@ -246,9 +192,9 @@ def test_an_answer_that_ends_by_itself_is_told_as_before() -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "write"}}]
 )
-def test_a_call_that_had_to_be_made_is_cut_too(choice: Any) -> None:
+async def test_a_call_that_had_to_be_made_is_cut_too(choice: Any) -> None:
     text = HERMES.removeprefix("I will.\n")
-    (told,) = asyncio.run(Engine().chat(text, tool_choice=choice))
+    (told,) = await Engine().chat(text, tool_choice=choice)
     assert told["finish_reason"] == "length"
     assert calls_in(told) == CALLS
     assert not told["message"]["content"]
@@ -256,7 +202,7 @@ def test_a_call_that_had_to_be_made_is_cut_too(choice: Any) -> None:
 
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_each_choice_ends_as_it_ended(order: tuple[int, ...]) -> None:
+async def test_each_choice_ends_as_it_ended(order: tuple[int, ...]) -> None:
     whole = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     every = [
         (HERMES, "length", "length", CALLS),
@@ -264,7 +210,7 @@ def test_each_choice_ends_as_it_ended(order: tuple[int, ...]) -> None:
         ("I will", "length", "length", []),
     ]
     texts, ends, reasons, calls = zip(*(every[index] for index in order), strict=True)
-    told = asyncio.run(Engine().chat(*texts, ends=ends))
+    told = await Engine().chat(*texts, ends=ends)
     assert tuple(one["finish_reason"] for one in told) == reasons
     assert tuple(calls_in(one) for one in told) == calls
     assert told[order.index(2)]["message"]["content"] == "I will"
@@ -272,15 +218,15 @@ def test_each_choice_ends_as_it_ended(order: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("asked", [{"tools": None, "tool_choice": "none"}, {"tool_choice": "none"}])
-def test_without_tools_there_is_text(asked: Json) -> None:
-    (choice,) = asyncio.run(Engine().chat(HERMES, **asked))
+async def test_without_tools_there_is_text(asked: Json) -> None:
+    (choice,) = await Engine().chat(HERMES, **asked)
     assert (choice["finish_reason"], calls_in(choice)) == ("length", [])
     assert choice["message"]["content"] == HERMES
 
 
 @pytest.mark.usefixtures("patched")
-def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
-    told = asyncio.run(Engine(parser).response(ANSWERS[parser], "length"))
+async def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
+    told = await response(ANSWERS[parser], "length", parser)
     assert told["status"] == "incomplete"
     calls = [one for one in told["output"] if one["type"] == "function_call"]
     assert [(one["name"], one["arguments"]) for one in calls] == CALLS
@@ -288,8 +234,8 @@ def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
 
 
 @pytest.mark.usefixtures("patched")
-def test_a_response_that_is_whole_is_told_as_before() -> None:
-    told = asyncio.run(Engine().response(HERMES + '"}}\n</tool_call>', "stop"))
+async def test_a_response_that_is_whole_is_told_as_before() -> None:
+    told = await response(HERMES + '"}}\n</tool_call>', "stop")
     assert told["status"] == "completed"
     assert [one["type"] for one in told["output"]] == ["message", "function_call", "function_call"]
     assert told["output"][2]["arguments"] == CALLS[1][1] + '"}'
@@ -319,12 +265,14 @@ def test_half_a_call_in_a_message_has_as_much_of_its_input_as_there_is(
 
 
 @pytest.mark.usefixtures("patched")
-def test_a_parser_that_fails_leaves_the_answer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_parser_that_fails_leaves_the_answer_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine()
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("not in one piece")
 
     monkeypatch.setattr(engine.chats.parser_cls, "parse_delta", fails)
-    (choice,) = asyncio.run(engine.chat(HERMES))
+    (choice,) = await engine.chat(HERMES)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", HERMES)

@@ -75,7 +75,6 @@ def first_runner(runner: Any, scheduled: Scheduled) -> None:
 
 @pytest.fixture(autouse=True)
 def as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelState, "execute_mm_encoder", ModelState.execute_mm_encoder)
     monkeypatch.setattr(GPUModelRunner, "_execute_mm_encoder", first_runner)
 
 

@@ -48,7 +48,6 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     worker = Worker()
-    monkeypatch.setattr(HeartbeatThread, "_execute", HeartbeatThread._execute)
     monkeypatch.setattr(forgotten_worker, "monotonic", lambda: worker.now_s)
     return worker
 
@@ -60,8 +59,8 @@ def test_it_stays_forgotten(worker: Worker) -> None:
     assert not worker.registered_s
 
 
+@pytest.mark.usefixtures("patched")
 def test_patched_it_registers_again(worker: Worker) -> None:
-    forgotten_worker.apply()
     worker.beat(0)
     worker.beat(REAP_TIMEOUT_S - 2, 1)
     worker.beat(1)
@@ -74,8 +73,8 @@ def test_patched_it_registers_again(worker: Worker) -> None:
     assert worker.healthy.is_set()
 
 
+@pytest.mark.usefixtures("patched")
 def test_patched_it_tries_again_where_that_fails(worker: Worker) -> None:
-    forgotten_worker.apply()
     worker.can_register = False
     worker.beat(0)
     worker.beat(REAP_TIMEOUT_S)
@@ -86,8 +85,8 @@ def test_patched_it_tries_again_where_that_fails(worker: Worker) -> None:
     assert len(worker.registered_s) == 2
 
 
+@pytest.mark.usefixtures("patched")
 def test_patched_it_leaves_a_lost_server_to_lmcache(worker: Worker) -> None:
-    forgotten_worker.apply()
     worker.beat(0)
     worker.beat(1, alive=False)
     worker.beat(REAP_TIMEOUT_S)

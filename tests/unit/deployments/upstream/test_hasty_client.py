@@ -16,14 +16,6 @@ LATE_S = 0.3
 REGISTRATION = "register_kv_cache_engine_driven_context"
 
 
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "send_ping", adapters.send_ping)
-    for name in ("register_kv_cache", REGISTRATION):
-        monkeypatch.setattr(ZmqMultiprocessClient, name, getattr(ZmqMultiprocessClient, name))
-    hasty_client.apply()
-
-
 def _answer(after_s: float | None, failure: Exception | None = None) -> MessagingFuture[Any]:
     answer: MessagingFuture[Any] = MessagingFuture()
     if after_s is not None:
@@ -68,12 +60,12 @@ def test_patched_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_on_a_gpu_workers_wait_longer_than_schedulers(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server may still write to the engine's memory."""
     gpu = SimpleNamespace(device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
     monkeypatch.setattr(hasty_client, "PING_TIMEOUT_S", 0.05)
-    request.getfixturevalue("patched")
+    hasty_client.apply()
     assert _is_healthy(_answer(LATE_S), instance_id=1)
     assert not _is_healthy(_answer(LATE_S), instance_id=None)

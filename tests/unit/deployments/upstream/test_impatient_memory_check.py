@@ -1,6 +1,5 @@
 """A worker that finds its predecessor's memory on its GPU ends, or waits for it."""
 
-import inspect
 import time
 from types import SimpleNamespace
 
@@ -8,7 +7,7 @@ import pytest
 from vllm.v1.worker import gpu_worker, utils
 
 from deployments.node.lmcache_server import REAPED_S
-from deployments.upstream.impatient_memory_check import PATCH, TIMEOUT_S
+from deployments.upstream.impatient_memory_check import TIMEOUT_S
 
 GIB = 1 << 30
 WANTED = SimpleNamespace(gpu_memory_utilization=0.5)
@@ -16,9 +15,7 @@ WANTED = SimpleNamespace(gpu_memory_utilization=0.5)
 
 @pytest.fixture(autouse=True)
 def as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllms = inspect.unwrap(utils.request_memory)
-    for module in (utils, gpu_worker):
-        monkeypatch.setattr(module, "request_memory", vllms)
+    monkeypatch.setattr(gpu_worker, "request_memory", utils.request_memory)
 
 
 class Snapshot:
@@ -40,20 +37,15 @@ class Snapshot:
         self.free_memory = (8 if self.now_s < self._freed_after_s else 47) * GIB
 
 
-def patch() -> None:
-    assert PATCH.apply is not None
-    PATCH.apply()
-
-
 def test_vllm_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="Free memory on device"):
         gpu_worker.request_memory(Snapshot(monkeypatch, 12.0), WANTED)
 
 
+@pytest.mark.usefixtures("patched")
 def test_a_patched_worker_takes_the_memory_that_its_predecessor_gives_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    patch()
     snapshot = Snapshot(monkeypatch, 12.0)
     assert gpu_worker.request_memory(snapshot, WANTED, 4 * GIB) == 20 * GIB
     assert snapshot.now_s == 12.0
@@ -62,8 +54,8 @@ def test_a_patched_worker_takes_the_memory_that_its_predecessor_gives_back(
     assert snapshot.now_s == 12.0
 
 
+@pytest.mark.usefixtures("patched")
 def test_a_patched_worker_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch()
     snapshot = Snapshot(monkeypatch, 1000.0)
     with pytest.raises(ValueError, match="Free memory on device"):
         gpu_worker.request_memory(snapshot, WANTED)
@@ -71,8 +63,8 @@ def test_a_patched_worker_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch
     assert snapshot.now_s == TIMEOUT_S > REAPED_S + 20
 
 
+@pytest.mark.usefixtures("patched")
 def test_more_than_there_is_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch()
     snapshot = Snapshot(monkeypatch, 12.0)
     with pytest.raises(ValueError, match="Free memory on device"):
         gpu_worker.request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=1.5))

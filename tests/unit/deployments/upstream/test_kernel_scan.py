@@ -6,8 +6,6 @@ from types import ModuleType
 import pytest
 from vllm.triton_utils import dispatcher
 
-from deployments.upstream.kernel_scan import PATCH
-
 
 class Anything:
     """As llvmlite's handle of its library: it has a function of any name, and no members."""
@@ -31,7 +29,6 @@ def test_vllm_fails_at_the_object() -> None:
         dispatcher._rebind_kernels([])
 
 
+@pytest.mark.usefixtures("patched")
 def test_patched_vllm_passes_over_it() -> None:
-    assert PATCH.apply is not None
-    PATCH.apply()
     dispatcher._rebind_kernels([])

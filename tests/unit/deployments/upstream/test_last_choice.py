@@ -10,15 +10,10 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from conserve import wire
-from deployments.upstream.last_choice import PATCH, apply
-from tests.unit.deployments.upstream.originals import unpatched
 
 KINDS = (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
 LOADED = {"cached_token_stats": {"num_vllm_cached_tokens": 0, "num_lmcache_extra_cached_tokens": 9}}
 FOUND = {"cached_token_stats": {"num_vllm_cached_tokens": 9, "num_lmcache_extra_cached_tokens": 0}}
-
-
-restored = unpatched(PATCH)
 
 
 def choices(kind: RequestOutputKind) -> tuple[OutputProcessor, RequestOutputCollector, list[str]]:
@@ -71,8 +66,8 @@ def test_vllm_tells_what_its_last_choice_found() -> None:
         assert answered((0, 1), kind) == (0, wire.Encoded(0, 0, 1))
 
 
+@pytest.mark.usefixtures("patched")
 def test_one_that_is_aborted_ends_all_of_its_choices() -> None:
-    apply()
     processor, queue, ids = choices(RequestOutputKind.DELTA)
     assert sorted(processor.abort_requests(["r"], internal=False)) == sorted(ids)
     output = queue.get_nowait()
@@ -80,9 +75,9 @@ def test_one_that_is_aborted_ends_all_of_its_choices() -> None:
     assert {one.finish_reason for one in output.outputs} == {"abort"}
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(("order", "kind"), [*itertools.product([(0, 1), (1, 0)], KINDS)])
 def test_what_one_choice_loaded_is_told_whichever_comes_last(
     order: tuple[int, int], kind: RequestOutputKind
 ) -> None:
-    apply()
     assert answered(order, kind) == (9, wire.Encoded(1, 16, 1))

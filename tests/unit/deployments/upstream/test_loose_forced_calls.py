@@ -14,13 +14,7 @@ from vllm.tool_parsers import structural_tag_registry as registry
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from xgrammar.testing import _is_grammar_accept_string
 
-from deployments.upstream.loose_forced_calls import PATCH
-from tests.unit.deployments.upstream.originals import unpatched
-
 NAMED = ChatCompletionNamedToolChoiceParam(function=ChatCompletionNamedFunction(name="look_up"))
-
-
-restored = unpatched(PATCH)
 
 
 def tool(strict: bool | None, parameters: Any) -> ChatCompletionToolsParam:
@@ -39,10 +33,9 @@ def test_vllm_leaves_the_arguments_of_a_forced_call_free(choice: Any) -> None:
     assert strictness(choice) == [False]
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("choice", [NAMED, "required"])
 def test_patched_vllm_holds_them_to_the_schema_unless_the_tool_says_otherwise(choice: Any) -> None:
-    assert PATCH.apply is not None
-    PATCH.apply()
     assert strictness(choice) == [True]
     assert strictness(choice, strict=False) == [False]
     assert strictness("auto") is None
@@ -69,10 +62,9 @@ def test_vllm_takes_a_number_for_the_arguments_of_a_tool_without_parameters(mode
     assert taken(model, None, None) == ["5", "{}", '{"a": 1}']
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("model", CALLS)
 @pytest.mark.parametrize("parameters", [None, {}])
 def test_patched_vllm_takes_an_object_for_them(model: str, parameters: Any) -> None:
-    assert PATCH.apply is not None
-    PATCH.apply()
     assert taken(model, None, parameters) == taken(model, True, parameters) == ["{}"]
     assert taken(model, False, parameters) == ["{}", '{"a": 1}']

@@ -10,15 +10,12 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.renderers.chat_utils import AsyncMultiModalContentParser
 
 from conserve.media import Medium
-from deployments.upstream.media_names import PATCH, keep_media_names
-from tests.unit.deployments.upstream.originals import unpatched
+from deployments.upstream.media_names import keep_media_names
 
 URL = Medium("f00", "image/png", "AAAA").url
 
-restored = unpatched(PATCH)
 
-
-def name_in_a_message(url: str) -> Any:
+async def name_in_a_message(url: str) -> Any:
     """Of an image to which its client has given the name ``own``."""
     image = {"type": "image", "uuid": "own", "source": {"type": "url", "url": url}}
     asked = AnthropicMessagesRequest(
@@ -31,18 +28,16 @@ def name_in_a_message(url: str) -> Any:
     parser: Any = AsyncMultiModalContentParser(tracker)  # type: ignore[arg-type]
     parser._connector = SimpleNamespace(fetch_image_async=lambda _: asyncio.sleep(0))
     parser.parse_image(part["image_url"]["url"], part.get("uuid"))
-
-    async def loaded() -> Any:
-        return (await found[0]())[1]
-
-    return asyncio.run(loaded())
+    return (await found[0]())[1]
 
 
-def test_vllm_forgets_the_name_of_an_image_in_a_message() -> None:
-    assert name_in_a_message(URL) is None
+async def test_vllm_forgets_the_name_of_an_image_in_a_message() -> None:
+    assert await name_in_a_message(URL) is None
 
 
 @pytest.mark.parametrize(("url", "name"), [(URL, "f00-2"), ("data:image/png;base64,AAAA", None)])
-def test_an_image_has_the_name_that_its_router_has_given_it(url: str, name: str | None) -> None:
+async def test_an_image_has_the_name_that_its_router_has_given_it(
+    url: str, name: str | None
+) -> None:
     keep_media_names(lambda name: f"{name}-2")
-    assert name_in_a_message(url) == name
+    assert await name_in_a_message(url) == name

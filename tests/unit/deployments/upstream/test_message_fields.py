@@ -8,9 +8,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from conserve.apis import CHAT, MESSAGES
-from deployments.upstream.message_fields import PATCH, apply
 from tests.unit.deployments.engine.vllm_server import MODEL, Server, events, read
-from tests.unit.deployments.upstream.originals import unpatched
 
 Json = dict[str, Any]
 
@@ -19,8 +17,6 @@ STREAM = {**ASKED, "stream": True}
 TOOL = {"name": "look_up", "input_schema": {"type": "object", "properties": {"on": {}}}}
 CALL = ["<tool_call>", '\n{"name": "look_up", "arguments"', ': {"on": true}}\n', "</tool_call>"]
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-
-restored = unpatched(PATCH)
 
 
 def test_vllms_fields_are_those_of_chats() -> None:
@@ -35,11 +31,6 @@ def test_vllms_fields_are_those_of_chats() -> None:
     assert (
         Server().post(MESSAGES, json.dumps({**ASKED, "max_tokens": 0}).encode()).status_code == 400
     )
-
-
-@pytest.fixture
-def patched(restored: None) -> None:
-    apply()
 
 
 @pytest.mark.usefixtures("patched")

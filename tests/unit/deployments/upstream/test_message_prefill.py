@@ -8,17 +8,14 @@ import pytest
 from conserve import wire
 from conserve.apis import CHAT, COUNT_TOKENS, MESSAGES
 from conserve.errors import ApiError
-from deployments.upstream.message_prefill import NO_PREFILL, PATCH, apply
+from deployments.upstream.message_prefill import NO_PREFILL
 from tests.unit.deployments.engine.vllm_server import MODEL, Server, events, read
-from tests.unit.deployments.upstream.originals import unpatched
 
 Json = dict[str, Any]
 
 HELLO = {"role": "user", "content": "hello"}
 # The embedded model's template, from where an answer begins.
 OPEN = "<|im_start|>assistant\n"
-
-restored = unpatched(PATCH)
 
 
 def ask(*messages: Json, **more: Any) -> Json:
@@ -27,11 +24,6 @@ def ask(*messages: Json, **more: Any) -> Json:
 
 def said(content: Any) -> Json:
     return {"role": "assistant", "content": content}
-
-
-@pytest.fixture
-def patched(restored: None) -> None:
-    apply()
 
 
 def test_vllm_closes_a_last_message_of_the_assistants() -> None:

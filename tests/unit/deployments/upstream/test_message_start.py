@@ -5,13 +5,9 @@ from typing import Any
 import pytest
 
 from conserve.apis import MESSAGES
-from deployments.upstream.message_start import PATCH, apply
 from tests.unit.deployments.engine.vllm_server import MODEL, Server, events
-from tests.unit.deployments.upstream.originals import unpatched
 
 ASKED = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
-
-restored = unpatched(PATCH)
 
 
 def usages(server: Server, **more: Any) -> tuple[Any, Any]:
@@ -31,12 +27,12 @@ def test_vllm_counts_the_whole_prompt_as_computed_at_first() -> None:
     assert delta["input_tokens"] == start["input_tokens"] - 3
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("prefilled", [None, 0, 2])
 def test_a_stream_says_the_same_of_caches_in_its_first_event_as_in_its_last(
     prefilled: int | None,
 ) -> None:
     """And as a body does. Of what a prefiller has just computed, nothing was found."""
-    apply()
     read_tokens = 3 if prefilled is None else prefilled
     server = Server(cached_tokens=3)
     start, delta = usages(server, prefill_cached_tokens=prefilled)

@@ -9,13 +9,8 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 
-from deployments.upstream.prompt_lengths import PATCH, apply
-from tests.unit.deployments.upstream.originals import unpatched
-
 CONTEXT = 100
 TOKENIZER: Any = SimpleNamespace(max_chars_per_token=4, truncation_side="right")
-
-restored = unpatched(PATCH)
 
 
 def params(output: int) -> TokenizeParams:
@@ -57,6 +52,7 @@ def test_vllm_gives_less_output_than_was_asked_for_and_none_behind_a_full_contex
         SamplingParams(max_tokens=left)
 
 
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
     ("prompt", "output", "says"),
     [
@@ -71,6 +67,5 @@ def test_vllm_gives_less_output_than_was_asked_for_and_none_behind_a_full_contex
 def test_the_whole_prompt_and_the_output_are_judged(
     prompt: int, output: int, says: str | None
 ) -> None:
-    apply()
     said = told(prompt, output)
     assert (said is None) if says is None else (said is not None and says in said)

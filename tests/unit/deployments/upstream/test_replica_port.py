@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.serve._private import replica
 
-from deployments.upstream.replica_port import PATCH
+from deployments.upstream.replica_port import apply
 
 pytestmark = [pytest.mark.usefixtures("ray_as_before")]
 
@@ -29,9 +29,8 @@ async def _listening(address: str) -> list[str]:
 
 
 def _patched(monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
-    assert PATCH.apply is not None
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: ray_address)
-    PATCH.apply()
+    apply()
 
 
 EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"

@@ -15,8 +15,6 @@ SIGTERM = 15
 @pytest.fixture
 def signalled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The handler that a worker's main thread installs."""
-    exits = "raise_sys_exit_with_custom_error_message"
-    monkeypatch.setattr(worker, exits, getattr(worker, exits))
     handlers: list[Any] = []
     monkeypatch.setattr(worker.ray._private.utils, "set_sigterm_handler", handlers.append)
     core = SimpleNamespace(run_task_loop=lambda: None)

@@ -25,23 +25,17 @@ def _delay_us(monkeypatch: pytest.MonkeyPatch) -> int:
     return int(asked.value.args[0])
 
 
-@pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.nixlBind, "nixlAgentConfig", api.nixlBind.nixlAgentConfig)
-    sleep_when_idle()
-
-
 def test_an_agent_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _delay_us(monkeypatch) == 0
 
 
-@pytest.mark.usefixtures("patched")
 def test_a_patched_agent_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep_when_idle()
     assert _delay_us(monkeypatch) == 10_000
 
 
-@pytest.mark.usefixtures("patched")
 def test_a_patched_agent_works() -> None:
+    sleep_when_idle()
     config = api.nixlBind.nixlAgentConfig()
     config.pthrDelay = 5
     assert config.pthrDelay == 5

@@ -4,11 +4,9 @@ import time
 
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
-from vllm.distributed.utils import sched_yield
 from vllm.platforms import current_platform
 
 from deployments.upstream import spinning_wait
-from deployments.upstream.spinning_wait import PATCH
 
 
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -21,23 +19,13 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept_s
 
 
-@pytest.fixture(autouse=True)
-def as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_broadcast, "sched_yield", sched_yield)
-
-
-def apply() -> None:
-    assert PATCH.apply is not None
-    PATCH.apply()
-
-
 def test_vllm_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(sleeps(monkeypatch))
 
 
 def test_a_patched_cpu_engine_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: True)
-    apply()
+    spinning_wait.apply()
     (slept_s,) = sleeps(monkeypatch)
     assert 0 < slept_s < 0.001
 
@@ -51,5 +39,5 @@ def test_engines_on_gpus_wait_asleep_where_they_are_more_than_cpus(
     monkeypatch.delenv(spinning_wait.WAITING, raising=False)
     if waiting is not None:
         monkeypatch.setenv(spinning_wait.WAITING, str(waiting))
-    apply()
+    spinning_wait.apply()
     assert any(sleeps(monkeypatch)) == asleep

@@ -3,10 +3,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import backend_xgrammar
 
-from deployments.upstream.unbounded_grammars import PATCH, name_of, trust_judged
-from tests.unit.deployments.upstream.originals import unpatched
-
-restored = unpatched(PATCH)
+from deployments.upstream.unbounded_grammars import name_of, trust_judged
 
 # Mistakes that only show when a grammar is made of them.
 WRONG = [

@@ -25,10 +25,6 @@ from conserve.embedded import model_path
 from conserve.parsers import TOOL_TOKENS, deepseek
 from conserve.wire import STATS
 from deployments.upstream.cut_calls import _calls_in
-from deployments.upstream.uncallable_tools import PATCH, apply
-from tests.unit.deployments.upstream.originals import unpatched
-
-restored = unpatched(PATCH)
 
 TEXT, NUMBER = {"type": "string"}, {"type": "number", "multipleOf": 3}
 PARAMETERS = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
@@ -57,10 +53,9 @@ async def say(model: Any, _: Any, params: Any, request_id: str) -> AsyncIterator
     yield RequestOutput(request_id, None, [1], None, choices, True, **told)
 
 
-@pytest.fixture
-def patched(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def saying(unpatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncLLM, "generate", say)
-    apply()
 
 
 def request(said: Any = TEXT, *, strict: bool = False, responds: bool = False, **more: Any) -> Any:
@@ -184,7 +179,6 @@ def test_what_would_never_call_is_refused(model: Any, asked: Any) -> None:
     assert run(*model, ANSWER, '{"said":3}', tool_choice="none", **asked)
 
 
-def test_vllm_takes_no_call_where_an_answer_has_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsyncLLM, "generate", say)
+def test_vllm_takes_no_call_where_an_answer_has_a_format() -> None:
     with pytest.raises(IndexError):
         run(*HERMES, CALL)

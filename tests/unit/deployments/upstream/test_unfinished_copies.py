@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
 
-from deployments.upstream.unfinished_copies import PATCH
-
 
 def _becomes(instance_id: int) -> list[tuple[str, str]]:
     """What becomes of unfinished chunks, as the server unregisters this worker."""
@@ -37,9 +35,6 @@ def test_the_server_makes_them_readable() -> None:
     assert _becomes(7) == [("a", "readable")]
 
 
-def test_the_patched_server_discards_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = EngineDrivenTransferModule._release_entry
-    monkeypatch.setattr(EngineDrivenTransferModule, "_release_entry", own)
-    assert PATCH.apply is not None
-    PATCH.apply()
+@pytest.mark.usefixtures("patched")
+def test_the_patched_server_discards_them() -> None:
     assert _becomes(7) == [("a", "discarded")]

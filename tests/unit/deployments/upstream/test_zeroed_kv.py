@@ -1,6 +1,5 @@
 """Memory of a CPU engine's KV space: taken at the start, or when it is written."""
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,21 +8,12 @@ import pytest
 import torch
 from vllm.v1.worker import gpu_model_runner, utils
 
-from deployments.upstream.zeroed_kv import PATCH
-
 _BYTES = 2**28
 
 
 @pytest.fixture(autouse=True)
 def as_vllm_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllms = inspect.unwrap(utils.allocate_kv_cache)
-    for module in (utils, gpu_model_runner):
-        monkeypatch.setattr(module, "allocate_kv_cache", vllms)
-
-
-def patch() -> None:
-    assert PATCH.apply is not None
-    PATCH.apply()
+    monkeypatch.setattr(gpu_model_runner, "allocate_kv_cache", utils.allocate_kv_cache)
 
 
 def allocated() -> tuple[torch.Tensor, float]:
@@ -44,8 +34,8 @@ def test_vllm_takes_all_at_the_start() -> None:
     assert taken > 0.9
 
 
+@pytest.mark.usefixtures("patched")
 def test_patched_vllm_takes_what_is_written() -> None:
-    patch()
     space, taken = allocated()
     assert taken < 0.5
     assert (space.shape, space.dtype) == ((_BYTES,), torch.int8)
@@ -55,8 +45,8 @@ def test_patched_vllm_takes_what_is_written() -> None:
     assert part[6].count_nonzero() == part[8].count_nonzero() == 0
 
 
+@pytest.mark.usefixtures("patched")
 def test_what_fails_leaves_pytorch_as_it_was() -> None:
-    patch()
     zeros = torch.zeros
     with pytest.raises(AttributeError):
         utils.allocate_kv_cache(None, torch.device("cpu"), None)
