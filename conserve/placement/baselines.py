@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conserve.placement.conversation import ConversationPlacement
+from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
     NOTHING_SHARED,
     Decoder,
     Placement,
-    PlacementPolicy,
     Prefiller,
     Shared,
     emptiest_decoder,

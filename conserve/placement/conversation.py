@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
     NOTHING_SHARED,
     Decoder,
     Placement,
-    PlacementPolicy,
     Prefiller,
     Shared,
     emptiest_decoder,

@@ -129,10 +129,10 @@ def test_wrong_decisions_come_at_their_rate(rate: float, seed: int) -> None:
 
 
 def test_policies_by_name() -> None:
-    assert make_policy("conversation", min_remote_prefill_tokens=7) == ConversationPlacement(7)
+    assert make_policy("conversation", 7) == ConversationPlacement(7)
     assert make_policy("collocated") == CollocatedPlacement()
     assert type(make_policy("full_disaggregation")) is FullDisaggregationPlacement
-    always = make_policy("per_turn", wrong_decision_rate=1.0)
+    always = make_policy("per_turn", 1.0)
     assert always.prefill_later_turn([Prefiller("p")]) == "p"
 
 

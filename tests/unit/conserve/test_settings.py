@@ -11,8 +11,11 @@ from conserve.placement import (
     CollocatedPlacement,
     ConversationPlacement,
     ElasticPlacement,
+    PlacementPolicy,
     Prefiller,
+    make_policy,
 )
+from conserve.policies import room_policies
 from conserve.settings import Settings, SettingsError, load
 from conserve.settings.loading import LIKE
 
@@ -25,6 +28,10 @@ def refusal(**arguments: Any) -> str:
 
 def refusal_of(arguments: dict[str, Any]) -> str:
     return refusal(**arguments)
+
+
+def policy(settings: Settings) -> PlacementPolicy:
+    return make_policy(settings.policy_name, settings.policy_number)
 
 
 # --- What is accepted ----------------------------------------------------------------------------
@@ -427,17 +434,15 @@ def test_an_allocator_that_is_off_is_no_matter() -> None:
 
 
 def test_a_placement_brings_its_policy_and_its_engines() -> None:
-    assert isinstance(load(None).policy(), ElasticPlacement)
+    assert isinstance(policy(load(None)), ElasticPlacement)
     assert load(None).prefillers_host
     paper = load({"placement": "conversation"})
-    assert paper.policy() == ConversationPlacement()
+    assert policy(paper) == ConversationPlacement()
     assert not paper.prefillers_host
-    shorter = load({"placement": "conversation:9"})
-    assert shorter.policy() == ConversationPlacement(9)
-    pausing = load({"queue_timeout_s": 20}).pausing_policy()
+    assert policy(load({"placement": "conversation:9"})) == ConversationPlacement(9)
+    pausing = room_policies(20, pauses=True).pausing
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
-    assert load({"pausing": "off"}).pausing_policy() is None
     assert patience_s(900) == patience_s(300) == 50.0
 
 
@@ -462,7 +467,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert not load({"placement": "elastic", "pausing": False}).parks
     assert not load({"placement": "full_disaggregation"}).parks
     collocated = load({"placement": "collocated", "decoders": 3})
-    assert collocated.policy() == CollocatedPlacement()
+    assert policy(collocated) == CollocatedPlacement()
     assert collocated.prefiller_replicas == 0
     assert collocated.parks
     assert not load({"placement": "collocated", "pausing": False}).parks
@@ -476,7 +481,7 @@ def test_turns_park_where_conversations_are_paused() -> None:
     assert load({"placement": "conversation"}).parks
     per_turn = load({"placement": "per_turn:1", "prefillers": 2})
     assert per_turn.prefiller_replicas == 2
-    assert per_turn.policy().prefill_later_turn([Prefiller("p")]) == "p"
+    assert policy(per_turn).prefill_later_turn([Prefiller("p")]) == "p"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement, PlacementPolicy
-from conserve.settings import Settings
+from conserve.policies import room_policies
 
 
 def an_admission(capacity: int = 1000, rise_s: float = 10.0) -> tuple[ConversationTable, Admission]:
@@ -70,10 +70,8 @@ def test_who_fits_goes_before_one_who_does_not_for_a_bounded_time() -> None:
 
 
 def test_by_default_and_without_pausing_nobody_overtakes() -> None:
-    for settings in (Settings(pausing=False), Settings(placement="per_turn")):
-        assert isinstance(settings.line_order(), FirstCome)
-    order = Settings().line_order()
-    assert isinstance(order, Levels)
+    assert isinstance(room_policies(300.0, pauses=False).order, FirstCome)
+    assert isinstance(room_policies(300.0, pauses=True).order, Levels)
     table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6)
     table.add_decoder("d1", 1000)
     admission = Admission(table, 8, 60, FirstCome())

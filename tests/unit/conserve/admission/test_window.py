@@ -11,7 +11,7 @@ from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
-from conserve.settings import Settings
+from conserve.policies import room_policies
 
 CALM, MIDDLING, HIGH = Pressure(cpu=0.5), Pressure(cpu=0.8), Pressure(cpu=0.95)
 INTERVAL_S, PERSISTS_S = 10.0, 20.0
@@ -46,7 +46,7 @@ def test_either_pressure_is_enough(high: Pressure) -> None:
 
 
 def test_the_live_window_does_not_follow_kv() -> None:
-    window = Settings().admission_window()
+    window = room_policies(300.0, pauses=True).window
     assert window is not None
     assert after(window, *[(Pressure(kv=1.0), 40)] * 9)[-1] == math.inf
     assert after(window, *[(Pressure(cpu=0.95), 40)] * 4, from_s=90.0)[-1] == 28
