@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-from conserve.placement.baselines import (
+from conserve.placement.conversation import (
     CollocatedPlacement,
+    ConversationPlacement,
     FullDisaggregationPlacement,
     PerTurnPlacement,
 )
-from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.elastic import ElasticPlacement
 from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.load import EngineLoad, Loads

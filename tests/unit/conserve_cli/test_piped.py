@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conserve.console import new_console
+from conserve_cli.output import new_console
 from tests.checkout import ROOT
 from tests.unit.conserve_lab.stub import Stub, served
 

@@ -5,7 +5,7 @@ import pytest
 from conserve.admission import Admission, Admitted, Levels, Ticket
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.pausing.working_set import WorkingSet
+from conserve.pausing.cache import WorkingSet
 from conserve.recognition import Chain
 from tests.unit.conserve.conversations.scene import Turn, start, the
 from tests.unit.conserve.pausing.test_memory import NOW_S, memory_of, paused
