@@ -52,8 +52,7 @@ class PrefillLoad:
     """The prefillers' load by the profiled curve (ConServe, sections 3.1 and 4.2).
 
     Prefilling seconds that arrive per second are the prefillers that would always be busy. The
-    queue
-    has to be done within ``window_s`` besides.
+    queue has to be done within ``window_s`` besides.
     """
 
     def __init__(self, curve: PrefillCurve, window_s: float, slowdown: float = 1.0) -> None:
@@ -163,8 +162,7 @@ def scale(limits: Limits, before: Scaling, needed: float | None, now_s: float) -
     """Decide how many replicas to run.
 
     ``needed`` replicas would just suffice at full use; None changes nothing. As long as it is
-    constant,
-    the number changes at most once.
+    constant, the number changes at most once.
     """
     current = min(max(before.replicas, limits.least), limits.most)
     held = replace(before, replicas=current, low_since_s=None)
@@ -197,8 +195,7 @@ class Autoscaler:
     """Decides how many replicas of each role to run; roles without ``limits`` stay as they are.
 
     Rates are averaged over ``window_s``. To scale prefillers it needs their ``curve``, whose times
-    a
-    power cap multiplies by ``prefill_slowdown``.
+    a power cap multiplies by ``prefill_slowdown``.
     """
 
     def __init__(

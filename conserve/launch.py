@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import psutil
 
-from conserve import shared_memory
 from conserve.wire import START_PHASES
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,6 +33,10 @@ _LOG_BYTES = 64 * 2**20
 _LOG_LOOK_S = 5.0
 # Of ended runs: how many keep their log, and Ray's session folder.
 _KEPT = 4
+# POSIX shared memory and semaphores that Python makes are files, which a killed process leaves. A
+# running engine has none (`named_shared_memory` of deployments/upstream), others may.
+_SHARED_MEMORY = Path("/dev/shm")
+_MADE_BY_PYTHON = ("psm_", "sem.mp-")
 # Names the process of `Launch` in the environment of all that it starts.
 LAUNCHER = "CONSERVE_LAUNCHER"
 
@@ -167,7 +170,7 @@ class Launch:
         if self._process is None:
             return
         known = _descendants()
-        in_memory = shared_memory.mapped(process.pid for process in known)
+        in_memory = shared_memory_of(process.pid for process in known)
         if self._process.poll() is None:
             # Like Ctrl-C: Serve shuts the application down, then Ray ends.
             with contextlib.suppress(ProcessLookupError):
@@ -235,7 +238,7 @@ def _end_with(launcher: int, grace_s: float) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(grace_s)
     left = _descendants()
-    _kill(left, shared_memory.mapped(process.pid for process in left))
+    _kill(left, shared_memory_of(process.pid for process in left))
     os._exit(1)
 
 
@@ -304,7 +307,8 @@ def _kill(left: list[psutil.Process], in_memory: Iterable[Path]) -> None:
             process.terminate()
     # One that holds GPUs' power caps puts them back.
     _, left = psutil.wait_procs(left, timeout=_TOLD_S)
-    shared_memory.remove(in_memory)
+    for file in in_memory:
+        file.unlink(missing_ok=True)
     # Processes that end may start others, and a busy kernel needs time.
     deadline_s = time.monotonic() + _KILLED_WITHIN_S
     while (left := [*left, *_descendants()]) and time.monotonic() < deadline_s:
@@ -316,3 +320,27 @@ def _kill(left: list[psutil.Process], in_memory: Iterable[Path]) -> None:
 
 def _descendants() -> list[psutil.Process]:
     return list(psutil.Process().children(recursive=True))
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Return the shared memory and semaphores, made by Python, that these processes use."""
+    inodes = set()
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue  # It has ended, or is another user's.
+        for line in text.splitlines():
+            # address, permissions, offset, device, inode, path
+            if "/dev/shm/" in line:
+                inodes.add(int(line.split(maxsplit=5)[4]))
+    made = (file for file in _SHARED_MEMORY.iterdir() if file.name.startswith(_MADE_BY_PYTHON))
+    # By inode, since a semaphore had another name when it was mapped.
+    return {file for file in made if _inode(file) in inodes} if inodes else set()
+
+
+def _inode(file: Path) -> int | None:
+    try:
+        return file.stat().st_ino
+    except FileNotFoundError:
+        return None

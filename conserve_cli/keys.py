@@ -11,9 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.console import new_console
 from conserve.tenants import KeyFile, KeyFileError, Limits, Tenant, keyfile
-from conserve_cli.output import console, refuse
+from conserve_cli.output import console, new_console, refuse
 
 cli = typer.Typer(
     help="API keys, their tenants, and tenants' limits. An application with `keys_file` follows a "

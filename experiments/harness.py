@@ -26,8 +26,8 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from conserve.console import new_console
 from conserve.launch import Launch
+from conserve_cli.output import new_console
 
 _Case = TypeVar("_Case")
 _Found = TypeVar("_Found")

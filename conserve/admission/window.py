@@ -54,7 +54,7 @@ class Window:
     ``forget_s``. During an overload, W_cpu would bring ``Pressure.cpu`` and ``Pressure.tools`` to
     their bounds if they were proportional to the active histories. An overload begins when one of
     them has been high for ``persists_s``, and ends when it is low. KV is left to the working set
-    (`conserve.pausing.working_set`).
+    (`conserve.pausing.cache`).
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Follows what engines' caches and host memory still have of histories, seen from outside."""
+"""Follows what engines' caches and host memory have of histories, and what they should have."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -142,3 +143,42 @@ class HostMemory:
     def drop(self, key: str) -> None:
         self._cache.drop(key)
         self._uses.pop(key, None)
+
+
+class WorkingSet:
+    """Histories of which a turn runs or waits, or the next one is near (Denning's working set).
+
+    It is what memories should hold of all.
+
+    Attributes:
+        tokens: what all of them hold together, but for what they share.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._tokens: dict[str, int] = {}
+        # When those leave whose next turn is near. In the heap, some of them have come again.
+        self._until_s: dict[str, float] = {}
+        self._leaves: list[tuple[float, str]] = []
+
+    def add(self, history_id: str, tokens: int) -> None:
+        """Add a history, or have it stay, until it rests or is removed."""
+        self.tokens += tokens - self._tokens.get(history_id, 0)
+        self._tokens[history_id] = tokens
+        self._until_s.pop(history_id, None)
+
+    def rest(self, history_id: str, tokens: int, until_s: float) -> None:
+        """Note when to remove a history, unless it is added again."""
+        self.add(history_id, tokens)
+        self._until_s[history_id] = until_s
+        heappush(self._leaves, (until_s, history_id))
+
+    def remove(self, history_id: str) -> None:
+        self.tokens -= self._tokens.pop(history_id, 0)
+        self._until_s.pop(history_id, None)
+
+    def advance(self, now_s: float) -> None:
+        while self._leaves and self._leaves[0][0] <= now_s:
+            until_s, history_id = heappop(self._leaves)
+            if self._until_s.get(history_id) == until_s:
+                self.remove(history_id)

@@ -12,10 +12,9 @@ from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
 from conserve.history import History, TurnStats
 from conserve.holdings import Parked
-from conserve.pausing.cache import EngineCache, HostMemory
+from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet
 from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.tools import RunningTools, Wait
-from conserve.pausing.working_set import WorkingSet
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Digest
 from conserve.wire import history_key

@@ -2,20 +2,20 @@
 
 from typing import Literal
 
-from conserve.placement.baselines import (
+from conserve.placement.conversation import (
     CollocatedPlacement,
+    ConversationPlacement,
     FullDisaggregationPlacement,
     PerTurnPlacement,
 )
-from conserve.placement.conversation import ConversationPlacement
 from conserve.placement.elastic import ElasticPlacement
 from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.load import EngineLoad, Loads
+from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
     NOTHING_SHARED,
     Decoder,
     Placement,
-    PlacementPolicy,
     Prefiller,
     Shared,
 )
@@ -32,20 +32,18 @@ POLICIES: dict[PolicyName, type[PlacementPolicy]] = {
 
 
 def make_policy(
-    name: PolicyName,
-    *,
-    min_remote_prefill_tokens: int = 0,
-    wrong_decision_rate: float = 0.0,
-    costs: EngineCosts | None = None,
+    name: PolicyName, number: float = 0.0, costs: EngineCosts | None = None
 ) -> PlacementPolicy:
-    """Return the policy of this name, with its own settings.
+    """Return the policy of this name.
 
     Args:
+        number: ``conversation``'s least tokens of a remote prefill, or ``per_turn``'s share of
+            wrong decisions; others take none.
         costs: measured costs of engines, from which ``elastic`` begins to learn; None if unknown.
     """
     match name:
         case "conversation":
-            return ConversationPlacement(min_remote_prefill_tokens)
+            return ConversationPlacement(int(number))
         case "elastic":
             return ElasticPlacement(Loads(costs))
         case "collocated":
@@ -53,4 +51,4 @@ def make_policy(
         case "full_disaggregation":
             return FullDisaggregationPlacement()
         case "per_turn":
-            return PerTurnPlacement(wrong_decision_rate)
+            return PerTurnPlacement(number)

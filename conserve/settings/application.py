@@ -7,10 +7,8 @@ from typing import Any, Literal, Self, cast, get_args
 from pydantic import Field, field_validator, model_validator
 
 from conserve.addons import addon, missing
-from conserve.admission import FirstCome, Levels, LineOrder, Window
 from conserve.loopback import is_loopback
-from conserve.pausing import Pausing, patience_s
-from conserve.placement import POLICIES, EngineCosts, PlacementPolicy, PolicyName, make_policy
+from conserve.placement import POLICIES, PlacementPolicy, PolicyName
 from conserve.settings.engine_arguments import (
     ADAPTERS,
     NOT_BESIDE_A_LANE,
@@ -538,37 +536,10 @@ class Settings(Strict):
         """The class of the placement policy, which says what the policy does."""
         return POLICIES[self.policy_name]
 
-    def policy(self, costs: EngineCosts | None = None) -> PlacementPolicy:
-        """The placement policy that these settings choose.
-
-        Args:
-            costs: what work costs the engines, as measured; None: as they are observed.
-        """
-        number = self.placement.partition(":")[2] or "0"
-        of_conversation = self.policy_name == "conversation"
-        return make_policy(
-            self.policy_name,
-            min_remote_prefill_tokens=int(number) if of_conversation else 0,
-            wrong_decision_rate=0.0 if of_conversation else float(number),
-            costs=costs,
-        )
-
-    def pausing_policy(self) -> Pausing | None:
-        """Which idle conversations give up their room; None: none do."""
-        if not self.pausing or not self.policy_class.pauses:
-            return None
-        # Late: simulated, whoever takes room from those who work is soon asked for it back.
-        return Pausing(patience_s=patience_s(self.queue_timeout_s))
-
-    def line_order(self) -> LineOrder:
-        """In which order conversations that wait for room go."""
-        if self.pausing_policy() is None:
-            return FirstCome()
-        return Levels(rise_s=patience_s(self.queue_timeout_s) / 5)
-
-    def admission_window(self) -> Window | None:
-        """How many histories may be active at a time; None: as many as there is room for."""
-        return None if self.pausing_policy() is None else Window()
+    @property
+    def policy_number(self) -> float:
+        """The number of the placement policy; 0: none is given."""
+        return float(self.placement.partition(":")[2] or 0)
 
     @property
     def prefillers_host(self) -> bool:
@@ -625,7 +596,7 @@ class Settings(Strict):
     @property
     def parks(self) -> bool:
         """Whether turns may leave their KV in host memory, too."""
-        return self.pausing_policy() is not None
+        return self.pausing and self.policy_class.pauses
 
     def on_nodes(self, alive: int) -> "Settings":
         """These settings on a cluster of ``alive`` nodes, with nothing left to choose."""

@@ -27,9 +27,8 @@ def schema() -> Node:
     """Return the JSON Schema of a file of settings, for editors."""
     said = {"type": "string", "description": "Where this schema is, for editors."}
     # A file may have dotted names, too, as a command line.
-    groups = [
-        name for name in _inner(_root()) if _inner(_node(name)) or _free(_node(name)) is not None
-    ]
+    fields = _inner(_root()).items()
+    groups = [name for name, node in fields if "object" in _resolved(node).get("type", ())]
     return {
         # The newest that all editors know; it is enough.
         "$schema": "http://json-schema.org/draft-07/schema#",

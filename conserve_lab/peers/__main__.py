@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.console import new_console
+from conserve_cli.output import new_console
 from conserve_lab.peers.chunks import iterations, largest_chunk
 from conserve_lab.peers.plan import DEFAULT_WRONG_DECISION_RATE, Options, PeerUnavailable
 from conserve_lab.peers.running import Peer

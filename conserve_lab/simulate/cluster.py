@@ -13,14 +13,14 @@ from itertools import chain
 
 import msgspec
 
-from conserve.admission import Admission, Admitted, FirstCome, Levels, QueueFull, Ticket, Window
+from conserve.admission import Admission, Admitted, QueueFull, Ticket
 from conserve.conversations import ConversationTable
 from conserve.costs import TERMS, SpaceTimeCosts
 from conserve.direct import LARGE_TOKENS
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey, TurnStats
-from conserve.pausing import Pausing, patience_s
 from conserve.placement import Step, make_policy
+from conserve.policies import room_policies
 from conserve.recognition import Chain
 from conserve_lab.counters import ServerFigures
 from conserve_lab.records import SharedPrefix, TurnRecord
@@ -48,21 +48,15 @@ class Cluster(Clients):
         gaps: bool = True,
     ) -> None:
         super().__init__(system, on_conversation, gaps=gaps)
-        policy = make_policy(
-            system.placement,
-            min_remote_prefill_tokens=system.min_remote_prefill_tokens,
-            wrong_decision_rate=system.wrong_decision_rate,
-            costs=system.decoders[0].estimated,
-        )
-        patient_s = patience_s(system.queue_timeout_s)
-        pausing = Pausing(patience_s=patient_s) if system.pausing else None
+        costs = system.decoders[0].estimated
+        policy = make_policy(system.placement, system.wrong_decision_rate, costs)
+        pausing, order, window = room_policies(system.queue_timeout_s, pauses=system.pausing)
         self.table = ConversationTable(policy, _NEVER_S, pausing=pausing)
         if self.table.memory is not None:
             self.table.memory.set_host_tokens(system.host_tokens)
-        timeout_s = system.queue_timeout_s
-        order = Levels(rise_s=patient_s / 5) if system.pausing else FirstCome()
-        window = Window() if system.pausing else None
-        self._admission = Admission(self.table, system.queue_limit, timeout_s, order, window)
+        self._admission = Admission(
+            self.table, system.queue_limit, system.queue_timeout_s, order, window
+        )
         self._looks = False
         self._in_line: dict[str, tuple[Open, Ticket]] = {}
         self.decoders = {

@@ -19,8 +19,8 @@ class System:
     """A system to simulate.
 
     Attributes:
-        placement, wrong_decision_rate, min_remote_prefill_tokens, queue_limit, queue_timeout_s,
-            pausing: as in `conserve.settings.Settings`.
+        placement, queue_limit, queue_timeout_s, pausing: as in `conserve.settings.Settings`.
+        wrong_decision_rate: the number of ``per_turn``.
         history: how a prefiller that prefills a later turn gets the turn's history. ``kept``: from
             its own cache, the rest from the decoder, as in the live system; ``moved``: from the
             decoder each time; ``recomputed``: it computes the whole prompt again.
@@ -46,7 +46,6 @@ class System:
     prefillers: tuple[Costs, ...]
     decoders: tuple[Costs, ...]
     wrong_decision_rate: float = 0.0
-    min_remote_prefill_tokens: int = 0
     history: History = "kept"
     transfers_block: bool = False
     direct_s: float = 0.0

@@ -25,7 +25,9 @@ from conserve.direct import Notice, Report
 from conserve.events import EventLog, Kind
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport, TooManyTools
+from conserve.placement import make_policy
 from conserve.placement.load import EngineLoad
+from conserve.policies import room_policies
 from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
@@ -66,12 +68,13 @@ class TableService:
         first_id = time.time_ns() // 1000
         lines.log_in_session(settings.log.format)
         self._events = EventLog(unix_s, first_id, told=lines.log_event)
+        policies = room_policies(settings.queue_timeout_s, pauses=settings.parks)
         self._table = ConversationTable(
-            settings.policy(engine_costs(settings)),
+            make_policy(settings.policy_name, settings.policy_number, engine_costs(settings)),
             settings.idle_timeout_s,
             TURN_SILENCE_S,
             first_id,
-            settings.pausing_policy(),
+            policies.pausing,
             self._events,
         )
         self._timeouts = messages.Timeouts(settings.queue_timeout_s, settings.idle_timeout_s)
@@ -79,8 +82,8 @@ class TableService:
             self._table,
             queue_limit,
             settings.queue_timeout_s,
-            settings.line_order(),
-            settings.admission_window(),
+            policies.order,
+            policies.window,
         )
         self._autoscaler = make_autoscaler(settings)
         started_s = time.monotonic()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from conserve import shared_memory
+from conserve.launch import shared_memory_of
 
 # Ray keeps its sessions, logs for the most part, for whoever looks for a cause; PyTorch what it has
 # compiled, for the next start.
@@ -26,7 +26,7 @@ class Traces:
     def look(self) -> None:
         """See what the processes that run now have."""
         below = psutil.Process().children(recursive=True)
-        self._files |= shared_memory.mapped(process.pid for process in below)
+        self._files |= shared_memory_of(process.pid for process in below)
         for process in below:
             try:
                 paths = [opened.path for opened in process.open_files()]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conserve import shared_memory
+from conserve.launch import shared_memory_of
 from tests.engines.applications import MAIN
 from tests.engines.client import (
     TIMEOUT_S,
@@ -86,7 +86,7 @@ async def test_a_decoder_in_mid_turn(
     lost = doomed[0].replies[0].decoder
     pid = next(engine["pid"] for engine in engines("decoder") if engine["id"] == lost)
     # Nothing that would stay of it, whoever is left to remove it.
-    assert not shared_memory.mapped([pid, *(one.pid for one in processes("", below=pid))])
+    assert not shared_memory_of([pid, *(one.pid for one in processes("", below=pid))])
     if victim != "replica":
         pid = processes("EngineCore", below=pid)[0].pid
     moves = metric("conserve_moves_total")

@@ -42,41 +42,18 @@ def test_it_is_made_once(tmp_path: Path, name: str) -> None:
     assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
-def test_the_weights_are_what_the_configuration_says(directory: Path) -> None:
+def test_the_weights_are_small_and_of_the_tokenizers_vocabulary(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     assert config["max_position_embeddings"] >= 16_384
     assert config["vocab_size"] == TOKENIZER.get_vocab_size()
-    hidden, head = config["hidden_size"], config["head_dim"]
-    shapes = {
-        "model.embed_tokens.weight": [config["vocab_size"], hidden],
-        "model.norm.weight": [hidden],
-        "lm_head.weight": [config["vocab_size"], hidden],
-    }
-    for layer in range(config["num_hidden_layers"]):
-        queries = config["num_attention_heads"] * head
-        keys = config["num_key_value_heads"] * head
-        shapes |= {
-            f"model.layers.{layer}.{name}.weight": shape
-            for name, shape in {
-                "input_layernorm": [hidden],
-                "post_attention_layernorm": [hidden],
-                "self_attn.q_norm": [head],
-                "self_attn.k_norm": [head],
-                "self_attn.q_proj": [queries, hidden],
-                "self_attn.k_proj": [keys, hidden],
-                "self_attn.v_proj": [keys, hidden],
-                "self_attn.o_proj": [hidden, queries],
-                "mlp.gate_proj": [config["intermediate_size"], hidden],
-                "mlp.up_proj": [config["intermediate_size"], hidden],
-                "mlp.down_proj": [hidden, config["intermediate_size"]],
-            }.items()
-        }
     file = directory / "model.safetensors"
     assert file.stat().st_size < MAX_BYTES
     with safe_open(file, "numpy") as weights:
         found = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-        assert {name: part.get_shape() for name, part in found.items()} == shapes
-        assert {part.get_dtype() for part in found.values()} == {"BF16"}
+    embeddings = [config["vocab_size"], config["hidden_size"]]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert found[name].get_shape() == embeddings
+    assert {part.get_dtype() for part in found.values()} == {"BF16"}
 
 
 @given(st.text())

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from conserve import launch
-from conserve.launch import Launch, LaunchError, bound
+from conserve.launch import Launch, LaunchError, bound, shared_memory_of
 
 _STATES: list[dict[str, Any]] = [
     {},
@@ -150,3 +150,27 @@ def test_all_that_was_launched_is_killed_with_its_launcher(tmp_path: Path) -> No
     for one in left:
         one.kill()
     assert (left, memory.exists()) == ([], False)
+
+
+_SHARES = """
+import time
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=100_000)
+lock = get_context("spawn").Lock()
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_shared_memory_and_semaphores_of_a_process_are_known() -> None:
+    with subprocess.Popen([sys.executable, "-c", _SHARES], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().decode().strip()
+        files = shared_memory_of([process.pid])
+        process.kill()
+    assert Path("/dev/shm", name) in files
+    assert {file.name.partition("_")[0].partition("-")[0] for file in files} == {"psm", "sem.mp"}
+    for file in files:
+        file.unlink(missing_ok=True)
+    assert shared_memory_of([2**22 + 1]) == set()

@@ -1,36 +1,19 @@
 """Engines that leave get nothing new, and their histories end there or move."""
 
 from conserve.conversations import ConversationTable
-from conserve.history import TurnStats
-from conserve.placement import ConversationPlacement
+from tests.unit.conserve.conversations.scene import Turn, a_table, start
 
 
-def a_table() -> ConversationTable:
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
-    for name in ("d1", "d2"):
-        table.add_decoder(name, 1000)
-    for name in ("p1", "p2"):
-        table.add_prefiller(name)
-    return table
-
-
-def bind(table: ConversationTable, name: str, tokens: int = 100) -> str:
-    assert table.begin(name, 0) is None
-    placement = table.bind(name, tokens, 0)
-    assert placement is not None
-    return placement.decoder_id
+def bind(table: ConversationTable, name: str) -> str:
+    return start(table, name).decoder_id
 
 
 def finish(table: ConversationTable, name: str) -> None:
-    found = table.get(name)
-    assert found is not None
-    assert found.decoder_id is not None
-    stats = TurnStats(100, 10, 0, 0)
-    assert table.advance(found.newest_turn, found.decoder_id, stats, (), 0)
+    assert Turn.last(table, name).advance(table, 100)
 
 
 def test_a_decoder_that_leaves_keeps_its_conversations_and_gets_no_new_one() -> None:
-    table = a_table()
+    table = a_table(prefillers=2)
     assert bind(table, "old") == "d1"
     finish(table, "old")
     table.leave("d1")
@@ -42,14 +25,14 @@ def test_a_decoder_that_leaves_keeps_its_conversations_and_gets_no_new_one() -> 
 
 
 def test_when_all_leave_nothing_is_placed() -> None:
-    table = a_table()
+    table = a_table(prefillers=2)
     table.leave("d1")
     table.leave("d2")
     assert table.bind("c", 100, 0) is None
 
 
 def test_a_prefiller_that_leaves_gets_no_prompt() -> None:
-    table = a_table()
+    table = a_table(prefillers=2)
     table.leave("p1")
     for number in range(3):
         placement = table.bind(f"c{number}", 100, 0)
@@ -58,7 +41,7 @@ def test_a_prefiller_that_leaves_gets_no_prompt() -> None:
 
 
 def test_eviction_spares_a_running_turn_and_moves_the_conversation_after_it() -> None:
-    table = a_table()
+    table = a_table(prefillers=2)
     assert bind(table, "idle") == "d1"
     finish(table, "idle")
     assert bind(table, "other") == "d2"
@@ -86,7 +69,7 @@ def test_eviction_spares_a_running_turn_and_moves_the_conversation_after_it() ->
 
 
 def test_an_engine_of_the_same_id_starts_afresh() -> None:
-    table = a_table()
+    table = a_table(prefillers=2)
     table.leave("d1")
     table.evict("d1")
     table.remove_decoder("d1")

@@ -17,27 +17,33 @@ from conserve.placement import (
     make_policy,
 )
 
-
-def choose(prompt_tokens: int, *decoders: Decoder) -> str | None:
-    decision = ConversationPlacement().place(prompt_tokens, decoders, [])
-    return decision.decoder_id if decision else None
+P9, Q3, R3 = Prefiller("p", 9), Prefiller("q", 3), Prefiller("r", 3)
 
 
-def test_the_emptier_decoder_is_chosen() -> None:
-    assert choose(10, Decoder("a", 100, 60, 1), Decoder("b", 100, 50, 1)) == "b"
-
-
-def test_emptiness_is_a_share_of_the_decoders_own_capacity() -> None:
-    # b holds more tokens, but a is fuller.
-    assert choose(10, Decoder("a", 100, 50, 1), Decoder("b", 1000, 400, 1)) == "b"
-
-
-def test_equal_occupancy_goes_to_fewer_conversations() -> None:
-    assert choose(10, Decoder("a", 100, 50, 3), Decoder("b", 100, 50, 2)) == "b"
-
-
-def test_full_ties_go_to_the_first() -> None:
-    assert choose(10, Decoder("b", 100, 50, 2), Decoder("a", 100, 50, 2)) == "b"
+@pytest.mark.parametrize(
+    ("prompt_tokens", "decoders", "chosen"),
+    [
+        (10, [Decoder("a", 100, 60, 1), Decoder("b", 100, 50, 1)], "b"),
+        # Emptiness is a share of the decoder's own capacity: b holds more tokens, but a is fuller.
+        (10, [Decoder("a", 100, 50, 1), Decoder("b", 1000, 400, 1)], "b"),
+        # Equal ones go to fewer conversations, and full ties to the first.
+        (10, [Decoder("a", 100, 50, 3), Decoder("b", 100, 50, 2)], "b"),
+        (10, [Decoder("b", 100, 50, 2), Decoder("a", 100, 50, 2)], "b"),
+        # A fuller one with room is better than an emptier one without.
+        (60, [Decoder("small", 100, 50, 1), Decoder("large", 1000, 900, 1)], "large"),
+        (10, [Decoder("a", 100, 95, 1), Decoder("b", 1000, 991, 1)], None),
+        (50, [Decoder("a", 100, 50, 1)], "a"),
+        (51, [Decoder("a", 100, 50, 1)], None),
+        # An empty one takes what can never fit; else it would wait for ever.
+        (500, [Decoder("a", 100, 10, 1), Decoder("b", 100)], "b"),
+        (10, [], None),
+    ],
+)
+def test_the_emptiest_decoder_with_room_is_chosen(
+    prompt_tokens: int, decoders: list[Decoder], chosen: str | None
+) -> None:
+    expected = None if chosen is None else Placement(chosen, "q")
+    assert ConversationPlacement().place(prompt_tokens, decoders, [P9, Q3, R3]) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,45 +65,15 @@ def test_what_is_in_host_memory_is_taken_where_no_decoder_has_more(
     assert ConversationPlacement().place(1000, decoders, [Prefiller("p")], shared) == expected
 
 
-def test_without_room_nothing_is_decided() -> None:
-    full = [Decoder("a", 100, 95, 1), Decoder("b", 1000, 991, 1)]
-    assert ConversationPlacement().place(10, full, [Prefiller("p")]) is None
-
-
-def test_a_fuller_decoder_with_room_is_better_than_an_emptier_without() -> None:
-    assert choose(60, Decoder("small", 100, 50, 1), Decoder("large", 1000, 900, 1)) == "large"
-
-
-def test_the_last_token_fits() -> None:
-    assert choose(50, Decoder("a", 100, 50, 1)) == "a"
-    assert choose(51, Decoder("a", 100, 50, 1)) is None
-
-
-def test_an_empty_decoder_takes_what_can_never_fit() -> None:
-    """Else such a conversation would wait for ever."""
-    assert choose(500, Decoder("a", 100, 10, 1), Decoder("b", 100)) == "b"
-
-
-def test_no_decoders() -> None:
-    assert ConversationPlacement().place(10, [], [Prefiller("p")]) is None
-
-
-def test_the_prefiller_with_the_shortest_queue_is_chosen() -> None:
-    decision = ConversationPlacement().place(
-        10, [Decoder("d", 100)], [Prefiller("p", 9), Prefiller("q", 3), Prefiller("r", 3)]
-    )
-    assert decision == Placement("d", "q")
-
-
-def test_without_prefillers_the_decoder_prefills() -> None:
-    assert ConversationPlacement().place(10, [Decoder("d", 100)], []) == Placement("d", None)
-
-
-def test_short_first_turns_can_be_kept_from_prefillers() -> None:
+@pytest.mark.parametrize(
+    ("prompt_tokens", "prefillers", "chosen"), [(9, ["p"], None), (10, ["p"], "p"), (10, [], None)]
+)
+def test_short_first_turns_and_those_without_prefillers_stay_on_the_decoder(
+    prompt_tokens: int, prefillers: list[str], chosen: str | None
+) -> None:
     policy = ConversationPlacement(min_remote_prefill_tokens=10)
-    decoders, prefillers = [Decoder("d", 100)], [Prefiller("p")]
-    assert policy.place(9, decoders, prefillers) == Placement("d", None)
-    assert policy.place(10, decoders, prefillers) == Placement("d", "p")
+    placement = policy.place(prompt_tokens, [Decoder("d", 100)], map(Prefiller, prefillers))
+    assert placement == Placement("d", chosen)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +105,10 @@ def test_wrong_decisions_come_at_their_rate(rate: float, seed: int) -> None:
 
 
 def test_policies_by_name() -> None:
-    assert make_policy("conversation", min_remote_prefill_tokens=7) == ConversationPlacement(7)
+    assert make_policy("conversation", 7) == ConversationPlacement(7)
     assert make_policy("collocated") == CollocatedPlacement()
     assert type(make_policy("full_disaggregation")) is FullDisaggregationPlacement
-    always = make_policy("per_turn", wrong_decision_rate=1.0)
+    always = make_policy("per_turn", 1.0)
     assert always.prefill_later_turn([Prefiller("p")]) == "p"
 
 

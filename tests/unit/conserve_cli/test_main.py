@@ -82,16 +82,6 @@ def test_an_unknown_command_is_refused() -> None:
     assert "No such command 'serv'. Did you mean 'serve'?" in refused.output
 
 
-@pytest.mark.parametrize("name", ["serve", "demo", "doctor"])
-def test_what_is_no_setting_is_refused(name: str) -> None:
-    refused = CliRunner().invoke(cli, [name, "decoders"])
-    assert refused.exit_code == 2
-    assert "'decoders' is not a setting; write name=value." in refused.output
-    unknown = CliRunner().invoke(cli, [name, "decodres=2"])
-    assert unknown.exit_code == 2
-    assert "decodres" in unknown.output
-
-
 def test_a_command_whose_add_on_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = importlib.metadata.EntryPoint(
         "conserve_lab", "conserve_gone.commands:COMMANDS", "conserve.commands"

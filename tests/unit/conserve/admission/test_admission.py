@@ -3,18 +3,10 @@
 import pytest
 
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
-from conserve.conversations import ConversationTable
 from conserve.history import History, TurnStats
 from conserve.pausing import Pausing
-from conserve.placement import ConversationPlacement, Placement
-
-
-def a_table(*capacities: int) -> ConversationTable:
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1000)
-    table.add_prefiller("p1")
-    for number, capacity in enumerate(capacities, 1):
-        table.add_decoder(f"d{number}", capacity)
-    return table
+from conserve.placement import Placement
+from tests.unit.conserve.conversations.scene import a_table
 
 
 def names(admitted: list[Admitted]) -> list[str]:
@@ -22,7 +14,7 @@ def names(admitted: list[Admitted]) -> list[str]:
 
 
 def test_who_fits_is_bound_at_once() -> None:
-    table = a_table(1000)
+    table = a_table(decoders=1)
     admitted = Admission(table, 8, 60).enter("c", 300, 5.0, arrived_s=3.0)
     assert isinstance(admitted, Admitted)
     assert admitted.placement == Placement("d1", "p1")
@@ -34,7 +26,7 @@ def test_who_fits_is_bound_at_once() -> None:
 
 
 def test_who_does_not_fit_waits_and_goes_when_there_is_room() -> None:
-    table = a_table(1000)
+    table = a_table(decoders=1)
     admission = Admission(table, 8, 60)
     admission.enter("first", 800, 0.0)
     ticket = admission.enter("second", 800, 1.0, arrived_s=0.5)
@@ -52,7 +44,7 @@ def test_who_does_not_fit_waits_and_goes_when_there_is_room() -> None:
 
 
 def test_nobody_overtakes_the_head_however_small() -> None:
-    table = a_table(1000)
+    table = a_table(decoders=1)
     admission = Admission(table, 8, 60)
     admission.enter("large", 700, 0.0)
     assert isinstance(admission.enter("head", 900, 1.0), Ticket)
@@ -63,7 +55,7 @@ def test_nobody_overtakes_the_head_however_small() -> None:
 
 
 def test_the_next_one_goes_when_the_head_gives_up() -> None:
-    table = a_table(1000)
+    table = a_table(decoders=1)
     admission = Admission(table, 8, 60)
     admission.enter("large", 700, 0.0)
     admission.enter("head", 900, 1.0)
@@ -76,7 +68,7 @@ def test_the_next_one_goes_when_the_head_gives_up() -> None:
 
 
 def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
-    table = a_table(100)
+    table = a_table(decoders=1, capacity_tokens=100)
     admission = Admission(table, 1, 60)
     admission.enter("holds", 100, 0.0)
     admission.enter("waits", 100, 10.0)
@@ -88,7 +80,7 @@ def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
 
 
 def test_a_conversation_waits_once() -> None:
-    admission = Admission(a_table(), 8, 60)
+    admission = Admission(a_table(decoders=0), 8, 60)
     admission.enter("c", 10, 0.0)
     with pytest.raises(ValueError, match="waits already"):
         admission.enter("c", 10, 1.0)
@@ -96,7 +88,7 @@ def test_a_conversation_waits_once() -> None:
 
 def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -> None:
     """It was thought lost, and its conversation's turn was queued; the KV is still there."""
-    table = a_table(1000)
+    table = a_table(decoders=1)
     admission = Admission(table, 8, 60)
     began = admission.enter("c", 100, 0.0)
     assert isinstance(began, Admitted)
@@ -114,7 +106,7 @@ def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -
 
 
 def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
-    table = a_table(1000, 1000)
+    table = a_table()
     admission = Admission(table, 8, 60)
     began = admission.enter("c", 100, 0.0)
     assert isinstance(began, Admitted)
@@ -124,15 +116,11 @@ def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
     assert again.newly_bound
     assert again.history.moves == 1
     assert again.placement.decoder_id != began.placement.decoder_id
-    assert ((began.known, began.moved), (again.known, again.moved)) == (
-        (False, False),
-        (True, True),
-    )
+    assert (began.known, began.moved, again.known, again.moved) == (False, False, True, True)
 
 
 def test_one_that_was_paused_and_is_back_has_not_moved_and_is_not_new() -> None:
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1000, pausing=Pausing())
-    table.add_decoder("d1", 1000)
+    table = a_table(decoders=1, pausing=Pausing())
     admission = Admission(table, 8, 60)
     began = admission.enter("c", 600, 0.0)
     assert isinstance(began, Admitted)

@@ -4,13 +4,13 @@ from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
 from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
-from conserve.placement import ConversationPlacement, PlacementPolicy
-from conserve.settings import Settings
+from conserve.placement import PlacementPolicy
+from conserve.policies import room_policies
+from tests.unit.conserve.conversations.scene import a_table
 
 
 def an_admission(capacity: int = 1000, rise_s: float = 10.0) -> tuple[ConversationTable, Admission]:
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6)
-    table.add_decoder("d1", capacity)
+    table = a_table(decoders=1, capacity_tokens=capacity)
     return table, Admission(table, 64, 60, Levels(first_tokens=500, rise_s=rise_s))
 
 
@@ -70,21 +70,15 @@ def test_who_fits_goes_before_one_who_does_not_for_a_bounded_time() -> None:
 
 
 def test_by_default_and_without_pausing_nobody_overtakes() -> None:
-    for settings in (Settings(pausing=False), Settings(placement="per_turn")):
-        assert isinstance(settings.line_order(), FirstCome)
-    order = Settings().line_order()
-    assert isinstance(order, Levels)
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6)
-    table.add_decoder("d1", 1000)
+    assert isinstance(room_policies(300.0, pauses=False).order, FirstCome)
+    assert isinstance(room_policies(300.0, pauses=True).order, Levels)
+    table = a_table(decoders=1)
     admission = Admission(table, 8, 60, FirstCome())
     admission.enter("holds", 700, 0.0)
     for number, tokens in enumerate((900, 10, 10)):
         assert isinstance(admission.enter(f"c{number}", tokens, 1.0), Ticket)
-    assert [admission.ahead(f"c{number}", 1e6) for number in range(3)] == [
-        (0, "room"),
-        (1, "order"),
-        (2, "order"),
-    ]
+    ahead = [admission.ahead(f"c{number}", 1e6) for number in range(3)]
+    assert ahead == [(0, "room"), (1, "order"), (2, "order")]
     assert admission.admit(1e6) == []
 
 
@@ -99,8 +93,7 @@ class _Full(PlacementPolicy):
 
 def test_so_many_are_tried_in_vain_and_no_more() -> None:
     policy = _Full()
-    table = ConversationTable(policy, idle_timeout_s=1e6, pausing=Pausing())
-    table.add_decoder("d1", 1000)
+    table = a_table(decoders=1, policy=policy, pausing=Pausing())
     admission = Admission(table, 64, 60, Levels())
     for number in range(40):
         assert isinstance(admission.enter(f"c{number}", 900, 0.0), Ticket)

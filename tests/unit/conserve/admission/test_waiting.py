@@ -11,25 +11,20 @@ def waiting(line: WaitingLine) -> list[str]:
 
 def test_first_in_first_out_whatever_the_length() -> None:
     line = WaitingLine(limit=3, timeout_s=60)
-    for key, tokens in [("long", 9000), ("short", 1), ("middle", 50)]:
-        line.join(key, tokens, now_s=0)
-    assert waiting(line) == ["long", "short", "middle"]
-
-
-def test_a_ticket_says_what_is_waited_for_and_how_long() -> None:
-    line = WaitingLine(limit=3, timeout_s=60)
-    ticket = line.join("c", 12, now_s=100)
-    assert (ticket.history_id, ticket.prompt_tokens) == ("c", 12)
+    assert (len(line), waiting(line), line.leave("nobody")) == (0, [], None)
+    ticket = line.join("long", 9000, now_s=100)
+    assert (ticket.history_id, ticket.prompt_tokens) == ("long", 9000)
     assert (ticket.joined_s, ticket.deadline_s) == (100, 160)
     assert list(line.tickets(100)) == [ticket]
-    assert len(line) == 1
-
-
-def test_an_empty_line() -> None:
-    line = WaitingLine(limit=3, timeout_s=60)
-    assert len(line) == 0
-    assert waiting(line) == []
-    assert line.leave("nobody") is None
+    for key, tokens in [("short", 1), ("middle", 50)]:
+        line.join(key, tokens, now_s=100)
+    assert waiting(line) == ["long", "short", "middle"]
+    left = line.leave("short")
+    assert left is not None
+    assert left.history_id == "short"
+    assert line.leave("short") is None
+    line.join("new", 1, now_s=101)
+    assert waiting(line) == ["long", "middle", "new"]
 
 
 def test_the_line_is_bounded() -> None:
@@ -57,17 +52,16 @@ def test_who_is_refused_learns_when_a_place_is_free() -> None:
     line.join("b", 1, now_s=20 + refused.value.retry_after_s)
 
 
-@pytest.mark.parametrize("now_s", [29.99, 30, 31, 1000])
-def test_retry_after_is_never_below_a_second(now_s: float) -> None:
-    line = WaitingLine(limit=1, timeout_s=30)
+@pytest.mark.parametrize(
+    ("timeout_s", "now_s", "retry_after_s"),
+    [(30, 29.99, 1), (30, 30, 1), (30, 31, 1), (30, 1000, 1), (3600, 0, 60)],
+)
+def test_retry_after_is_from_a_second_to_a_minute(
+    timeout_s: float, now_s: float, retry_after_s: int
+) -> None:
+    line = WaitingLine(1, timeout_s)
     line.join("a", 1, now_s=0)
-    assert line.retry_after_s(now_s) == 1
-
-
-def test_nobody_is_sent_away_for_more_than_a_minute() -> None:
-    line = WaitingLine(limit=1, timeout_s=3600)
-    line.join("a", 1, now_s=0)
-    assert line.retry_after_s(0) == 60
+    assert line.retry_after_s(now_s) == retry_after_s
 
 
 def test_limit_zero_lets_nobody_wait() -> None:
@@ -93,15 +87,3 @@ def test_nobody_has_two_places(limit: int) -> None:
     line.leave("a")
     line.join("a", 2, now_s=2)
     assert waiting(line) == ["a"]
-
-
-def test_leaving_frees_the_place_and_keeps_the_order() -> None:
-    line = WaitingLine(limit=3, timeout_s=60)
-    for key in "abc":
-        line.join(key, 1, now_s=0)
-    left = line.leave("b")
-    assert left is not None
-    assert left.history_id == "b"
-    assert line.leave("b") is None
-    line.join("d", 1, now_s=1)
-    assert waiting(line) == ["a", "c", "d"]

@@ -10,8 +10,8 @@ from conserve.admission import Admission, Admitted, Pressure, Ticket, Window
 from conserve.conversations import ConversationTable
 from conserve.history import TurnStats
 from conserve.pausing import Pausing
-from conserve.placement import ConversationPlacement
-from conserve.settings import Settings
+from conserve.policies import room_policies
+from tests.unit.conserve.conversations.scene import a_table
 
 CALM, MIDDLING, HIGH = Pressure(cpu=0.5), Pressure(cpu=0.8), Pressure(cpu=0.95)
 INTERVAL_S, PERSISTS_S = 10.0, 20.0
@@ -46,7 +46,7 @@ def test_either_pressure_is_enough(high: Pressure) -> None:
 
 
 def test_the_live_window_does_not_follow_kv() -> None:
-    window = Settings().admission_window()
+    window = room_policies(300.0, pauses=True).window
     assert window is not None
     assert after(window, *[(Pressure(kv=1.0), 40)] * 9)[-1] == math.inf
     assert after(window, *[(Pressure(cpu=0.95), 40)] * 4, from_s=90.0)[-1] == 28
@@ -122,8 +122,7 @@ def test_laws(steps: list[tuple[Pressure, int]]) -> None:
 
 def an_admission(limit: int) -> tuple[ConversationTable, Admission]:
     """With a window of this size, as after an overload."""
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6, pausing=Pausing())
-    table.add_decoder("d1", 100_000)
+    table = a_table(decoders=1, capacity_tokens=100_000, pausing=Pausing())
     window = a_window()
     after(window, *[(HIGH, 2 * limit)] * 3, from_s=-40.0)
     assert window.limit == limit
@@ -171,8 +170,7 @@ def test_the_window_turns_nobody_away() -> None:
 
 def computed_again(capacity_tokens: int) -> Admission:
     """Thirty conversations, half of which their decoder has lost, four times."""
-    table = ConversationTable(ConversationPlacement(), idle_timeout_s=1e6, pausing=Pausing())
-    table.add_decoder("d1", capacity_tokens)
+    table = a_table(decoders=1, capacity_tokens=capacity_tokens, pausing=Pausing())
     admission = Admission(table, 64, 60, window=Window(interval_s=10, persists_s=10))
     for number in range(30):
         one = admission.enter(f"c{number}", 100, 0.0)

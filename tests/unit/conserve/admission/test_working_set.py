@@ -5,11 +5,10 @@ import pytest
 from conserve.admission import Admission, Admitted, Levels, Ticket
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.pausing.working_set import WorkingSet
+from conserve.pausing.cache import WorkingSet
 from conserve.recognition import Chain
 from tests.unit.conserve.conversations.scene import Turn, start, the
-from tests.unit.conserve.pausing.test_memory import NOW_S, memory_of, paused
-from tests.unit.conserve.pausing.test_parking import a_parking_table, parking
+from tests.unit.conserve.pausing.scene import NOW_S, a_parking_table, memory_of, parking, paused
 
 TIMEOUT_S = 60.0
 

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,17 +12,11 @@ from conserve.pausing.gaps import MOST_TOOLS
 TIMES_S = st.floats(0, 1e6)
 
 
-@given(st.lists(TIMES_S, max_size=60), st.lists(TIMES_S, max_size=60), TIMES_S, st.floats(0.1, 1e4))
-def test_it_is_a_chance_and_grows_with_the_time_to_come(
-    returned: list[float], ended: list[float], idle_s: float, within_s: float
-) -> None:
+def gaps_of(seen: list[tuple[bool, float, str | None]]) -> Gaps:
     gaps = Gaps()
-    for one in returned:
-        gaps.returned(one)
-    for one in ended:
-        gaps.ended(one)
-    assert 0 < gaps.chance(idle_s, within_s) < 1
-    assert gaps.chance(idle_s, within_s) <= gaps.chance(idle_s, within_s * 2)
+    for returned, idle_s, tool in seen:
+        (gaps.returned if returned else gaps.ended)(idle_s, tool)
+    return gaps
 
 
 def test_before_any_was_seen_the_longer_idle_come_back_later() -> None:
@@ -30,16 +25,18 @@ def test_before_any_was_seen_the_longer_idle_come_back_later() -> None:
     assert chances[0] == 0.75
 
 
+def back_within_30_s(seen: list[float], idle_s: float) -> float:
+    """The share that came back in time, of those that were idle for as long."""
+    as_long = [one for one in seen if one > idle_s]
+    return sum(one <= idle_s + 30 for one in as_long) / len(as_long)
+
+
 def test_it_is_the_share_of_those_that_were_idle_as_long() -> None:
     rng = random.Random(7)
     seen = [rng.expovariate(1 / 20) for _ in range(2000)]
-    gaps = Gaps()
-    for one in seen:
-        gaps.returned(one)
+    gaps = gaps_of([(True, one, None) for one in seen])
     for idle_s in (0.0, 5.0, 20.0, 60.0):
-        as_long = [one for one in seen if one > idle_s]
-        back = sum(one <= idle_s + 30 for one in as_long) / len(as_long)
-        assert abs(gaps.chance(idle_s, 30) - back) < 0.06
+        assert abs(gaps.chance(idle_s, 30) - back_within_30_s(seen, idle_s)) < 0.06
 
 
 def test_who_ended_did_not_come_back() -> None:
@@ -53,13 +50,14 @@ def test_who_ended_did_not_come_back() -> None:
     assert gaps.chance(60.0, 30) < 0.05
 
 
-def test_agents_change() -> None:
+@pytest.mark.parametrize("tool", [None, "bash"])
+def test_agents_and_tools_change(tool: str | None) -> None:
     gaps = Gaps()
     for _ in range(20_000):
-        gaps.returned(100.0)
+        gaps.returned(100.0, tool)
     for _ in range(8_000):
-        gaps.returned(1.0)
-    assert gaps.chance(0.0, 30) > 0.7
+        gaps.returned(1.0, tool)
+    assert gaps.chance(0.0, 30, tool=tool) > 0.7
 
 
 # --- By tool -------------------------------------------------------------------------------------
@@ -68,15 +66,8 @@ TOOLS = st.sampled_from(["bash", "search", "", None])
 SEEN = st.lists(st.tuples(st.booleans(), TIMES_S, TOOLS), max_size=60)
 
 
-def gaps_of(seen: list[tuple[bool, float, str | None]]) -> Gaps:
-    gaps = Gaps()
-    for returned, idle_s, tool in seen:
-        (gaps.returned if returned else gaps.ended)(idle_s, tool)
-    return gaps
-
-
 @given(SEEN, TOOLS, TIMES_S, st.floats(0.1, 1e4), st.integers(0, 1000))
-def test_of_a_tool_it_is_a_chance_too(
+def test_it_is_a_chance_that_grows_with_the_time_to_come_and_falls_with_who_is_idle_too(
     seen: list[tuple[bool, float, str | None]], tool: str | None, idle_s: float, within_s: float,
     still_idle: int,
 ) -> None:  # fmt: skip
@@ -121,8 +112,7 @@ def test_a_tool_that_was_seen_often_is_judged_by_its_own_gaps() -> None:
         for _ in range(4):
             gaps.ended(1800.0, "")
     for idle_s in (0.0, 5.0, 20.0):
-        as_long = [one for one in own if one > idle_s]
-        back = sum(one <= idle_s + 30 for one in as_long) / len(as_long)
+        back = back_within_30_s(own, idle_s)
         assert abs(gaps.chance(idle_s, 30, tool="own") - back) < 0.08
         assert gaps.chance(idle_s, 30, tool="") < 0.05
         assert gaps.chance(idle_s, 30) < 0.25
@@ -145,12 +135,3 @@ def test_so_many_tools_are_told_apart_and_those_seen_least_are_forgotten() -> No
     assert gaps.chance(0.0, 30, tool="bash") > 0.95
     # What is left of them is judged by all, nearly.
     assert 0.3 < gaps.chance(0.0, 30, tool="made-up-0") < 0.6
-
-
-def test_tools_change() -> None:
-    gaps = Gaps()
-    for _ in range(20_000):
-        gaps.returned(100.0, "bash")
-    for _ in range(8_000):
-        gaps.returned(1.0, "bash")
-    assert gaps.chance(0.0, 30, tool="bash") > 0.7

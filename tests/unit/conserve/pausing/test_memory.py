@@ -15,31 +15,19 @@ from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import Going, Prefix
 from conserve.history import History, TurnStats
-from conserve.pausing import Idle, Memory, Pausing
-from conserve.placement import ConversationPlacement
+from conserve.pausing import Idle, Pausing
+from conserve.placement import ConversationPlacement, Placement
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
-
-LONG_AGO_S, NOW_S = 10.0, 1000.0
-
-
-def paused(table: ConversationTable) -> set[str]:
-    return {one.id for one in table.live() if one.decoder_id is None}
-
-
-def memory_of(table: ConversationTable) -> Memory:
-    assert table.memory is not None
-    return table.memory
-
-
-def idle(table: ConversationTable, name: str, tokens: int, now_s: float = LONG_AGO_S) -> None:
-    """An idle history of this many tokens."""
-    turn = start(table, name, tokens, now_s)
-    assert turn.advance(table, tokens - 10, (name.encode().ljust(16, b"-"),), now_s)
-
-
-def relieve(table: ConversationTable, now_s: float = NOW_S) -> None:
-    for decoder in table.decoders.values():
-        memory_of(table).relieve(decoder, table.decoders.values(), now_s)
+from tests.unit.conserve.pausing.scene import (
+    LONG_AGO_S,
+    NOW_S,
+    alike,
+    bound,
+    idle,
+    memory_of,
+    paused,
+    relieve,
+)
 
 
 def test_new_work_never_waits_for_what_is_idle() -> None:
@@ -143,8 +131,7 @@ def test_who_will_be_back_soon_moves_where_there_is_room() -> None:
     assert Turn.last(table, "a").advance(table, 700, (b"0" * 16,), NOW_S)
     relieve(table)
     assert paused(table) == {other}
-    placement = table.bind(other, 450, NOW_S + 2)
-    assert placement is not None
+    placement = bound(table, other, 450, NOW_S + 2)
     assert placement.decoder_id != full
 
 
@@ -219,8 +206,7 @@ def test_of_several_decoders_the_one_where_it_costs_least() -> None:
     table = a_table(pausing=Pausing())
     idle(table, "fresh", 900, NOW_S - 1)
     idle(table, "old", 900, NOW_S - 900)
-    placement = table.bind("new", 500, NOW_S)
-    assert placement is not None
+    bound(table, "new", 500)
     assert paused(table) == {"old"}
 
 
@@ -234,9 +220,9 @@ def test_who_comes_back_finds_what_its_engine_has_kept() -> None:
     relieve(table)
     table.decoders[home].held_tokens -= 1000
     assert paused(table) == {"a"}
-    placement = table.bind("a", 450, NOW_S)
+    placement = bound(table, "a", 450)
     # No prefiller: fifty tokens are new.
-    assert (placement.decoder_id, placement.prefiller_id) == (home, None)  # type: ignore[union-attr]
+    assert placement == Placement(home, None)
     assert memory_of(table).restores == {"kept": 1}
     assert the(table, "a").moves == 0
     assert memory_of(table).paused == 0
@@ -253,8 +239,7 @@ def test_what_was_used_since_has_taken_the_place_of_what_is_idle() -> None:
     assert table.bind("new", 700, NOW_S) is not None
     assert paused(table) == {"a"}
     table.release("new")
-    placement = table.bind("a", 450, NOW_S)
-    assert placement is not None
+    placement = bound(table, "a", 450)
     assert placement.prefiller_id == "p1"
     assert memory_of(table).restores == {"again": 1}
 
@@ -267,8 +252,7 @@ def test_a_move_is_counted_and_both_decoders_forget_at_the_end() -> None:
     start(table, "c", 900, NOW_S)
     assert paused(table) == {"a"}
     table.release("b" if Turn.last(table, "c").decoder_id == home else "c")
-    placement = table.bind("a", 650, NOW_S)
-    assert placement is not None
+    placement = bound(table, "a", 650)
     assert placement.decoder_id != home
     assert the(table, "a").moves == 1
     assert memory_of(table).restores == {"moved": 1}
@@ -285,11 +269,7 @@ def test_what_several_begin_with_comes_free_with_the_last_of_them() -> None:
     """Fifty sub-agents share 800 tokens: their own parts would not be enough."""
     table = a_table(decoders=1, capacity_tokens=1400, pausing=Pausing())
     for number in range(5):
-        name = f"agent\t\t{number}"
-        assert table.bind(name, 800, LONG_AGO_S, opening=Opening(chain("x"))) is not None
-        turn = Turn.last(table, name)
-        tail = (bytes([number]) * 16,)
-        assert table.advance(turn.key, turn.decoder_id, TurnStats(800, 20, 800, 0), tail, 1)
+        alike(table, f"agent\t\t{number}", 800, TurnStats(800, 20, 800, 0))
     assert table.decoders["d1"].held_tokens == 900
     assert table.bind("new", 1300, NOW_S) is not None
     assert len(paused(table)) == 5
@@ -304,8 +284,7 @@ def test_a_lost_decoder_leaves_nothing_to_come_back_to() -> None:
     start(table, "c", 900, NOW_S)
     table.remove_decoder(home)
     table.add_decoder(home, 1000)
-    placement = table.bind("a", 650, NOW_S)
-    assert placement is not None
+    placement = bound(table, "a", 650)
     assert placement.prefiller_id == "p1"
 
 
@@ -364,22 +343,19 @@ def test_a_compacted_conversation_does_not_wait_for_itself() -> None:
 def test_the_beginning_that_a_prompt_shares_is_not_taken_for_it() -> None:
     table = a_table(decoders=1, pausing=Pausing())
     parent = (b"0" * 16,)
-    assert table.bind("parent", 500, LONG_AGO_S, opening=Opening(chain("x"))) is not None
+    bound(table, "parent", 500, LONG_AGO_S, opening=Opening(chain("x")))
     assert Turn.last(table, "parent").advance(table, 480, parent, LONG_AGO_S)
     idle(table, "other", 100)
     start(table, "runs", 390, NOW_S)
     branch = Opening(chain("x", parent))
-    assert table.bind("branch", 600, NOW_S, opening=branch) is not None
+    bound(table, "branch", 600, NOW_S, opening=branch)
     assert paused(table) == {"other"}
 
 
 def test_of_those_that_share_none_goes_needlessly() -> None:
     table = a_table(decoders=1, capacity_tokens=3000, pausing=Pausing())
     for name, own in (("a", 100), ("b", 100), ("c", 100), ("big", 1900)):
-        assert table.bind(name, 100, LONG_AGO_S, opening=Opening(chain("x"))) is not None
-        turn, seen = Turn.last(table, name), TurnStats(90 + own, 10, 100, 0)
-        tail = (name.encode().ljust(16, b"-"),)
-        assert table.advance(turn.key, turn.decoder_id, seen, tail, LONG_AGO_S)
+        alike(table, name, 100, TurnStats(90 + own, 10, 100, 0))
     assert table.decoders["d1"].held_tokens == 2300
     assert table.bind("new", 2400, NOW_S) is not None
     assert paused(table) == {"big"}
@@ -389,16 +365,12 @@ def test_what_is_shared_is_found_again_too() -> None:
     """Three agents with 800 tokens in common and 20 of their own; the engine still has all."""
     table = a_table(decoders=1, pausing=Pausing())
     for number in range(3):
-        assert table.bind(f"{number}", 800, LONG_AGO_S, opening=Opening(chain("x"))) is not None
-        turn, seen = Turn.last(table, f"{number}"), TurnStats(810, 10, 800, 0)
-        tail = (bytes([number]) * 16,)
-        assert table.advance(turn.key, turn.decoder_id, seen, tail, LONG_AGO_S)
+        alike(table, f"{number}", 800, TurnStats(810, 10, 800, 0))
     table.decoders["d1"].held_tokens += 1000
     relieve(table)
     table.decoders["d1"].held_tokens -= 1000
     assert paused(table) == {"0", "1", "2"}
-    placement = table.bind("1", 830, NOW_S)
-    assert placement is not None
+    placement = bound(table, "1", 830)
     assert placement.prefiller_id is None
 
 

@@ -14,23 +14,16 @@ from conserve.holdings import Holdings
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
-from tests.unit.conserve.pausing.test_memory import NOW_S, idle, memory_of, paused
-
-
-def parking(table: ConversationTable, name: str, tokens: int, now_s: float = NOW_S) -> bool:
-    """Run a turn of a history, and return whether it left its prompt in host memory."""
-    turn = start(table, name, tokens, now_s)
-    parks = table.park(the(table, name))
-    found = the(table, name).held_tokens if the(table, name).turns else 0
-    seen = TurnStats(tokens - 10, 10, found, 0)
-    assert table.advance(turn.key, turn.decoder_id, seen, (name.encode().ljust(16, b"-"),), now_s)
-    return parks
-
-
-def a_parking_table(decoders: int = 1, host_tokens: int = 10_000) -> ConversationTable:
-    table = a_table(decoders=decoders, pausing=Pausing())
-    memory_of(table).set_host_tokens(host_tokens)
-    return table
+from tests.unit.conserve.pausing.scene import (
+    NOW_S,
+    a_parking_table,
+    bound,
+    ends,
+    idle,
+    memory_of,
+    parking,
+    paused,
+)
 
 
 def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> None:
@@ -45,9 +38,7 @@ def test_who_is_parked_makes_room_at_once_and_comes_back_from_host_memory() -> N
     assert table.bind("newer", 600, NOW_S + 1) is not None
     Turn.last(table, "newer").advance(table, 600, (b"n" * 16,), NOW_S + 1)
     table.release("newer")
-    placement = table.bind("late", 550, NOW_S + 2)
-    assert placement is not None
-    assert placement.prefiller_id is None
+    assert bound(table, "late", 550, NOW_S + 2).prefiller_id is None
     assert memory_of(table).restores == {"reloaded": 1}
 
 
@@ -106,23 +97,19 @@ def test_host_memory_serves_any_decoder_and_who_has_lost_his() -> None:
     assert parking(table, "a", 550)
     assert the(table, "a").decoder_id == home
     table.remove_decoder(home)
-    placement = table.bind("a", 580, NOW_S)
-    assert placement is not None
+    placement = bound(table, "a", 580, NOW_S)
     assert (placement.decoder_id != home, placement.prefiller_id) == (True, None)
     # Of a prompt that is mostly new a prefiller computes the rest, and it counts as one.
     table.remove_decoder(placement.decoder_id)
     table.add_decoder("d3", 5000)
-    placement = table.bind("a", 1200, NOW_S)
-    assert placement is not None
-    assert placement.prefiller_id == "p1"
+    assert bound(table, "a", 1200).prefiller_id == "p1"
 
 
 def test_what_a_prefiller_has_computed_is_in_host_memory() -> None:
     table = a_parking_table()
     turn = start(table, "a", 300)
     table.prefilled(turn.key, 300)
-    seen = TurnStats(300, 10, 0, 256)
-    assert table.advance(turn.key, turn.decoder_id, seen, (b"a" * 16,), NOW_S)
+    ends(table, "a", TurnStats(300, 10, 0, 256))
     assert memory_of(table).parked_tokens == 300
     # A shorter prompt of it takes nothing away.
     memory_of(table).parked(the(table, "a"), 100)
@@ -134,15 +121,12 @@ def test_nothing_is_parked_without_host_memory_or_by_a_turn_that_came_to_nothing
     assert not parking(table, "a", 800)
     assert memory_of(table).parked_tokens == 0
     memory_of(table).set_host_tokens(5000)
-    turn = start(table, "a", 850, NOW_S)
-    assert table.park(the(table, "a"))
-    turn.abandon(table)
-    assert memory_of(table).parked_tokens == 0
     # One that was cut has left its prompt.
-    turn = start(table, "a", 850, NOW_S)
-    assert table.park(the(table, "a"))
-    turn.abandon(table, TurnStats(850, 3, 800, 0))
-    assert memory_of(table).parked_tokens == 850
+    for seen, parked in ((None, 0), (TurnStats(850, 3, 800, 0), 850)):
+        turn = start(table, "a", 850, NOW_S)
+        assert table.park(the(table, "a"))
+        turn.abandon(table, seen)
+        assert memory_of(table).parked_tokens == parked
     memory_of(table).set_host_tokens(0)
     assert memory_of(table).parked_tokens == 0
     # And of one that ends with a turn under way, nothing is remembered.
@@ -163,10 +147,8 @@ def test_what_is_not_found_there_is_looked_for_no_more() -> None:
     memory_of(table).pause(the(table, "a"), "room")
     for found, parked in ((300, 590), (290, 0)):
         memory_of(table).parked(the(table, "a"), 590)
-        assert table.bind("a", 700, NOW_S) is not None
-        turn = Turn.last(table, "a")
-        seen = TurnStats(700, 10, 0, found)
-        assert table.advance(turn.key, turn.decoder_id, seen, (b"a" * 16,), NOW_S)
+        bound(table, "a", 700)
+        ends(table, "a", TurnStats(700, 10, 0, found))
         assert memory_of(table).parked_tokens == parked
         memory_of(table).pause(the(table, "a"), "room")
 
@@ -203,9 +185,7 @@ def test_what_an_ended_history_has_left_is_not_that_of_the_next_one_of_its_id() 
     assert memory_of(table).parked_tokens == 890
     table.remove_decoder("d1")
     table.add_decoder("d2", 1000)
-    placement = table.bind("main", 420, NOW_S)
-    assert placement is not None
-    assert placement.prefiller_id == "p1"
+    assert bound(table, "main", 420).prefiller_id == "p1"
 
 
 @pytest.mark.parametrize("parks", [False, True])
@@ -227,13 +207,13 @@ def test_it_counts_since_when_a_copy_lies_there_not_since_when_its_history_was_u
     start(table, "runs", 10, NOW_S)
     assert parking(table, "a", 600, NOW_S - 100)
     # It goes on, on its decoder alone; meanwhile others have come.
-    turn = start(table, "a", 650, NOW_S)
-    assert table.advance(turn.key, turn.decoder_id, TurnStats(640, 10, 600, 0), (), NOW_S)
+    start(table, "a", 650, NOW_S)
+    ends(table, "a", TurnStats(640, 10, 600, 0))
     memory_of(table).parked(History("other", 99, NOW_S, NOW_S), 400)
     assert table.bind("new", 700, NOW_S + 1) is None
     # A turn that takes it from there has it stay.
-    turn = start(table, "a", 660, NOW_S)
-    assert table.advance(turn.key, turn.decoder_id, TurnStats(650, 10, 0, 590), (), NOW_S + 70)
+    start(table, "a", 660, NOW_S)
+    ends(table, "a", TurnStats(650, 10, 0, 590), NOW_S + 70)
     assert table.bind("new", 700, NOW_S + 71) is not None
     assert paused(table) == {"a"}
 
@@ -355,6 +335,4 @@ def test_who_was_parked_makes_room_at_once_under_a_new_table_too() -> None:
             start(new, "other", 900, NOW_S + 1)
             # And it is found there.
             memory_of(new).lost([the(new, "a")])
-            placement = new.bind("a", 640, NOW_S + 2)
-            assert placement is not None
-            assert placement.prefiller_id is None
+            assert bound(new, "a", 640, NOW_S + 2).prefiller_id is None

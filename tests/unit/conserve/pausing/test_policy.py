@@ -64,16 +64,12 @@ def test_only_what_is_above_the_mark_is_too_much() -> None:
 
 def test_who_is_parked_costs_a_reload_and_may_go() -> None:
     policy = Pausing()
-    half = Idle("half", 8000, 8000, 8000, 1.0, parked_tokens=4000)
-    less = Idle("less", 8000, 8000, 8000, 1.0, parked_tokens=3999)
-    whole = Idle("whole", 8000, 8000, 8000, 1.0, parked_tokens=8000)
-    nothing = idle("nothing", 8000)
-    assert [policy.may_go(one) for one in (whole, half, less, nothing)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    half, less, whole, nothing = (
+        Idle(name, 8000, 8000, 8000, 1.0, parked_tokens=parked)
+        for name, parked in (("half", 4000), ("less", 3999), ("whole", 8000), ("nothing", 0))
+    )
+    those = (whole, half, less, nothing)
+    assert [one.id for one in those if policy.may_go(one)] == ["whole", "half"]
     assert policy.may_go(idle("away", 8000, 900.0))
     assert order(policy, nothing, half, whole) == ["whole", "half", "nothing"]
     # A quarter of what the tokens take without attention to each other, whatever the length.
@@ -85,12 +81,7 @@ def test_who_is_parked_costs_a_reload_and_may_go() -> None:
 
 
 def test_turns_park_where_a_decoder_fills_up() -> None:
-    assert [Pausing().parks(held, 1000) for held in (0, 499, 500, 1200)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [held for held in (0, 499, 500, 1200) if Pausing().parks(held, 1000)] == [500, 1200]
     assert Pausing(park_mark=0.0).parks(0, 1000)
 
 

@@ -5,10 +5,10 @@ from itertools import count
 import pytest
 
 from conserve.conversations import ConversationTable
-from conserve.history import TurnStats
 from conserve.pausing import Pausing, ToolReport, ToolTimes
 from conserve.pausing.gaps import MOST_TOOLS
-from tests.unit.conserve.conversations.scene import Turn, a_table, start
+from tests.unit.conserve.conversations.scene import a_table, start
+from tests.unit.conserve.pausing.scene import calls
 
 _numbers = count()
 
@@ -116,11 +116,6 @@ def test_few_tools_are_remembered_the_last_ones(known: ToolTimes) -> None:
 # --- In a table ----------------------------------------------------------------------------------
 
 
-def answers(table: ConversationTable, name: str, tool: str | None, now_s: float) -> None:
-    turn = Turn.last(table, name)
-    assert table.advance(turn.key, turn.decoder_id, TurnStats(100, 10, 0, 0, tool), (), now_s)
-
-
 def a_scene() -> ConversationTable:
     table = a_table(decoders=1, capacity_tokens=10_000, pausing=Pausing())
     for name in ("a", "b", "c"):
@@ -130,20 +125,20 @@ def a_scene() -> ConversationTable:
 
 def test_a_history_runs_the_tool_that_its_answer_calls_until_its_next_turn() -> None:
     table = a_scene()
-    answers(table, "a", "bash", 10.0)
-    answers(table, "b", "", 10.0)
-    answers(table, "c", None, 10.0)
+    calls(table, "a", "bash", 10.0)
+    calls(table, "b", "", 10.0)
+    calls(table, "c", None, 10.0)
     assert table.tools.times.running == 1
     assert table.begin("a", 12.0) is not None
     assert table.tools.times.running == 0
-    answers(table, "a", "bash", 13.0)
+    calls(table, "a", "bash", 13.0)
     table.release("a")
     assert table.tools.times.running == 0
 
 
 def test_clients_that_report_say_it_better() -> None:
     table = a_scene()
-    answers(table, "a", "bash,read", 10.0)
+    calls(table, "a", "bash,read", 10.0)
     for tool in ("bash", "read", "read"):
         table.tools.report("a", ToolReport(tool, tool), 11.0)
     assert table.tools.times.running == 2
@@ -152,6 +147,6 @@ def test_clients_that_report_say_it_better() -> None:
     # It ends with the next turn, if not before.
     assert table.begin("a", 13.0) is not None
     assert table.tools.times.running == 0
-    answers(table, "a", "bash", 14.0)
+    calls(table, "a", "bash", 14.0)
     table.tools.report("a", ToolReport("bash", ended=True), 15.0)
     assert table.tools.times.running == 0

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.conversations import ConversationTable
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.pausing import Pausing, RunningTools, ToolReport, TooManyTools, tool_called
 from conserve.pausing.tools import MOST_NAME_CHARS, MOST_RUNNING, Wait
-from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
+from tests.unit.conserve.conversations.scene import a_table, start, the
+from tests.unit.conserve.pausing.scene import calls, paused
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(max_size=5),
@@ -20,7 +21,7 @@ JSON = st.recursive(
 NAMES = st.text(max_size=200)
 
 
-def calls(*names: Any) -> dict[str, Any]:
+def answer(*names: Any) -> dict[str, Any]:
     return {"tool_calls": [{"function": {"name": name, "arguments": "{}"}} for name in names]}
 
 
@@ -28,12 +29,12 @@ def calls(*names: Any) -> dict[str, Any]:
     ("answer", "called"),
     [
         ({"role": "assistant", "content": "done"}, ""),
-        (calls(), ""),
-        (calls("bash"), "bash"),
-        (calls("read", "bash", "read"), "bash,read"),
-        (calls("d", "c", "b", "a"), "a,b,c"),
-        (calls("a\nb\x00"), "a?b?"),
-        (calls(None), "?"),
+        (answer(), ""),
+        (answer("bash"), "bash"),
+        (answer("read", "bash", "read"), "bash,read"),
+        (answer("d", "c", "b", "a"), "a,b,c"),
+        (answer("a\nb\x00"), "a?b?"),
+        (answer(None), "?"),
     ],
 )
 def test_an_answer_is_known_by_what_it_calls(answer: dict[str, Any], called: str) -> None:
@@ -44,7 +45,7 @@ def test_an_answer_is_known_by_what_it_calls(answer: dict[str, Any], called: str
 def test_whatever_is_called_has_a_short_name_that_can_be_shown(
     names: list[str], anything: Any
 ) -> None:
-    called = tool_called(calls(*names))
+    called = tool_called(answer(*names))
     assert 0 < len(called) <= MOST_NAME_CHARS
     assert called.isprintable()
     assert len(tool_called({"tool_calls": anything})) <= MOST_NAME_CHARS
@@ -138,12 +139,6 @@ def test_nothing_is_left_of_who_is_forgotten(
 # --- In a table ----------------------------------------------------------------------------------
 
 
-def ends(table: ConversationTable, name: str, tool: str | None, now_s: float) -> None:
-    turn = Turn.last(table, name)
-    stats = TurnStats(100, 10, 0, 0, tool)
-    assert table.advance(turn.key, turn.decoder_id, stats, (), now_s)
-
-
 def a_scene() -> tuple[ConversationTable, Pausing]:
     """Shells are done in a second; one of ten users is back, and late."""
     pausing = Pausing()
@@ -156,15 +151,18 @@ def a_scene() -> tuple[ConversationTable, Pausing]:
     return a_table(decoders=1, capacity_tokens=250, pausing=pausing), pausing
 
 
-def paused(table: ConversationTable) -> set[str]:
-    return {one.id for one in table.live() if one.decoder_id is None}
+def called(table: ConversationTable, *, tool: str) -> None:
+    """Have two histories call a tool at 100 s."""
+    for name in ("a", "b"):
+        start(table, name, 110)
+        calls(table, name, tool, 100.0)
 
 
 def test_who_waits_for_a_user_gives_up_its_room_before_who_waits_for_a_shell() -> None:
     table, _ = a_scene()
     for name, tool in (("shell", "bash"), ("user", "")):
         start(table, name, 110)
-        ends(table, name, tool, 100.0)
+        calls(table, name, tool, 100.0)
         assert the(table, name).tool == tool
     assert table.bind("new", 100, 101.0) is not None
     assert paused(table) == {"user"}
@@ -174,7 +172,7 @@ def test_gaps_are_learned_by_tool() -> None:
     table, pausing = a_scene()
     start(table, "c", 110)
     for turn in range(40):
-        ends(table, "c", "search", 1000.0 * turn)
+        calls(table, "c", "search", 1000.0 * turn)
         assert table.begin("c", 1000.0 * turn + 300) is not None
     assert pausing.gaps.chance(0.0, 30, tool="search") < 0.1
     assert pausing.gaps.chance(0.0, 30, tool="bash") > 0.8
@@ -183,9 +181,7 @@ def test_gaps_are_learned_by_tool() -> None:
 def test_a_reported_tool_sharpens_what_its_answer_said() -> None:
     """An agent runs a shell to ask its user, so it is not away."""
     table, pausing = a_scene()
-    for name in ("a", "b"):
-        start(table, name, 110)
-        ends(table, name, "", 100.0)
+    called(table, tool="")
     table.tools.report("a", ToolReport("bash"), 104.0)
     assert table.bind("new", 100, 104.5) is not None
     assert paused(table) == {"b"}
@@ -193,16 +189,14 @@ def test_a_reported_tool_sharpens_what_its_answer_said() -> None:
     for _ in range(60):
         assert table.begin("a", 120.0) is not None
         assert len(table.tools) == 0
-        ends(table, "a", "", 130.0)
+        calls(table, "a", "", 130.0)
         table.tools.report("a", ToolReport("slow"), 130.0)
     assert pausing.gaps.chance(0.0, 30, tool="slow") > 0.8
 
 
 def test_whose_tool_is_done_is_expected_at_once() -> None:
     table, pausing = a_scene()
-    for name in ("a", "b"):
-        start(table, name, 110)
-        ends(table, name, "", 100.0)
+    called(table, tool="")
     table.tools.report("a", ToolReport("ask"), 100.0)
     table.tools.report("a", ToolReport("ask", ended=True), 700.0)
     assert table.bind("new", 100, 700.5) is not None
@@ -215,9 +209,8 @@ def test_whose_tool_is_done_is_expected_at_once() -> None:
 
 def test_nothing_reported_is_left_of_a_conversation_that_ends() -> None:
     table, _ = a_scene()
+    called(table, tool="bash")
     for name in ("a", "b"):
-        start(table, name, 110)
-        ends(table, name, "bash", 100.0)
         table.tools.report(name, ToolReport("bash"), 100.0)
     table.release("a")
     assert len(table.tools) == 1

@@ -216,23 +216,6 @@ def test_the_choice_costs_least_of_all_pairs(
     assert chosen <= min(pairs.values()) + 5e-6
 
 
-@given(st.integers(1, 4_000), HOMES, POOL, SHARED, LOADS)
-def test_a_home_has_room_and_a_tenth_to_spare_where_all_decode(
-    tokens: int,
-    homes: list[Decoder],
-    prefillers: list[Prefiller],
-    shared: Shared,
-    said: dict[str, EngineLoad],
-) -> None:
-    choice = ElasticPlacement(known(said)).place(tokens, homes, prefillers, shared, NOW_S)
-    if choice is not None:
-        (home,) = (one for one in homes if one.id == choice.decoder_id)
-        held = home.held_tokens + tokens - shared.tokens.get(home.id, 0)
-        decodes = said.get(home.id, EngineLoad()).decodes
-        spared = 0.1 if decodes >= home.conversations else 0.1 * decodes / home.conversations
-        assert held <= (1 - spared) * home.capacity_tokens + 1 or home.conversations == 0
-
-
 @given(st.integers(1, 4_000), HOMES, POOL, LOADS)
 def test_no_prefiller_hosts_while_first_prompts_ask_for_its_time(
     tokens: int, homes: list[Decoder], prefillers: list[Prefiller], said: dict[str, EngineLoad]

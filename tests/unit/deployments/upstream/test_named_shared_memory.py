@@ -21,7 +21,7 @@ with buffer.get_data(1) as data:
 _WRITER = f"""
 import os, subprocess, sys
 from types import SimpleNamespace
-from conserve.shared_memory import mapped
+from conserve.launch import shared_memory_of
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 shm_broadcast.shutil.disk_usage = lambda _: SimpleNamespace(free=int(sys.argv[2]))
@@ -30,7 +30,7 @@ with buffer.get_data(1) as data:
     data[:5] = b"token"
 subprocess.run([sys.executable, "-c", sys.argv[1], buffer.handle()[3]], check=True)
 with buffer.get_data(1) as data:
-    print(bytes(data[:5]).decode(), len(mapped([os.getpid()])))
+    print(bytes(data[:5]).decode(), len(shared_memory_of([os.getpid()])))
 """
 
 

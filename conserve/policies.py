@@ -1,0 +1,29 @@
+"""Chooses the policies by which histories share engines' room, live and simulated."""
+
+from typing import NamedTuple
+
+from conserve.admission import FirstCome, Levels, LineOrder, Window
+from conserve.pausing import Pausing, patience_s
+
+
+class RoomPolicies(NamedTuple):
+    """Policies by which histories share engines' room.
+
+    Attributes:
+        pausing: which idle histories give up their room; None: none do.
+        order: in which order turns that wait for room go.
+        window: how many histories may be active at a time; None: as many as there is room for.
+    """
+
+    pausing: Pausing | None
+    order: LineOrder
+    window: Window | None
+
+
+def room_policies(queue_timeout_s: float, *, pauses: bool) -> RoomPolicies:
+    """Return the policies for turns that may wait for ``queue_timeout_s``."""
+    if not pauses:
+        return RoomPolicies(None, FirstCome(), None)
+    # Late: simulated, whoever takes room from those who work is soon asked for it back.
+    patient_s = patience_s(queue_timeout_s)
+    return RoomPolicies(Pausing(patience_s=patient_s), Levels(rise_s=patient_s / 5), Window())
