@@ -15,7 +15,7 @@ from conserve.launch import Launch
 from conserve.settings import Settings
 from deployments.joining import find_ray
 from deployments.router.frontdoor import FrontDoor
-from deployments.table.table_client import TableClient
+from deployments.table_client import TableClient
 from experiments.harness import Experiment
 
 _START_S = 120.0

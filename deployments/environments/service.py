@@ -30,7 +30,7 @@ from deployments.environments.backends import Backend, Containers, Processes, fi
 from deployments.environments.manager import Manager
 from deployments.environments.sandbox import SandboxError, namespaces_missing
 from deployments.messages import Refusal
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("conserve.environments")
 

@@ -10,9 +10,10 @@ import pytest
 from conserve.history import History, TurnStats
 from conserve.holdings import Holdings
 from conserve.settings import Settings
+from deployments import table_client
 from deployments.messages import BeginTurn, EngineInfo, EventQuery, PlaceTurn, TurnPlan, Unplaced
-from deployments.table import table_client
-from deployments.table.table_client import Legacy, TableActor, TableName
+from deployments.table.actor import Legacy, TableActor
+from deployments.table_client import TableName
 
 SETTINGS = Settings(placement="collocated", decoders={"replicas": 2})  # type: ignore[arg-type]
 
@@ -219,7 +220,8 @@ def test_later_deployments_are_newer_and_other_models_have_other_tables(
         table_client, "listed",
         lambda beginning: [one for one in (second, first) if one.startswith(beginning)],
     )  # fmt: skip
-    assert first.newest() == second.newest() == second
+    assert first.alive() == second.alive() == [first, second]
+    assert first < second
     other = SETTINGS.model_copy(update={"engine": {"max_model_len": 512}})
     apart = TableName.of("app", "1764300000000000000", other)
-    assert apart.newest() == apart
+    assert apart.alive() == []
