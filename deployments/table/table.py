@@ -28,7 +28,6 @@ from conserve.events import EventLog, Kind
 from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement.load import EngineLoad
-from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
 from deployments import answers, messages
@@ -215,12 +214,6 @@ class TableService(Table):
 
     async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         self._running.prefilled(plan, done)
-
-    async def advance(
-        self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
-    ) -> bool:
-        """Note that a decoder completed a turn; returns whether the history is still its."""
-        return self._running.advance(turn, decoder_id, stats, tails)
 
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         self._running.abandon(turn, decoder_id, stats)
