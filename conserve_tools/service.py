@@ -29,7 +29,7 @@ from conserve_tools.manager import Manager
 from conserve_tools.root import JOURNAL, folder_of, make_root, take_lock
 from conserve_tools.sandbox import SandboxError, namespaces_missing
 from deployments.messages import HostPressure, Refusal
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("conserve.environments")
 

@@ -40,7 +40,7 @@ from deployments.messages import EngineInfo, EngineStarting, Heard
 from deployments.node.arena import ARENA_PATH
 from deployments.node.lmcache_server import REAPED_S, Address
 from deployments.node.node import NodeClient
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 from deployments.tracing import tell_of_lost_collector
 from deployments.upstream.outer_address import LOOPBACK
 from deployments.upstream.patches import apply_patches

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from conserve.clock import unix_s
 from conserve.direct import Desk, Notice
 from conserve.wire import BEAT_S
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 

@@ -14,7 +14,7 @@ from deployments import answers
 from deployments.router.access import caller_of
 from deployments.router.errors import answer_response
 from deployments.router.reading import read_short
-from deployments.table.table_client import TableClient
+from deployments.table_client import TableClient
 
 MOST_CALL_ID_CHARS = 128
 EVENTS = ("start", "end")

@@ -11,7 +11,7 @@ from conserve import identity
 from conserve.errors import ApiError
 from conserve.events import KINDS
 from deployments.messages import EventQuery
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 # The table writes the events anew for each of them.
 _LISTENERS = 16

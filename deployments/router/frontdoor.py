@@ -37,7 +37,7 @@ from deployments.router.request_ids import named
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 logger = logging.getLogger("ray.serve")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import msgspec
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -13,8 +14,7 @@ from starlette.routing import Route
 from conserve.loopback import is_loopback
 from deployments.answers import Engine, Targets
 from deployments.router.access import is_here
-from deployments.table.metrics import silent_table
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TABLE_UP, TableClient, TableUnavailable
 
 # Prometheus says for how long it will wait. An answer before that tells more than none.
 _PATIENCE_HEADER = "x-prometheus-scrape-timeout-seconds"
@@ -43,7 +43,7 @@ class MetricsPaths:
         except (TimeoutError, TableUnavailable) as error:
             if patience_s is None:
                 raise TableUnavailable("the conversation table does not answer") from error
-            text = silent_table()
+            text = _silent_table()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _targets(self, request: Request) -> Response:
@@ -51,6 +51,13 @@ class MetricsPaths:
         engines = await self._table.engines(soon=True)
         found = [*_targets(engines, here=is_here(request.scope))]
         return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+def _silent_table() -> bytes:
+    """Return the answer to a scrape that the table does not answer in time."""
+    registry = CollectorRegistry()
+    Gauge(*TABLE_UP, registry=registry)
+    return generate_latest(registry)
 
 
 def _patience_s(request: Request) -> float | None:

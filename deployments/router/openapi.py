@@ -15,7 +15,7 @@ from conserve.settings import Settings
 from deployments.router import interface
 from deployments.router.tokens import by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
-from deployments.table.table_client import TableClient
+from deployments.table_client import TableClient
 
 _SCHEMAS = "#/components/schemas/"
 

@@ -32,7 +32,7 @@ from deployments.router import addons
 from deployments.router.certificate import Certificate
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 from deployments.upstream import sigterm_exits
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches

@@ -24,7 +24,7 @@ from deployments.router.access import tenant_of
 from deployments.router.errors import answer_response
 from deployments.router.reading import lifted_text, most_bytes, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
-from deployments.table.table_client import TableClient
+from deployments.table_client import TableClient
 
 # Routers give no other ids, and these may stand in a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")

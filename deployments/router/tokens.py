@@ -38,7 +38,7 @@ from deployments.router.reading import (
 from deployments.router.request import read_request
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable, Upstream
-from deployments.table.table_client import TableClient
+from deployments.table_client import TableClient
 
 logger = logging.getLogger("ray.serve")
 

@@ -53,7 +53,7 @@ from deployments.router.upstream import (
     engine_error,
     error_of_event,
 )
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 if TYPE_CHECKING:
     from deployments.router.spans import Spans, TurnSpan

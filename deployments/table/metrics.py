@@ -26,6 +26,7 @@ from conserve.wire import Role
 from deployments.messages import TurnOutcome
 from deployments.table.refusals import QUEUE_REASONS
 from deployments.table.registry import Registry
+from deployments.table_client import TABLE_UP
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _TBT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -410,17 +411,4 @@ BUILD: tuple[Row[str], ...] = (
     ),
 )  # fmt: skip
 # Its state says whether the table answers.
-ANSWERS: tuple[Row[bool], ...] = (
-    Row(
-        GAUGE, "conserve_table_up",
-        "1: the conversation table answered this scrape; 0: the router did, without the table.",
-        (), int,
-    ),
-)  # fmt: skip
-
-
-def silent_table() -> bytes:
-    """Return what a router answers to a scrape that the table does not answer in time."""
-    registry = CollectorRegistry()
-    registry.register(Rows(ANSWERS, False))
-    return generate_latest(registry)
+ANSWERS: tuple[Row[bool], ...] = (Row(GAUGE, *TABLE_UP, (), int),)

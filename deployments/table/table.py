@@ -28,7 +28,6 @@ from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement import make_policy
 from conserve.placement.load import EngineLoad
 from conserve.policies import room_policies
-from conserve.recognition import Digest
 from conserve.settings import Settings
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
 from deployments import answers, messages
@@ -49,6 +48,7 @@ from deployments.table.views import (
     listen,
     standings,
 )
+from deployments.table_client import Table
 from hetero.energy import EngineEnergy
 
 logger = logging.getLogger("conserve.table")
@@ -60,7 +60,7 @@ ABANDONED_S = 120.0
 QUEUE_LIMIT = 1024
 
 
-class TableService:
+class TableService(Table):
     """The conversation table, an actor that `TableClient` calls; ``queue_limit`` turns may wait."""
 
     def __init__(self, settings: Settings, queue_limit: int = QUEUE_LIMIT) -> None:
@@ -138,7 +138,6 @@ class TableService:
         self._registry.start(engine, time.monotonic())
 
     async def register(self, engine: messages.EngineInfo) -> list[tuple[str, int]]:
-        """Add an engine that is ready; returns histories (and incarnations) to forget."""
         self._ensure_housekeeping()
         return self._membership.register(engine)
 
@@ -149,7 +148,6 @@ class TableService:
         load: EngineLoad | None = None,
         scheduler: SchedulerLoad | None = None,
     ) -> messages.Heard | None:
-        """Note that an engine lives; returns what it has to know, or None: register again."""
         engine = self._registry.engine_beat(engine_id, time.monotonic())
         if engine is None:
             return None
@@ -177,38 +175,23 @@ class TableService:
         self._membership.lost(engine_id, why)
 
     async def leave(self, engine_id: str, overdue: bool) -> bool:
-        """Give an engine nothing new; returns whether it should stay, and ask again.
-
-        If it is ``overdue``, its histories are unbound, each once none of its turns runs.
-        """
         # Turns that it has begun by itself may run.
         await self._listeners.have_heard({engine_id}, LOOK_S)
         return self._membership.leave(engine_id, overdue)
 
     async def left(self, engine_id: str) -> None:
-        """Remove an engine that was leaving, and ends now."""
         self._membership.left(engine_id)
 
     async def drain(self, engine_id: str) -> int | messages.Refusal | None:
-        """Have an engine's conversations move; returns how many it has left, None: no such one."""
         await self._recovery.not_ready()
         return self._membership.drain(engine_id)
 
     # --- decoders that begin turns by themselves ---------------------------------------------
 
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
-        """Return what a decoder has to know before it begins more; None: register again.
-
-        Args:
-            heard: the last notice that the decoder has obeyed. For a newer one it waits for a beat.
-        """
         return await self._listeners.hear(decoder_id, registration, heard)
 
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """Note what a decoder has done; None: register again.
-
-        Returns whether turns that begin now leave their KV in host memory.
-        """
         return self._listeners.report(decoder_id, registration, report)
 
     async def _look(self) -> None:
@@ -220,32 +203,21 @@ class TableService:
     async def begin(
         self, asked: messages.BeginTurn
     ) -> messages.TurnPlan | messages.Unplaced | messages.Refusal:
-        """Begin a turn; returns where its history is bound, or that it has to be placed."""
         if refusal := await self._recovery.not_ready():
             return refusal
         return await self._placing.begin(asked)
 
     async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan | messages.Refusal:
-        """Bind a history for which `begin` answered `Unplaced`; waits for room."""
         await self._recovery.not_over()
         return await self._placing.place(asked)
 
     async def forgo(self, history_id: str, claim: int) -> None:
-        """Give up placing the turn that `begin` gave this claim."""
         self._placing.forgo(history_id, claim)
 
     async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
-        """Note that the remote prefill is over; ``done`` is None if it failed."""
         self._running.prefilled(plan, done)
 
-    async def advance(
-        self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
-    ) -> bool:
-        """Note that a decoder completed a turn; returns whether the history is still its."""
-        return self._running.advance(turn, decoder_id, stats, tails)
-
     async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
-        """End a turn that did not complete."""
         self._running.abandon(turn, decoder_id, stats)
 
     async def observe(self, timing: messages.TurnTiming) -> None:
@@ -254,7 +226,6 @@ class TableService:
     async def report_tool(
         self, conversation_id: str, report: ToolReport
     ) -> int | messages.Refusal | None:
-        """Note that a tool begins or ends; returns how many run (None: unknown conversation)."""
         await self._recovery.not_ready()
         found = self._table.histories(conversation_id)
         if not found:
@@ -268,7 +239,6 @@ class TableService:
         return sum(len(self._table.tools.running(one.id)) for one in found)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
-        """End a conversation's histories; returns whether there were any."""
         await self._recovery.not_ready()
         found = self._table.histories(identity.conversation_of(conversation_id))
         told: set[str] = set()
@@ -288,7 +258,6 @@ class TableService:
     async def router_beat(
         self, router_id: str, timeouts: messages.Timeouts | None = None
     ) -> messages.RouterHeard:
-        """Note that a router lives, and take its timeouts, if any; returns what it has to know."""
         self._ensure_housekeeping()
         if timeouts is not None and timeouts != self._timeouts:
             self._timeouts = timeouts
@@ -300,7 +269,6 @@ class TableService:
         return messages.RouterHeard(self._registry.encoders(), can_serve)
 
     async def health(self) -> answers.Alive:
-        """Count the engines of each role that are alive, and those that start, by what they do."""
         await self._recovery.not_ready()
         roles = [engine.role for engine in self._registry.engines.values()]
         starting = self._registry.starting(time.monotonic())
@@ -313,7 +281,6 @@ class TableService:
         )
 
     async def engines(self, exact: bool = False) -> list[answers.Engine]:
-        """Return the engines alive; ``exact``: wait for what decoders have done just now."""
         await self._recovery.not_ready()
         if exact:
             await self._look()
@@ -322,7 +289,6 @@ class TableService:
         return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
 
     async def conversation(self, conversation_id: str) -> answers.Conversation | None:
-        """Return a conversation for `GET /v1/conversations/{id}`; None if it is unknown."""
         await self._recovery.not_ready()
         await self._look()
         found = self._table.histories(conversation_id)
@@ -332,11 +298,9 @@ class TableService:
         return conversation_view(found, unix_s(), self._table.tools, self._accounts.why, newest)
 
     async def events(self, query: messages.EventQuery) -> messages.EventPage:
-        """Return what has happened, for `GET /v1/events`; may wait for it."""
         return await listen(self._events, query)
 
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
-        """Return the most recently used conversations of a tenant, or of all (None), as JSON."""
         await self._recovery.not_ready()
         await self._look()
         table = self._table
@@ -358,7 +322,6 @@ class TableService:
     async def lifecycle(
         self, conversation_ids: list[str], pressure: messages.HostPressure
     ) -> messages.Lifecycle:
-        """Return how these conversations stand, and note the pressure on their tools' machine."""
         self._host, self._host_told_s = pressure, time.monotonic()
         if not self._recovery.is_over:
             return messages.Lifecycle(self._events.first, None)

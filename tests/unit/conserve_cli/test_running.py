@@ -22,7 +22,7 @@ from conserve_cli.main import cli
 from conserve_cli.running import Seen, Unanswered, next_screen, quantile, read_samples, screen
 from deployments import answers
 from deployments.messages import TurnTiming
-from tests.unit.deployments.table.test_draining import a_service, begun, ended
+from tests.unit.deployments.table.test_draining import a_service
 
 
 async def seen_by_a_table() -> tuple[bytes, bytes, str]:
@@ -30,8 +30,7 @@ async def seen_by_a_table() -> tuple[bytes, bytes, str]:
     service = await a_service()
     for name, turns in (("agent-1", 2), ("agent-2", 1), ("agent-3", 1), ("agent-4", 1)):
         for _ in range(turns):
-            plan = await begun(service, name)
-            await ended(service, plan)
+            plan = await service.turn(name, ends=True)
             await service.observe(TurnTiming("completed", 1.0, 0.3, (), plan.turn, 0.5))
     await service.beat("d#0", load=EngineLoad(prefill_tokens=512, decodes=3))
     await service.drain("d#1")

@@ -32,7 +32,7 @@ from deployments.messages import Checked, EngineInfo, Prefilled
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from deployments.table.table import QUEUE_LIMIT, TableService
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableClient, TableUnavailable
 
 _CALL_S = 0.001
 # Until a request has come to an engine, and until that has understood it.

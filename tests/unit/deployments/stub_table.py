@@ -10,8 +10,8 @@ from conserve.wire import Role
 from deployments.answers import Engine
 from deployments.detached import Patience, unrefused
 from deployments.messages import EngineInfo
-from deployments.table.table_client import TableClient
 from deployments.table.views import engine_view
+from deployments.table_client import TableClient
 
 
 def listed_engine(id_: str, role: Role = "decoder", **changes: Any) -> Engine:

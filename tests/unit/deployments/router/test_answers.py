@@ -18,7 +18,8 @@ from deployments.table.table import TableService
 from tests.unit.conserve_tools.test_manager import World, root, world
 from tests.unit.deployments.router.described import check, own_operations, template_of
 from tests.unit.deployments.stub_table import StubTable
-from tests.unit.deployments.table.test_hosts import a_service, a_turn, engine
+from tests.unit.deployments.table.drive import Drive, engine
+from tests.unit.deployments.table.test_hosts import a_service
 
 __all__ = ["root", "world"]
 
@@ -59,14 +60,14 @@ class Environments(EnvironmentClient):
         return unrefused(await self._service.run("run", conversation_id, name, body))
 
 
-async def a_busy_service() -> TableService:
+async def a_busy_service() -> Drive:
     """Engines of both roles, one that starts, a conversation at rest and one with a turn."""
     service = await a_service("d")
-    await service.register(engine("parted", "decoder", sm_slots=7, sms=92, handoffs=((128, 0.1),)))
+    await service.register(engine("parted", sm_slots=7, sms=92, handoffs=((128, 0.1),)))
     await service.engine_starting(EngineStarting("d2", "warming up"))
     await service.beat("d", None, EngineLoad(700, 3, 0.02, 5000.0))
-    await a_turn(service, "a/b")
-    await a_turn(service, "c", ends=False)
+    await service.turn("a/b", ends=True)
+    await service.turn("c")
     await service.report_tool("a/b", ToolReport("bash", "call 1"))
     return service
 
@@ -158,7 +159,7 @@ async def test_every_error_is_as_described(client: Client) -> None:
 
 
 async def test_an_application_without_engines_is_not_healthy(world: World) -> None:
-    service = TableService(Settings())
+    service = await Drive.of()
     service._recovery.complete.set()
     client = Client(service, world.service)
     health = {"status": "unavailable", "prefillers": 0, "decoders": 0}

@@ -31,7 +31,7 @@ from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable
-from deployments.table.table_client import TableUnavailable
+from deployments.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
 from tests.unit.deployments import asgi
 from tests.unit.deployments.router import described

@@ -13,7 +13,7 @@ from conserve.tenants import KeyFile, keyfile
 from deployments.messages import EventPage, EventQuery
 from deployments.router import events
 from deployments.router.frontdoor import FrontDoor
-from deployments.table.table_client import TableUnavailable
+from deployments.table_client import TableUnavailable
 from tests.unit.deployments.stub_table import StubTable
 
 Answer = EventPage | Exception

@@ -10,7 +10,7 @@ import pytest
 from conserve.settings import Settings
 from deployments.answers import Engine
 from deployments.router.frontdoor import FrontDoor
-from deployments.table.table_client import TableUnavailable
+from deployments.table_client import TableUnavailable
 from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
@@ -76,7 +76,9 @@ def test_a_scrape_is_answered_in_time_without_the_table(answers_in_s: float | No
     answer = get("/metrics", Table(answers_in_s), headers=headers)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert "\nconserve_table_up 0.0\n" in answer.text
+    described, kind, value = answer.text.splitlines()
+    assert described.startswith("# HELP conserve_table_up 1: the conversation table answered")
+    assert (kind, value) == ("# TYPE conserve_table_up gauge", "conserve_table_up 0.0")
 
 
 @pytest.mark.parametrize("said", ["", "soon", "-1", "inf", "nan", "0", "10"])

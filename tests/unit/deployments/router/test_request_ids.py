@@ -8,7 +8,7 @@ import pytest
 
 from conserve.settings import Settings
 from deployments.router.frontdoor import FrontDoor
-from deployments.table.table_client import TableUnavailable
+from deployments.table_client import TableUnavailable
 from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.router.test_turn import Engines, Table, exchange
 from tests.unit.deployments.stub_table import StubTable

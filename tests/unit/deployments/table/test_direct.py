@@ -1,47 +1,37 @@
 """The table and decoders that begin turns by themselves, in virtual time."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 from conserve.direct import Began, Ended, Report
 from conserve.histories.kinship import Opening
-from conserve.history import TurnKey, TurnStats
+from conserve.history import TurnKey
 from conserve.recognition import Chain
-from conserve.settings import Settings
-from deployments.messages import BeginTurn, PlaceTurn, TurnPlan, Unplaced
-from deployments.table.table import TableService
-from tests.unit.deployments.table.test_interleavings import an_engine
+from deployments.messages import TurnPlan
+from tests.unit.deployments.table.drive import STATS, Drive, engine
 from tests.unit.deployments.table.virtual_time import run
 
 ROOT, FIRST, SECOND = b"r" * 16, b"1" * 16, b"2" * 16
-STATS = TurnStats(100, 10, 0, 0)
 
 
-async def a_table(decoders: int = 1) -> TableService:
-    service = TableService(Settings(decoders={"replicas": decoders}))  # type: ignore[arg-type]
-    service._ensure_housekeeping = lambda: None  # type: ignore[method-assign]
-    await service.register(an_engine("prefiller", 1))
-    for number in range(1, decoders + 1):
-        await service.register(replace(an_engine("decoder", number), registration=1))
+async def a_table(decoders: int = 1) -> Drive:
+    engines = (engine(f"decoder#{number + 1}", registration=1) for number in range(decoders))
+    service = await Drive.of(engine("p", "prefiller"), *engines, decoders={"replicas": decoders})
+    assert service._housekeeping is not None
+    service._housekeeping.cancel()
     return service
 
 
-async def bound(service: TableService, name: str = "c") -> TurnPlan:
+async def bound(service: Drive, name: str = "c") -> TurnPlan:
     """A conversation's first turn is complete."""
     chain = Chain(ROOT, None, (), True)
-    answer = await service.begin(BeginTurn("r", name, chain))
-    assert isinstance(answer, Unplaced)
-    plan = await service.place(
-        PlaceTurn("r", answer.history_id, 100, 0.0, answer.claim, None, Opening(chain))
-    )
-    assert isinstance(plan, TurnPlan)
+    plan = await service.placed(await service.unplaced(name, chain), opening=Opening(chain))
     await service.prefilled(plan, None)
     await told(service, plan.decoder_id, 1, Ended(plan.turn, STATS, (FIRST,), True))
     return plan
 
 
-async def told(service: TableService, decoder_id: str, number: int, *events: Any) -> bool | None:
+async def told(service: Drive, decoder_id: str, number: int, *events: Any) -> bool | None:
     return await service.report(decoder_id, 1, Report(number, events, 0))
 
 
@@ -103,10 +93,8 @@ def test_who_moves_waits_for_the_decoder_that_it_leaves() -> None:
         assert service._table.memory is not None
         service._table.memory.pause(history, "room")
         service._table.leave(here)
-        chain = Chain(ROOT, None, (FIRST,))
-        answer = await service.begin(BeginTurn("r", "c", chain))
-        assert isinstance(answer, Unplaced)
-        placing = asyncio.ensure_future(service.place(PlaceTurn("r", "c", 120, 0.0, answer.claim)))
+        asked = await service.unplaced("c", Chain(ROOT, None, (FIRST,)))
+        placing = await service.queued(asked, 120)
         notice = await service.hear(here, 1, 0)
         assert notice is not None
         await asyncio.sleep(1)
@@ -114,8 +102,7 @@ def test_who_moves_waits_for_the_decoder_that_it_leaves() -> None:
         turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
         events = (Began(turn, "r"),) if began else ()
         await service.report(here, 1, Report(2, events, notice.number + 1))
-        placed = await placing
-        assert isinstance(placed, TurnPlan)
+        placed = service.planned(await placing)
         # A turn that runs already has it stay.
         assert (placed.decoder_id == here) is began
 

@@ -102,7 +102,7 @@ class World:
             await self.service.prefilled(answer, done)
         if draw.random() < 0.7:
             stats = TurnStats(tokens, 10, 0, 0)
-            await self.service.advance(answer.turn, answer.decoder_id, stats, ())
+            self.service._running.advance(answer.turn, answer.decoder_id, stats, ())
         else:
             await self.service.abandon(answer.turn, None, None)
         if draw.random() < 0.5:

@@ -15,10 +15,10 @@ import pytest
 from conserve import identity
 from conserve.history import TurnKey, TurnStats
 from conserve.wire import TurnSummary
-from deployments.messages import BeginTurn, PlaceTurn, Prefilled, TurnPlan, TurnTiming, Unplaced
+from deployments.messages import Prefilled, TurnTiming
 from deployments.table import lines
 from deployments.table.lines import Format
-from tests.unit.deployments.table.test_table import TOKENS, a_full_service
+from tests.unit.deployments.table.test_table import TOKENS, a_full_service, a_service
 
 WHOLE = TurnTiming(
     "completed", 1.23456, 0.5, (0.1,), TurnKey(identity.scoped("acme", "a b\nc"), 1, 7),
@@ -86,17 +86,14 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
         if type(handler) is logging.StreamHandler:
             handler.setStream(stderr)
     service = await a_full_service()
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
+    await service.unplaced()
     await service.release("full")
-    plan = await service.place(PlaceTurn("r", "c", TOKENS))
-    assert isinstance(plan, TurnPlan)
+    plan = await service.placed(tokens=TOKENS)
     assert plan.reason == "new"
     await service.prefilled(plan, Prefilled(TOKENS, 100))
-    await service.advance(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512), (b"c" * 16,))
+    await service.ends(plan, TurnStats(TOKENS, 5, 0, 512), (b"c" * 16,))
     await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, request_id="r-1"))
-    later = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(later, TurnPlan)
-    assert later.reason == "home"
+    assert (await service.later()).reason == "home"
     await service.engine_lost("decoder#1", "as it happens")
     written = log.read_text().splitlines()  # noqa: ASYNC240
     if "json" in request.node.name:
@@ -124,24 +121,20 @@ async def test_a_slow_turns_line_says_why_whoever_reports_its_end_first(
     tmp_path: Path, first: str
 ) -> None:
     with logged("json", tmp_path / "conserve.log") as log:
-        service = await a_full_service()
-        await service.release("full")
-        assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-        plan = await service.place(PlaceTurn("r", "c", TOKENS))
-        assert isinstance(plan, TurnPlan)
+        service = await a_service()
+        plan = await service.turn("c", TOKENS)
         seen = TurnTiming("completed", 1.5, 0.5, (), plan.turn, request_id="r-1")
         stats = TurnStats(TOKENS, 5, 0, 0, engine_wait_s=0.8, engine_wait_for="step")
         if first == "router":
             await service.observe(seen)
-        await service.advance(plan.turn, plan.decoder_id, stats, ())
+        await service.ends(plan, stats)
         if first == "decoder":
             await service.observe(seen)
         turns = [one for one in told(log) if one["event"] == "turn"]
         assert [one.get("why") for one in turns] == ["waited 0.8 s for other calls of its engine"]
 
         # Its decoder never reports the next one's end.
-        later = await service.begin(BeginTurn("r", "c", []))
-        assert isinstance(later, TurnPlan)
+        later = await service.later()
         await service.observe(TurnTiming("completed", 1.5, 0.5, (), later.turn, request_id="r-2"))
         await service._tidy(time.monotonic())
         assert told(log)[-1].get("request_id") != "r-2"

@@ -9,21 +9,10 @@ import pytest
 from conserve.events import EventLog
 from conserve.history import TurnStats
 from conserve.placement import EngineLoad
-from conserve.settings import Settings
-from deployments.messages import (
-    BeginTurn,
-    EventPage,
-    EventQuery,
-    PlaceTurn,
-    Prefilled,
-    TurnPlan,
-    TurnTiming,
-    Unplaced,
-)
+from deployments.messages import EventPage, EventQuery, Prefilled, TurnTiming
 from deployments.table import views
-from deployments.table.table import TableService
 from deployments.table.views import listen
-from tests.unit.deployments.table.test_table import TOKENS, a_full_service, engine
+from tests.unit.deployments.table.test_table import TOKENS, a_full_service, a_service
 from tests.unit.deployments.table.virtual_time import run
 
 
@@ -32,24 +21,21 @@ async def test_what_happens_is_told_in_order() -> None:
     # So much that prompts are prefilled elsewhere.
     await service.beat("decoder#1", None, EngineLoad(decodes=9, step_s=0.02))
     began = (await service.events(EventQuery(None))).newest
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS)))
-    await asyncio.sleep(0)
+    await service.unplaced()
+    waiting = await service.queued(tokens=TOKENS)
     await service.release("full")
-    plan = await waiting
-    assert isinstance(plan, TurnPlan)
+    plan = service.planned(await waiting)
     await service.prefilled(plan, Prefilled(TOKENS, 100))
     stats = TurnStats(
         TOKENS, 5, 0, 512, engine_wait_s=0.25, engine_wait_for="step", kept_tokens=640,
         kept_s=2.0, encode_wait_s=0.0, encode_s=0.5, decode_s=1.25,
     )  # fmt: skip
-    await service.advance(plan.turn, "decoder#1", stats, (b"c" * 16,))
+    service._running.advance(plan.turn, plan.decoder_id, stats, (b"c" * 16,))
     last = msgspec.to_builtins(await service.conversation("c"))["last_turn"]
     times_s = [last[f"{one}_s"] for one in ("encode_wait", "encode", "prefill", "decode")]
     assert times_s == [0.0, 0.5, 0.0, 1.25]
     await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
-    plan = await service.begin(BeginTurn("r", "c", []))
-    assert isinstance(plan, TurnPlan)
+    plan = await service.later()
     # Its decoder and its router may both say so.
     for _ in range(2):
         await service.abandon(plan.turn, "decoder#1", None)
@@ -123,12 +109,9 @@ def test_who_listens_hears_of_it_as_it_happens_or_after_a_while_that_nothing_did
 
 
 async def test_a_conversation_says_what_happened_to_it_and_nobody_elses() -> None:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-    for role in ("prefiller", "decoder"):
-        await service.register(engine(role))
+    service = await a_service()
     for id_ in ("acme\tc", "ops\tc"):
-        assert isinstance(await service.begin(BeginTurn("r", id_, [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", id_, 300)), TurnPlan)
+        await service.turn(id_, 300)
     shown = msgspec.to_builtins(await service.conversation("acme\tc"))
     assert [one["kind"] for one in shown["events"]] == ["place", "start"]
     # From numbers it could be told how much others do, or how full decoders are.

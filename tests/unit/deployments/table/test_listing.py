@@ -10,10 +10,8 @@ from conserve import identity
 from conserve.clock import unix_s
 from conserve.history import History
 from conserve.pausing import RunningTools
-from conserve.settings import Settings
-from deployments.messages import BeginTurn, EngineInfo, PlaceTurn, Unplaced
-from deployments.table.table import TableService
 from deployments.table.views import list_recent
+from tests.unit.deployments.table.drive import Drive, engine
 
 
 def conversations(count: int) -> list[History]:
@@ -127,12 +125,9 @@ def test_one_whose_other_histories_end_meanwhile_is_listed_once() -> None:
 
 
 async def test_the_service_answers_in_json() -> None:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
-    for role in ("prefiller", "decoder"):
-        await service.register(EngineInfo(f"{role}#1", role, f"http://{role}", 1, 1000, 900))  # type: ignore[arg-type]
+    service = await Drive.of(engine("p", "prefiller"), engine("d"))
     for name in ("first", "second"):
-        assert isinstance(await service.begin(BeginTurn("r", name, [])), Unplaced)
-        await service.place(PlaceTurn("r", name, 10))
+        await service.turn(name, 10)
     answer = json.loads(await service.conversations(1))
     assert answer["object"] == "list"
     assert answer["total"] == 2

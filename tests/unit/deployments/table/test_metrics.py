@@ -15,7 +15,7 @@ from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
 from deployments.messages import EngineInfo
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
-from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows, silent_table
+from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
 from deployments.table.registry import Registry
 from deployments.table.tenant_metrics import NAMED_TENANTS, TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy, GpuReading
@@ -274,11 +274,6 @@ def test_tokens_of_more_tenants_than_are_named_are_summed_up() -> None:
     found = samples(Rows(TOKENS, counts))
     assert len(found) == 3 * (NAMED_TENANTS + 1)
     assert found["conserve_tokens_total", "other", "computed"] == 50
-
-
-def test_a_silent_table_is_told_and_nothing_else() -> None:
-    lines = silent_table().decode().splitlines()
-    assert [line for line in lines if not line.startswith("#")] == ["conserve_table_up 0.0"]
 
 
 def text(book: EnergyBook) -> str:

@@ -1,101 +1,69 @@
 """The table's actor as engines come and go: who may leave when, and how many are wanted."""
 
-import dataclasses
 from typing import Any
 
 from autoscale.autoscaler import Scaling, Wanted
-from conserve.history import TurnStats
-from conserve.settings import Settings
-from conserve.wire import Role
-from deployments.messages import BeginTurn, EngineInfo, Heard, PlaceTurn, TurnPlan, Unplaced
-from deployments.table.table import TableService
+from deployments.messages import Heard
 from hetero.energy import EngineEnergy, GpuReading
+from tests.unit.deployments.table.drive import Drive, engine
 
 
-def engine(name: str, role: Role = "decoder", **changes: Any) -> EngineInfo:
-    return dataclasses.replace(EngineInfo(name, role, f"http://{name}", 1, 1000, 900), **changes)
-
-
-async def a_service(**settings: Any) -> TableService:
-    service = TableService(Settings(decoders={"replicas": 1}, **settings))
-    for name in ("d1", "d2"):
-        await service.register(engine(name))
-    await service.register(engine("p1", "prefiller"))
-    return service
-
-
-async def a_turn(service: TableService, name: str, ends: bool = True) -> TurnPlan:
-    plan = await service.begin(BeginTurn("r", name, []))
-    if isinstance(plan, Unplaced):
-        plan = await service.place(PlaceTurn("r", name, 100))
-    assert isinstance(plan, TurnPlan)
-    if ends:
-        await end(service, plan)
-    return plan
-
-
-async def end(service: TableService, plan: TurnPlan) -> None:
-    stats = TurnStats(100, 10, 0, 0)
-    assert await service.advance(plan.turn, plan.decoder_id, stats, ())
-
-
-async def says(service: TableService, line: str) -> bool:
-    return line.encode() in (await service.metrics()).splitlines()
+async def a_service(**settings: Any) -> Drive:
+    return await Drive.of(engine("d1"), engine("d2"), engine("p1", "prefiller"), **settings)
 
 
 async def test_a_decoder_stays_until_its_conversations_have_ended() -> None:
     service = await a_service()
-    plan = await a_turn(service, "c")
+    plan = await service.turn("c", ends=True)
     assert await service.leave(plan.decoder_id, False)
-    assert (await a_turn(service, "c")).decoder_id == plan.decoder_id
+    assert (await service.turn("c", ends=True)).decoder_id == plan.decoder_id
     assert await service.leave(plan.decoder_id, False)
-    assert await says(service, 'conserve_leaving_replicas{role="decoder"} 1.0')
-    assert await says(service, 'conserve_replicas{role="decoder"} 1.0')
+    assert await service.says('conserve_leaving_replicas{role="decoder"} 1.0')
+    assert await service.says('conserve_replicas{role="decoder"} 1.0')
     await service.release("c")
     assert not await service.leave(plan.decoder_id, False)
     await service.left(plan.decoder_id)
-    assert await says(service, 'conserve_leaving_replicas{role="decoder"} 0.0')
-    assert await says(service, "conserve_moves_total 0.0")
-    assert await says(service, 'conserve_engines_lost_total{role="decoder"} 0.0')
+    assert await service.says('conserve_leaving_replicas{role="decoder"} 0.0')
+    assert await service.says("conserve_moves_total 0.0")
+    assert await service.says('conserve_engines_lost_total{role="decoder"} 0.0')
 
 
 async def test_what_a_replaced_decoder_has_moves_at_its_turns_end() -> None:
     """Serve replaces one of two that are wanted; another one will come for it."""
     service = await a_service()
     service._autoscaler.wanted["decoder"] = Wanted(Scaling(2))
-    idle = await a_turn(service, "idle")
-    assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
-    busy = await a_turn(service, "busy", ends=False)
+    idle = await service.turn("idle", ends=True)
+    assert (await service.turn("elsewhere", ends=True)).decoder_id != idle.decoder_id
+    busy = await service.turn("busy")
     assert busy.decoder_id == idle.decoder_id
     assert await service.leave(idle.decoder_id, False)
-    assert (await a_turn(service, "idle")).decoder_id != idle.decoder_id
+    assert (await service.turn("idle", ends=True)).decoder_id != idle.decoder_id
     assert await service.leave(idle.decoder_id, False)
-    await end(service, busy)
+    await service.ends(busy)
     assert not await service.leave(idle.decoder_id, False)
 
 
 async def test_after_the_deadline_idle_ones_move_and_a_running_turn_ends_first() -> None:
     service = await a_service()
-    idle = await a_turn(service, "idle")
-    assert (await a_turn(service, "elsewhere")).decoder_id != idle.decoder_id
-    busy = await a_turn(service, "busy", ends=False)
+    idle = await service.turn("idle", ends=True)
+    assert (await service.turn("elsewhere", ends=True)).decoder_id != idle.decoder_id
+    busy = await service.turn("busy")
     assert busy.decoder_id == idle.decoder_id
     assert await service.leave(idle.decoder_id, False)
     assert await service.leave(idle.decoder_id, True)
-    moved = await a_turn(service, "idle")
+    moved = await service.turn("idle", ends=True)
     assert moved.decoder_id != idle.decoder_id
     assert await service.leave(idle.decoder_id, True)
-    stats = TurnStats(100, 10, 0, 0)
-    assert await service.advance(busy.turn, busy.decoder_id, stats, ())
+    await service.ends(busy)
     assert not await service.leave(idle.decoder_id, True)
     await service.left(idle.decoder_id)
-    assert (await a_turn(service, "busy")).decoder_id == moved.decoder_id
-    assert await says(service, "conserve_moves_total 2.0")
+    assert (await service.turn("busy", ends=True)).decoder_id == moved.decoder_id
+    assert await service.says("conserve_moves_total 2.0")
 
 
 async def test_a_prefiller_stays_for_what_it_was_sent() -> None:
     service = await a_service(placement="conversation")
-    plan = await a_turn(service, "c", ends=False)
+    plan = await service.turn("c")
     assert plan.prefiller_id == "p1"
     assert await service.leave("p1", False)
     await service.prefilled(plan, None)
@@ -105,7 +73,7 @@ async def test_a_prefiller_stays_for_what_it_was_sent() -> None:
 async def test_when_the_application_ends_nobody_waits() -> None:
     service = await a_service()
     for name in ("a", "b"):
-        await a_turn(service, name)
+        await service.turn(name, ends=True)
     assert await service.leave("d1", False)
     assert not await service.leave("d2", False)
     assert not await service.leave("d1", False)
@@ -113,21 +81,21 @@ async def test_when_the_application_ends_nobody_waits() -> None:
 
 async def test_a_turn_that_runs_is_not_cut_when_the_other_decoders_die() -> None:
     service = await a_service()
-    busy = await a_turn(service, "busy", ends=False)
+    busy = await service.turn("busy")
     other = "d2" if busy.decoder_id == "d1" else "d1"
-    idle = await a_turn(service, "idle")
+    idle = await service.turn("idle", ends=True)
     assert idle.decoder_id == other
     assert await service.leave(busy.decoder_id, False)
     await service.engine_lost(other, "it died")
     assert await service.leave(busy.decoder_id, False)
-    await end(service, busy)
+    await service.ends(busy)
     assert not await service.leave(busy.decoder_id, False)
 
 
 async def test_where_no_router_is_left_nobody_waits() -> None:
     """A deployment with other settings has other routers, and another table."""
     service = await a_service()
-    plan = await a_turn(service, "c")
+    plan = await service.turn("c", ends=True)
     service._recovery.started_s -= 60
     await service.router_beat("r")
     assert await service.leave(plan.decoder_id, False)
@@ -136,21 +104,22 @@ async def test_where_no_router_is_left_nobody_waits() -> None:
 
 
 async def test_a_new_table_is_told_who_is_leaving() -> None:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
+    service = await Drive.of()
     assert await service.leave("d1", False)
     assert not await service.leave("d1", True)
     await service.register(engine("d1", leaving=True))
     await service.register(engine("d2"))
     await service.register(engine("p1", "prefiller"))
-    assert (await a_turn(service, "c")).decoder_id == "d2"
+    assert (await service.turn("c", ends=True)).decoder_id == "d2"
 
 
 async def test_a_new_table_goes_on_from_what_was_wanted_and_waits_for_all_of_them() -> None:
-    service = TableService(
-        Settings(decoders={"replicas": 1, "max_replicas": 3}, prefillers={"replicas": 1})  # type: ignore[arg-type]
+    service = await Drive.of(
+        engine("p1", "prefiller", wanted_replicas=1),
+        engine("d1", wanted_replicas=3),
+        decoders={"replicas": 1, "max_replicas": 3},
+        prefillers={"replicas": 1},
     )
-    await service.register(engine("p1", "prefiller", wanted_replicas=1))
-    await service.register(engine("d1", wanted_replicas=3))
     assert not service._recovery.complete.is_set()
     await service.register(engine("d2", wanted_replicas=3))
     await service.register(engine("d3", wanted_replicas=3))
@@ -182,34 +151,28 @@ async def test_an_engine_that_has_left_is_in_no_metric() -> None:
 
 
 async def test_occupancy_makes_more_wanted_and_engines_hear_of_it() -> None:
-    service = TableService(Settings(decoders={"replicas": 1, "max_replicas": 3}))  # type: ignore[arg-type]
-    await service.register(engine("d1"))
-    await service.register(engine("p1", "prefiller"))
+    decoders = {"replicas": 1, "max_replicas": 3}
+    service = await Drive.of(engine("d1"), engine("p1", "prefiller"), decoders=decoders)
     assert await service.beat("d1") == Heard([], 1, service._decided_s)
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    assert isinstance(await service.place(PlaceTurn("r", "c", 900)), TurnPlan)
+    await service.turn("c", 900)
     await service._tidy(service._registry.last_beat_s)
     assert await service.beat("d1") == Heard([], 2, service._decided_s)
     assert await service.beat("p1") == Heard([], 1, service._decided_s)
-    assert await says(service, 'conserve_wanted_replicas{role="decoder"} 2.0')
-    assert await says(service, 'conserve_needed_replicas{role="decoder",signal="occupancy"} 0.9')
+    assert await service.says('conserve_wanted_replicas{role="decoder"} 2.0')
+    assert await service.says('conserve_needed_replicas{role="decoder",signal="occupancy"} 0.9')
 
 
 async def test_first_prompts_make_more_prefillers_wanted() -> None:
-    service = TableService(
-        Settings(
-            placement="conversation",
-            decoders={"replicas": 1},  # type: ignore[arg-type]
-            prefillers={"replicas": 1, "max_replicas": 4},  # type: ignore[arg-type]
-            profile="a40-qwen3-0.6b",
-            autoscaling={"window_s": 10},  # type: ignore[arg-type]
-        )
+    service = await Drive.of(
+        engine("d1", capacity_tokens=10_000_000),
+        engine("p1", "prefiller"),
+        placement="conversation",
+        prefillers={"replicas": 1, "max_replicas": 4},
+        profile="a40-qwen3-0.6b",
+        autoscaling={"window_s": 10},
     )
-    await service.register(engine("d1", capacity_tokens=10_000_000))
-    await service.register(engine("p1", "prefiller"))
     for number in range(20):
-        assert isinstance(await service.begin(BeginTurn("r", f"c{number}", [])), Unplaced)
-        assert isinstance(await service.place(PlaceTurn("r", f"c{number}", 15_000)), TurnPlan)
+        await service.turn(f"c{number}", 15_000)
     await service._tidy(service._registry.last_beat_s)
     # 0.6 s each: 1.2 prefillers for what comes, as much again to work the queue off.
     assert service._autoscaler.replicas("prefiller") == 4

@@ -4,7 +4,8 @@ import msgspec
 
 from conserve.placement.load import EngineLoad
 from deployments.messages import SchedulerLoad
-from tests.unit.deployments.table.test_hosts import a_service, engine, says, shown
+from tests.unit.deployments.table.drive import engine
+from tests.unit.deployments.table.test_hosts import a_service
 
 LOAD = SchedulerLoad(
     waiting=[1, 0, 0, 2],
@@ -29,11 +30,11 @@ async def test_an_engines_slots_are_shown_where_it_has_any() -> None:
     load = EngineLoad()
     await service.beat("plain", None, load)
     assert b"conserve_engine_sm" not in await service.metrics()
-    assert "sms" not in await shown(service, "plain")
-    await service.register(engine("parted", "decoder", sm_slots=7, sms=92))
-    assert await says(service, 'conserve_engine_sm_slots{engine="parted",role="decoder"} 7.0')
-    assert await says(service, 'conserve_engine_sms{engine="parted",role="decoder"} 92.0')
-    view = await shown(service, "parted")
+    assert "sms" not in await service.shown_engine("plain")
+    await service.register(engine("parted", sm_slots=7, sms=92))
+    assert await service.says('conserve_engine_sm_slots{engine="parted",role="decoder"} 7.0')
+    assert await service.says('conserve_engine_sms{engine="parted",role="decoder"} 92.0')
+    view = await service.shown_engine("parted")
     assert (view["sm_slots"], view["sms"]) == (7, 92)
     await service.engine_lost("parted", "it died")
     assert b"conserve_engine_sm" not in await service.metrics()
@@ -59,7 +60,7 @@ async def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
         'tpot_bound_seconds{engine="d"} 0.05',
         'prefill_budget_tokens{engine="d"} 288.0',
     ):
-        assert await says(service, f"conserve_engine_{line}"), line
+        assert await service.says(f"conserve_engine_{line}"), line
     await service.engine_lost("d", "it died")
     assert b"conserve_engine_waiting" not in await service.metrics()
 
@@ -84,4 +85,4 @@ async def test_a_lane_is_shown_where_there_is_one() -> None:
         'lane_prefills_total{engine="d",outcome="failed"} 1.0',
         'lane_computed_tokens_total{engine="d"} 9000.0',
     ):
-        assert await says(service, f"conserve_engine_{line}"), line
+        assert await service.says(f"conserve_engine_{line}"), line

@@ -2,17 +2,18 @@
 
 import asyncio
 import dataclasses
-from typing import Any
 
 import msgspec
 import pytest
 
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.holdings import Holdings
 from conserve.settings import Settings
-from deployments.messages import BeginTurn, EngineInfo, EventQuery, PlaceTurn, TurnPlan, Unplaced
-from deployments.table import table_client
-from deployments.table.table_client import Legacy, TableActor, TableName
+from deployments import table_client
+from deployments.messages import EventQuery, TurnPlan
+from deployments.table.actor import Legacy, TableActor
+from deployments.table_client import TableName
+from tests.unit.deployments.table.drive import STATS, Drive, engine
 
 SETTINGS = Settings(placement="collocated", decoders={"replicas": 2})  # type: ignore[arg-type]
 
@@ -22,18 +23,22 @@ def no_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_client, "listed", lambda beginning: [])
 
 
-def a_table(settings: Settings = SETTINGS) -> TableActor:
-    return TableActor(TableName.of("app", "1", settings), settings)
+class Table(Drive, TableActor):
+    """An actor's table, driven."""
+
+    def __init__(self, settings: Settings = SETTINGS) -> None:
+        TableActor.__init__(self, TableName.of("app", "1", settings), settings)
+        self.plans = {}
 
 
 class Engine:
     """A decoder, as far as a table knows it."""
 
     def __init__(self, name: str) -> None:
-        self.info = EngineInfo(name, "decoder", f"http://{name}", 1, 1000, 900)
+        self.info = engine(name)
         self.holdings = Holdings()
 
-    async def register(self, table: TableActor) -> None:
+    async def register(self, table: Table) -> None:
         info = dataclasses.replace(self.info, holds=self.holdings.all())
         for history_id, incarnation in await table.register(info):
             self.holdings.drop(history_id, incarnation)
@@ -43,27 +48,23 @@ class World:
     """Two decoders, and the table that they are registered at."""
 
     def __init__(self) -> None:
-        self.table = a_table()
+        self.table = Table()
         self.engines = {name: Engine(name) for name in ("d1", "d2")}
 
     async def registered(self) -> "World":
-        for engine in self.engines.values():
-            await engine.register(self.table)
+        for one in self.engines.values():
+            await one.register(self.table)
         return self
 
     async def begin(self, name: str, reaches: bool = True) -> TurnPlan:
-        plan = await self.table.begin(BeginTurn("r", name, []))
-        if isinstance(plan, Unplaced):
-            plan = await self.table.place(PlaceTurn("r", name, 100))
-        assert isinstance(plan, TurnPlan)
+        plan = await self.table.turn(name)
         if reaches:
             self.engines[plan.decoder_id].holdings.begin(plan.turn)
         return plan
 
     async def end(self, plan: TurnPlan) -> None:
-        stats = TurnStats(100, 10, 0, 0)
-        self.engines[plan.decoder_id].holdings.finish(plan.turn, stats, (), True)
-        assert await self.table.advance(plan.turn, plan.decoder_id, stats, ())
+        self.engines[plan.decoder_id].holdings.finish(plan.turn, STATS, (), True)
+        await self.table.ends(plan)
 
     async def turn(self, name: str) -> TurnPlan:
         plan = await self.begin(name)
@@ -72,7 +73,7 @@ class World:
 
     async def handed_over(self, settings: Settings = SETTINGS) -> None:
         packed = await self.table.hand_over()
-        self.table = a_table(settings)
+        self.table = Table(settings)
         self.table.take_over(msgspec.msgpack.decode(packed, type=Legacy))
 
     def history(self, name: str) -> History:
@@ -81,133 +82,103 @@ class World:
         return history
 
 
-def run(scenario: Any) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+async def test_conversations_go_on_where_they_were() -> None:
+    world = await World().registered()
+    before = {name: (await world.turn(name)).decoder_id for name in "abcd"}
+    assert set(before.values()) == {"d1", "d2"}
+    created_s = world.history("a").created_s
+    await world.handed_over(SETTINGS.model_copy(update={"queue_timeout_s": 5.0}))
+    assert len(world.table._table) == 4
+    await world.registered()
+    assert {name: (await world.begin(name)).decoder_id for name in "abcd"} == before
+    assert (world.history("a").created_s, world.history("a").turns) == (created_s, 1)
+    assert world.table._admission.line.timeout_s == 5.0
 
 
-def test_conversations_go_on_where_they_were() -> None:
-    async def scenario() -> None:
-        world = await World().registered()
-        before = {name: (await world.turn(name)).decoder_id for name in "abcd"}
-        assert set(before.values()) == {"d1", "d2"}
-        created_s = world.history("a").created_s
-        await world.handed_over(SETTINGS.model_copy(update={"queue_timeout_s": 5.0}))
-        assert len(world.table._table) == 4
-        await world.registered()
-        assert {name: (await world.begin(name)).decoder_id for name in "abcd"} == before
-        assert (world.history("a").created_s, world.history("a").turns) == (created_s, 1)
-        assert world.table._admission.line.timeout_s == 5.0
-
-    run(scenario)
-
-
-def test_turns_wait_for_the_engines_of_before_and_for_no_others() -> None:
+async def test_turns_wait_for_the_engines_of_before_and_for_no_others() -> None:
     """More engines are wanted now; those that load are not waited for."""
-
-    async def scenario() -> None:
-        world = await World().registered()
-        where = (await world.turn("a")).decoder_id
-        more = Settings(placement="collocated", decoders={"replicas": 4})  # type: ignore[arg-type]
-        await world.handed_over(more)
-        beginning = asyncio.create_task(world.begin("a"))
-        await asyncio.sleep(0.05)
-        assert not beginning.done()
-        await world.registered()
-        assert (await asyncio.wait_for(beginning, 1)).decoder_id == where
-
-    run(scenario)
+    world = await World().registered()
+    where = (await world.turn("a")).decoder_id
+    more = Settings(placement="collocated", decoders={"replicas": 4})  # type: ignore[arg-type]
+    await world.handed_over(more)
+    beginning = asyncio.create_task(world.begin("a"))
+    await asyncio.sleep(0.05)
+    assert not beginning.done()
+    await world.registered()
+    assert (await asyncio.wait_for(beginning, 1)).decoder_id == where
 
 
-def test_a_turn_that_runs_ends_at_the_next_table() -> None:
-    async def scenario() -> None:
-        world = await World().registered()
-        plan = await world.begin("a")
-        await world.handed_over()
-        await world.registered()
-        assert world.history("a").running == (plan.turn.turn_id,)
-        await world.end(plan)
-        assert (await world.begin("a")).decoder_id == plan.decoder_id
-
-    run(scenario)
+async def test_a_turn_that_runs_ends_at_the_next_table() -> None:
+    world = await World().registered()
+    plan = await world.begin("a")
+    await world.handed_over()
+    await world.registered()
+    assert world.history("a").running == (plan.turn.turn_id,)
+    await world.end(plan)
+    assert (await world.begin("a")).decoder_id == plan.decoder_id
 
 
-def test_a_turn_on_its_way_to_its_decoder_is_expected_there() -> None:
-    async def scenario() -> None:
-        world = await World().registered()
-        plan = await world.begin("a", reaches=False)
-        await world.handed_over()
-        await world.registered()
-        assert world.history("a").running == (plan.turn.turn_id,)
-        world.engines[plan.decoder_id].holdings.begin(plan.turn)
-        await world.end(plan)
-        assert (await world.begin("a")).decoder_id == plan.decoder_id
-
-    run(scenario)
+async def test_a_turn_on_its_way_to_its_decoder_is_expected_there() -> None:
+    world = await World().registered()
+    plan = await world.begin("a", reaches=False)
+    await world.handed_over()
+    await world.registered()
+    assert world.history("a").running == (plan.turn.turn_id,)
+    world.engines[plan.decoder_id].holdings.begin(plan.turn)
+    await world.end(plan)
+    assert (await world.begin("a")).decoder_id == plan.decoder_id
 
 
-def test_a_lost_routers_turns_end_at_the_next_table() -> None:
-    async def scenario() -> None:
-        world = await World().registered()
-        await world.begin("a", reaches=False)
-        await world.handed_over()
-        await world.registered()
-        await world.table.router_beat("r")
-        await world.table._router_lost("r")
-        assert not world.table._table.reasoning
-
-    run(scenario)
+async def test_a_lost_routers_turns_end_at_the_next_table() -> None:
+    world = await World().registered()
+    await world.begin("a", reaches=False)
+    await world.handed_over()
+    await world.registered()
+    await world.table.router_beat("r")
+    await world.table._router_lost("r")
+    assert not world.table._table.reasoning
 
 
-def test_a_decoder_that_a_history_has_left_does_not_get_it_back() -> None:
-    async def scenario() -> None:
-        world = await World().registered()
-        old = (await world.turn("a")).decoder_id
-        held = world.engines[old].holdings.all()
-        world.table._table.evict(old)
-        world.table._table.leave(old)
-        new = (await world.turn("a")).decoder_id
-        assert new != old
-        assert world.engines[old].holdings.all() == held
-        await world.handed_over()
-        # The one that is outdated comes first.
-        await world.engines[old].register(world.table)
-        assert world.engines[old].holdings.all() == []
-        await world.engines[new].register(world.table)
-        assert (await world.begin("a")).decoder_id == new
-
-    run(scenario)
+async def test_a_decoder_that_a_history_has_left_does_not_get_it_back() -> None:
+    world = await World().registered()
+    old = (await world.turn("a")).decoder_id
+    held = world.engines[old].holdings.all()
+    world.table._table.evict(old)
+    world.table._table.leave(old)
+    new = (await world.turn("a")).decoder_id
+    assert new != old
+    assert world.engines[old].holdings.all() == held
+    await world.handed_over()
+    # The one that is outdated comes first.
+    await world.engines[old].register(world.table)
+    assert world.engines[old].holdings.all() == []
+    await world.engines[new].register(world.table)
+    assert (await world.begin("a")).decoder_id == new
 
 
-def test_what_no_engine_holds_is_known_too() -> None:
-    async def scenario() -> None:
-        world = await World().registered()
-        where = (await world.turn("a")).decoder_id
-        await world.table.engine_lost(where, "it died")
-        kept = world.engines.pop(where)
-        await world.handed_over()
-        await world.registered()
-        shown = await world.table.conversation("a")
-        assert shown is not None
-        page = await world.table.events(EventQuery(0, (), None, None))
-        assert [kind for _, kind, _ in page.events].count("place") == 1
-        world.engines[where] = Engine(kept.info.id)
-        assert (await world.begin("a")).decoder_id != where
-        assert world.history("a").turns == 1
-
-    run(scenario)
+async def test_what_no_engine_holds_is_known_too() -> None:
+    world = await World().registered()
+    where = (await world.turn("a")).decoder_id
+    await world.table.engine_lost(where, "it died")
+    kept = world.engines.pop(where)
+    await world.handed_over()
+    await world.registered()
+    shown = await world.table.conversation("a")
+    assert shown is not None
+    page = await world.table.events(EventQuery(0, (), None, None))
+    assert [kind for _, kind, _ in page.events].count("place") == 1
+    world.engines[where] = Engine(kept.info.id)
+    assert (await world.begin("a")).decoder_id != where
+    assert world.history("a").turns == 1
 
 
-def test_a_table_that_has_handed_over_begins_nothing() -> None:
+async def test_a_table_that_has_handed_over_begins_nothing() -> None:
     """Its caller asks the next one, once this one has ended."""
-
-    async def scenario() -> None:
-        world = await World().registered()
-        await world.turn("a")
-        await world.table.hand_over()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(world.begin("a"), 0.1)
-
-    run(scenario)
+    world = await World().registered()
+    await world.turn("a")
+    await world.table.hand_over()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(world.begin("a"), 0.1)
 
 
 def test_later_deployments_are_newer_and_other_models_have_other_tables(
@@ -219,7 +190,8 @@ def test_later_deployments_are_newer_and_other_models_have_other_tables(
         table_client, "listed",
         lambda beginning: [one for one in (second, first) if one.startswith(beginning)],
     )  # fmt: skip
-    assert first.newest() == second.newest() == second
+    assert first.alive() == second.alive() == [first, second]
+    assert first < second
     other = SETTINGS.model_copy(update={"engine": {"max_model_len": 512}})
     apart = TableName.of("app", "1764300000000000000", other)
-    assert apart.newest() == apart
+    assert apart.alive() == []

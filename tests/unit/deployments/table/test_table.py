@@ -17,151 +17,97 @@ from conserve.recognition import Beginning, Chain, chain_of
 from conserve.settings import Settings
 from deployments.answers import Alive
 from deployments.messages import (
-    BeginTurn,
-    EngineInfo,
     EngineStarting,
-    PlaceTurn,
     Prefilled,
     Refusal,
     Timeouts,
-    TurnPlan,
     TurnTiming,
-    Unplaced,
 )
-from deployments.table.table import TableService
 from hetero.energy import EngineEnergy, GpuReading
+from tests.unit.deployments.table.drive import Drive, engine, refusal
 
 TOKENS = 600
 
 
-def engine(role: str) -> EngineInfo:
-    assert role in ("prefiller", "decoder")
-    return EngineInfo(
-        f"{role}#1", "decoder" if role == "decoder" else "prefiller", f"http://{role}", 1, 1000, 900
-    )
+PREFILLER, DECODER = engine("prefiller#1", "prefiller"), engine("decoder#1")
 
 
-async def a_service(queue_limit: int | None = None, **settings: Any) -> TableService:
+async def a_service(queue_limit: int = 1024, **settings: Any) -> Drive:
     """A prefiller and a decoder."""
-    limit = {} if queue_limit is None else {"queue_limit": queue_limit}
-    service = TableService(Settings(**{"decoders": {"replicas": 1}, **settings}), **limit)
-    for role in ("prefiller", "decoder"):
-        await service.register(engine(role))
-    return service
+    return await Drive.of(PREFILLER, DECODER, queue_limit=queue_limit, **settings)
 
 
-async def a_full_service() -> TableService:
+async def a_full_service() -> Drive:
     service = await a_service()
-    await placed(service, "full")
+    await service.turn("full", TOKENS)
     return service
-
-
-async def begun(service: TableService, name: str = "c") -> TurnPlan:
-    """Begin a turn of a history that is bound."""
-    plan = await service.begin(BeginTurn("r", name, []))
-    assert isinstance(plan, TurnPlan)
-    return plan
-
-
-async def unplaced(service: TableService, name: str = "c") -> Unplaced:
-    asked = await service.begin(BeginTurn("r", name, []))
-    assert isinstance(asked, Unplaced)
-    return asked
-
-
-async def placed(service: TableService, name: str = "c", tokens: int = TOKENS) -> TurnPlan:
-    """Begin a first turn, for which there is room."""
-    await unplaced(service, name)
-    plan = await service.place(PlaceTurn("r", name, tokens))
-    assert isinstance(plan, TurnPlan)
-    return plan
-
-
-async def queued(service: TableService, name: str = "c", tokens: int = TOKENS) -> Any:
-    """Return the call of a first turn that has begun, and waits for room."""
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", name, tokens)))
-    await asyncio.sleep(0)
-    return waiting
-
-
-async def shown_of(service: TableService, name: str = "c") -> Any:
-    shown = await service.conversation(name)
-    assert shown is not None
-    return shown
 
 
 async def test_health_says_what_engines_do_that_are_not_ready() -> None:
-    service = TableService(Settings())
+    service = Drive(Settings())
     service._recovery.complete.set()  # No engine is still to report what it has.
     await service.engine_starting(EngineStarting("prefiller#1", "starting engines"))
     await service.engine_starting(EngineStarting("decoder#1", "starting engines"))
     await service.engine_starting(EngineStarting("prefiller#1", "warming up"))
     assert await service.health() == Alive(0, 0, {"starting engines": 1, "warming up": 1})
-    for role in ("prefiller", "decoder"):
-        await service.register(engine(role))
+    for one in (PREFILLER, DECODER):
+        await service.register(one)
     assert await service.health() == Alive(1, 1)
 
 
 async def test_a_conversation_waits_once_for_room() -> None:
     """A second turn that was told to place it, the first having seemed lost, is turned away."""
     service = await a_full_service()
-    await unplaced(service)
-    first = await queued(service)
-    second = await service.place(PlaceTurn("r", "c", TOKENS))
-    assert isinstance(second, Refusal)
-    assert (second.status, second.code) == (429, "conversation_busy")
-    assert second.retry_after_s is not None
+    await service.unplaced()
+    first = await service.queued(tokens=TOKENS)
+    assert refusal(await service.places(), 429, "conversation_busy").retry_after_s is not None
     assert not first.done()
     await service.release("full")
-    placed = await first
-    assert isinstance(placed, TurnPlan)
+    placed = service.planned(await first)
     assert (placed.turn.history_id, placed.decoder_id) == ("c", "decoder#1")
     # Nothing is left in the way of its next turn.
-    assert isinstance(await asyncio.wait_for(service.begin(BeginTurn("r", "c", [])), 5), TurnPlan)
+    await asyncio.wait_for(service.later(), 5)
 
 
 async def test_a_slow_turn_says_why_until_a_quick_one_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = await a_full_service()
-    await unplaced(service)
+    await service.unplaced()
     now_s = time.time()
     monkeypatch.setattr("deployments.table.placing.unix_s", lambda: now_s)
-    waiting = await queued(service)
+    waiting = await service.queued(tokens=TOKENS)
     now_s += 3.0
     await service.release("full")
-    plan = await waiting
-    assert isinstance(plan, TurnPlan)
+    plan = service.planned(await waiting)
     for prompt_tokens, found_tokens, why in (
         (TOKENS, 0, "waited 3.0 s for room"),
         (TOKENS + 20, TOKENS + 10, msgspec.UNSET),
     ):
         stats = TurnStats(prompt_tokens, 10, found_tokens, 0)
-        assert await service.advance(plan.turn, plan.decoder_id, stats, ())
-        shown = await shown_of(service)
+        await service.ends(plan, stats)
+        shown = await service.shown()
         assert shown.last_turn.why == shown.histories[0].last_turn.why == why
         ended = [one for one in shown.events if dict(one)["kind"] == "end"]
         assert ended[-1].get("why", msgspec.UNSET) == why
-        plan = await begun(service)
+        plan = await service.later()
     await service.release("c")
     assert not service._accounts.why
 
 
 async def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
     service = await a_full_service()
-    await unplaced(service)
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "c", TOKENS, 5.0)))
-    await asyncio.sleep(0)
+    await service.unplaced()
+    waiting = await service.queued(tokens=TOKENS, waited_s=5.0)
     await service.release("full")
-    plan = await waiting
-    assert isinstance(plan, TurnPlan)
+    plan = service.planned(await waiting)
 
     async def seen(ago_s: float | None, turn: TurnKey = plan.turn) -> None:
         timing = TurnTiming("completed", 1.0, 0.5, (), turn, ago_s)
         await service.observe(timing)
 
     async def ttfet_s() -> Any:
-        return (await shown_of(service)).ttfet_s
+        return (await service.shown()).ttfet_s
 
     await seen(None)  # A tool call.
     assert await ttfet_s() is None
@@ -181,19 +127,17 @@ async def test_a_clock_that_is_set_ends_no_conversation(monkeypatch: pytest.Monk
         now_s = time.time() + jump_s
         monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
         await service._tidy(time.monotonic())
-        shown = await shown_of(service, "full")
+        shown = await service.shown("full")
         assert 0 <= shown.age_s < 3600
 
 
 async def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
     """Its first request came to a table that was lost; what is left of the time would be wrong."""
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
     held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
-    await service.register(engine("prefiller"))
-    await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-    plan = await begun(service)
+    service = await Drive.of(PREFILLER, dataclasses.replace(DECODER, holds=[held]))
+    plan = await service.later()
     await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
-    assert (await shown_of(service)).ttfet_s is None
+    assert (await service.shown()).ttfet_s is None
     assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
 
 
@@ -203,10 +147,11 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
     """Cold prefill on one GPU, the tail on another; what idles is the tiers' alone."""
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    settings = Settings(placement="conversation", decoders={"replicas": 1})  # type: ignore[arg-type]
-    service = TableService(settings)
-    for role, tier in (("prefiller", "fast"), ("decoder", "frugal")):
-        await service.register(dataclasses.replace(engine(role), tier=tier, gpus=(f"GPU-{tier}",)))
+    service = await Drive.of(
+        dataclasses.replace(PREFILLER, tier="fast", gpus=("GPU-fast",)),
+        dataclasses.replace(DECODER, tier="frugal", gpus=("GPU-frugal",)),
+        placement="conversation",
+    )
 
     async def beat(prefiller_j: float, decoder_j: float) -> None:
         for role, joules in (("prefiller", prefiller_j), ("decoder", decoder_j)):
@@ -215,16 +160,16 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
             await service.beat(f"{role}#1", energy)
 
     async def told_j() -> Any:
-        return (await shown_of(service)).energy_estimate_j
+        return (await service.shown()).energy_estimate_j
 
     await beat(0, 0)
-    plan = await placed(service, "c", 500)
+    plan = await service.turn("c", 500)
     assert await told_j() is None
     now_s += 1
     await service.prefilled(plan, Prefilled(500, 0))
     now_s += 1
     stats = TurnStats(500, 40, 0, 384)
-    assert await service.advance(plan.turn, "decoder#1", stats, ())
+    await service.ends(plan, stats)
     now_s += 2
     await beat(800, 400)
     # One of four seconds on each.
@@ -250,7 +195,7 @@ async def test_without_gpus_nothing_is_said_of_them() -> None:
     service = await a_full_service()
     await service.beat("decoder#1")
     assert b"gpu" not in await service.metrics()
-    assert (await shown_of(service, "full")).energy_estimate_j is None
+    assert (await service.shown("full")).energy_estimate_j is None
 
 
 # --- Turns that are not bound yet ----------------------------------------------------------------
@@ -259,30 +204,27 @@ async def test_without_gpus_nothing_is_said_of_them() -> None:
 async def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
     """Its client left; the next turn of the same conversation waits in its own right."""
     service = await a_full_service()
-    asked = await unplaced(service)
-    first = await queued(service)
+    asked = await service.unplaced()
+    first = await service.queued(tokens=TOKENS)
     await service.forgo("c", asked.claim)
     # Before the first call has noticed.
-    await unplaced(service)
-    second = await queued(service)
+    await service.unplaced()
+    second = await service.queued(tokens=TOKENS)
     with pytest.raises(asyncio.CancelledError):
         await first
     await service.release("full")
-    placed = await asyncio.wait_for(second, 5)
-    assert isinstance(placed, TurnPlan)
+    service.planned(await asyncio.wait_for(second, 5))
     assert not service._pending
 
 
 async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
     service = await a_service(queue_timeout_s=0.05)
-    await placed(service, "full")
-    await unplaced(service, "large")
-    large = asyncio.create_task(service.place(PlaceTurn("r", "large", 900)))
+    await service.turn("full", TOKENS)
+    await service.unplaced("large")
+    large = await service.queued("large", 900)
     await asyncio.sleep(0.03)
-    await placed(service, "small", 300)
-    refused = await large
-    assert isinstance(refused, Refusal)
-    assert (refused.status, refused.code) == (429, "queue_timeout")
+    await service.turn("small", 300)
+    refusal(await large, 429, "queue_timeout")
     assert b'conserve_queue_refusals_total{reason="timeout"} 1.0' in await service.metrics()
     assert not service._pending
 
@@ -290,34 +232,30 @@ async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> 
 async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
     service = await a_service(queue_limit=1)
     for name in ("full", "waits", "late"):
-        await unplaced(service, name)
-    assert isinstance(await service.place(PlaceTurn("r", "full", 900)), TurnPlan)
-    waits = await queued(service, "waits", 900)
-    refused = await service.place(PlaceTurn("r", "late", 900))
-    assert isinstance(refused, Refusal)
-    assert (refused.status, refused.code) == (429, "queue_full")
+        await service.unplaced(name)
+    await service.placed("full", 900)
+    waits = await service.queued("waits", 900)
+    refused = refusal(await service.places("late", 900), 429, "queue_full")
     assert "1 conversation waits for room already" in refused.message
     assert refused.retry_after_s is not None
     assert 1 <= refused.retry_after_s <= 60
     await service.release("full")
-    assert isinstance(await asyncio.wait_for(waits, 5), TurnPlan)
+    service.planned(await asyncio.wait_for(waits, 5))
 
 
 async def test_the_longest_wait_changes_in_place() -> None:
     service = await a_full_service()
     await service.router_beat("r", Timeouts(queue_timeout_s=0.05, idle_timeout_s=1800.0))
-    await unplaced(service)
-    refused = await asyncio.wait_for(service.place(PlaceTurn("r", "c", TOKENS)), 30)
-    assert isinstance(refused, Refusal)
-    assert refused.code == "queue_timeout"
+    await service.unplaced()
+    waiting = service.places(tokens=TOKENS)
+    refusal(await asyncio.wait_for(waiting, 30), 429, "queue_timeout")
 
 
 async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
     service = await a_full_service()
     await service.router_beat("lost")
-    assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
-    waiting = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
-    await asyncio.sleep(0)
+    await service.unplaced(router="lost")
+    waiting = await service.queued(tokens=TOKENS, router="lost")
     assert b"conserve_queue_length 1.0" in await service.metrics()
     await service._router_lost("lost")
     assert b"conserve_queue_length 0.0" in await service.metrics()
@@ -328,11 +266,10 @@ async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
 async def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next() -> None:
     service = await a_service()
     # `begin` was another table's.
-    assert isinstance(await service.place(PlaceTurn("r", "c", TOKENS)), TurnPlan)
+    await service.placed(tokens=TOKENS)
     assert not service._pending
     # Its claim holds on: a client that leaves gives its place up.
-    waiting = asyncio.create_task(service.place(PlaceTurn("r", "d", TOKENS, 0.0, claim=5)))
-    await asyncio.sleep(0)
+    waiting = await service.queued("d", TOKENS, claim=5)
     assert b"conserve_queue_length 1.0" in await service.metrics()
     await service.forgo("d", 5)
     assert b"conserve_queue_length 0.0" in await service.metrics()
@@ -343,40 +280,38 @@ async def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the
 async def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
     """All before the call that waits for room has noticed."""
     service = await a_full_service()
-    asked = await unplaced(service)
-    waiting = await queued(service)
+    asked = await service.unplaced()
+    waiting = await service.queued(tokens=TOKENS)
     await service.release("full")  # Room for it.
     await service.forgo("c", asked.claim)
     await service.engine_lost("decoder#1", "as it happens")
     assert isinstance(await asyncio.wait_for(waiting, 5), Refusal)
     assert b"conserve_queue_length 0.0" in await service.metrics()
-    await service.register(engine("decoder"))
+    await service.register(DECODER)
     assert not service._pending
-    await placed(service)
+    await service.turn(tokens=TOKENS)
 
 
 async def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
     """The second comes after room was found for the first, and before the first has noticed."""
     service = await a_full_service()
-    asked = await unplaced(service)
-    first = await queued(service)
+    asked = await service.unplaced()
+    first = await service.queued(tokens=TOKENS)
     await service.release("full")
     await service.forgo("c", asked.claim)
-    second = await service.begin(BeginTurn("r", "c", []))
-    # Nobody wants the first one any more, and it is over.
+    second = await service.unplaced()
+    # The first one was given up, and is over.
     assert isinstance(await first, Refusal)
-    assert isinstance(second, Unplaced)
-    plan = await service.place(PlaceTurn("r", "c", TOKENS))
-    assert isinstance(plan, TurnPlan)
-    assert (await shown_of(service)).phase == "reasoning"
-    assert await service.advance(plan.turn, "decoder#1", TurnStats(TOKENS, 1, 0, 0), ())
-    assert (await shown_of(service)).phase == "acting"
+    plan = await service.placed(second, TOKENS)
+    assert (await service.shown()).phase == "reasoning"
+    await service.ends(plan, TurnStats(TOKENS, 1, 0, 0))
+    assert (await service.shown()).phase == "acting"
 
 
 async def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
     service = await a_full_service()
-    await unplaced(service)
-    waiting = await queued(service)
+    await service.unplaced()
+    waiting = await service.queued(tokens=TOKENS)
     await service.release("full")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -387,22 +322,22 @@ async def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> 
 
 async def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
     service = await a_full_service()
-    asked = await unplaced(service)
-    waiting = await queued(service)
+    asked = await service.unplaced()
+    waiting = await service.queued(tokens=TOKENS)
     await service.forgo("c", asked.claim + 1)
     await service.forgo("c", 0)
     assert not waiting.done()
     await service.release("full")
-    assert isinstance(await waiting, TurnPlan)
+    service.planned(await waiting)
 
 
 async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -> None:
     """One gets room just then, the other waits for its conversation's first turn."""
     service = await a_full_service()
     await service.router_beat("lost")
-    assert isinstance(await service.begin(BeginTurn("lost", "c", [])), Unplaced)
-    placing = asyncio.create_task(service.place(PlaceTurn("lost", "c", TOKENS)))
-    later = asyncio.create_task(service.begin(BeginTurn("lost", "c", [])))
+    await service.unplaced(router="lost")
+    placing = await service.queued(tokens=TOKENS, router="lost")
+    later = asyncio.create_task(service.begins(router="lost"))
     await asyncio.sleep(0)
     await service.release("full")
     await service._router_lost("lost")
@@ -413,32 +348,26 @@ async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -
     assert not service._running.routers or all(key[0] == "full" for key in service._running.routers)
     # One that was only silent is served again.
     await service.router_beat("lost")
-    assert isinstance(await service.begin(BeginTurn("lost", "d", [])), Unplaced)
+    await service.unplaced("d", router="lost")
 
 
 # --- What nobody may do to others ----------------------------------------------------------------
 
 
 async def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() -> None:
-    service = await a_full_service()
-    await service.release("full")
-    await unplaced(service, "huge")
-    refused = await service.place(PlaceTurn("r", "huge", 1001))
-    assert isinstance(refused, Refusal)
-    assert (refused.status, refused.code) == (400, "context_length_exceeded")
+    service = await a_service()
+    await service.unplaced("huge")
+    refused = refusal(await service.places("huge", 1001), 400, "context_length_exceeded")
     assert "1001 tokens" in refused.message
-    await placed(service, "c", 1000)
+    await service.turn("c", 1000)
 
 
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named: bool) -> None:
     """Without an id of its own, and without an answer, its client cannot come back to it."""
-    service = await a_full_service()
-    await service.release("full")
-    asked = await service.begin(BeginTurn("r", "task-42" if named else None, []))
-    assert isinstance(asked, Unplaced)
-    plan = await service.place(PlaceTurn("r", asked.history_id, TOKENS))
-    assert isinstance(plan, TurnPlan)
+    service = await a_service()
+    asked = await service.unplaced("task-42" if named else None)
+    plan = await service.placed(asked, TOKENS)
     await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
     shown = await service.conversation(asked.history_id)
     assert (shown is not None) is named
@@ -448,17 +377,13 @@ async def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named:
 
 
 async def test_a_cut_later_turn_ends_nothing() -> None:
-    service = await a_full_service()
-    await service.release("full")
+    service = await a_service()
     chain = Chain(b"r" * 16, None, [])
-    asked = await service.begin(BeginTurn("r", None, chain))
-    assert isinstance(asked, Unplaced)
-    first = await service.place(PlaceTurn("r", asked.history_id, TOKENS, opening=Opening(chain)))
-    assert isinstance(first, TurnPlan)
+    asked = await service.unplaced(None, chain)
+    first = await service.placed(asked, TOKENS, opening=Opening(chain))
     stats = TurnStats(TOKENS, 5, 0, 512)
-    assert await service.advance(first.turn, "decoder#1", stats, (b"t" * 16,))
-    second = await service.begin(BeginTurn("r", None, Chain(b"r" * 16, None, [b"t" * 16])))
-    assert isinstance(second, TurnPlan)
+    await service.ends(first, stats, (b"t" * 16,))
+    second = await service.later(None, Chain(b"r" * 16, None, [b"t" * 16]))
     await service.abandon(second.turn, "decoder#1", stats)
     assert await service.conversation(asked.history_id) is not None
 
@@ -468,43 +393,36 @@ async def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> No
     said = [{"role": "user", "content": f"{n}"} for n in range(99)]
     for count in (1, 2, 90):
         chain = chain_of(said[:count], most_ends=64)
-        assert isinstance(await service.begin(BeginTurn("r", "d", chain)), Unplaced)
-        plan: Any = await service.begin(BeginTurn("r", "c", chain))
+        await service.unplaced("d", chain)
+        plan = await service.begins("c", chain)
         if count == 1:
-            plan = await service.place(PlaceTurn("r", "c", 90, opening=Opening(chain)))
+            plan = await service.placed(plan, 90, opening=Opening(chain))
         assert plan.turn.history_id == "c"
         tails = Beginning(said[:count]).tails({"role": "assistant", "content": "hm"})
-        assert await service.advance(plan.turn, "decoder#1", TurnStats(90, 5, 0, 0), tails)
+        await service.ends(plan, TurnStats(90, 5, 0, 0), tails)
     # What an earlier turn asked is asked once more, beside the history, from its first prompt on.
-    again = await service.begin(BeginTurn("r", "c", chain_of(said[:2])))
+    again = await service.unplaced("c", chain_of(said[:2]))
     assert again.history_id != "c"
-    opening = Opening(chain_of(said[:2]))
-    other = await service.place(PlaceTurn("r", again.history_id, 90, opening=opening))
-    assert isinstance(other, TurnPlan)
+    other = await service.placed(again, 90, opening=Opening(chain_of(said[:2])))
     assert other.root == chain_of(said[:1]).root
 
 
 @pytest.mark.parametrize("bound", [True, False])
 async def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool) -> None:
     """Also while the chat is not bound yet, and after it has ended."""
-    service = await a_full_service()
-    await service.release("full")
+    service = await a_service()
     chain = Chain(b"r" * 16, None, [], ends_with_root=True)
-    chat = await service.begin(BeginTurn("r", "c", chain))
-    assert isinstance(chat, Unplaced)
+    chat = await service.unplaced("c", chain)
     if bound:
-        placed = await service.place(PlaceTurn("r", "c", 10, opening=Opening(chain)))
-        assert isinstance(placed, TurnPlan)
-    completion = await asyncio.wait_for(service.begin(BeginTurn("r", "c", None)), 5)
-    assert isinstance(completion, Unplaced)
+        placed = await service.placed(chat, 10, opening=Opening(chain))
+    completion = await asyncio.wait_for(service.unplaced("c", None), 5)
     beside = completion.history_id
     assert beside != chat.history_id == "c"
-    assert isinstance(await service.place(PlaceTurn("r", beside, 10)), TurnPlan)
+    await service.placed(beside, 10)
     await service.forgo("c", chat.claim)
     if bound:
         await service.abandon(placed.turn, None, None)
-    again = await service.begin(BeginTurn("r", "c", None))
-    assert isinstance(again, TurnPlan)
+    again = await service.later("c", None)
     assert again.turn.history_id == beside
 
 
@@ -520,11 +438,9 @@ async def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool
 async def test_a_turn_is_told_to_park_where_there_is_host_memory(
     settings: dict[str, object], host_tokens: int, parks: bool
 ) -> None:
-    service = TableService(Settings(**settings))  # type: ignore[arg-type]
-    for role in ("prefiller", "decoder"):
-        await service.register(dataclasses.replace(engine(role), host_tokens=host_tokens))
-    service._recovery.complete.set()  # No engine is still to report what it has.
-    plan = await placed(service)
+    engines = (dataclasses.replace(one, host_tokens=host_tokens) for one in (PREFILLER, DECODER))
+    service = await Drive.of(*engines, **settings)
+    plan = await service.turn(tokens=TOKENS)
     assert plan.parks == parks
     # What a prefiller has computed is there, whether the decoder parks or not.
     await service.prefilled(plan, Prefilled(TOKENS, 0))
@@ -536,15 +452,13 @@ async def test_a_turn_is_told_to_park_where_there_is_host_memory(
 
 
 async def test_engines_of_one_node_share_its_host_memory() -> None:
-    service = TableService(Settings())
+    nodes = enumerate([("a", 500), ("a", 500), ("b", 300)])
+    service = await Drive.of(*(
+        engine(f"decoder#{number}", url=f"http://{node}:{8000 + number}", host_tokens=tokens)
+        for number, (node, tokens) in nodes
+    ))  # fmt: skip
     memory = service._table.memory
     assert memory is not None
-    for number, (node, tokens) in enumerate([("a", 500), ("a", 500), ("b", 300)]):
-        info = EngineInfo(
-            f"decoder#{number}", "decoder", f"http://{node}:{8000 + number}", 1, 1000, 900,
-            host_tokens=tokens,
-        )  # fmt: skip
-        await service.register(info)
     for name in ("x", "y"):
         memory.parked(History(name, 1, 0.0, 0.0), 600)
     assert memory.parked_tokens == 800
@@ -556,13 +470,13 @@ async def test_engines_of_one_node_share_its_host_memory() -> None:
 async def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
     service = await a_full_service()
     assert await service.report_tool("unknown", ToolReport("bash")) is None
-    plan = await begun(service, "full")
+    plan = await service.later("full")
     stats = TurnStats(TOKENS, 10, 0, 0, "bash")
-    assert await service.advance(plan.turn, "decoder#1", stats, ())
+    await service.ends(plan, stats)
     assert await service.report_tool("full", ToolReport("bash", "1")) == 1
     assert await service.report_tool("full", ToolReport("bash", "2")) == 2
     assert await service.report_tool("full", ToolReport("bash", "1", ended=True)) == 1
-    shown = await shown_of(service, "full")
+    shown = await service.shown("full")
     assert shown.running_tools == 1
     (history,) = shown.histories
     assert history.called == "bash"
@@ -576,8 +490,8 @@ async def test_a_clients_tools_are_noted_until_its_next_turn() -> None:
     ]  # fmt: skip
     assert ["wall_s" in one for one in told] == [False, False, True]
     # No start without an end outlives the next turn, or the conversation.
-    await begun(service, "full")
-    assert (await shown_of(service, "full")).running_tools == 0
+    await service.later("full")
+    assert (await service.shown("full")).running_tools == 0
     await service.report_tool("full", ToolReport("bash"))
     await service.release("full")
     assert len(service._table.tools) == 0
@@ -587,9 +501,7 @@ async def test_so_many_tools_of_a_history_are_noted() -> None:
     service = await a_full_service()
     for number in range(MOST_RUNNING):
         assert await service.report_tool("full", ToolReport("bash")) == number + 1
-    refused = await service.report_tool("full", ToolReport("bash"))
-    assert isinstance(refused, Refusal)
-    assert (refused.status, refused.code) == (400, "too_many_tools")
+    refusal(await service.report_tool("full", ToolReport("bash")), 400, "too_many_tools")
 
 
 async def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,23 +509,21 @@ async def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPa
     now_s = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
 
-    async def costs(service: TableService) -> dict[str, float]:
+    async def costs(service: Drive) -> dict[str, float]:
         lines = (await service.metrics()).decode().splitlines()
         found = [one for one in lines if one.startswith("conserve_cost_token_seconds_total{")]
         return {one.split('term="')[1].split('"')[0]: float(one.split()[-1]) for one in found}
 
     service = await a_full_service()
-    (history,) = service._table.live()
-    first = TurnKey("full", history.incarnation, history.running[-1])
     now_s[0] += 10
     stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
-    assert await service.advance(first, "decoder#1", stats, ())
+    await service.ends("full", stats)
     now_s[0] += 10
-    plan = await begun(service, "full")
+    plan = await service.later("full")
     now_s[0] += 10
     # Its engine had lost all but 200 of what it held, 700, and 50 tokens are new.
     again = TurnStats(750, 100, 200, 0, decode_s=5.0)
-    assert await service.advance(plan.turn, "decoder#1", again, ())
+    await service.ends(plan, again)
     expected = {
         "decode": 3600 + 3500,
         "prefill": 2400 + 3500 * 50 / 550,
@@ -630,10 +540,8 @@ async def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPa
 
 async def test_handoffs_that_came_late_or_not_are_counted() -> None:
     service = await a_full_service()
-    (history,) = service._table.live()
-    turn = TurnKey("full", history.incarnation, history.running[-1])
     stats = TurnStats(TOKENS, 100, 0, 256, missed_tokens=256, late=True)
-    assert await service.advance(turn, "decoder#1", stats, ())
+    await service.ends("full", stats)
     shown = (await service.metrics()).decode()
     assert "conserve_late_handoffs_total 1.0" in shown
     assert "conserve_missed_handoffs_total 1.0" in shown
@@ -641,26 +549,21 @@ async def test_handoffs_that_came_late_or_not_are_counted() -> None:
 
 
 async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_there() -> None:
-    service = TableService(Settings())
-    for role in ("prefiller", "decoder"):
-        info = engine(role)
-        await service.register(dataclasses.replace(info, capacity_tokens=100_000))
-
-    first, second = await placed(service, "a"), await placed(service, "b")
+    engines = (dataclasses.replace(one, capacity_tokens=100_000) for one in (PREFILLER, DECODER))
+    service = await Drive.of(*engines)
+    first, second = await service.turn("a", TOKENS), await service.turn("b", TOKENS)
     assert [(one.prefiller_id, one.looks_up) for one in (first, second)] == [(None, False)] * 2
     # A prompt that is handed over is looked up, and so is all that comes after it.
     await service.beat("decoder#1", None, EngineLoad(decodes=30, step_s=0.02))
-    handed_over = await placed(service, "c")
+    handed_over = await service.turn("c", TOKENS)
     assert (handed_over.prefiller_id, handed_over.looks_up) == ("prefiller#1", True)
     await service.beat("decoder#1", None, EngineLoad())
-    fourth = await placed(service, "d")
+    fourth = await service.turn("d", TOKENS)
     assert (fourth.prefiller_id, fourth.looks_up) == (None, True)
 
 
 async def test_an_engine_that_has_served_before_may_have_had_something_stored() -> None:
-    service = TableService(Settings())
     held = History("b", 2, 0.0, 0.0, decoder_id="decoder#1")
-    await service.register(engine("prefiller"))
-    await service.register(dataclasses.replace(engine("decoder"), holds=[held]))
-    plan = await placed(service, "a")
+    service = await Drive.of(PREFILLER, dataclasses.replace(DECODER, holds=[held]))
+    plan = await service.turn("a", TOKENS)
     assert plan.looks_up

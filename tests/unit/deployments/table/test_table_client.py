@@ -7,8 +7,7 @@ import pytest
 
 from conserve.settings import Settings
 from deployments.detached import Patience
-from deployments.table.table import TableService
-from deployments.table.table_client import TableClient, TableUnavailable
+from deployments.table_client import Table, TableClient, TableUnavailable
 
 
 class _Silent:
@@ -26,4 +25,4 @@ async def test_a_table_that_lives_and_does_not_answer_holds_nobody_up() -> None:
     client = TableClient("app", "1", Settings())
     client._actor = _Silent()
     with pytest.raises(TableUnavailable, match="did not answer within"):
-        await asyncio.wait_for(client._ask(Patience(answer_s=0.05), TableService.advance), 5)
+        await asyncio.wait_for(client._ask(Patience(answer_s=0.05), Table.report), 5)

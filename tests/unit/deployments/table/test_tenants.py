@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,78 +12,51 @@ from conserve import identity
 from conserve.histories.kinship import Opening
 from conserve.history import History, TurnStats
 from conserve.recognition import Chain
-from conserve.settings import Settings
 from conserve.tenants import Limits
-from conserve.wire import Role
-from deployments.messages import (
-    BeginTurn,
-    EngineInfo,
-    PlaceTurn,
-    Refusal,
-    TurnPlan,
-    TurnTenant,
-    TurnTiming,
-    Unplaced,
-)
-from deployments.table.table import TableService
+from deployments.messages import TurnPlan, TurnTenant, TurnTiming, Unplaced
+from tests.unit.deployments.table.drive import Drive, engine, refusal
 
 TAIL = b"t" * 16
 
 
-def engine(role: Role, capacity_tokens: int = 10_000) -> EngineInfo:
-    return EngineInfo(f"{role}#1", role, f"http://{role}", 1, capacity_tokens, 9000)
-
-
-async def a_service(capacity_tokens: int = 10_000, **settings: Any) -> TableService:
-    service = TableService(Settings(decoders={"replicas": 1}, queue_timeout_s=5, **settings))  # type: ignore[arg-type]
-    await service.register(engine("prefiller"))
-    await service.register(engine("decoder", capacity_tokens))
-    return service
+async def a_service(capacity_tokens: int = 10_000, **settings: Any) -> Drive:
+    engines = engine("p", "prefiller"), engine("decoder#1", capacity_tokens=capacity_tokens)
+    return await Drive.of(*engines, queue_timeout_s=5, **settings)
 
 
 def tenant(**limits: int) -> TurnTenant:
     return TurnTenant("acme", Limits(**limits))
 
 
-async def begin(service: TableService, name: str, of: TurnTenant) -> TurnPlan | Unplaced | Refusal:
-    return await service.begin(BeginTurn("r", identity.scoped(of.name, name), [], of))
+async def begin(service: Drive, name: str, of: TurnTenant) -> Any:
+    return await service.begins(identity.scoped(of.name, name), (), of)
 
 
-async def place(
-    service: TableService, asked: TurnPlan | Unplaced | Refusal, of: TurnTenant, tokens: int = 100
-) -> TurnPlan | Refusal:
-    assert isinstance(asked, Unplaced)
-    return await service.place(PlaceTurn("r", asked.history_id, tokens, 0.0, asked.claim, of))
+async def start(service: Drive, name: str, of: TurnTenant, tokens: int = 100) -> TurnPlan:
+    asked = await begin(service, name, of)
+    if isinstance(asked, TurnPlan):
+        return asked
+    return await service.placed(asked, tokens, tenant=of)
 
 
-async def start(service: TableService, name: str, of: TurnTenant, tokens: int = 100) -> TurnPlan:
-    answer = await begin(service, name, of)
-    if not isinstance(answer, TurnPlan):
-        answer = await place(service, answer, of, tokens)  # type: ignore[assignment]
-    assert isinstance(answer, TurnPlan)
-    return answer
-
-
-async def end(service: TableService, plan: TurnPlan, tokens: int = 100) -> None:
-    await service.prefilled(plan, None)
-    assert await service.advance(plan.turn, plan.decoder_id, TurnStats(tokens, 0, 0, 0), (TAIL,))
+async def end(service: Drive, plan: TurnPlan, tokens: int = 100) -> None:
+    await service.ends(plan, TurnStats(tokens, 0, 0, 0), (TAIL,))
 
 
 def over(answer: object, limit: str) -> int:
     """After how many seconds to try again."""
-    assert isinstance(answer, Refusal)
-    assert (answer.status, answer.code) == (429, "tenant_limit")
-    assert limit in answer.message
-    assert "acme" in answer.message
-    assert answer.retry_after_s is not None
-    return answer.retry_after_s
+    refused = refusal(answer, 429, "tenant_limit")
+    assert limit in refused.message
+    assert "acme" in refused.message
+    assert refused.retry_after_s is not None
+    return refused.retry_after_s
 
 
 async def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> None:
     service, acme = await a_service(1000), tenant(turns=3)
     running = await start(service, "a", acme, 900)
     in_line = await begin(service, "b", acme)
-    waiting = asyncio.create_task(place(service, in_line, acme, 900))
+    waiting = await service.queued(in_line, 900, tenant=acme)
     behind = asyncio.create_task(begin(service, "b", acme))
     await asyncio.sleep(0)
     over(await begin(service, "c", acme), "turns")
@@ -93,10 +65,8 @@ async def test_turns_count_from_their_beginning_to_their_end_however_they_wait()
     assert isinstance(await begin(service, "c", TurnTenant("umbrella", acme.limits)), Unplaced)
     await end(service, running)
     await service.release("acme\ta")
-    bound = await waiting
-    assert isinstance(bound, TurnPlan)
-    second = await behind
-    assert isinstance(second, TurnPlan)
+    service.planned(await waiting)
+    service.planned(await behind)
     third = await begin(service, "d", acme)
     assert isinstance(third, Unplaced)
     over(await begin(service, "e", acme), "turns")
@@ -108,15 +78,14 @@ async def test_a_turn_that_has_got_room_counts_once_before_it_has_noticed() -> N
     service, acme = await a_service(1000), tenant(turns=2, conversations=2)
     first = await start(service, "a", acme, 900)
     in_line = await begin(service, "b", acme)
-    waiting = asyncio.create_task(place(service, in_line, acme, 900))
-    await asyncio.sleep(0)
+    waiting = await service.queued(in_line, 900, tenant=acme)
     await end(service, first)
     await service.release("acme\ta")
     assert service._table.usage.tenant("acme").turns == 1
     assert not waiting.done()
     assert isinstance(await begin(service, "c", acme), Unplaced)
     over(await begin(service, "d", acme), "turns")
-    assert isinstance(await waiting, TurnPlan)
+    service.planned(await waiting)
 
 
 async def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> None:
@@ -124,8 +93,7 @@ async def test_conversations_count_while_they_are_bound_yet_and_until_they_end()
     first = await start(service, "a", acme)
     asked = await begin(service, "b", acme)
     over(await begin(service, "c", acme), "conversations")
-    second = await place(service, asked, acme)
-    assert isinstance(second, TurnPlan)
+    second = await service.placed(asked, tenant=acme)
     over(await begin(service, "c", acme), "conversations")
     # Those that are there go on.
     await end(service, first)
@@ -160,25 +128,23 @@ async def test_tokens_count_from_the_promise_and_in_line() -> None:
     service, acme = await a_service(1000), tenant(held_tokens=1500)
     first = await start(service, "a", acme, 900)
     asked = await begin(service, "b", acme)
-    waiting = asyncio.create_task(place(service, asked, acme, 500))
-    await asyncio.sleep(0)
-    over(await place(service, await begin(service, "c", acme), acme, 200), "held_tokens")
-    alone = await place(service, await begin(service, "c", acme), acme, 1600)
-    assert isinstance(alone, Refusal)
+    waiting = await service.queued(asked, 500, tenant=acme)
+    third = await begin(service, "c", acme)
+    over(await service.places(third, 200, tenant=acme), "held_tokens")
+    third = await begin(service, "c", acme)
     # More than any decoder holds, which is the first thing to say.
-    assert (alone.status, alone.code) == (400, "context_length_exceeded")
+    refusal(await service.places(third, 1600, tenant=acme), 400, "context_length_exceeded")
     await end(service, first, 950)
     await service.release("acme\ta")
-    assert isinstance(await waiting, TurnPlan)
+    service.planned(await waiting)
     assert service._table.usage.tenant("acme").held_tokens == 500
     assert not service._room.gate._pending["acme"]
 
 
 async def test_who_holds_all_it_may_begins_no_turn_until_a_conversation_ends() -> None:
     service, acme = await a_service(), tenant(held_tokens=1000)
-    alone = await place(service, await begin(service, "z", acme), acme, 1001)
-    assert isinstance(alone, Refusal)
-    assert (alone.status, alone.code) == (400, "tenant_limit")
+    alone = await begin(service, "z", acme)
+    refusal(await service.places(alone, 1001, tenant=acme), 400, "tenant_limit")
     for name in ("a", "b"):
         await end(service, await start(service, name, acme, 400), 600)
     over(await begin(service, "a", acme), "held_tokens")
@@ -188,18 +154,16 @@ async def test_who_holds_all_it_may_begins_no_turn_until_a_conversation_ends() -
 
 
 async def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
-    service = TableService(Settings(decoders={"replicas": 1}))  # type: ignore[arg-type]
     held = [
         History("acme\ta", 1, 0.0, 0.0, turns=3, held_tokens=600, running=(7,)),
         History("acme\tb", 2, 0.0, 0.0, turns=1, held_tokens=500),
     ]
-    await service.register(engine("prefiller"))
-    await service.register(replace(engine("decoder"), holds=held))
+    service = await Drive.of(engine("p", "prefiller"), engine("d", holds=held))
     over(await begin(service, "b", tenant(turns=1)), "turns")
     over(await begin(service, "c", tenant(conversations=2)), "conversations")
     over(await begin(service, "b", tenant(held_tokens=1100)), "held_tokens")
     # Asked to place what its predecessor had been asked to begin.
-    late = await service.place(PlaceTurn("r", "acme\tc", 100, 0.0, 5, tenant(conversations=2)))
+    late = await service.places("acme\tc", claim=5, tenant=tenant(conversations=2))
     over(late, "conversations")
     assert not service._pending
 
@@ -208,10 +172,9 @@ async def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
     service = await a_service()
     acme, umbrella = TurnTenant("acme", Limits()), TurnTenant("umbrella", Limits())
     for of in (acme, umbrella, umbrella):
-        asked = await service.begin(BeginTurn("r", None, [], of))
-        assert isinstance(asked, Unplaced)
+        asked = await service.unplaced(None, (), of)
         assert identity.tenant_of(asked.history_id) == of.name
-        await place(service, asked, of)
+        await service.placed(asked, tenant=of)
     listed = json.loads(await service.conversations(10, "umbrella"))
     assert listed["total"] == len(listed["data"]) == 2
     assert {one["tenant"] for one in listed["data"]} == {"umbrella"}
@@ -241,8 +204,7 @@ async def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -
 
 async def test_without_keys_metrics_say_nothing_of_tenants() -> None:
     service = await a_service()
-    assert isinstance(await service.begin(BeginTurn("r", "c", [])), Unplaced)
-    assert isinstance(await service.place(PlaceTurn("r", "c", 100)), TurnPlan)
+    await service.turn("c")
     text = (await service.metrics()).decode()
     assert set(re.findall(r'tenant="(.*?)"', text)) == {""}
     assert "conserve_tenant" not in text
@@ -253,15 +215,11 @@ async def test_without_keys_metrics_say_nothing_of_tenants() -> None:
 FORK = Chain(b"r" * 16, None, [TAIL])
 
 
-async def a_history(service: TableService, name: str, of: TurnTenant, tokens: int) -> TurnPlan:
+async def a_history(service: Drive, name: str, of: TurnTenant, tokens: int) -> TurnPlan:
     """One whose first turn is over."""
     chain = Chain(b"r" * 16, None, [], ends_with_root=True)
-    asked = await service.begin(BeginTurn("r", identity.scoped(of.name, name), chain, of))
-    assert isinstance(asked, Unplaced)
-    plan = await service.place(
-        PlaceTurn("r", asked.history_id, tokens, 0.0, asked.claim, of, Opening(chain))
-    )
-    assert isinstance(plan, TurnPlan)
+    asked = await service.unplaced(identity.scoped(of.name, name), chain, of)
+    plan = await service.placed(asked, tokens, tenant=of, opening=Opening(chain))
     await end(service, plan, tokens)
     return plan
 
@@ -271,25 +229,20 @@ async def test_one_name_is_no_way_around_a_limit() -> None:
     service, acme = await a_service(), tenant(conversations=2)
     await a_history(service, "a", acme, 100)
     other = Chain(b"s" * 16, None, [], ends_with_root=True)
-    second = await service.begin(BeginTurn("r", "acme\ta", other, acme))
-    assert isinstance(await place(service, second, acme), TurnPlan)
+    second = await service.unplaced("acme\ta", other, acme)
+    await service.placed(second, tenant=acme)
     third = Chain(b"u" * 16, None, [], ends_with_root=True)
-    over(await service.begin(BeginTurn("r", "acme\ta", third, acme)), "conversations")
+    over(await service.begins("acme\ta", third, acme), "conversations")
     # What goes on with one is none that is new.
-    assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
+    await service.later("acme\ta", FORK, acme)
 
 
 async def test_what_is_held_already_is_not_asked_for_again() -> None:
     service, acme = await a_service(), tenant(held_tokens=1500)
     await a_history(service, "a", acme, 1000)
-    assert isinstance(await service.begin(BeginTurn("r", "acme\ta", FORK, acme)), TurnPlan)
-    fork = await service.begin(BeginTurn("r", "acme\ta", FORK, acme))
-    assert isinstance(fork, Unplaced)
-    opening = Opening(FORK)
-    placed = await service.place(
-        PlaceTurn("r", fork.history_id, 1200, 0.0, fork.claim, acme, opening)
-    )
-    assert isinstance(placed, TurnPlan)
+    await service.later("acme\ta", FORK, acme)
+    fork = await service.unplaced("acme\ta", FORK, acme)
+    placed = await service.placed(fork, 1200, tenant=acme, opening=Opening(FORK))
     assert placed.prefiller_id is None
 
 
@@ -297,12 +250,8 @@ async def test_a_decoder_is_told_of_what_made_room() -> None:
     service, acme = await a_service(1000, pausing=False), tenant()
     left = await a_history(service, "a", acme, 900)
     compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
-    asked = await service.begin(BeginTurn("r", "acme\ta", compacted, acme))
-    assert isinstance(asked, Unplaced)
-    placed = await service.place(
-        PlaceTurn("r", asked.history_id, 500, 0.0, asked.claim, acme, Opening(compacted))
-    )
-    assert isinstance(placed, TurnPlan)
+    asked = await service.unplaced("acme\ta", compacted, acme)
+    await service.placed(asked, 500, tenant=acme, opening=Opening(compacted))
     heard = await service.beat("decoder#1")
     assert heard is not None
     assert heard.ended == [("acme\ta", left.turn.incarnation)]
