@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conserve.settings import Settings, SettingsError
 from conserve.settings.groups import ENVIRONMENTS_ROOT
-from conserve_cli.doctor.facts import Finding, ok, warning
+from conserve_cli.doctor.findings import Finding, ok, warning
 from conserve_tools.sandbox import marked
 
 JOURNAL, LOCK = "journal", "lock"

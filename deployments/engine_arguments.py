@@ -26,7 +26,6 @@ from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.settings.engine_arguments import workers_disagree
 from conserve.settings.expected import expected
 from conserve.versions import version_of
-from hetero.gpu_layout import roles
 
 _TIMEOUT_S = 300.0
 # vLLM's build for CPUs; the module has the same name.
@@ -86,7 +85,7 @@ def refused_arguments(settings: Settings, gpu: bool, model_is_here: bool) -> lis
     of_model = model_is_here and gpu == (version_of(_CPU_BUILD) is None)
     asked = [
         (name, own, _question(settings, own, gpu, of_model))
-        for name, own in roles(settings)
+        for name, own in settings.roles
         if of_model or settings.engine or own.engine
     ]
     found: dict[str, None] = {}

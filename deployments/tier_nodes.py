@@ -11,7 +11,7 @@ from conserve.settings import Settings, SettingsError
 from hetero import tiers
 from hetero.cards import Card, cards_here
 from hetero.container import HostMemory, host_memory
-from hetero.gpu_layout import roles, workers
+from hetero.gpu_layout import workers
 from hetero.gpu_plan import GpuNode
 from hetero.gpu_room import short_of_gpus
 from hetero.tiers import role_tier
@@ -60,7 +60,7 @@ def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
 
 def _ask_autoscaler(settings: Settings, gpu: bool) -> None:
     bundles, labels = [], []
-    for _, own in roles(settings):
+    for _, own in settings.roles:
         place = role_tier(settings, own, gpu)
         gpus = {"GPU": own.num_gpus} if gpu else {}
         # Without GPUs, one node of each tier has room for all its engines.

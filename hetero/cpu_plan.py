@@ -9,7 +9,7 @@ from conserve.settings import Settings, SettingsError
 from conserve.wire import Role
 from hetero import host_memory
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, gib, require_longest, role_needs, roles, workers
+from hetero.gpu_layout import GIB, gib, require_longest, role_needs, workers
 from hetero.model_shape import ModelShape
 
 _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -43,19 +43,19 @@ def plan(
         size_gb = host_memory.capped_gb(lmcache.size_gb, memory.available_bytes - encoded)
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
-    spaces = {name: _kv_bytes(settings, name) for name, _ in roles(settings) if name != "encoders"}
+    spaces = {name: _kv_bytes(settings, name) for name, _ in settings.roles if name != "encoders"}
     weights = None
     if shape is not None:
         weights = _require_fit(settings, shape, spaces, memory)
     kv_gb = {name: space / GIB for name, space in spaces.items()}
-    engines = sum(own.replicas for _, own in roles(settings))
+    engines = sum(own.replicas for _, own in settings.roles)
     settings = host_memory.with_prepared(settings, shape, engines, memory.available_bytes)
     images = host_memory.images_said(settings) if shape is not None and shape.sees else ""
     return settings, CpuPlan(kv_gb, weights, lmcache.size_gb, memory, images)
 
 
 def _kv_bytes(settings: Settings, name: str) -> int:
-    own = dict(roles(settings))[name]
+    own = dict(settings.roles)[name]
     told = (settings.engine | own.engine).get("kv_cache_memory_bytes")
     if told is not None and _KV_SPACE not in own.env:
         return int(told)
@@ -73,7 +73,7 @@ def _require_fit(
     lines = []
     encoded = host_memory.encoded_bytes(settings, shape)
     taken = int(settings.lmcache.size_gb * GIB) + encoded
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         arguments = engine_arguments(settings.model, gpu=False) | settings.engine | own.engine
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
         counted = {"max_num_batched_tokens": 0} | arguments

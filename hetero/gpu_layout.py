@@ -143,15 +143,15 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
     if cards == 1 and settings.prefillers_host and not is_given(settings, "prefillers"):
         chosen = _update(chosen, "prefillers", replicas=0)
     if not is_given(settings, "decoders"):
-        others = [own for name, own in roles(chosen) if name != "decoders"]
+        others = [own for name, own in chosen.roles if name != "decoders"]
         taken = sum(own.replicas * workers(settings, own) for own in others)
         each = workers(settings, settings.decoders)
         chosen = _update(chosen, "decoders", replicas=max(1, (cards - taken) // each))
-    engines = sum(most_replicas(own) for _, own in roles(chosen))
-    if sum(most_replicas(own) * workers(chosen, own) for _, own in roles(chosen)) <= cards:
+    engines = sum(most_replicas(own) for _, own in chosen.roles)
+    if sum(most_replicas(own) * workers(chosen, own) for _, own in chosen.roles) <= cards:
         return chosen
     unsaid = not (is_given(settings, "decoders") or is_given(settings, "prefillers"))
-    divided = any(workers(chosen, own) > 1 for _, own in roles(chosen))
+    divided = any(workers(chosen, own) > 1 for _, own in chosen.roles)
     if settings.gpus is None and (divided or not (unsaid and cards == 1)):
         # They are not asked to share; `hetero.gpu_room` reports that there are too few GPUs.
         return chosen
@@ -162,7 +162,7 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
             "(prefillers=0 leaves decoders alone), or for one worker each"
         )
     share = _floor(1 / math.ceil(engines / cards))
-    for name, _ in roles(chosen):
+    for name, _ in chosen.roles:
         chosen = _update(chosen, name, num_gpus=share)
     return chosen.model_copy(update={"gpus": cards})
 
@@ -184,7 +184,7 @@ def with_memory(
         SettingsError: the engines do not fit, or the model or the GPU would have to be known.
     """
     plans: dict[str, EnginePlan] = {}
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         role = cast(Role, name.removesuffix("s"))
         slots = role_tier(settings, own, gpu=True).sm_slots
         plan = EnginePlan(
@@ -210,11 +210,11 @@ def with_memory(
         plans[name] = plan
     if settings.gpus == 1 and len(plans) > 1 and all(one.num_gpus < 1 for one in plans.values()):
         plans = _parts_of_one(settings, plans, cards["decoders"])
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         plan = plans[name] = _with_kv(name, plans[name], arguments_of(settings, own))
         if plan.num_gpus < 1:
             settings = _tell(settings, name, plan)
-    return settings, [plans[name] for name, _ in roles(settings)]
+    return settings, [plans[name] for name, _ in settings.roles]
 
 
 def role_needs(
@@ -296,18 +296,10 @@ def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
     )
 
 
-def roles(settings: Settings) -> list[tuple[str, RoleSettings]]:
-    """Return the roles that have engines, by their settings' names; decoders are the last."""
-    found = [("encoders", settings.encoders)] if settings.encoders.replicas else []
-    if settings.prefiller_replicas:
-        found.append(("prefillers", settings.prefillers))
-    return [*found, ("decoders", settings.decoders)]
-
-
 def laid_out_by_hand(settings: Settings) -> bool:
     """Return whether tiers or ``num_gpus`` say where engines go."""
     return bool(settings.tiers) or any(
-        own.tier is not None or "num_gpus" in own.model_fields_set for _, own in roles(settings)
+        own.tier is not None or "num_gpus" in own.model_fields_set for _, own in settings.roles
     )
 
 

@@ -14,7 +14,6 @@ from hetero.gpu_layout import (
     EnginePlan,
     arguments_of,
     gib,
-    roles,
     with_memory,
 )
 from hetero.model_shape import ModelShape
@@ -130,7 +129,7 @@ def plan(
 def _cards(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, Card | None]:
     """Return the smallest GPU that each role may get; None: not known."""
     found: dict[str, Card | None] = {}
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         tier = role_tier(settings, own, gpu=True)
         places = [node for node in nodes if is_offered(tier, node.offer)]
         cards = [card for node in places for card in node.cards]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conserve.settings import RoleSettings, Settings, SettingsError
-from hetero.gpu_layout import laid_out_by_hand, most_replicas, roles, workers
+from hetero.gpu_layout import laid_out_by_hand, most_replicas, workers
 from hetero.sm_units import SM_SLOTS
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
@@ -34,9 +34,9 @@ class Crowd:
 
 def most_on_node(settings: Settings, gpus: float) -> Crowd:
     """Return the most engines and workers that a node with these GPUs may run."""
-    engines = sum(most_replicas(own) for _, own in roles(settings))
-    all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in roles(settings))
-    least = min(own.num_gpus for _, own in roles(settings))
+    engines = sum(most_replicas(own) for _, own in settings.roles)
+    all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in settings.roles)
+    least = min(own.num_gpus for _, own in settings.roles)
     held = all_workers if least <= 0 else min(all_workers, math.floor(gpus / least + _LEAST))
     return Crowd(min(engines, held), held)
 
@@ -53,7 +53,7 @@ class _Engine:
 
 def require_shares(settings: Settings) -> None:
     """Raise `SettingsError` for parts of GPUs that Ray or vLLM cannot give."""
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         asked = own.num_gpus
         if not _LEAST <= asked <= 1:
             raise SettingsError(
@@ -75,7 +75,7 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     """
     engines: list[_Engine] = []
     asked: dict[str, RoleSettings] = {}
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         tier = role_tier(settings, own, gpu=True)
         places = tuple(index for index, node in enumerate(nodes) if is_offered(tier, node))
         if places:
@@ -151,7 +151,7 @@ def require_slots(settings: Settings) -> None:
     without slots runs on all SMs, and does not count.
     """
     found = []
-    for name, own in roles(settings):
+    for name, own in settings.roles:
         slots = role_tier(settings, own, gpu=True).sm_slots
         if slots is None:
             continue

@@ -85,20 +85,19 @@ def is_offered(tier: RoleTier, node: NodeOffer) -> bool:
     ) and all(node.labels.get(name) == value for name, value in tier.labels.items())
 
 
+def role_tiers(settings: Settings, gpu: bool) -> dict[str, RoleTier]:
+    """Return the tiers of the roles that have engines, decoders first."""
+    return {name: role_tier(settings, own, gpu) for name, own in reversed(settings.roles)}
+
+
 def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[str]:
-    roles = [("decoders", settings.decoders)]
-    if settings.prefiller_replicas:
-        roles.append(("prefillers", settings.prefillers))
-    if settings.encoders.replicas:
-        roles.append(("encoders", settings.encoders))
-    # A sentence for each role whose tier no node offers.
+    """Return a sentence for each role whose tier no node offers."""
     absent = []
-    for role, own in roles:
-        tier = role_tier(settings, own, gpu)
+    for role, tier in role_tiers(settings, gpu).items():
         if not any(is_offered(tier, node) for node in nodes):
             near = difflib.get_close_matches(tier.name, settings.tiers, n=1)
             right = f"start such a node, or set another {role}.tier"
-            if near and own.tier not in settings.tiers:
+            if near and tier.name not in settings.tiers:
                 right = f"did you mean {near[0]}?"
             absent.append(f"{role}.tier: no node offers {tier.name!r} ({described(tier)}); {right}")
     return absent

@@ -556,6 +556,14 @@ class Settings(Strict):
         return own
 
     @property
+    def roles(self) -> list[tuple[str, RoleSettings]]:
+        """The roles that have engines, by their settings' names; decoders are the last."""
+        found = [("encoders", self.encoders)] if self.encoders.replicas else []
+        if self.prefiller_replicas:
+            found.append(("prefillers", self.prefillers))
+        return [*found, ("decoders", self.decoders)]
+
+    @property
     def mechanisms(self) -> tuple[str, ...]:
         """Which of `MECHANISMS` schedule within engines that host conversations."""
         return _SCHEDULERS.get(self.engine_scheduler, tuple(self.engine_scheduler.split("+")))

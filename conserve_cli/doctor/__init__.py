@@ -1,5 +1,5 @@
 """``conserve doctor``: finds what is wrong with a machine or a cluster, and says what to do.
 
-`observe` collects facts about a node, `examine` about all nodes of a cluster. Checks are plain
-functions from facts to findings.
+A check is a function that looks at the node it runs on, and returns findings. `node` runs those of
+one node, `examine` has each node of a cluster run them, and `cluster` compares the nodes.
 """

@@ -12,7 +12,7 @@ from rich.text import Text
 from conserve.settings import Settings
 from conserve.versions import version_of
 from conserve_cli.cluster import require_ray
-from conserve_cli.doctor.facts import Finding, exit_status
+from conserve_cli.doctor.findings import Finding, exit_status
 from conserve_cli.launching import ConfigFile, SettingArguments, given, settings_from
 from conserve_cli.output import console, refuse
 from deployments.upstream.patch import fits
@@ -56,10 +56,9 @@ def _examined(
 ) -> list[Finding]:
     if address is None:
         # These imports, which load Ray, take a second or two.
-        from conserve_cli.doctor.observe import observe_node
-        from conserve_cli.doctor.verdict import judge
+        from conserve_cli.doctor.node import check_node
 
-        return judge(settings, [observe_node(settings)])
+        return list(check_node(settings))
     try:
         require_ray(address)
         # Without this variable at its import, Ray tries twelve times, for eight minutes.

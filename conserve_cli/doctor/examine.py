@@ -1,4 +1,4 @@
-"""Has every node of a Ray cluster observed, and the connections between them."""
+"""Has every node of a Ray cluster examined, and tries the connections between them."""
 
 import socket
 import threading
@@ -11,11 +11,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conserve.settings import Settings
-from conserve_cli.doctor.facts import Finding, NodeFacts, ok, warning, wrong
-from conserve_cli.doctor.observe import observe_node
-from conserve_cli.doctor.verdict import judge
+from conserve_cli.doctor.cluster import check_nodes, check_tiers, places
+from conserve_cli.doctor.findings import Finding, ok, warning, wrong
+from conserve_cli.doctor.node import Comparable, NodeReport, Place, examine_node
 from deployments import joining
 from deployments.messages import HEAD_NODE
+from hetero.container import cpu_dtype
+from hetero.tiers import NodeOffer
 
 # A node's first worker takes long to import its modules.
 _NODE_TIMEOUT_S = 120.0
@@ -63,22 +65,28 @@ def _token(address: str) -> list[Finding]:
 
 def _examine(settings: Settings) -> list[Finding]:
     nodes = _nodes()
-    asked = [node.probe.observe.remote(settings, node.head) for node in nodes]
-    answered: list[tuple[_Node, NodeFacts]] = []
+    # This runs on the head, whose CPU decides.
+    there = places(settings, [node.offer for node in nodes], cpu_dtype()[0])
+    asked = [
+        node.probe.examine.remote(settings, place) for node, place in zip(nodes, there, strict=True)
+    ]
+    answered: list[tuple[_Node, NodeReport]] = []
     silent: list[Finding] = []
     for node, answer in zip(nodes, asked, strict=True):
         try:
-            seen = ray.get(answer, timeout=_NODE_TIMEOUT_S)
+            answered.append((node, ray.get(answer, timeout=_NODE_TIMEOUT_S)))
         except ray.exceptions.RayError as error:
-            silent.append(_silent(node.name, error))
-            continue
-        named = replace(seen, name=node.name, resources=node.resources, labels=node.labels)
-        answered.append((node, named))
-    return [*silent, *judge(settings, _between(answered))]
+            silent.append(_silent(node.offer.name, error))
+    return [
+        *silent,
+        *(finding for _, report in answered for finding in report.findings),
+        *check_nodes(_between(answered)),
+        *(check_tiers(settings, [node.offer for node, _ in answered]) if answered else ()),
+    ]
 
 
 class NodeProbe:
-    """An actor that observes the node it is on."""
+    """An actor that examines the node it is on."""
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -86,8 +94,8 @@ class NodeProbe:
         self._listener.listen()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def observe(self, settings: Settings, router_here: bool) -> NodeFacts:
-        return observe_node(settings, router_here)
+    def examine(self, settings: Settings, place: Place) -> NodeReport:
+        return examine_node(settings, place)
 
     def clock(self) -> float:
         return time.time()
@@ -112,10 +120,7 @@ class NodeProbe:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    name: str
-    head: bool
-    resources: dict[str, float]
-    labels: dict[str, str]
+    offer: NodeOffer
     probe: Any
 
 
@@ -130,8 +135,8 @@ def _nodes() -> list[_Node]:
         probe = ray.remote(NodeProbe).options(num_cpus=0, scheduling_strategy=where).remote()
         # Nodes on one machine have the same address.
         name = address if addresses.count(address) == 1 else f"{address}/{node['NodeID'][:6]}"
-        resources, labels = dict(node["Resources"]), dict(node.get("Labels", {}))
-        found.append(_Node(name, HEAD_NODE in resources, resources, labels, probe))
+        offer = NodeOffer(name, dict(node["Resources"]), dict(node.get("Labels", {})))
+        found.append(_Node(offer, probe))
     return found
 
 
@@ -141,23 +146,23 @@ def _silent(node: str, error: Exception) -> Finding:
     return wrong("node", f"cannot be examined: {said}", to_do, node)
 
 
-def _between(answered: Sequence[tuple[_Node, NodeFacts]]) -> list[NodeFacts]:
+def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
     """Add each node's clock relative to the first one's, and the nodes that it cannot reach."""
     clocks = [_clock(node.probe) for node, _ in answered]
-    places = [ray.get(node.probe.listens.remote()) for node, _ in answered]
+    listeners = [ray.get(node.probe.listens.remote()) for node, _ in answered]
     facts = []
-    for index, (node, seen) in enumerate(answered):
-        others = [place for place in range(len(places)) if place != index]
-        tries = [node.probe.reaches.remote(*places[other]) for other in others]
+    for index, (node, report) in enumerate(answered):
+        others = [place for place in range(len(listeners)) if place != index]
+        tries = [node.probe.reaches.remote(*listeners[other]) for other in others]
         reached = ray.get(tries, timeout=_NODE_TIMEOUT_S + _CONNECT_TIMEOUT_S * len(tries))
         ahead_s, error_s = clocks[index]
         facts.append(
             replace(
-                seen,
+                report.facts,
                 clock_ahead_s=ahead_s - clocks[0][0],
                 clock_error_s=error_s + clocks[0][1],
                 unreachable=tuple(
-                    answered[other][0].name
+                    answered[other][0].offer.name
                     for other, there in zip(others, reached, strict=True)
                     if not there
                 ),

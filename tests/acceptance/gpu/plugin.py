@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import platform
 import re
 import subprocess
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conserve_cli.doctor.observe import observe_gpus, observe_software
+from conserve.versions import version_of
+from hetero.nvml import Nvml
 from tests.acceptance.gpu.steps import NAMES, Figure, Result, Results
 from tests.checkout import ROOT
 
@@ -83,17 +85,19 @@ class GpuSteps:
         return put
 
     def _look(self) -> None:
-        gpus, software = observe_gpus(), observe_software()
+        with Nvml() as nvml:
+            gpus = nvml.inventory()
+            driver, (major, minor) = nvml.driver_version(), nvml.cuda_version()
         now = datetime.datetime.now()
-        names = ", ".join(dict.fromkeys(card.name for card in gpus.cards))
+        names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
         self._title = f"{now:%Y-%m-%d}: {names}"
         command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        versions = [f"{one} {software.packages.get(one, 'missing')}" for one in _PACKAGES]
+        versions = [f"{one} {version_of(one) or 'missing'}" for one in _PACKAGES]
         self._about = (
-            f"`make test-gpu` at commit {commit.stdout.strip() or 'unknown'}, {len(gpus.cards)} x "
-            f"{names}, driver {gpus.driver} (CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}), Python "
-            f"{software.python}, {', '.join(versions)}."
+            f"`make test-gpu` at commit {commit.stdout.strip() or 'unknown'}, {len(gpus)} x "
+            f"{names}, driver {driver} (CUDA up to {major}.{minor}), Python "
+            f"{platform.python_version()}, {', '.join(versions)}."
         )
         if self._page is None:
             name = re.sub(r"[^\w-]", "-", f"{now:%Y-%m-%d-%H%M}-{names}")

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from conserve.launch import Launch, health
-from conserve_cli.doctor.observe import observe_listeners
+from conserve.settings import Settings
+from conserve_cli.doctor.listeners import check_listeners
 from tests.engines.applications import START_S, URL
 from tests.engines.processes import processes, runs
 
@@ -37,7 +38,7 @@ def test_serve_run_ends_by_a_signal(
         body = {"model": "conserve-embedded", "prompt": "hello " * 1000, "max_tokens": 4}
         assert httpx.post(f"{URL}/v1/completions", json=body, timeout=120).status_code == 200
         # One node: nobody else is to reach any of it.
-        assert observe_listeners() == []
+        assert [one.level for one in check_listeners(Settings())] == ["ok"]
         started = processes("")
         assert {"VLLM::EngineCore", "raylet"} <= {
             name for one in started for name in ("VLLM::EngineCore", "raylet")

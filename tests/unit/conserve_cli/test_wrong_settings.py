@@ -299,7 +299,7 @@ def test_a_plan_and_the_doctor_take_a_file_too(
 
     monkeypatch.setattr("conserve_cli.serve.examined", examined)
     monkeypatch.setattr(
-        "conserve_cli.doctor.observe.observe_node", lambda settings: examined(settings, True)
+        "conserve_cli.doctor.node.check_node", lambda settings: examined(settings, True)
     )
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for command in (["serve", "--plan"], ["doctor"]):

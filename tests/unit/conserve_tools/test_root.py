@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from conserve.settings import load
-from conserve_cli.doctor.facts import Finding
-from conserve_cli.doctor.observe import observe_addons
+from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.node import check_addons
 from conserve_tools.root import make_root, take_lock
 from conserve_tools.sandbox import MARKER, marked
 from deployments.start_checks import require_startable
@@ -40,7 +40,7 @@ def test_a_folder_of_others_is_not_used(root: Path) -> None:
 
 
 def found(root: Path) -> list[Finding]:
-    return observe_addons(load({"environments.root": str(root)}))
+    return [*check_addons(load({"environments.root": str(root)}))]
 
 
 def test_the_doctor_warns_of_what_no_application_manages(tmp_path: Path) -> None:

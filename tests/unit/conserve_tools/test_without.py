@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from conserve.settings import Settings, SettingsError, load
-from conserve_cli.doctor.observe import observe_addons
+from conserve_cli.doctor.node import check_addons
 from deployments.router import addons
 from deployments.router.frontdoor import FrontDoor
 from deployments.start_checks import require_startable
@@ -33,7 +33,7 @@ def test_its_settings_are_refused_in_one_line(setting: str, value: Any) -> None:
 def test_an_application_that_asks_for_nothing_of_it_starts() -> None:
     settings = load({"environments.enabled": False})
     require_startable(settings)
-    assert observe_addons(settings) == []
+    assert [*check_addons(settings)] == []
 
 
 async def test_its_paths_say_which_addon_has_them() -> None:

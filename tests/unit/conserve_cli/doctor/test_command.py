@@ -1,7 +1,6 @@
 """``conserve doctor`` and its exit status."""
 
 import contextlib
-import dataclasses
 import os
 import socket
 import subprocess
@@ -16,23 +15,30 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from conserve_cli.doctor import observe
+from conserve_cli.doctor.command import line
+from conserve_cli.doctor.findings import Finding
 from conserve_cli.main import cli
-from tests.unit.conserve_cli.doctor.sound import MACHINE, NODE
+from tests.unit.conserve_cli.doctor.here import Here
 
 
-def test_the_command_exits_with_1_when_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_exits_with_1_when_something_is_wrong(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    seen = NODE
-    monkeypatch.setattr(observe, "observe_node", lambda settings: seen)
     sound = CliRunner().invoke(cli, ["doctor"])
     assert sound.exit_code == 0, sound.output
-    seen = dataclasses.replace(NODE, machine=dataclasses.replace(MACHINE, shm_total_bytes=0))
+    here.shm_bytes = 0
     sick = CliRunner().invoke(cli, ["doctor", "decoders=1"])
     assert sick.exit_code == 1
     (wrong,) = [one for one in sick.output.splitlines() if one.startswith("wrong")]
     assert "shared memory" in wrong
     assert "To do: give the container more" in wrong
+
+
+def test_a_finding_is_one_line_that_ends_with_what_to_do() -> None:
+    shown = line(Finding("wrong", "port", "8000 is taken", "stop it", "10.0.0.2"))
+    assert shown.plain == "wrong   10.0.0.2 port: 8000 is taken. To do: stop it"
+    assert line(Finding("ok", "disk", "9 GiB free")).plain == "ok      disk: 9 GiB free"
 
 
 def test_where_there_is_no_cluster_it_says_so() -> None:

