@@ -354,7 +354,6 @@ URL = "http://127.0.0.1:9"
             ["--mean-gap", "3"],
             "--mean-gap is for the workload dialogues or agents, not for synthetic",
         ),
-        (["--declare-tools"], "--declare-tools is for the workload dialogues"),
         (["--max-gap", "3"], "--max-gap is for the workload recorded"),
         (["--preset", "swe"], "choose one of conserve, react, plan-and-execute"),
         (["--vocabulary", "many"], "the vocabulary is 'many'; give two token ids"),
