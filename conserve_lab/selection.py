@@ -26,7 +26,6 @@ _ONLY: dict[str, tuple[Kind, ...]] = {
     "max_turns": ("recorded",),
     "mean_gap_s": ("dialogues", "agents"),
     "max_output_tokens": ("dialogues", "agents"),
-    "declare_tools": ("dialogues",),
 }
 
 
@@ -57,7 +56,6 @@ class Selection:
     max_turns: int | None = None
     mean_gap_s: float | None = None
     max_output_tokens: int | None = None
-    declare_tools: bool | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _ALL:
@@ -106,7 +104,7 @@ class Selection:
                     conversations=self.conversations,
                     arrivals=arrivals,
                     seed=seed,
-                    **self._given("mean_gap_s", "max_output_tokens", "declare_tools"),
+                    **self._given("mean_gap_s", "max_output_tokens"),
                 )
             case "agents":
                 return workloads.agents(

@@ -101,9 +101,6 @@ def run(
     max_output_tokens: Annotated[
         int | None, typer.Option(help="Longest answer in dialogues, and of agents.")
     ] = None,
-    declare_tools: Annotated[
-        bool, typer.Option("--declare-tools", help="Send tools in dialogues.")
-    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Model to ask for (default: the first that the endpoint lists)."),
@@ -180,7 +177,6 @@ def run(
             max_turns=max_turns,
             mean_gap_s=mean_gap,
             max_output_tokens=max_output_tokens,
-            declare_tools=declare_tools or None,
         )
         settings = MeasurementSettings(
             endpoints=_endpoints(

@@ -10,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from autoscale.capacity.profile import ProfileError, load_profile
 from conserve_cli.output import console, given_options, progress_bar, refuse
 from conserve_inside.policy.division import TBT_BOUND_S
 from conserve_lab.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
@@ -118,12 +118,6 @@ def plan(
             "(saturation), or for the rate asked for (rate)."
         ),
     ] = "saturation",
-    decoder_profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Profile of another tier to compare decoders on; may be given several times."
-        ),
-    ] = None,
     stages: Annotated[
         bool,
         typer.Option(
@@ -159,7 +153,6 @@ def plan(
     rates = rate or [1.0]
     try:
         own = load_profile(profile)
-        others = [_other(own, name) for name in decoder_profile or ()]
         spread = "LOW:MEAN:HIGH, or one number"
         changed = {
             "turns": _parsed("--turns", turns, _spread, spread),
@@ -194,7 +187,6 @@ def plan(
         ]
         first = plans[0]
         choices = [RoleProfiles(own, own, None, power.cap_w) for power in own.power[1:]]
-        choices += [RoleProfiles(own, other) for other in others]
         multiples = _MULTIPLES if len(rates) == 1 else ()
         plans += [_attempt(demand, profiles, more * rates[0] * each, shares) for more in multiples]
         alternatives = [(profiles, first)]
@@ -204,17 +196,6 @@ def plan(
     _show(demand, made, plans, alternatives)
     if off := own.off_on(cpu_dtype()[0]):
         console.print(f"[yellow]{escape(off[2:])}.[/yellow]", highlight=False)
-
-
-def _other(own: Profile, source: str) -> Profile:
-    """Load another tier's profile, which has to be of the same model."""
-    found = load_profile(source)
-    if found.model != own.model:
-        raise ProfileError(
-            f"--decoder-profile {source} is of the model {found.model} and {own.name} of "
-            f"{own.model}: they cannot exchange KV; give a profile of {own.model}"
-        )
-    return found
 
 
 def _attempt(

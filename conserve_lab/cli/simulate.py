@@ -8,11 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from autoscale.capacity.profile import ProfileError, load_profile
 from conserve_cli.output import (
     can_draw,
     console,
-    given_options,
     make_folder,
     progress_bar,
     refuse,
@@ -46,13 +45,10 @@ cli = typer.Typer(
 # With more conversations than this, latencies are kept as bare numbers of 8 bytes. Only ratios need
 # each one's conversation, which would take most of the memory.
 _MOST_SAMPLED = 10_000
-# Options that go with --reproduce; the paper defines all others.
-_GO_WITH_REPRODUCE = ("profile", "conversations", "seed", "reproduce", "out")
 
 
 @cli.command()
 def simulate(
-    context: typer.Context,
     profile: ProfileSource = "a40-qwen3-0.6b",
     system: Annotated[
         list[str] | None,
@@ -89,12 +85,7 @@ def simulate(
     workload: KnownWorkload = "synthetic",
     data: RecordedData = None,
     preset: Preset = None,
-    conversations: Annotated[
-        int | None,
-        typer.Option(
-            help="How many conversations at each rate (default: 500; with --reproduce 300)."
-        ),
-    ] = None,
+    conversations: Annotated[int, typer.Option(help="How many conversations at each rate.")] = 500,
     rate: Annotated[
         list[float] | None,
         typer.Option(help="Conversations a second (default: 1); may be given several times."),
@@ -117,10 +108,6 @@ def simulate(
         ),
     ] = 256,
     slo_multiple: SloMultiple = 5.0,
-    reproduce: Annotated[
-        str | None,
-        typer.Option(help="conserve: the paper's figures 10, 12 and 13 beside their simulation."),
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for reports and pictures; without: neither.")
     ] = None,
@@ -136,24 +123,11 @@ def simulate(
         refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
     if min(block_tokens, handoff_chunk_tokens) < 1:
         refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
-    if reproduce is not None and reproduce != "conserve":
-        refuse(f"--reproduce {reproduce!r}: the paper that can be reproduced is conserve")
-    if reproduce is not None:
-        for name, option in given_options(context):
-            if name not in _GO_WITH_REPRODUCE:
-                refuse(
-                    f"{option} does not go with --reproduce, whose runs are the paper's; "
-                    "leave one of them out"
-                )
     try:
         found = load_profile(profile)
-        if reproduce is not None:
-            _reproduce(found, 300 if conversations is None else conversations, seed, out)
-            return
-        count = 500 if conversations is None else conversations
         selection = Selection(
             kind=workload,  # type: ignore[arg-type] # checked there
-            conversations=count,
+            conversations=conversations,
             pattern=arrivals,  # type: ignore[arg-type] # checked there
             seed=seed,
             data=data,
@@ -166,8 +140,8 @@ def simulate(
         )
         names, rates = system or ["conserve"], rate or [1.0]
         wanted = out is not None or len(names) * len(rates) > 1
-        sampled = wanted and count <= _MOST_SAMPLED
-        with _progress(len(names) * len(rates) * count) as show:
+        sampled = wanted and conversations <= _MOST_SAMPLED
+        with _progress(len(names) * len(rates) * conversations) as show:
             reports = simulate_selection(
                 names,
                 rates,
@@ -196,24 +170,6 @@ def simulate(
             "no ratios and no pictures of distributions.",
             highlight=False,
         )
-
-
-def _reproduce(profile: Profile, conversations: int, seed: int, out: Path | None) -> None:
-    from conserve_lab.simulate.published import show, write
-    from conserve_lab.simulate.reproduce import RUNS, reproduce
-
-    with _progress(RUNS * conversations) as progress:
-        found = reproduce(profile, conversations, seed, progress)
-    show(found, profile, console)
-    if out is not None:
-        make_folder(out)
-        write(found, out / "reproduced.json")
-        if can_draw():
-            from conserve_lab.plots import draw_all
-
-            reports = list(found.by_rate.values())
-            draw_all(reports, labels(reports), out)
-        console.print(f"Figures are in {escape(str(out))}.", highlight=False)
 
 
 def _hand_out(reports: list[Report], out: Path | None, sampled: bool) -> None:

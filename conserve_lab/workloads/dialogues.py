@@ -87,7 +87,6 @@ def dialogues(
     arrivals: Arrivals,
     mean_gap_s: float = 5.0,
     max_output_tokens: int | None = None,
-    declare_tools: bool = False,
     seed: int = 0,
 ) -> Workload:
     """Recorded dialogues, drawn without repeating one until all were drawn.
@@ -96,8 +95,6 @@ def dialogues(
         path: plain JSON or compressed with gzip.
         mean_gap_s: mean of the exponential gaps between an answer and the next turn.
         max_output_tokens: None: each recorded answer's approximate length.
-        declare_tools: whether to send ``tools``, inferred from the recorded calls. Without, models
-            make no tool calls; with, the server must have a tool-call parser.
 
     Raises WorkloadError: a setting is wrong, or the file is broken.
     """
@@ -112,7 +109,6 @@ def dialogues(
     )
     require(seed >= 0, f"the seed is {seed}; give one from 0")
     recordings = _read(path)
-    tools = infer_tools(recordings) if declare_tools else None
     plans = [_turns(messages, max_output_tokens) for messages in recordings]
     chosen = list(islice(choose(range(len(plans)), seed), conversations))
 
@@ -122,18 +118,13 @@ def dialogues(
             later_s = rng.standard_exponential(len(plans[number]) - 1) * mean_gap_s
             gaps_s = [0.0, *later_s.tolist()]
             name = f"{index:05d}-dialogue-{number}"
-            yield at_s, PlayedScript(name, _play(name, plans[number], gaps_s, tools))
+            yield at_s, PlayedScript(name, _play(name, plans[number], gaps_s))
 
     turns = sum(len(plans[number]) for number in chosen)
     return Workload("dialogues", {"conversations": conversations, "turns": turns}, arrive)
 
 
-def _play(
-    name: str,
-    turns: Sequence[RecordedTurn],
-    gaps_s: Sequence[float],
-    tools: list[dict[str, Any]] | None,
-) -> Turns:
+def _play(name: str, turns: Sequence[RecordedTurn], gaps_s: Sequence[float]) -> Turns:
     messages: list[Message] = []
     answer: Answer | None = None
     for number, (turn, gap_s) in enumerate(zip(turns, gaps_s, strict=True)):
@@ -143,12 +134,14 @@ def _play(
             raise ValueError(f"{name}: turn {number + 1} follows no answer")
         else:
             messages.extend(continuation(answer, turn, f"call_{number}"))
-        body = partial(chat, tuple(messages), turn.max_output_tokens, tools)
+        body = partial(chat, tuple(messages), turn.max_output_tokens)
         answer = yield TurnRequest(gap_s=gap_s, path=CHAT, body=body)
 
 
 def chat(
-    messages: Sequence[Message], max_tokens: int, tools: Sequence[dict[str, Any]] | None
+    messages: Sequence[Message],
+    max_tokens: int,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The body of a streamed, greedy chat completion; without ``tools`` where there are none."""
     body = {
@@ -176,28 +169,6 @@ def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[M
         # All in one message: some templates refuse two of the user's in a row.
         messages.append({"role": "user", "content": "\n\n".join(texts)})
     return messages
-
-
-def infer_tools(recordings: Sequence[Sequence[_RawMessage]]) -> list[dict[str, Any]]:
-    """OpenAI tool declarations for the recorded calls; without parameters where arguments are no
-    object.
-    """
-    properties: dict[str, dict[str, dict[str, str]]] = {}
-    for message in (message for messages in recordings for message in messages):
-        for call in message.tool_calls or ():
-            found = properties.setdefault(call.function.name, {})
-            for name, value in (_arguments(call.function.arguments) or {}).items():
-                found.setdefault(name, {"type": _json_type(value)})
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "parameters": {"type": "object", "properties": dict(sorted(found.items()))},
-            },
-        }
-        for name, found in sorted(properties.items())
-    ]
 
 
 def _read(path: Path) -> list[list[_RawMessage]]:
@@ -285,15 +256,3 @@ def _arguments(text: str) -> dict[str, Any] | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
-
-
-def _json_type(value: Any) -> str:
-    names = {
-        bool: "boolean",
-        int: "integer",
-        float: "number",
-        str: "string",
-        list: "array",
-        dict: "object",
-    }
-    return names.get(type(value), "null")

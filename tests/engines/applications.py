@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.acceptance.gpu.model import make_real_shape
+from tests.engines.real_shape import make_real_shape
 from tests.engines.vision.model import DEEP, REAL, make_vision_model
 
 # Where each of them serves.

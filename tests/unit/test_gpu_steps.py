@@ -8,11 +8,11 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.acceptance.gpu.model import make_real_shape
-from tests.acceptance.gpu.steps import NAMES, STEPS, Figure, Result, Results
+from tests.acceptance.gpu.steps import NAMES, STEPS, Result, Results
 from tests.acceptance.gpu.test_start import planned
 from tests.checkout import ROOT
 from tests.engines.applications import GPU, GPU_LANE, GPU_ONE, GPU_SLOTS, GPU_TWO
+from tests.engines.real_shape import make_real_shape
 from tests.nvml.standin import Machine
 
 FOLDER = ROOT / "tests/acceptance/gpu"
@@ -41,24 +41,6 @@ def test_a_step_runs_if_all_that_it_needs_has_passed(outcomes: list[str]) -> Non
             results[name] = Result(left_out={why: None})
         else:
             results[name] = Result(passed=1, failed=["broken"] * (outcome == "failed"))
-
-
-def test_the_page() -> None:
-    figures = [Figure("memory", 79.64751, "GiB"), Figure("KV", 32000, "tokens")]
-    failed = ["`test_a`: 1 | 2\nis wrong", "`test_b`: wrong"]
-    results = Results(
-        facts=Result(2, left_out={"no MPS": None}, seconds=61.4, figures=figures),
-        doctor=Result(1, failed=failed),
-    )
-    page = results.page("2026-11-30: NVIDIA H100", "At commit 12345678.")
-    steps = f"Steps: 1 passed, 1 failed, {len(STEPS) - 2} not run."
-    assert page.startswith(
-        f"### 2026-11-30: NVIDIA H100\n\nAt commit 12345678. {steps}\n\n| step |"
-    )
-    assert f"\n| facts | {STEPS[0].settles} | **passed**; not run: no MPS | 61 |\n" in page
-    assert " | **failed**: `test_a`: 1 \\| 2 is wrong; `test_b`: wrong | 0 |\n" in page
-    assert page.count(" | not run: not reached, or not asked for | 0 |\n") == len(STEPS) - 2
-    assert page.endswith("| facts | memory | 79.648 GiB |\n| facts | KV | 32,000 tokens |\n")
 
 
 CONFTEST = """

@@ -75,17 +75,15 @@ class Recorder:
     """The proxy, on a free port of loopback.
 
     Args:
-        target: what stands behind it.
-        conversations: whether that has ``/v1/conversations``.
+        target: the router behind it.
 
     Attributes:
         exchanges: in the order in which they ended.
         outside: what was asked for elsewhere.
     """
 
-    def __init__(self, target: str, conversations: bool = True) -> None:
+    def __init__(self, target: str) -> None:
         self._target = target
-        self._conversations = conversations
         self.exchanges: list[Exchange] = []
         self.outside: list[str] = []
         self.url = ""
@@ -159,7 +157,7 @@ class Recorder:
 
     async def _turn(self, conversation: str | None, told: Usage | None) -> Mapping[str, Any] | None:
         """The turn that was answered: of a conversation's histories, the one that says so."""
-        if conversation is None or not self._conversations:
+        if conversation is None:
             return None
         url = f"{self._target}/v1/conversations/{quote(conversation, safe='')}"
         async with self._session.get(url) as answer:

@@ -5,8 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.acceptance.compatibility.outcomes import Outcome
-from tests.acceptance.compatibility.suite_error import SuiteError
+from tests.acceptance.compatibility.outcomes import Outcome, SuiteError
 
 REPOSITORY = "https://github.com/openresponses/openresponses"
 COMMIT = "92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c"

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class SuiteError(RuntimeError):
+    """A suite cannot be had or run; the message says what to do."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one case.

@@ -16,8 +16,13 @@ from conserve.settings import EMBEDDED_MODEL
 from conserve_lab.peers.plan import server_command
 from tests.acceptance.compatibility import openresponses_suite, vllm_suite
 from tests.acceptance.compatibility.openresponses_suite import OpenResponsesSuite
-from tests.acceptance.compatibility.outcomes import kept_by_the_engine, read, summary, surprises
-from tests.acceptance.compatibility.suite_error import SuiteError
+from tests.acceptance.compatibility.outcomes import (
+    SuiteError,
+    kept_by_the_engine,
+    read,
+    summary,
+    surprises,
+)
 from tests.acceptance.compatibility.vllm_suite import MODEL, VllmSuite
 from tests.checkout import ROOT
 from tests.engines.applications import COMPATIBLE, COMPATIBLE_ENGINE

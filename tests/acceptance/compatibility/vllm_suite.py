@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from conserve.embedded import model_path
-from tests.acceptance.compatibility.outcomes import Outcome
-from tests.acceptance.compatibility.suite_error import SuiteError
+from tests.acceptance.compatibility.outcomes import Outcome, SuiteError
 from tests.checkout import ROOT
 
 VERSION = "0.32.0"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.acceptance.gpu.card import missing
-from tests.acceptance.gpu.engine import Completion, complete, compute, whole_chunks
 from tests.acceptance.gpu.plugin import GpuSteps
 from tests.engines.applications import GPU, Application
 from tests.engines.client import engines
+from tests.engines.engine_calls import Completion, complete, compute, whole_chunks
 from tests.engines.lone import LONE_PORT, lone_engine, wait_for_lone
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from tests.acceptance.gpu.conftest import PAUSES_MS, SIZES, hands_over, new_prompt
-from tests.acceptance.gpu.engine import complete, compute, whole_chunks
-from tests.acceptance.gpu.streams import Put
 from tests.engines.applications import GPU
 from tests.engines.client import engines
+from tests.engines.engine_calls import complete, compute, whole_chunks
+from tests.engines.streams import Put
 
 pytestmark = [pytest.mark.step("handoffs"), pytest.mark.application(GPU)]
 

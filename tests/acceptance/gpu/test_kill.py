@@ -10,12 +10,12 @@ import pytest
 
 from tests.acceptance.gpu.card import used_bytes
 from tests.acceptance.gpu.conftest import ANSWER_TOKENS, is_replaced, new_prompt
-from tests.acceptance.gpu.engine import complete, compute, whole_chunks
-from tests.acceptance.gpu.streams import Put
 from tests.engines.applications import GPU
 from tests.engines.client import Agent, engines, prose
+from tests.engines.engine_calls import complete, compute, whole_chunks
 from tests.engines.processes import LMCACHE, kill, processes
 from tests.engines.stage import Stage
+from tests.engines.streams import Put
 from tests.engines.waiting import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(GPU, last=True)]

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.acceptance.gpu.conftest import ANSWER_TOKENS, new_prompt, prompt_name
-from tests.acceptance.gpu.engine import complete
-from tests.acceptance.gpu.streams import Put
 from tests.engines.applications import GPU_LANE, GPU_LANE_SLOTS
 from tests.engines.client import engines
+from tests.engines.engine_calls import complete
 from tests.engines.metrics import metric
+from tests.engines.streams import Put
 from tests.engines.waiting import eventually
 
 pytestmark = pytest.mark.anyio

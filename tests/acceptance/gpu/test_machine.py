@@ -11,8 +11,8 @@ from conserve_cli.doctor.software import ask_torch, try_ipc
 from hetero.container import host_memory, usable_cpus
 from hetero.sm_means import mps_runs
 from tests.acceptance.gpu.card import card, printed_by, used_bytes
-from tests.acceptance.gpu.streams import Put
 from tests.checkout import ROOT
+from tests.engines.streams import Put
 
 _ASK_CUDA = """
 import json, torch

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.gpu.card import printed_by
-from tests.acceptance.gpu.streams import Put
+from tests.engines.streams import Put
 from tests.engines.vision.model import REAL, make_vision_model
 from tests.engines.vision.offloaded import shown
 

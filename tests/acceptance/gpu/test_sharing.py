@@ -8,13 +8,13 @@ import pytest
 
 from hetero.sm_means import mps_runs
 from tests.acceptance.gpu.conftest import hands_over, is_replaced, new_prompt
-from tests.acceptance.gpu.engine import complete, compute
-from tests.acceptance.gpu.streams import Put, compare
 from tests.engines.applications import GPU, GPU_ONE, GPU_SLOTS, GPU_TWO, Application
 from tests.engines.client import engines
+from tests.engines.engine_calls import complete, compute
 from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
+from tests.engines.streams import Put, compare
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.gpu.card import printed_by
-from tests.acceptance.gpu.streams import Put
+from tests.engines.streams import Put
 
 pytestmark = pytest.mark.step("slots")
 

@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from tests.acceptance.gpu.conftest import lone_on_gpu
-from tests.acceptance.gpu.streams import Put, put_gaps
 from tests.engines.applications import GPU_STAGES
 from tests.engines.client import Agent, Message, chat, prose
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
+from tests.engines.streams import Put, put_gaps
 from tests.engines.vision.turns import new_image, said
 
 pytestmark = [pytest.mark.step("stages"), pytest.mark.anyio, pytest.mark.application(GPU_STAGES)]

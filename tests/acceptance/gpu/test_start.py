@@ -14,11 +14,11 @@ from deployments.gpu_plans import here, plan_on
 from hetero.gpu_layout import CONTEXT_BYTES
 from hetero.gpu_plan import GpuPlan
 from tests.acceptance.gpu.card import card, energy_j, used_bytes
-from tests.acceptance.gpu.streams import Put
 from tests.engines.applications import GPU, GPU_ONE, Application
 from tests.engines.client import Agent, chat, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
+from tests.engines.streams import Put
 from tests.engines.waiting import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(GPU)]

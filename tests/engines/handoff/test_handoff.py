@@ -7,12 +7,12 @@ import random
 import httpx
 import pytest
 
-from tests.acceptance.gpu.engine import complete, compute
-from tests.acceptance.gpu.streams import play
 from tests.engines.applications import MAIN
 from tests.engines.client import Agent, engines, last_turn, lone_answer, prose
+from tests.engines.engine_calls import complete, compute
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
+from tests.engines.streams import play
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
@@ -37,7 +37,7 @@ async def _prefiller_requests(client: httpx.AsyncClient) -> float:
 def test_engines_hand_over_whole_as_the_router_asks_them(
     application: str, rng: random.Random
 ) -> None:
-    """By the calls of `tests/acceptance/gpu`, which are made nowhere else without a GPU."""
+    """By the calls of tests on a GPU, which are made nowhere else without one."""
     (prefiller,), (decoder, other) = engines("prefiller"), engines("decoder")
     for giver, taker in ((prefiller, decoder), (decoder, other)):
         prompt = [rng.randrange(1000, 4000) for _ in range(2000)]

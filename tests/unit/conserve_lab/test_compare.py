@@ -157,25 +157,22 @@ def test_reports_are_compared_with_the_first_system_at_the_same_rate() -> None:
 # --- Rounds ---------------------------------------------------------------------------------------
 
 
-def test_rounds_alternate_with_the_same_slices() -> None:
+async def test_rounds_alternate_with_the_same_slices() -> None:
     a, b = Stub(), Stub()
     started: list[str] = []
 
     def plan(round_: int) -> ArrivalPlan:
         return [(0.0, Planned(f"c{n}", [(0.0, f"{round_} {n}", True)])) for n in range(2)]
 
-    async def run() -> dict[str, list[Run]]:
-        async with serving(a), serving(b):
-            return await alternate(
-                [Endpoint("a", a.url), Endpoint("b", b.url)],
-                plan,
-                4,
-                DriveOptions(cache_salt="salt"),
-                seed=1,
-                on_record=lambda record: started.append(record.system),
-            )
-
-    found = asyncio.run(run())
+    async with serving(a), serving(b):
+        found = await alternate(
+            [Endpoint("a", a.url), Endpoint("b", b.url)],
+            plan,
+            4,
+            DriveOptions(cache_salt="salt"),
+            seed=1,
+            on_record=lambda record: started.append(record.system),
+        )
     prompts = [sorted(seen.body["prompt"] for seen in stub.turns) for stub in (a, b)]
     assert prompts[0] == prompts[1] == sorted(f"{r} {n}" for r in range(4) for n in range(2))
     assert {len(runs) for runs in found.values()} == {4}
@@ -194,36 +191,32 @@ def test_rounds_alternate_with_the_same_slices() -> None:
     assert whole.wall_s == pytest.approx(sum(run.wall_s for run in found["a"]))
 
 
-def test_a_later_round_may_begin_with_a_failure() -> None:
+async def test_a_later_round_may_begin_with_a_failure() -> None:
     stub = Stub({"bad": refuse})
 
-    async def run() -> dict[str, list[Run]]:
-        async with serving(stub):
-            return await alternate(
-                [Endpoint("a", stub.url)],
-                lambda round_: [(0.0, Planned("c", [(0.0, "bad" if round_ else "good", True)]))],
-                2,
-            )
-
-    (runs,) = asyncio.run(run()).values()
+    async with serving(stub):
+        found = await alternate(
+            [Endpoint("a", stub.url)],
+            lambda round_: [(0.0, Planned("c", [(0.0, "bad" if round_ else "good", True)]))],
+            2,
+        )
+    (runs,) = found.values()
     assert [run.records[0].outcome for run in runs] == ["completed", "failed"]
 
 
-def test_a_round_that_is_stopped_is_left_out() -> None:
+async def test_a_round_that_is_stopped_is_left_out() -> None:
     stub = Stub()
     stop = asyncio.Event()
 
-    async def run() -> dict[str, list[Run]]:
-        async with serving(stub):
-            return await alternate(
-                [Endpoint("a", stub.url), Endpoint("b", stub.url)],
-                lambda round_: [(0.0, Planned("c", [(0.0, "one", True)]))],
-                3,
-                on_record=lambda record: stop.set() if len(stub.turns) == 3 else None,
-                stop=stop,
-            )
-
-    assert {len(runs) for runs in asyncio.run(run()).values()} == {1}
+    async with serving(stub):
+        found = await alternate(
+            [Endpoint("a", stub.url), Endpoint("b", stub.url)],
+            lambda round_: [(0.0, Planned("c", [(0.0, "one", True)]))],
+            3,
+            on_record=lambda record: stop.set() if len(stub.turns) == 3 else None,
+            stop=stop,
+        )
+    assert {len(runs) for runs in found.values()} == {1}
 
 
 def test_rounds_are_moved_apart_when_pooled() -> None:

@@ -25,14 +25,11 @@ from tests.unit.conserve_lab.stub import (
 )
 
 
-def _drive(
+async def _drive(
     stub: Stub, plan: ArrivalPlan, options: DriveOptions | None = None, **endpoint: object
 ) -> Run:
-    async def run() -> Run:
-        async with serving(stub):
-            return await drive(_endpoint(stub, **endpoint), plan, options)
-
-    return asyncio.run(run())
+    async with serving(stub):
+        return await drive(_endpoint(stub, **endpoint), plan, options)
 
 
 def _endpoint(stub: Stub, **changes: object) -> Endpoint:
@@ -43,10 +40,10 @@ def _turns(*prompts: str) -> list[tuple[float, str, bool | None]]:
     return [(0.0, prompt, None) for prompt in prompts]
 
 
-def test_a_conversation_is_played_in_order() -> None:
+async def test_a_conversation_is_played_in_order() -> None:
     stub = Stub()
     script = Planned("c", [(0.0, "one", False), (0.01, "two", False), (0.02, "three", True)])
-    run = _drive(stub, [(0.0, script)], DriveOptions(cache_salt="salt", id_prefix="run-"))
+    run = await _drive(stub, [(0.0, script)], DriveOptions(cache_salt="salt", id_prefix="run-"))
 
     assert [seen.body["prompt"] for seen in stub.turns] == ["one", "two", "three"]
     assert {seen.path for seen in stub.turns} == {"/v1/completions"}
@@ -80,19 +77,19 @@ def test_a_conversation_is_played_in_order() -> None:
     assert records[2].planned_s == records[1].ended_s + 0.02
 
 
-def test_conversations_arrive_when_planned_however_slow_the_others() -> None:
+async def test_conversations_arrive_when_planned_however_slow_the_others() -> None:
     stub = Stub({"slow": hang})
     plan = [(0.0, Planned("a", _turns("slow"))), (0.01, Planned("b", _turns("quick")))]
-    run = _drive(stub, plan, DriveOptions(turn_timeout_s=1.0))
+    run = await _drive(stub, plan, DriveOptions(turn_timeout_s=1.0))
     planned = {record.conversation: record.planned_s for record in run.records}
     assert planned == {"a": 0.0, "b": 0.01}
     assert [record.conversation for record in run.records] == ["b", "a"]
 
 
-def test_so_many_at_a_time() -> None:
+async def test_so_many_at_a_time() -> None:
     stub = Stub()
     plan = [(0.0, Planned(f"c{n}", _turns("one", "two"))) for n in range(4)]
-    run = _drive(stub, plan, DriveOptions(concurrency=1))
+    run = await _drive(stub, plan, DriveOptions(concurrency=1))
     order = [seen.headers["X-Conversation-Id"] for seen in stub.turns]
     assert order == ["c0", "c0", "c1", "c1", "c2", "c2", "c3", "c3"]
     starts = [record.planned_s for record in run.records if record.turn == 1]
@@ -100,15 +97,12 @@ def test_so_many_at_a_time() -> None:
     assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
 
 
-def test_unloaded_runs_one_at_a_time_without_gaps() -> None:
+async def test_unloaded_runs_one_at_a_time_without_gaps() -> None:
     stub = Stub()
     scripts = [Planned(f"c{n}", [(0.0, "one", None), (1000.0, "two", None)]) for n in range(2)]
 
-    async def run() -> Run:
-        async with serving(stub):
-            return await unloaded(_endpoint(stub), scripts)
-
-    records = asyncio.run(run()).records
+    async with serving(stub):
+        records = (await unloaded(_endpoint(stub), scripts)).records
     assert [(record.conversation, record.turn) for record in records] == [
         ("c0", 1),
         ("c0", 2),
@@ -118,9 +112,9 @@ def test_unloaded_runs_one_at_a_time_without_gaps() -> None:
     assert records[1].planned_s == records[0].ended_s
 
 
-def test_headers_are_the_peers_own() -> None:
+async def test_headers_are_the_peers_own() -> None:
     stub = Stub(models=["other"])
-    _drive(
+    await _drive(
         stub,
         [(0.0, Planned("c", _turns("one")))],
         model="other",
@@ -148,12 +142,12 @@ def test_headers_are_the_peers_own() -> None:
         (forget, "connection: ", 0),
     ],
 )
-def test_a_failed_turn_ends_its_conversation_alone(
+async def test_a_failed_turn_ends_its_conversation_alone(
     behaviour: Callable[..., Awaitable[None]], error: str, tokens: int
 ) -> None:
     stub = Stub({"bad": behaviour})
     bad, good = Planned("bad", _turns("fine", "bad", "never")), Planned("good", _turns("a", "b"))
-    run = _drive(stub, [(0.0, good), (0.0, bad)])
+    run = await _drive(stub, [(0.0, good), (0.0, bad)])
     ends = {(r.conversation, r.turn): r for r in run.records}
     assert set(ends) == {("good", 1), ("good", 2), ("bad", 1), ("bad", 2)}
     failed = ends["bad", 2]
@@ -167,17 +161,17 @@ def test_a_failed_turn_ends_its_conversation_alone(
     assert sorted(stub.released) == ["bad", "good"]
 
 
-def test_a_turn_over_its_time_is_given_up() -> None:
+async def test_a_turn_over_its_time_is_given_up() -> None:
     stub = Stub({"slow": hang})
     plan = [(0.0, Planned("c", _turns("slow", "never")))]
-    (record,) = _drive(stub, plan, DriveOptions(turn_timeout_s=1.0)).records
+    (record,) = (await _drive(stub, plan, DriveOptions(turn_timeout_s=1.0))).records
     assert record.outcome == "timeout"
     assert record.error == "timeout: no whole answer within 1 s"
     assert len(record.token_times_s) == 1
     assert record.ended_s > record.token_times_s[0]
 
 
-def test_a_stop_leaves_open_turns_unfinished() -> None:
+async def test_a_stop_leaves_open_turns_unfinished() -> None:
     stub = Stub({"slow": hang})
     resting = Planned("resting", [(0.0, "one", True), (1000.0, "two", True)])
     plan = [
@@ -186,20 +180,17 @@ def test_a_stop_leaves_open_turns_unfinished() -> None:
         (1000.0, Planned("later", _turns("one"))),
     ]
 
-    async def run() -> Run:
-        stop = asyncio.Event()
+    stop = asyncio.Event()
 
-        def on_progress(progress: Progress) -> None:
-            if len(stub.turns) == 3 and progress.turns == 2:
-                stop.set()
+    def on_progress(progress: Progress) -> None:
+        if len(stub.turns) == 3 and progress.turns == 2:
+            stop.set()
 
-        async with serving(stub):
-            return await drive(_endpoint(stub), plan, stop=stop, on_progress=on_progress)
-
-    run_ = asyncio.run(run())
-    assert run_.interrupted
-    assert run_.arrived == 2
-    outcomes = {(r.conversation, r.turn): (r.outcome, r.last) for r in run_.records}
+    async with serving(stub):
+        run = await drive(_endpoint(stub), plan, stop=stop, on_progress=on_progress)
+    assert run.interrupted
+    assert run.arrived == 2
+    outcomes = {(r.conversation, r.turn): (r.outcome, r.last) for r in run.records}
     assert outcomes == {
         ("open", 1): ("completed", False),
         ("open", 2): ("unfinished", False),
@@ -208,9 +199,9 @@ def test_a_stop_leaves_open_turns_unfinished() -> None:
     assert sorted(stub.released) == ["open", "resting"]
 
 
-def test_the_duration_ends_a_run() -> None:
+async def test_the_duration_ends_a_run() -> None:
     stub = Stub({"slow": hang})
-    run = _drive(stub, [(0.0, Planned("c", _turns("slow")))], DriveOptions(duration_s=0.5))
+    run = await _drive(stub, [(0.0, Planned("c", _turns("slow")))], DriveOptions(duration_s=0.5))
     assert run.interrupted
     assert [record.outcome for record in run.records] == ["unfinished"]
 
@@ -228,41 +219,41 @@ async def test_being_cancelled_records_and_propagates() -> None:
     assert [record.outcome for record in records] == ["unfinished"]
 
 
-def test_nothing_there_is_one_clear_line() -> None:
+async def test_nothing_there_is_one_clear_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         plan = [(0.0, Planned("c", _turns("one")))]
         with pytest.raises(EndpointError, match=f"nothing answers at {url}"):
-            asyncio.run(drive(Endpoint("s", url), plan))
+            await drive(Endpoint("s", url), plan)
         plan = [(0.0, Planned("c", _turns("one")))]
         with pytest.raises(EndpointError, match="answered the first turn: connection: ") as caught:
-            asyncio.run(drive(Endpoint("s", url, model="m"), plan))
+            await drive(Endpoint("s", url, model="m"), plan)
         assert "\n" not in str(caught.value)
 
 
-def test_every_end_that_could_not_be_told_is_counted() -> None:
+async def test_every_end_that_could_not_be_told_is_counted() -> None:
     stub = Stub(refuses_deletes=True)
     plan = [(0.0, Planned(f"c{n}", _turns("one"))) for n in range(20)]
-    run = _drive(stub, plan)
+    run = await _drive(stub, plan)
     assert len(set(stub.released)) == 20
     assert run.not_released == 20
     assert {record.outcome for record in run.records} == {"completed"}
 
 
-def test_what_the_server_counts_is_read_before_and_after() -> None:
+async def test_what_the_server_counts_is_read_before_and_after() -> None:
     stub = Stub()
     stub.counters = lambda: f"conserve_handoffs_total {100 + len(stub.turns)}\n"
     plan = [(0.0, Planned("c", _turns("one", "two", "three")))]
-    assert _drive(stub, plan).counters == {"conserve_handoffs_total": 3.0}
-    assert _drive(Stub(), [(0.0, Planned("c", _turns("one")))]).counters is None
+    assert (await _drive(stub, plan)).counters == {"conserve_handoffs_total": 3.0}
+    assert (await _drive(Stub(), [(0.0, Planned("c", _turns("one")))])).counters is None
 
 
-def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter((100.0, 130.0, None, None))
     monkeypatch.setattr("conserve_lab.driver.gpu_energy_j", lambda: next(readings))
     for expected in (30.0, None):
-        assert _drive(Stub(), [(0.0, Planned("c", _turns("one")))]).energy_j == expected
+        assert (await _drive(Stub(), [(0.0, Planned("c", _turns("one")))])).energy_j == expected
     with pytest.raises(StopIteration):
         next(readings)
     for url, here in (
@@ -275,12 +266,12 @@ def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
         assert Endpoint("s", url).is_here is here
 
 
-def test_an_endpoint_without_models_asks_for_a_name() -> None:
+async def test_an_endpoint_without_models_asks_for_a_name() -> None:
     with pytest.raises(EndpointError, match="lists no model"):
-        _drive(Stub(models=[]), [(0.0, Planned("c", _turns("one")))])
+        await _drive(Stub(models=[]), [(0.0, Planned("c", _turns("one")))])
 
 
-def test_what_a_script_raises_ends_the_run() -> None:
+async def test_what_a_script_raises_ends_the_run() -> None:
     class Broken(Planned):
         def next(self, answer: Answer | None) -> TurnRequest | None:
             if answer is not None:
@@ -288,34 +279,31 @@ def test_what_a_script_raises_ends_the_run() -> None:
             return super().next(answer)
 
     with pytest.raises(LookupError, match="no such answer"):
-        _drive(Stub(), [(0.0, Broken("c", _turns("one")))])
+        await _drive(Stub(), [(0.0, Broken("c", _turns("one")))])
 
 
-def test_arrivals_out_of_order_are_refused() -> None:
+async def test_arrivals_out_of_order_are_refused() -> None:
     plan = [(1e-3, Planned("a", _turns("one"))), (0.0, Planned("b", _turns("one")))]
     with pytest.raises(ValueError, match=r"b arrives at 0 s, after one that arrives at 0\.001 s"):
-        _drive(Stub(), plan)
+        await _drive(Stub(), plan)
 
 
-def test_a_server_that_does_not_keep_to_lengths_is_noticed() -> None:
+async def test_a_server_that_does_not_keep_to_lengths_is_noticed() -> None:
     class Longer(Planned):
         def next(self, answer: Answer | None) -> TurnRequest | None:
             request = super().next(answer)
             return request and replace(request, output_tokens=5)
 
-    assert _drive(Stub(), [(0.0, Longer("c", _turns("one", "two")))]).wrong_lengths == 2
+    assert (await _drive(Stub(), [(0.0, Longer("c", _turns("one", "two")))])).wrong_lengths == 2
 
 
-def test_many_conversations_and_the_progress() -> None:
+async def test_many_conversations_and_the_progress() -> None:
     stub = Stub()
     plan = [(n * 1e-4, Planned(f"c{n}", _turns("one", "two"))) for n in range(200)]
     seen: list[Progress] = []
 
-    async def run() -> Run:
-        async with serving(stub):
-            return await drive(_endpoint(stub), iter(plan), on_progress=seen.append)
-
-    records = asyncio.run(run()).records
+    async with serving(stub):
+        records = (await drive(_endpoint(stub), iter(plan), on_progress=seen.append)).records
     assert len(records) == len(stub.turns) == 400
     assert len({(record.conversation, record.turn) for record in records}) == 400
     last = seen[-1]

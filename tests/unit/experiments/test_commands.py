@@ -34,17 +34,3 @@ def test_every_experiment_has_help(name: str, capsys: pytest.CaptureFixture[str]
 def test_every_folder_and_file_with_a_main_is_listed() -> None:
     assert {"table", "suite", "sessions"} <= set(_listed())
     assert not {"harness", "agents", "unkind", "claims"} & set(_listed())
-
-
-def test_make_runs_what_it_is_told() -> None:
-    command = [
-        "make",
-        "-n",
-        "--no-print-directory",
-        "experiment",
-        "NAME=scale",
-        "DATA=here",
-        "ARGS=--seed 1",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1].endswith("-m experiments.scale --data 'here' --seed 1")

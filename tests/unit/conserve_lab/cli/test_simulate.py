@@ -1,4 +1,4 @@
-"""``conserve simulate`` as its user meets it, and the paper's figures beside the simulation."""
+"""``conserve simulate`` as its user meets it."""
 
 import json
 from collections.abc import Sequence
@@ -6,26 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from autoscale.capacity.profile import ProfileError, load_profile
+from autoscale.capacity.profile import load_profile
 from conserve_lab.cli import simulate as command
 from conserve_lab.cli.simulate import cli
-from conserve_lab.records import TurnRecord
 from conserve_lab.report import Report, read_report
-from conserve_lab.simulate.costs import Costs
-from conserve_lab.simulate.published import show, write
-from conserve_lab.simulate.reproduce import (
-    RUNS,
-    SHAPE,
-    Row,
-    cold_prefill_s,
-    reproduce,
-    saturating,
-)
-from conserve_lab.simulate.run import EngineCounts, make_system, serve, simulate_selection
-from conserve_lab.workloads import Arrivals, synthetic
+from conserve_lab.simulate.run import EngineCounts, make_system, simulate_selection
 
 PROFILE = "a40-qwen3-0.6b"
 
@@ -50,14 +37,8 @@ def _simulate(*arguments: str) -> tuple[int, str]:
         (("--system", "parking", "--host-tokens", "0"), "--host-tokens is 0"),
         (("--system", "pausing", "--host-tokens", "9"), "--host-tokens is parking's"),
         (("--max-context-tokens", "100"), "fits into 100 tokens"),
-        (("--reproduce", "other"), "conserve"),
         (("--slo-multiple", "0"), "--slo-multiple is 0"),
         (("--block-tokens", "0"), "--block-tokens"),
-        (("--reproduce", "conserve", "--rate", "2"), "--rate does not go with --reproduce"),
-        (("--reproduce", "conserve", "--decoders", "3"), "--decoders does not go with"),
-        (("--system", "per_turn", "--reproduce", "conserve"), "--system does not go with"),
-        (("--reproduce", "conserve", "--workload", "synthetic"), "--workload does not go with"),
-        (("--reproduce", "conserve", "--profile", "cpu-embedded"), "has no power"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(
@@ -105,14 +86,6 @@ def test_a_refusal_is_one_line_however_narrow_the_screen_is() -> None:
     done = CliRunner(env={"COLUMNS": "40"}).invoke(cli, ["--profile", "h200"])
     assert done.exit_code == 2
     assert len(done.output.strip().splitlines()) == 1
-
-
-def test_a_profile_without_power_is_refused_before_anything_is_simulated() -> None:
-    def ended(what: str) -> None:
-        raise AssertionError(f"{what} was simulated")
-
-    with pytest.raises(ProfileError, match="has no power"):
-        reproduce(load_profile("cpu-embedded"), 1, on_conversation=ended)
 
 
 @pytest.mark.parametrize(
@@ -175,47 +148,3 @@ def test_collocated_has_as_many_engines_as_the_others() -> None:
     slow = [costs.per_token_s > profile.prefill.per_token_s for costs in collocated.decoders]
     assert slow == [False, False, True, True, True, True, True]
     assert all(costs.batched_tokens == 2_944 for costs in collocated.decoders)
-
-
-def test_saturating_arrivals_keep_the_prefiller_busy_and_nobody_waiting() -> None:
-    profile = load_profile(PROFILE)
-    prefiller = Costs.of(profile, "prefiller")
-    workload = synthetic(
-        SHAPE, conversations=40, arrivals=Arrivals("even", 1.0), vocabulary=range(1_000, 4_000)
-    )
-    records: list[TurnRecord] = []
-    system = make_system("conserve", profile, EngineCounts())
-    cluster = serve(system, saturating(workload, prefiller), records.extend)
-    first = sorted((r for r in records if r.turn == 1), key=lambda record: record.sent_s)
-    took_s = [cold_prefill_s(record.prompt_tokens, prefiller) for record in first]
-    assert [r.sent_s for r in first] == pytest.approx([sum(took_s[:i]) for i in range(40)])
-    assert cluster.prefillers["prefiller-0"].busy_prefill_s == pytest.approx(sum(took_s))
-
-
-def test_the_papers_figures(tmp_path: Path) -> None:
-    """Few conversations: not the values, but that each is there, and what cannot be otherwise."""
-    ended: list[str] = []
-    found = reproduce(load_profile(PROFILE), 5, on_conversation=ended.append)
-    assert len(ended) == 5 * RUNS
-    rows = {row.what: row for row in found.rows}
-    assert len(rows) == len(found.rows) == 31
-    assert {row.figure for row in found.rows} == {"10", "12", "13"}
-    # Without wrong decisions per-turn placement is ConServe's; fewer watts are more tokens/J.
-    assert rows["TTFET gmean, no wrong decision over ConServe"].simulated == 1.0
-    assert rows["tokens/J, ConServe, decoders at 200 W against 300 W"].simulated > 0.1
-    assert rows["TTFET, E2E gmean, full disaggregation, any rate: least"].simulated > 1.0
-    write(found, tmp_path / "rows.json")
-    written = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["simulated"] for row in written] == [row.simulated for row in found.rows]
-    with (tmp_path / "table.txt").open("w") as file:
-        show(found, load_profile(PROFILE), Console(file=file, width=200))
-    assert "-51.1%" in (tmp_path / "table.txt").read_text()
-    assert len(found.by_rate) == 24
-
-
-def test_a_bound_is_kept_or_not_and_a_value_is_so_far_off() -> None:
-    assert Row("10", "x", 2.0, 1.5, relation="<=").within is True
-    assert Row("10", "x", 2.0, 2.0, relation=">").within is False
-    assert Row("10", "x", 2.0, 2.0, relation=">=").within is True
-    value = Row("10", "x", 2.0, 2.5)
-    assert (value.within, value.difference) == (None, 0.5)

@@ -11,8 +11,8 @@ from conserve.placement import EngineLoad
 from conserve_lab.records import TurnRecord
 from conserve_lab.simulate import Cluster, SimulationError, System
 from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
-from conserve_lab.workloads import PRESETS, Arrivals, Workload, synthetic
-from tests.unit.conserve_lab.simulate.test_simulate import COSTS as ROOMY
+from tests.unit.conserve_lab.simulate.scenes import COSTS as ROOMY
+from tests.unit.conserve_lab.simulate.scenes import drawn
 
 COSTS = replace(ROOMY, capacity_tokens=60_000, idle_w=None, prefill_w=None, decode_w=None)
 
@@ -22,17 +22,8 @@ def _run(placement: Any, decoders: int = 1, **more: Any) -> tuple[Cluster, list[
     prefillers = (COSTS,) * more.pop("prefillers", 1)
     system = System("s", placement, prefillers, (COSTS,) * decoders, **more)
     cluster = Cluster(system, records.extend)
-    cluster.run(_workload())
+    cluster.run(drawn())
     return cluster, records
-
-
-def _workload() -> Workload:
-    return synthetic(
-        PRESETS["conserve"],
-        conversations=60,
-        arrivals=Arrivals("poisson", 2.0),
-        vocabulary=range(1000, 4000),
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,16 @@
 """What rivals need of an engine: a line by priority, KV that is kept, and what preemption costs."""
 
-from dataclasses import replace
-
 import pytest
 
-from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
-from tests.unit.conserve_lab.simulate.test_simulate import COSTS
+from conserve_lab.simulate.engine import EngineTurn
+from tests.unit.conserve_lab.simulate.scenes import LoneEngine
 
 
-class _Bench:
-    """An engine, and the time."""
+class _Bench(LoneEngine):
+    """An engine that keeps what has ended, to which turns are given by their lengths."""
 
     def __init__(self, capacity_tokens: int, keeps: bool = True) -> None:
-        self.events: list[tuple[float, int]] = []
-        self.ended: list[tuple[str, float]] = []
-        self.now_s = 0.0
-        self.engine = SimulatedEngine(
-            "e",
-            replace(COSTS, capacity_tokens=capacity_tokens),
-            lambda at_s, engine, version: self.events.append((at_s, version)),
-            lambda work, engine, now_s: self.ended.append((work.conversation, now_s)),
-            keeps=keeps,
-        )
+        super().__init__(capacity_tokens, keeps=keeps)
 
     def submit(
         self, conversation: str, prompt: int, output: int, reusable: int = 0, priority: float = 0.0
@@ -30,15 +19,9 @@ class _Bench:
         self.engine.submit(work, self.now_s)
         return work
 
-    def run(self, until_s: float = float("inf")) -> None:
-        while self.events and min(self.events)[0] <= until_s:
-            self.events.sort()
-            self.now_s, version = self.events.pop(0)
-            self.engine.wake(self.now_s, version)
-            held = self.engine.active_tokens + self.engine.idle_tokens
-            assert held <= self.engine.capacity_tokens
-        if until_s < float("inf"):
-            self.now_s = until_s
+    @property
+    def ends(self) -> list[tuple[str, float]]:
+        return [(work.conversation, at_s) for work, at_s in self.ended]
 
 
 def test_turns_wait_by_priority_and_of_equal_ones_as_they_came() -> None:
@@ -48,7 +31,7 @@ def test_turns_wait_by_priority_and_of_equal_ones_as_they_came() -> None:
         bench.submit(name, 900, 5, priority=priority)
     assert bench.engine.turns == 5
     bench.run()
-    assert [name for name, _ in bench.ended] == ["runs", "a", "b", "c", "d"]
+    assert [name for name, _ in bench.ends] == ["runs", "a", "b", "c", "d"]
     assert bench.engine.turns == 0
 
 
@@ -61,7 +44,7 @@ def test_who_goes_last_is_preempted(priorities: tuple[float, float], last: str) 
     }
     bench.run()
     assert bench.engine.preemptions == 1
-    assert bench.ended[-1][0] == last
+    assert bench.ends[-1][0] == last
     assert all(work.cached_tokens == 0 for work in works.values())
 
 
@@ -104,8 +87,8 @@ def test_kv_that_is_pinned_stays_while_others_wait_for_its_room() -> None:
     back = bench.submit("old", 420, 5, reusable=410)
     bench.run()
     # There was no room beside what is pinned until the other one had ended; and it stayed.
-    assert [name for name, _ in bench.ended] == ["old", "runs", "waits", "old"]
-    assert waits.first_token_s > bench.ended[1][1]
+    assert [name for name, _ in bench.ends] == ["old", "runs", "waits", "old"]
+    assert waits.first_token_s > bench.ends[1][1]
     assert back.cached_tokens == 400
 
 
@@ -113,7 +96,7 @@ def test_where_nothing_runs_nobody_waits_for_a_pin() -> None:
     bench = _pinned(1e9)
     bench.submit("large", 800, 5)
     bench.run()
-    assert [name for name, _ in bench.ended] == ["old", "large"]
+    assert [name for name, _ in bench.ends] == ["old", "large"]
 
 
 def test_kv_that_is_pinned_no_longer_is_dropped_for_who_waits() -> None:
@@ -122,7 +105,7 @@ def test_kv_that_is_pinned_no_longer_is_dropped_for_who_waits() -> None:
     bench.run(bench.now_s + 0.1)
     waits = bench.submit("waits", 500, 5)
     bench.run()
-    assert waits.first_token_s < dict(bench.ended)["runs"]
+    assert waits.first_token_s < dict(bench.ends)["runs"]
     assert bench.engine.holds("old") < 400
 
 

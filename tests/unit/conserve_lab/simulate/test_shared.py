@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoscale.capacity.profile import load_profile
-from conserve_lab.records import Answer, SharedPrefix, TurnRecord, TurnRequest
+from conserve_lab.records import SharedPrefix, TurnRecord
 from conserve_lab.simulate import Cluster, System
 from conserve_lab.simulate.cluster import opening
-from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
+from conserve_lab.simulate.engine import EngineTurn
 from conserve_lab.simulate.run import NAMES, EngineCounts, make_system, serve
 from conserve_lab.simulate.shared import SharedPrefixes, Stretch
-from tests.unit.conserve_lab.simulate.test_simulate import COSTS
+from tests.unit.conserve_lab.simulate.scenes import LoneEngine, Scripted
 
 BLOCK = 4
 # Two lengths of tools, and two system prompts after each: none begins at a block.
@@ -121,38 +121,6 @@ def test_every_token_is_held_once_and_the_longest_unused_go_first(steps: list[An
             assert found == whole_blocks(leading(wanted, computed))
 
 
-@dataclass
-class _Engine:
-    """A real simulated engine, on which everything runs that is given to it."""
-
-    capacity_tokens: int
-    events: list[tuple[float, int]] = field(default_factory=list)
-    ended: list[EngineTurn] = field(default_factory=list)
-    now_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.engine = SimulatedEngine(
-            "e",
-            replace(COSTS, capacity_tokens=self.capacity_tokens),
-            lambda at_s, engine, version: self.events.append((at_s, version)),
-            lambda work, engine, now_s: self.ended.append(work),
-            block_tokens=BLOCK,
-        )
-
-    def run(self, until_s: float = float("inf")) -> None:
-        while self.events and min(self.events)[0] <= until_s:
-            self.events.sort()
-            self.now_s, version = self.events.pop(0)
-            self.engine.wake(self.now_s, version)
-            self.check()
-
-    def check(self) -> None:
-        active, idle = self.engine.active_tokens, self.engine.idle_tokens
-        assert active >= 0
-        assert idle >= 0
-        assert active + idle <= self.capacity_tokens
-
-
 class _EveryToken:
     """An engine whose cache is a list of tokens, the longest unused first; it takes prompts alone.
 
@@ -221,7 +189,8 @@ turns_of_a_round = st.lists(
 def test_an_engine_finds_and_drops_what_one_that_knows_every_token_does(
     capacity_tokens: int, rounds: list[list[tuple[int, int, int, int]]]
 ) -> None:
-    real, brute = _Engine(capacity_tokens), _EveryToken(capacity_tokens)
+    real = LoneEngine(capacity_tokens, block_tokens=BLOCK)
+    brute = _EveryToken(capacity_tokens)
     heads: dict[str, int] = {}
     lengths: dict[str, int] = {}
     for turns in rounds:
@@ -270,15 +239,15 @@ def test_whatever_comes_an_engine_holds_no_more_than_it_can_and_leaves_nothing_b
     capacity_tokens: int, turns: list[tuple[int, int, int, int, float, float]]
 ) -> None:
     """Turns that decode beside others, are sent back, and come while others' KV is pinned."""
-    real = _Engine(capacity_tokens)
+    real = LoneEngine(capacity_tokens, block_tokens=BLOCK)
     engine, now_s = real.engine, 0.0
     works: list[EngineTurn] = []
     for number, shared, after, output, gap_s, pinned_s in turns:
         now_s += gap_s
         real.run(now_s)
-        real.now_s = now_s
         name, system = f"c{number}", sorted(SYSTEMS)[number % len(SYSTEMS)]
-        if any(work.conversation == name for work in works if work not in real.ended):
+        over = [work for work, _ in real.ended]
+        if any(work.conversation == name for work in works if work not in over):
             continue
         if engine.holds(name):
             engine.pin(name, now_s + pinned_s)
@@ -288,7 +257,7 @@ def test_whatever_comes_an_engine_holds_no_more_than_it_can_and_leaves_nothing_b
         engine.submit(works[-1], now_s)
         real.check()
     real.run()
-    assert set(real.ended) == set(works)
+    assert {work for work, _ in real.ended} == set(works)
     for number in range(8):
         engine.forget(f"c{number}")
     assert engine.active_tokens == 0
@@ -308,25 +277,15 @@ def _everybodys() -> list[tuple[SharedPrefix, ...]]:
 COMMON = (SharedPrefix(1, 1_000), SharedPrefix(2, 4_000))
 
 
-@dataclass
-class _Script:
+def _script(conversation: str, turns: int, gap_s: float) -> Scripted:
     """A conversation that begins with what all begin with, and goes on for so many turns."""
-
-    conversation: str
-    turns: int = 1
-    gap_s: float = 1.0
-    at: int = 0
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        if self.at == self.turns:
-            return None
-        self.at += 1
-        tokens = 4_000 + 1_120 * self.at
-        before = tokens - 1_120 if self.at > 1 else 0
-        gap_s = self.gap_s if self.at > 1 else 0.0
-        return TurnRequest(
-            gap_s, "/v1/completions", dict, tokens, before, 32, self.at == 1, shared=COMMON
-        )
+    lengths = [4_000 + 1_120 * number for number in range(1, turns + 1)]
+    before = [0, *lengths]
+    sizes = [
+        (tokens, reused, 32, gap_s if reused else 0.0)
+        for tokens, reused in zip(lengths, before, strict=False)
+    ]
+    return Scripted(sizes, conversation, COMMON)
 
 
 def _system(name: str, capacity_tokens: int = 50_000, decoders: int = 1) -> System:
@@ -341,7 +300,7 @@ def _system(name: str, capacity_tokens: int = 50_000, decoders: int = 1) -> Syst
 def test_what_prompts_share_is_computed_moved_and_counted_once() -> None:
     records: list[TurnRecord] = []
     cluster = Cluster(_system("conserve"), records.extend)
-    plan = [(0.0, _Script("first", 2, 60.0)), (0.0, _Script("second", 2, 60.0))]
+    plan = [(0.0, _script("first", 2, 60.0)), (0.0, _script("second", 2, 60.0))]
     cluster.run_programs(iter(plan), 2, until_s=30.0, ramp_s=20.0)
     (decoder,), (engine,) = cluster.table.decoders.values(), cluster.decoders.values()
     # Both are between their turns.
@@ -379,7 +338,7 @@ def test_every_system_finds_what_conversations_share(name: str) -> None:
     """Many conversations on engines that are short of room: all of it is given back."""
     records: list[TurnRecord] = []
     system = _system(name, 24_000, decoders=2)
-    plan = [(0.5 * i, _Script(f"c{i}", 4, 2.0)) for i in range(16)]
+    plan = [(0.5 * i, _script(f"c{i}", 4, 2.0)) for i in range(16)]
     cluster = serve(replace(system, queue_timeout_s=600.0), plan, records.extend)
     assert Counter(one.outcome for one in records) == {"completed": 64}
     firsts = [one for one in records if one.turn == 1]

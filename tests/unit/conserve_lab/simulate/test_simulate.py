@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,25 +14,7 @@ from conserve_lab.records import Answer, TurnRecord, TurnRequest
 from conserve_lab.simulate import Cluster, Costs, SimulationError, System
 from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
 from conserve_lab.simulate.run import EngineCounts, make_system
-from conserve_lab.workloads import PRESETS, Arrivals, Workload, synthetic
-
-COSTS = Costs(
-    step_s=0.008,
-    per_sequence_s=0.0005,
-    per_kv_token_s=4e-8,
-    prefill_s=0.01,
-    per_token_s=2.5e-5,
-    per_pair_s=1e-9,
-    per_cached_token_s=1e-8,
-    prefill_share=0.7,
-    handoff_s=0.004,
-    handoff_per_token_s=5e-6,
-    capacity_tokens=300_000,
-    batched_tokens=2_048,
-    idle_w=30.0,
-    prefill_w=300.0,
-    decode_w=200.0,
-)
+from tests.unit.conserve_lab.simulate.scenes import COSTS, Scripted, drawn
 
 
 def _system(placement: Any = "conversation", costs: Costs = COSTS, **more: Any) -> System:
@@ -40,39 +22,11 @@ def _system(placement: Any = "conversation", costs: Costs = COSTS, **more: Any) 
     return System("s", placement, **fields)
 
 
-def _workload(conversations: int = 60, rate_per_s: float = 2.0, **more: Any) -> Workload:
-    return synthetic(
-        PRESETS["conserve"],
-        conversations=conversations,
-        arrivals=Arrivals("poisson", rate_per_s),
-        vocabulary=range(1000, 4000),
-        **more,
-    )
-
-
 def _run(system: System, plan: Any) -> tuple[Cluster, list[TurnRecord]]:
     records: list[TurnRecord] = []
     cluster = Cluster(system, records.extend)
     cluster.run(plan)
     return cluster, records
-
-
-@dataclass
-class _Scripted:
-    """A conversation of given lengths: prompt, of it reused, output, gap before."""
-
-    turns: list[tuple[int, int, int, float]]
-    conversation: str = "c"
-    at: int = 0
-
-    def next(self, answer: Answer | None) -> TurnRequest | None:
-        if self.at == len(self.turns):
-            return None
-        prompt, reused, output, gap_s = self.turns[self.at]
-        self.at += 1
-        return TurnRequest(
-            gap_s, "/v1/completions", dict, prompt, reused, output, self.at == len(self.turns)
-        )
 
 
 # --- One conversation: the closed form ------------------------------------------------------------
@@ -92,7 +46,7 @@ def _decode_s(context: int, steps: int) -> float:
 
 
 def test_one_conversation_takes_what_the_formula_says() -> None:
-    script = _Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
+    script = Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
     cluster, (first, second) = _run(_system(), [(1.0, script)])
 
     # The prefiller's chunks, the handoff of whole chunks, and the decoder's step for the rest.
@@ -125,7 +79,7 @@ def test_one_conversation_takes_what_the_formula_says() -> None:
 
 def test_what_kv_space_is_used_for_is_what_the_formula_says() -> None:
     """One conversation of two turns, on one of three decoders, until the second one ends."""
-    script = _Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
+    script = Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
     cluster, (first, second) = _run(_system(), [(1.0, script)])
     shares = cluster.figures(1.0).kv_shares
     whole = 3 * COSTS.capacity_tokens * second.ended_s
@@ -152,7 +106,7 @@ def test_what_a_turn_takes_beside_its_engines_delays_its_first_token(placement: 
     def first_tokens(**overhead: float) -> list[float]:
         prefillers = () if placement == "collocated" else (COSTS,)
         system = _system(placement, prefillers=prefillers, **overhead)
-        script = _Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
+        script = Scripted([(15_000, 0, 200, 0.0), (15_500, 15_000, 50, 2.0)])
         _, records = _run(system, [(1.0, script)])
         return [one.first_token_s - one.sent_s for one in records if one.first_token_s is not None]
 
@@ -180,7 +134,7 @@ def test_a_system_has_its_profiles_overhead() -> None:
 
 
 def test_energy_is_that_of_every_engine_busy_or_idle() -> None:
-    cluster, (turn,) = _run(_system(), [(0.0, _Scripted([(1_000, 0, 100, 0.0)]))])
+    cluster, (turn,) = _run(_system(), [(0.0, Scripted([(1_000, 0, 100, 0.0)]))])
     prefill_s = _prefill_s(1_000, 0)
     rest_s = _prefill_s(1_000 - 768, 768)
     decode_s = _decode_s(1_001, 99)
@@ -313,7 +267,7 @@ def _ledger(cluster: Cluster) -> tuple[int, int]:
     "placement", ["conversation", "collocated", "full_disaggregation", "per_turn"]
 )
 def test_every_turn_ends_once_and_the_ledger_is_right(placement: str) -> None:
-    workload = _workload()
+    workload = drawn()
     ledgers: list[tuple[int, int]] = []
     records: list[TurnRecord] = []
 
@@ -344,21 +298,21 @@ def test_every_turn_ends_once_and_the_ledger_is_right(placement: str) -> None:
 
 def test_the_same_seed_gives_the_same_result_to_the_last_digit() -> None:
     system = _system("per_turn", wrong_decision_rate=0.4)
-    once, again = (_run(system, _workload())[1] for _ in range(2))
+    once, again = (_run(system, drawn())[1] for _ in range(2))
     assert once == again
-    assert _run(system, _workload(seed=1))[1] != once
+    assert _run(system, drawn(seed=1))[1] != once
 
 
 def test_decisions_that_are_never_wrong_are_conserves_own() -> None:
     assert (
-        _run(_system("per_turn", wrong_decision_rate=0.0), _workload())[1]
-        == _run(_system("conversation"), _workload())[1]
+        _run(_system("per_turn", wrong_decision_rate=0.0), drawn())[1]
+        == _run(_system("conversation"), drawn())[1]
     )
 
 
 def test_decisions_that_are_always_wrong_are_full_disaggregation() -> None:
-    wrong, records = _run(_system("per_turn", wrong_decision_rate=1.0), _workload())
-    assert records == _run(_system("full_disaggregation"), _workload())[1]
+    wrong, records = _run(_system("per_turn", wrong_decision_rate=1.0), drawn())
+    assert records == _run(_system("full_disaggregation"), drawn())[1]
     later = sum(record.turn > 1 for record in records)
     assert wrong.figures(1.0).later_prefills == later > 0
 
@@ -368,7 +322,7 @@ def test_what_history_costs_a_prefiller() -> None:
 
     def busy_s(history: str) -> float:
         system = _system("full_disaggregation", history=history, transfers_block=True)
-        cluster, _ = _run(system, _workload(20, rate_per_s=0.1))
+        cluster, _ = _run(system, drawn(20, rate_per_s=0.1))
         return cluster.prefillers["prefiller-0"].busy_prefill_s
 
     assert busy_s("recomputed") > 2 * busy_s("moved") > 2 * busy_s("kept")
@@ -377,8 +331,8 @@ def test_what_history_costs_a_prefiller() -> None:
 def test_a_transfer_that_blocks_delays_those_who_decode_there() -> None:
     # Decodes from 0.1 s on, and takes another conversation over meanwhile.
     scripts = [
-        (0.0, _Scripted([(500, 0, 400, 0.0)], "a")),
-        (0.1, _Scripted([(30_000, 0, 2, 0.0)], "b")),
+        (0.0, Scripted([(500, 0, 400, 0.0)], "a")),
+        (0.1, Scripted([(30_000, 0, 2, 0.0)], "b")),
     ]
     ends = []
     for block in (False, True):
@@ -397,7 +351,7 @@ def test_a_transfer_that_blocks_delays_those_who_decode_there() -> None:
 
 def test_without_room_conversations_wait_in_line_and_then_give_up() -> None:
     small = replace(COSTS, capacity_tokens=20_000)
-    plan = [(0.0, _Scripted([(15_000, 0, 2_000, 0.0)], name)) for name in ("a", "b", "c")]
+    plan = [(0.0, Scripted([(15_000, 0, 2_000, 0.0)], name)) for name in ("a", "b", "c")]
     patient = _system(costs=small, decoders=(small,))
     _, records = _run(patient, [(at, replace(script, at=0)) for at, script in plan])
     assert [record.outcome for record in records] == ["completed"] * 3
@@ -415,8 +369,8 @@ def test_without_room_conversations_wait_in_line_and_then_give_up() -> None:
 
 
 def test_a_turn_that_no_engine_holds_fails_alone() -> None:
-    long = _Scripted([(1_000, 0, 10, 0.0), (400_000, 1_000, 10, 1.0)], "long")
-    cluster, records = _run(_system(), [(0.0, long), (5.0, _Scripted([(100, 0, 5, 0.0)], "d"))])
+    long = Scripted([(1_000, 0, 10, 0.0), (400_000, 1_000, 10, 1.0)], "long")
+    cluster, records = _run(_system(), [(0.0, long), (5.0, Scripted([(100, 0, 5, 0.0)], "d"))])
     assert [record.outcome for record in records] == ["completed", "failed", "completed"]
     assert "300000" in (records[1].error or "")
     assert not len(cluster.table)
@@ -450,7 +404,7 @@ def test_a_power_cap_slows_down_what_the_profile_says_it_does() -> None:
 def test_metrics_of_simulated_turns_need_no_token_times() -> None:
     tally = Tally(keep_samples=True)
     cluster = Cluster(_system(), tally.add)
-    cluster.run([(0.0, _Scripted([(1_000, 0, 101, 0.0)]))])
+    cluster.run([(0.0, Scripted([(1_000, 0, 101, 0.0)]))])
     result = tally.result()
     assert tally.samples is not None
     (ttft_s,) = tally.samples["ttft"]["c"]
@@ -469,10 +423,10 @@ def test_who_is_away_gives_up_room_where_idle_conversations_are_paused(
 ) -> None:
     """Five of 60,000 tokens fill a decoder for an hour; then another one comes."""
     first = [
-        (float(n), _Scripted([(60_000, 0, 10, 0.0), (60_100, 60_000, 10, 3600.0)], f"idle-{n}"))
+        (float(n), Scripted([(60_000, 0, 10, 0.0), (60_100, 60_000, 10, 3600.0)], f"idle-{n}"))
         for n in range(5)
     ]
-    late = (1800.0, _Scripted([(50_000, 0, 10, 0.0)], "late"))
+    late = (1800.0, Scripted([(50_000, 0, 10, 0.0)], "late"))
     system = _system(decoders=(COSTS,), pausing=pausing)
     cluster, records = _run(system, [*first, late])
     failed = [one.conversation for one in records if one.outcome == "failed"]
@@ -493,7 +447,7 @@ def test_what_is_parked_makes_room_and_comes_back_without_a_prefill(
 ) -> None:
     """Two of 200,000 tokens take turns on a decoder that has room for one."""
     scripts = [
-        (start_s, _Scripted([(200_000, 0, 10, 0.0), (200_100, 200_010, 10, 60.0)], name))
+        (start_s, Scripted([(200_000, 0, 10, 0.0), (200_100, 200_010, 10, 60.0)], name))
         for start_s, name in ((0.0, "a"), (15.0, "b"))
     ]
     system = _system(decoders=(COSTS,), pausing=True, host_tokens=host_tokens)

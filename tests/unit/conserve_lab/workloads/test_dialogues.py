@@ -119,14 +119,6 @@ def test_the_body_asks_for_a_stream_of_about_the_recorded_length() -> None:
     assert body["stream_options"] == {"include_usage": True}
     assert "tools" not in body
     assert first(max_output_tokens=7)["max_tokens"] == 7
-    tools = {tool["function"]["name"]: tool for tool in first(declare_tools=True)["tools"]}
-    assert tools["get_user_details"] == {
-        "type": "function",
-        "function": {
-            "name": "get_user_details",
-            "parameters": {"type": "object", "properties": {"user_id": {"type": "string"}}},
-        },
-    }
 
 
 # --- Made dialogues -------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The demonstration's agents, on a server that has one tool called, and then takes the answer."""
 
-import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,9 +65,9 @@ class Server:
             await runner.cleanup()
 
 
-def test_an_agent_with_a_name_tells_of_its_tools_and_of_its_end() -> None:
+async def test_an_agent_with_a_name_tells_of_its_tools_and_of_its_end() -> None:
     server = Server()
-    seen = asyncio.run(server.converse())
+    seen = await server.converse()
     assert seen.problems == []
     assert sorted({row.conversation for row in seen.turns}) == ["agent-1", "agent-2 (no id)"]
     told = [(what, body) for name, what, body in server.asked if name == "agent-1"]
@@ -82,9 +81,9 @@ def test_an_agent_with_a_name_tells_of_its_tools_and_of_its_end() -> None:
     assert {what for name, what, _ in server.asked if name != "agent-1"} == {"turn"}
 
 
-def test_agents_that_see_click_and_the_second_half_is_shown_the_same_afterwards() -> None:
+async def test_agents_that_see_click_and_the_second_half_is_shown_the_same_afterwards() -> None:
     server = Server(arguments='{"x": 0, "y": 0}')
-    seen = asyncio.run(server.converse(seeing=True))
+    seen = await server.converse(seeing=True)
     assert seen.problems == []
     rows = [(row.conversation, row.turn, row.images, row.does) for row in seen.turns]
     first, again = "agent-1", "agent-2 (no id)"

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
 from conserve_lab.capacity import fit
-from conserve_lab.capacity.fit import DecodePoint, HandoffPoint, MixedPoint, PrefillPoint, TurnPoint
+from conserve_lab.capacity.fit import DecodePoint, MixedPoint, PrefillPoint, TurnPoint
 from conserve_lab.cli.profile import command as module
 from conserve_lab.cli.profile import measure
 from conserve_lab.cli.profile.command import _batched_tokens, _median, cli, make_grid
@@ -204,7 +204,7 @@ def test_what_cannot_be_measured_is_one_line_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
-def _found(about: dict[str, object]) -> Application:
+async def _found(about: dict[str, object]) -> Application:
     """An application, as it is found that says this of both its engines."""
     roles = ("prefiller", "decoder")
     said = {
@@ -217,26 +217,23 @@ def _found(about: dict[str, object]) -> Application:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"data": said[request.path]})
 
-    async def ask() -> Application:
-        application = web.Application()
-        application.add_routes([web.get(path, answer) for path in said])
-        async with TestServer(application) as server:
-            return await find_application(str(server.make_url("/")))
-
-    return asyncio.run(ask())
+    application = web.Application()
+    application.add_routes([web.get(path, answer) for path in said])
+    async with TestServer(application) as server:
+        return await find_application(str(server.make_url("/")))
 
 
 @pytest.mark.parametrize("batched", [None, 0, 2048])
-def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) -> None:
-    found = _found({} if batched is None else {"max_batched_tokens": batched})
+async def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) -> None:
+    found = await _found({} if batched is None else {"max_batched_tokens": batched})
     expected = batched or None
     assert (found.prefiller.batched_tokens, found.decoder.batched_tokens) == (expected, expected)
 
 
-def test_prefillers_that_host_are_not_measured() -> None:
+async def test_prefillers_that_host_are_not_measured() -> None:
     """They store nothing that they are not told to, and hand over what they choose to."""
     with pytest.raises(MeasureError, match="start it with placement=conversation"):
-        _found({"hosts": True})
+        await _found({"hosts": True})
 
 
 class _Router:
@@ -311,26 +308,19 @@ class _Router:
         return web.json_response({})
 
 
-def test_appends_are_asked_for_as_live_turns_are() -> None:
+async def test_appends_are_asked_for_as_live_turns_are() -> None:
     """With the first prompt's length, or the engine would ask LMCache in vain."""
     router = _Router()
-
-    async def measured() -> PrefillPoint:
-        async with _probe(router.routes()) as probe:
-            return await probe.append(128, 600)
-
-    assert asyncio.run(measured()).cached_tokens == 600
+    async with _probe(router.routes()) as probe:
+        assert (await probe.append(128, 600)).cached_tokens == 600
     first, append = router.transfer_params[-2:]
     assert first == wire.transfer_params()
     assert append == wire.transfer_params(600)
 
 
-def test_a_handoff_is_measured_once_the_prompt_is_stored() -> None:
-    async def measured() -> HandoffPoint:
-        async with _probe(_Router().routes()) as probe:
-            return await probe.handoff(600, lambda new, cached: 0.0)
-
-    assert asyncio.run(measured()).tokens == 512
+async def test_a_handoff_is_measured_once_the_prompt_is_stored() -> None:
+    async with _probe(_Router().routes()) as probe:
+        assert (await probe.handoff(600, lambda new, cached: 0.0)).tokens == 512
 
 
 @asynccontextmanager
@@ -346,49 +336,44 @@ async def _probe(routes: list[web.RouteDef]) -> AsyncIterator[measure.Probe]:
             yield probe
 
 
-def test_an_application_that_says_nothing_of_its_turns_is_one_line() -> None:
+async def test_an_application_that_says_nothing_of_its_turns_is_one_line() -> None:
     router = _Router()
 
     async def gone(request: web.Request) -> web.Response:
         return web.Response(status=502, text="gone")
 
-    async def measured() -> TurnPoint:
-        first = web.get("/v1/conversations/{id}", gone)
-        async with _probe([first, *router.routes()]) as probe:
-            return await probe.turn(600, 0)
-
-    with pytest.raises(MeasureError, match="does not answer: 502") as refused:
-        asyncio.run(measured())
+    first = web.get("/v1/conversations/{id}", gone)
+    async with _probe([first, *router.routes()]) as probe:
+        with pytest.raises(MeasureError, match="does not answer: 502") as refused:
+            await probe.turn(600, 0)
     assert "\n" not in str(refused.value)
     assert not router._prompts
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_turns_are_measured_as_clients_have_them(keeps: bool) -> None:
-    router = _Router(keeps)
-    beside_s: list[float] = []
+async def test_turns_are_measured_as_clients_have_them() -> None:
+    router = _Router()
+    async with _probe(router.routes()) as probe:
+        begun_s = time.monotonic()
+        first = await probe.turn(600, 0)
+        beside_s = time.monotonic() - begun_s - first.seconds
+        second = await probe.turn(600, 128)
+    assert (first.prompt_tokens, first.handed_off_tokens, first.cached_tokens) == (600, 512, 0)
+    assert (second.prompt_tokens, second.handed_off_tokens) == (728, 0)
+    assert second.cached_tokens == 600
+    # To the first token, neither to the second nor to the end.
+    assert first.seconds >= 0.05
+    assert beside_s >= 2 * router.after_token_s
+    # A prefiller's and a decoder's time; for an append the decoder's alone.
+    assert first.engines_s >= 0.02
+    assert second.engines_s >= 0.01
+    assert not router._prompts
 
-    async def measured() -> list[TurnPoint]:
-        async with _probe(router.routes()) as probe:
-            begun_s = time.monotonic()
-            first = await probe.turn(600, 0)
-            beside_s.append(time.monotonic() - begun_s - first.seconds)
-            return [first, await probe.turn(600, 128)]
 
-    if not keeps:
+async def test_a_second_turn_that_finds_no_history_is_no_measurement() -> None:
+    router = _Router(keeps=False)
+    async with _probe(router.routes()) as probe:
         with pytest.raises(MeasureError, match="of a second turn's 728 tokens 0 were handed off"):
-            asyncio.run(measured())
-    else:
-        first, second = asyncio.run(measured())
-        assert (first.prompt_tokens, first.handed_off_tokens, first.cached_tokens) == (600, 512, 0)
-        assert (second.prompt_tokens, second.handed_off_tokens) == (728, 0)
-        assert second.cached_tokens == 600
-        # To the first token, neither to the second nor to the end.
-        assert first.seconds >= 0.05
-        assert beside_s[0] >= 2 * router.after_token_s
-        # A prefiller's and a decoder's time; for an append the decoder's alone.
-        assert first.engines_s >= 0.02
-        assert second.engines_s >= 0.01
+            await probe.turn(600, 128)
     assert not router._prompts
 
 
@@ -512,18 +497,18 @@ class _LaneProbe:
         return fit.StagePoint(sms, (pixels or tokens) / 1_000, (sms + bool(pixels)) / 1_000)
 
 
-def test_why_stages_are_not_measured_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_why_stages_are_not_measured_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for sizes_sms, sees, said in (
         (None, True, "the decoder has no lane (engine_scheduler=conversation_lane)"),
         ([16, 32, 132], False, "m reads no images"),
         ([], True, "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"),
     ):
-        assert asyncio.run(module._stage_sizes(_application(), _LaneProbe(sizes_sms), sees)) == []
+        assert await module._stage_sizes(_application(), _LaneProbe(sizes_sms), sees) == []
         assert capsys.readouterr().out == f"Stages were not measured: {said}.\n"
 
 
 @pytest.mark.parametrize("failure", [None, fit.FitError("why"), asyncio.CancelledError()])
-def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
+async def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
     failure: BaseException | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probe = _LaneProbe([16, 32, 132], failure)
@@ -535,8 +520,8 @@ def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
 
     if isinstance(failure, asyncio.CancelledError):
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(measured())
-    elif (curves := asyncio.run(measured())) is not None:
+            await measured()
+    elif (curves := await measured()) is not None:
         sizes = [tuple(size.model_dump().values()) for size in curves.sizes]
         assert sizes == [(16, 0.896, 2.048, 0.017, 0.016), (32, 0.896, 2.048, 0.033, 0.032)]
         assert (curves.sms, curves.output_tokens) == (132, 100.0)
@@ -551,7 +536,7 @@ async def test_a_decoder_without_a_scheduler_of_ours_has_no_border() -> None:
         assert await probe.border() is None
 
 
-def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
+async def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
     held, decodes = [], []
 
     async def border(request: web.Request) -> web.Response:
@@ -574,11 +559,9 @@ def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:
     paths = ("/v1/completions", "/v1/chat/completions")
     routes = [web.post(path, answer) for path in paths] + [web.post("/conserve/border", border)]
 
-    async def measured() -> list[fit.StagePoint]:
-        async with _probe(routes) as probe:
-            return [await probe.stage(16, 4096, pixels=64), await probe.stage(16, 4096, tokens=900)]
-
-    encode, prefill = asyncio.run(measured())
+    async with _probe(routes) as probe:
+        encode = await probe.stage(16, 4096, pixels=64)
+        prefill = await probe.stage(16, 4096, tokens=900)
     assert (encode.seconds, prefill.seconds) == (0.25, 0.125)
     assert min(encode.step_s, prefill.step_s) > 0
     assert len(decodes) == 8

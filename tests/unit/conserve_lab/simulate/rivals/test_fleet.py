@@ -12,7 +12,7 @@ from conserve_lab.simulate import Cluster, System
 from conserve_lab.simulate.fleet import Fleet
 from conserve_lab.simulate.rivals import RivalName
 from conserve_lab.simulate.run import EngineCounts, make_cluster, make_system
-from tests.unit.conserve_lab.simulate.test_simulate import COSTS, _Scripted, _workload
+from tests.unit.conserve_lab.simulate.scenes import COSTS, Scripted, drawn
 
 _RIVALS: tuple[RivalName, ...] = get_args(RivalName)
 _TIGHT = replace(COSTS, capacity_tokens=60_000)
@@ -32,7 +32,7 @@ def _run(system: System, plan: Any) -> tuple[Fleet, list[TurnRecord]]:
 
 @pytest.mark.parametrize("rival", _RIVALS)
 def test_every_turn_ends_once_however_little_room_there_is(rival: RivalName) -> None:
-    workload = _workload(40, rate_per_s=4.0)
+    workload = drawn(40, rate_per_s=4.0)
     fleet, records = _run(_system(rival, _TIGHT), workload)
     assert len(records) == workload.counts["turns"] == fleet.turns
     assert set(Counter((one.conversation, one.turn) for one in records).values()) == {1}
@@ -48,9 +48,9 @@ def test_one_engine_with_room_for_all_is_a_collocated_one_whoever_uses_it() -> N
     """Two ways through the simulator agree to the last digit."""
     roomy = replace(COSTS, capacity_tokens=10**7)
     records: list[TurnRecord] = []
-    Cluster(System("x", "collocated", (), (roomy,)), records.extend).run(_workload(20))
+    Cluster(System("x", "collocated", (), (roomy,)), records.extend).run(drawn(20))
     for rival in ("vllm", "affinity"):
-        _, found = _run(_system(rival, roomy, engines=1), _workload(20))
+        _, found = _run(_system(rival, roomy, engines=1), drawn(20))
         assert [
             replace(one, system="x", server="decoder-0") for one in found
         ] == records  # fmt: skip
@@ -58,7 +58,7 @@ def test_one_engine_with_room_for_all_is_a_collocated_one_whoever_uses_it() -> N
 
 def test_only_without_affinity_do_turns_find_nothing_of_their_own() -> None:
     def servers(rival: RivalName) -> tuple[int, float]:
-        _, records = _run(_system(rival), _workload(30))
+        _, records = _run(_system(rival), drawn(30))
         by: dict[str, set[str | None]] = {}
         for one in records:
             by.setdefault(one.conversation, set()).add(one.server)
@@ -75,7 +75,7 @@ def test_only_without_affinity_do_turns_find_nothing_of_their_own() -> None:
 def test_host_memory_has_what_engines_have_dropped_or_never_had() -> None:
     def shares(rival: RivalName, host_tokens: int) -> float:
         system = _system(rival, _TIGHT, host_tokens=host_tokens)
-        fleet, records = _run(system, _workload(40, rate_per_s=4.0))
+        fleet, records = _run(system, drawn(40, rate_per_s=4.0))
         computed = sum(engine.computed_tokens for engine in fleet.decoders.values())
         later = [one for one in records if one.turn > 1]
         found = sum(min(one.reused_tokens or 0, one.cached_tokens or 0) for one in later)
@@ -98,7 +98,7 @@ def test_where_histories_do_not_fit_thunderagent_finds_what_affinity_computes_ag
         fleet = Fleet(
             _system(rival, replace(COSTS, capacity_tokens=100_000), decay=1.0), records.extend
         )
-        fleet.run_programs(_workload(400), 30, until_s=600.0)
+        fleet.run_programs(drawn(400), 30, until_s=600.0)
         later = [one for one in records if one.turn > 1]
         hits = sum(min(one.cached_tokens or 0, one.reused_tokens or 0) for one in later)
         return hits / sum(one.reused_tokens or 0 for one in later)
@@ -108,7 +108,7 @@ def test_where_histories_do_not_fit_thunderagent_finds_what_affinity_computes_ag
 
 def test_kept_for_longer_more_is_found() -> None:
     def found(ttl_s: float) -> int:
-        _, records = _run(_system("ttl", _TIGHT, ttl_s=ttl_s), _workload(40, rate_per_s=4.0))
+        _, records = _run(_system("ttl", _TIGHT, ttl_s=ttl_s), drawn(40, rate_per_s=4.0))
         return sum(one.cached_tokens or 0 for one in records)
 
     assert found(0.0) < found(10.0)
@@ -118,9 +118,9 @@ def test_who_has_had_little_overtakes_who_has_had_much() -> None:
     """One with 20 s behind it waits for room; a new one comes after it, and goes first."""
     small = replace(COSTS, capacity_tokens=12_000)
     plan = [
-        (0.0, _Scripted([(2_000, 0, 2_000, 0.0), (5_000, 4_000, 10, 2.0)], "old")),
-        (18.0, _Scripted([(8_000, 0, 1_500, 0.0)], "runs")),
-        (25.0, _Scripted([(5_000, 0, 10, 0.0)], "new")),
+        (0.0, Scripted([(2_000, 0, 2_000, 0.0), (5_000, 4_000, 10, 2.0)], "old")),
+        (18.0, Scripted([(8_000, 0, 1_500, 0.0)], "runs")),
+        (25.0, Scripted([(5_000, 0, 10, 0.0)], "new")),
     ]
 
     def order(rival: RivalName) -> list[str]:
@@ -144,7 +144,7 @@ def test_in_a_closed_loop_so_many_are_under_way_until_time_is_up(name: str) -> N
     system = make_system(name, load_profile("h100-qwen3-8b"), EngineCounts(1, 1))
     records: list[list[TurnRecord]] = []
     cluster = make_cluster(system, records.append)
-    cluster.run_programs(_workload(10_000), 7, until_s=300.0, ramp_s=7.0)
+    cluster.run_programs(drawn(10_000), 7, until_s=300.0, ramp_s=7.0)
     assert cluster.ended_s == 300.0
     assert len({turns[0].conversation for turns in records}) == len(records)
     assert all(one.ended_s <= 300.0 for turns in records for one in turns)

@@ -18,17 +18,22 @@ Prediction*), with one prefiller and three decoders. Assumptions where the text 
 - All runs have the same number of conversations. Beyond saturation, figures depend on it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
-from autoscale.capacity.profile import Profile
+from rich.box import SIMPLE_HEAD
+
+from autoscale.capacity.profile import Profile, ProfileError, load_profile
+from conserve_lab.compare import labels
 from conserve_lab.report import Report
 from conserve_lab.simulate.costs import Costs
 from conserve_lab.simulate.run import Baseline, EngineCounts, make_system, simulate
 from conserve_lab.workloads import PRESETS, Arrivals, Spread, Workload, synthetic
 from conserve_lab.workloads.plan import Arriving
+from experiments.harness import Experiment, at_least_1
 
 SHAPE = replace(
     PRESETS["conserve"],
@@ -37,6 +42,7 @@ SHAPE = replace(
 )
 RATES = (0.5, 0.75, 1.0, 1.25, 1.5)
 SATURATION = 1.634
+ALL_RATES = (*RATES, SATURATION)
 WRONG = (0.0, 0.05, 0.1, 0.5)
 _AMPD_WRONG = 0.1
 _CAPPED_W = 200.0
@@ -51,8 +57,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "full_disaggregation": _ALL | {"history": "recomputed"},
     "per_turn": _ALL | {"history": "moved", "wrong_decision_rate": _AMPD_WRONG},
 }
-
-RUNS = len(_OPTIONS) * (len(RATES) + 1) + len(WRONG) + 2
 
 Unit = Literal["times", "change", "share", "tokens/J"]
 TTFET, LAST_TBT, E2E = "ttfet_less_gaps", "last_tbt", "e2e_less_gaps"
@@ -94,29 +98,42 @@ class Reproduction:
     by_rate: Mapping[tuple[str, float], Report]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one system; ``wrong`` is the share of wrong decisions, None the system's own."""
+
+    system: str
+    rate_per_s: float = SATURATION
+    wrong: float | None = None
+    engines: EngineCounts = _ENGINES
+
+
+BY_RATE = [Run(system, rate_per_s) for rate_per_s, system in product(ALL_RATES, _OPTIONS)]
+BY_WRONG = [Run("per_turn", wrong=wrong) for wrong in WRONG]
+CAPPED = [Run(system, engines=_CAPPED) for system in ("conserve", "collocated")]
+
+
 def reproduce(
     profile: Profile,
     conversations: int,
     seed: int = 0,
-    on_conversation: Callable[[str], None] | None = None,
+    track: Callable[[Collection[Run]], Iterable[Run]] = iter,
 ) -> Reproduction:
     """Simulate figures 10, 12 and 13; the profile needs power under caps of 300 W and 200 W.
 
     Raises `ProfileError`, `SimulationError` or `WorkloadError`.
+
+    Args:
+        track: yields the runs, and shows how many are done.
     """
     # Fail now if figure 13, which comes last, cannot be simulated.
     for cap_w in (None, _CAPPED_W):
         profile.power_at(cap_w)
-    runs = _Runs(profile, conversations, seed, on_conversation)
-    by_rate = {
-        (name, rate_per_s): runs.one(name, rate_per_s)
-        for rate_per_s in (*RATES, SATURATION)
-        for name in _OPTIONS
-    }
-    by_wrong = {wrong: runs.one("per_turn", SATURATION, wrong) for wrong in WRONG}
-    capped = {
-        name: runs.one(name, SATURATION, engines=_CAPPED) for name in ("conserve", "collocated")
-    }
+    runs = _Runs(profile, conversations, seed)
+    found = {run: runs.report(run) for run in track([*BY_RATE, *BY_WRONG, *CAPPED])}
+    by_rate = {(run.system, run.rate_per_s): found[run] for run in BY_RATE}
+    by_wrong = {run.wrong: found[run] for run in BY_WRONG}
+    capped = {run.system: found[run] for run in CAPPED}
     rows = [
         *_figure_10(by_rate, runs.baseline),
         *_figure_12(by_wrong, by_rate["conserve", SATURATION]),
@@ -130,34 +147,23 @@ class _Runs:
     profile: Profile
     conversations: int
     seed: int
-    on_conversation: Callable[[str], None] | None
     baseline: Baseline = field(init=False)
 
     def __post_init__(self) -> None:
         system = make_system("conserve", self.profile, _ENGINES, **_OPTIONS["conserve"])
         self.baseline = Baseline.of(system, self._workload(1.0))
 
-    def one(
-        self,
-        name: str,
-        rate_per_s: float,
-        wrong: float | None = None,
-        engines: EngineCounts = _ENGINES,
-    ) -> Report:
-        options = _OPTIONS[name] | ({} if wrong is None else {"wrong_decision_rate": wrong})
-        system = make_system(name, self.profile, engines, **options)
-        workload = self._workload(rate_per_s)
-        arrivals = {"pattern": "poisson", "rate_per_s": rate_per_s, "concurrency": None}
-        if rate_per_s == SATURATION:
+    def report(self, run: Run) -> Report:
+        options = dict(_OPTIONS[run.system])
+        if run.wrong is not None:
+            options["wrong_decision_rate"] = run.wrong
+        system = make_system(run.system, self.profile, run.engines, **options)
+        workload = self._workload(run.rate_per_s)
+        arrivals = {"pattern": "poisson", "rate_per_s": run.rate_per_s, "concurrency": None}
+        if run.rate_per_s == SATURATION:
             # Collocated systems have no prefiller, but get the same arrivals.
             workload = saturating(workload, Costs.of(self.profile, "prefiller"))
             arrivals["pattern"] = "saturating"
-        what = f"{name} at {rate_per_s:g}/s" + ("" if wrong is None else f", {wrong:.0%} wrong")
-
-        def ended(turns: object) -> None:
-            if self.on_conversation is not None:
-                self.on_conversation(what)
-
         return simulate(
             system,
             workload,
@@ -165,7 +171,6 @@ class _Runs:
             self.baseline,
             described={"shape": asdict(SHAPE), "seed": self.seed},
             arrivals=arrivals,
-            on_conversation=ended,
         )
 
     def _workload(self, rate_per_s: float) -> Workload:
@@ -229,13 +234,12 @@ def tokens_per_j(report: Report) -> float:
 
 def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) -> Iterator[Row]:
     alone_s = baseline.unloaded.baseline_s
-    all_rates = (*RATES, SATURATION)
 
     def times(name: str, metric: str, statistic: str = "gmean", rate: float = SATURATION) -> float:
         return _value(reports[name, rate], metric, statistic) / alone_s[metric]
 
     def reduction(statistic: str) -> float:
-        pairs = [(reports["conserve", rate], reports["per_turn", rate]) for rate in all_rates]
+        pairs = [(reports["conserve", rate], reports["per_turn", rate]) for rate in ALL_RATES]
         return min(_change_of(ours, theirs, TTFET, statistic) for ours, theirs in pairs)
 
     row = partial(Row, "10")
@@ -269,12 +273,12 @@ def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) 
     yield row(
         "TTFET, E2E gmean, full disaggregation, any rate: least",
         10.0,
-        min(times("full_disaggregation", m, rate=rate) for m in (TTFET, E2E) for rate in all_rates),
+        min(times("full_disaggregation", m, rate=rate) for m in (TTFET, E2E) for rate in ALL_RATES),
         relation=">",
     )
 
     def violations(name: str, *metrics: str) -> list[float]:
-        ours = [reports[name, rate].result.violations for rate in all_rates]
+        ours = [reports[name, rate].result.violations for rate in ALL_RATES]
         return [one[metric] for one in ours for metric in metrics]
 
     saturated = {name: reports[name, SATURATION].result.violations for name in _OPTIONS}
@@ -297,7 +301,7 @@ def _figure_10(reports: Mapping[tuple[str, float], Report], baseline: Baseline) 
     yield row(said, simulated=tbt["full_disaggregation"])
 
 
-def _figure_12(by_wrong: Mapping[float, Report], conserve: Report) -> Iterator[Row]:
+def _figure_12(by_wrong: Mapping[float | None, Report], conserve: Report) -> Iterator[Row]:
     row = partial(Row, "12")
     never, few, some, half = (by_wrong[wrong] for wrong in (0.0, 0.05, _AMPD_WRONG, 0.5))
     over = _value(never, TTFET, "gmean") / _value(conserve, TTFET, "gmean")
@@ -326,3 +330,59 @@ def _figure_13(
     collocated = reports["collocated", SATURATION]
     change = _change_of(capped["collocated"], collocated, TTFET, "p95")
     yield row("TTFET p95, collocated, three at 200 W", 0.1115, change, "change")
+
+
+# --- What is shown --------------------------------------------------------------------------------
+
+
+def show(found: Reproduction, profile: Profile, experiment: Experiment) -> None:
+    rows = []
+    for row in found.rows:
+        relation = "" if row.relation == "=" else f"{row.relation} "
+        if row.within is None:
+            last = _said(row.difference, row.unit, signed=True)
+        else:
+            last = "[green]as said[/]" if row.within else "[red]not so[/]"
+        published = relation + _said(row.published, row.unit)
+        rows.append((row.figure, row.what, published, _said(row.simulated, row.unit), last))
+    experiment.show(
+        f"ConServe's figures, simulated on profile {profile.name}",
+        ("fig.", "", "published", "simulated", "difference"),
+        rows,
+        names=2,
+        caption="latencies over those of conversations that run alone, gaps not counted",
+        box=SIMPLE_HEAD,
+    )
+
+
+def _said(value: float, unit: Unit, *, signed: bool = False) -> str:
+    if unit in ("change", "share"):
+        if signed:
+            return f"{value * 100:+.1f} pp"
+        return f"{value:+.1%}" if unit == "change" else f"{value:.1%}"
+    return f"{value:{'+' if signed else ''}.2f}" + ("x" if unit == "times" else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    experiment = Experiment("paper", __doc__, width=110, seed=0)
+    experiment.option("--profile", "a40-qwen3-0.6b", "a profile's file or name")
+    experiment.option("--conversations", 300, "of each run", type=at_least_1)
+    options = experiment.parse(arguments)
+    try:
+        profile = load_profile(options.profile)
+        found = reproduce(profile, options.conversations, options.seed, experiment.track)
+    except ProfileError as error:
+        experiment.fail(error, 2)
+    show(found, profile, experiment)
+    experiment.save(
+        [asdict(row) | {"difference": row.difference, "within": row.within} for row in found.rows]
+    )
+    if options.out is not None:
+        from conserve_lab.plots import draw_all
+
+        reports = list(found.by_rate.values())
+        draw_all(reports, labels(reports), options.out)
+
+
+if __name__ == "__main__":
+    main()
