@@ -47,7 +47,7 @@ FITS = DecodeShare(24, 12, 4)
             (
                 STAGES,
                 {"shares": {"encode": FITS, "prefill": DecodeShare(*share)}},
-                "^prefill: .*SMs",
+                "^prefill: .* is not possible",
             )
             for share in ((12, 24, 4), (12, 0, 4), (12, -1, 4), (24, 12, -1))
         ),
