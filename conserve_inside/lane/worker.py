@@ -114,12 +114,7 @@ class LaneForward:
                     intermediate_tensors=None,
                     inputs_embeds=embeds,
                 )
-            if stream is None:
-                return lambda: None
-            done = torch.cuda.Event()
-            done.record(stream)
-            wait: Callable[[], None] = done.synchronize
-            return wait
+            return _until_here(stream)
 
     def encode(self, image: Encode, pause: Callable[[], None]) -> tuple[Any, Callable[[], None]]:
         stream = lane_stream(self._plain)
@@ -130,11 +125,7 @@ class LaneForward:
                 embeds = self._encode(image.image)
             finally:
                 self._pause = None
-            if stream is None:
-                return embeds, lambda: None
-            done = torch.cuda.Event()
-            done.record(stream)
-            return embeds, done.synchronize
+            return embeds, _until_here(stream)
 
     def _encode(self, image: Any) -> torch.Tensor:
         batches = group_and_batch_mm_kwargs(
@@ -249,6 +240,16 @@ class LaneForward:
         if parts > 1:
             ids = (ids[:, :, None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
         return ids.to(self._device)
+
+
+def _until_here(stream: Any) -> Callable[[], None]:
+    """Return a call that waits for what was launched on a stream; None: nothing is under way."""
+    if stream is None:
+        return lambda: None
+    done = torch.cuda.Event()
+    done.record(stream)
+    wait: Callable[[], None] = done.synchronize
+    return wait
 
 
 def tower_blocks(model: Any) -> list[torch.nn.Module]:

@@ -15,7 +15,7 @@ import torch
 
 from tests.engines.vision.model import tokenizer_with
 from tests.unit.conserve_inside.lane.engine import Engine
-from tests.unit.conserve_inside.lane.seeing import noted_encodes, require_same_tokens
+from tests.unit.conserve_inside.lane.playing import noted_encodes, require_same_tokens
 
 _SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"

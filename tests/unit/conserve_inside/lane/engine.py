@@ -5,7 +5,9 @@ It is stepped by hand; the lane's thread runs as it would in any engine.
 
 import os
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from conserve.embedded import model_path
 from conserve.wire import StageTimes, engine_told, scheduled_turn
 from conserve_inside.lane.connector import LaneConnecting
+from tests import machines
 
 BLOCK_TOKENS = 32
 BLOCKS = 84
@@ -61,6 +64,19 @@ class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
 
 class LaneAlone(LaneConnecting, Nothing):
     """The lane, and nothing behind it."""
+
+
+@contextmanager
+def running(model: Path | None = None) -> Iterator["Engine"]:
+    """Run the process's one engine: vLLM has one group of KV connectors in it."""
+    machines.require_kernels()
+    # Nor does an engine's own process compile: see `conserve.engines`.
+    with torch.compiler.set_stance("force_eager"):
+        engine = Engine(model)
+        yield engine
+        engine.drain()
+        engine.core.shutdown()
+    assert all(thread.name != "prefill-lane" for thread in threading.enumerate())
 
 
 class Engine:

@@ -20,29 +20,23 @@ from conserve_inside.lane.images import EncodeEnd, LaneImages
 from conserve_inside.lane.scheduler_lane import Job
 from conserve_inside.lane.worker import LaneForward
 from conserve_inside.policy import PrefillLane, Stages
-from tests import machines
 from tests.engines.vision.model import Tower, make_vision_model
-from tests.unit.conserve_inside.lane.engine import Engine
-from tests.unit.conserve_inside.lane.seeing import LANE as _LANE
-from tests.unit.conserve_inside.lane.seeing import begin as _begin
-from tests.unit.conserve_inside.lane.seeing import image_of as _image
-from tests.unit.conserve_inside.lane.seeing import noted_encodes, require_same_tokens
-from tests.unit.conserve_inside.lane.seeing import text_of as _text
+from tests.unit.conserve_inside.lane.engine import Engine, running
+from tests.unit.conserve_inside.lane.playing import LANE as _LANE
+from tests.unit.conserve_inside.lane.playing import begin as _begin
+from tests.unit.conserve_inside.lane.playing import image_of as _image
+from tests.unit.conserve_inside.lane.playing import noted_encodes, require_same_tokens
+from tests.unit.conserve_inside.lane.playing import text_of as _text
 
 _LAYERS = 5
 
 
 @pytest.fixture(scope="module")
 def only_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine is a process's: vLLM has one group of KV connectors in it."""
-    machines.require_kernels()
     folder = tmp_path_factory.mktemp("model")
     make_vision_model(folder, Tower(layers=_LAYERS))
-    with torch.compiler.set_stance("force_eager"):
-        engine = Engine(folder)
+    with running(folder) as engine:
         yield engine
-        engine.drain()
-        engine.core.shutdown()
 
 
 @pytest.fixture
@@ -85,6 +79,12 @@ def _decode(engine: Engine, tokens: int = 80) -> None:
     engine.add("decodes", "say something long", tokens)
     for _ in range(4):
         engine.step()
+
+
+def _room_for_two_images(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the encoder cache this much; an image has five tiles of 16 embeddings."""
+    for name in ("cache_size", "num_free_slots", "num_freeable_slots"):
+        monkeypatch.setattr(engine.scheduler.encoder_cache_manager, name, 200)
 
 
 def _lone(engine: Engine, text: str, images: list[int]) -> list[int]:
@@ -286,11 +286,7 @@ def test_what_the_cache_cannot_hold_together_is_encoded_in_steps(
     text = _text(1, 20, 3)
     lone = _lone(engine, text, [1, 2, 3])
     encodes.clear()
-    cache = engine.scheduler.encoder_cache_manager
-    # An image has five tiles of 16 embeddings; there is room for two images.
-    monkeypatch.setattr(cache, "cache_size", 200)
-    monkeypatch.setattr(cache, "num_free_slots", 200)
-    monkeypatch.setattr(cache, "num_freeable_slots", 200)
+    _room_for_two_images(engine, monkeypatch)
     _decode(engine)
     engine.add("three", text, 6, images=[_image(one) for one in (1, 2, 3)])
     engine.drain()
@@ -308,11 +304,7 @@ def test_no_image_is_evicted_for_those_of_turns_behind_it(
     engine: Engine, encodes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So turns that wait for room do not encode their images again and again."""
-    cache = engine.scheduler.encoder_cache_manager
-    # An image has five tiles of 16 embeddings; there is room for two images.
-    monkeypatch.setattr(cache, "cache_size", 200)
-    monkeypatch.setattr(cache, "num_free_slots", 200)
-    monkeypatch.setattr(cache, "num_freeable_slots", 200)
+    _room_for_two_images(engine, monkeypatch)
     _decode(engine, 120)
     # Of these prompts three have room at a time.
     for number in range(8):
@@ -353,11 +345,7 @@ def test_a_prompt_in_the_lane_keeps_the_cache_no_longer_than_its_prefill(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise others, which need the cache, could have all places among the running ones."""
-    cache = engine.scheduler.encoder_cache_manager
-    # An image has five tiles of 16 embeddings; there is room for two images.
-    monkeypatch.setattr(cache, "cache_size", 200)
-    monkeypatch.setattr(cache, "num_free_slots", 200)
-    monkeypatch.setattr(cache, "num_freeable_slots", 200)
+    _room_for_two_images(engine, monkeypatch)
     monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 2)
     _decode(engine)
     text = _text(1, 400, 0)

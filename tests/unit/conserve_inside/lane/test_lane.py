@@ -7,26 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 
-from tests import machines
-from tests.unit.conserve_inside.lane.engine import BLOCK_TOKENS, Engine, words
+from tests.unit.conserve_inside.lane.engine import BLOCK_TOKENS, Engine, running, words
+from tests.unit.conserve_inside.lane.playing import Turn, play
 
 _BUDGET_TOKENS = 96
 
 
 @pytest.fixture(scope="module")
 def only_engine() -> Iterator[Engine]:
-    """An engine is a process's: vLLM has one group of KV connectors in it."""
-    machines.require_kernels()
-    # Nor does an engine's own process compile: see `conserve.engines`.
-    with torch.compiler.set_stance("force_eager"):
-        engine = Engine()
+    with running() as engine:
         yield engine
-        engine.drain()
-        engine.core.shutdown()
-    assert not engine_thread_lives()
 
 
 @pytest.fixture
@@ -34,11 +26,6 @@ def engine(only_engine: Engine) -> Engine:
     """It, with nothing in it."""
     only_engine.begin(lane=True)
     return only_engine
-
-
-def engine_thread_lives() -> bool:
-    """Whether there is a thread of a lane's."""
-    return any(thread.name == "prefill-lane" for thread in threading.enumerate())
 
 
 def _decode(engine: Engine, tokens: int = 80, calls: int = 2) -> None:
@@ -49,28 +36,44 @@ def _decode(engine: Engine, tokens: int = 80, calls: int = 2) -> None:
         engine.step()
 
 
-def _finish_steps(engine: Engine, name: str, most: int = 400) -> int:
-    """Steps until a turn has its first token."""
-    for steps in range(most):
-        if engine.answers.get(name):
-            return steps
-        engine.step()
-    raise AssertionError(f"{name} never begins")
-
-
 def test_a_long_prompt_beside_decodes_goes_to_the_lane(engine: Engine) -> None:
-    done, computed = engine.policy.done, engine.policy.computed_tokens
+    policy, queue, clock = engine.policy, engine.scheduler.queue, engine.scheduler.clock
+    done, computed = policy.done, policy.computed_tokens
     _decode(engine)
+    had = len(engine.answers["decode0"])
+    served = queue.service_tokens("reader", clock())
     engine.add("short", words(3, 60), 4)
-    engine.add("long", words(4, 500), 4)
+    engine.add("long", words(4, 900), 1, key="reader")
     engine.step()
-    assert engine.lane.observed()["lane_running"] == 1
-    assert 0 < engine.lane.observed()["lane_tokens"] <= 499
+    seen = engine.lane.observed()
+    assert seen["lane_running"] == 1
+    assert 0 < seen["lane_tokens"] <= 899
+    steps = 0
+    while "long" not in engine.ended:
+        steps += 1
+        engine.step()
+    # In chunks of the budget, one a step, and a token for each that decodes in each of these.
+    assert steps >= 900 // _BUDGET_TOKENS
+    assert len(engine.answers["decode0"]) >= had + 900 // _BUDGET_TOKENS
     engine.drain()
-    assert engine.policy.done == done + 1
-    assert engine.policy.computed_tokens == computed + 499
+    assert (policy.done, policy.computed_tokens) == (done + 1, computed + 899)
     # It is computed here, and was in no cache.
     assert engine.cached == {"decode0": 0, "decode1": 0, "short": 0, "long": 0}
+    # Its conversation is charged, which decays.
+    assert 0.7 * 900 < queue.service_tokens("reader", clock()) - served <= 902
+    engine.require_no_leak()
+
+
+def test_one_prompt_is_in_the_lane_at_a_time(engine: Engine) -> None:
+    done = engine.policy.done
+    _decode(engine)
+    for number in range(3):
+        engine.add(f"long{number}", words(10 + number, 400), 4)
+    engine.step()
+    seen = engine.lane.observed()
+    assert (seen["lane_running"], seen["lane_waiting"]) == (1, 2)
+    engine.drain()
+    assert engine.policy.done == done + 3
     engine.require_no_leak()
 
 
@@ -85,17 +88,6 @@ def test_vllm_counts_no_hit_of_the_connectors(engine: Engine) -> None:
     ran = engine.core.model_executor.execute_model(output)
     ran = ran if ran is not None else engine.core.model_executor.sample_tokens(None)
     engine.scheduler.update_from_output(output, ran)
-    engine.drain()
-
-
-def test_decodes_go_on_while_the_lane_computes(engine: Engine) -> None:
-    _decode(engine)
-    had = len(engine.answers["decode0"])
-    engine.add("long", words(4, 900), 4)
-    steps = _finish_steps(engine, "long")
-    # In chunks of the budget, one a step, and a token for each who decodes in each of these.
-    assert steps >= 900 // _BUDGET_TOKENS
-    assert len(engine.answers["decode0"]) >= had + 900 // _BUDGET_TOKENS
     engine.drain()
 
 
@@ -115,30 +107,6 @@ def test_what_the_cache_has_is_not_computed_again(engine: Engine) -> None:
     engine.drain()
     assert engine.policy.computed_tokens == computed + 319
     assert engine.cached["second"] == 640
-
-
-def test_one_at_a_time_and_others_wait_or_run_inline(engine: Engine) -> None:
-    done = engine.policy.done
-    _decode(engine)
-    for number in range(3):
-        engine.add(f"long{number}", words(10 + number, 400), 4)
-    engine.step()
-    seen = engine.lane.observed()
-    assert (seen["lane_running"], seen["lane_waiting"]) == (1, 2)
-    engine.drain()
-    assert engine.policy.done == done + 3
-    engine.require_no_leak()
-
-
-def test_its_conversation_is_charged(engine: Engine) -> None:
-    now_s = engine.scheduler.clock()
-    _decode(engine)
-    before = engine.scheduler.queue.service_tokens("reader", now_s)
-    engine.add("long", words(4, 900), 1, key="reader")
-    engine.drain()
-    after = engine.scheduler.queue.service_tokens("reader", engine.scheduler.clock())
-    # It decays.
-    assert 0.7 * 900 < after - before <= 902
 
 
 def test_who_leaves_while_the_lane_computes_leaves_nothing(engine: Engine) -> None:
@@ -219,61 +187,22 @@ def test_what_the_lane_cannot_compute_is_computed_inline(
     engine.require_no_leak()
 
 
-def _play(engine: Engine, seed: int, lane: bool) -> tuple[dict[str, list[int]], int]:
-    """Random turns; answers of those whose clients stayed, and how many were preempted.
-
-    What comes when, and who leaves, is by steps: with and without a lane the same.
-    """
+def _plan(seed: int) -> dict[str, list[Turn]]:
     chance = random.Random(seed)
+
+    def turn(number: int) -> Turn:
+        prompt = words(chance.randrange(10**6), chance.choice((20, 90, 300, 600)))
+        tokens = chance.randrange(2, 90)
+        return Turn(prompt, tokens, 2 + number if chance.random() < 0.15 else None)
+
+    return {f"c{key}": [turn(number) for number in range(3)] for key in range(7)}
+
+
+def _play(engine: Engine, seed: int, lane: bool) -> tuple[dict[str, list[int]], int]:
+    """Random turns; answers of those whose clients stayed, and how many were preempted."""
     engine.begin(lane)
-    history: dict[str, list[int]] = {}
-    left: set[str] = set()
-    plan: dict[str, list[tuple[list[int], int, bool]]] = {}
-    for number in range(7):
-        key = f"c{number}"
-        plan[key] = [
-            (
-                words(chance.randrange(10**6), chance.choice((20, 90, 300, 600))),
-                chance.randrange(2, 90),
-                chance.random() < 0.15,
-            )
-            for _ in range(3)
-        ]
-        history[key] = []
-    waits = dict.fromkeys(plan, 0)
-    leaves_at: dict[str, int] = {}
-    preempted = sum(engine.scheduler.counts.preempted)
-    for step in range(6_000):
-        for key, turn in list(waits.items()):
-            prompt, tokens, leaves = plan[key][turn]
-            history[key] = [*history[key], *prompt]
-            name = f"{key}.{turn}"
-            engine.add(name, history[key], tokens, key)
-            if leaves:
-                leaves_at[name] = step + 2 + turn
-            del waits[key]
-        for name in [name for name, at in leaves_at.items() if at <= step]:
-            del leaves_at[name]
-            if name not in engine.ended:
-                engine.abort(name)
-            left.add(name)
-            # Its conversation ends with it, in every run.
-        for name in engine.step():
-            key, turn_text = name.split(".")
-            if name in left or name in leaves_at:
-                continue
-            history[key] = [*history[key], *engine.answers[name]]
-            if int(turn_text) + 1 < 3 and len(history[key]) < 1_200:
-                waits[key] = int(turn_text) + 1
-        if not waits and not engine.scheduler.has_requests():
-            break
-    engine.drain()
-    stayed = {
-        name: answer
-        for name, answer in engine.answers.items()
-        if not plan[name.split(".")[0]][int(name.split(".")[1])][2]
-    }
-    return stayed, sum(engine.scheduler.counts.preempted) - preempted
+    before = sum(engine.scheduler.counts.preempted)
+    return play(engine, _plan(seed)), sum(engine.scheduler.counts.preempted) - before
 
 
 def test_random_turns_have_the_same_tokens_with_the_lane_and_without(engine: Engine) -> None:

@@ -140,22 +140,6 @@ def test_from_equal_steps_nothing_is_concluded() -> None:
     assert cost.affordable_tokens(0.05) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "least", "most", "late_s", "calm"),
-    [
-        ("least_tokens", 0, 9, 0.05, 0.6),
-        ("least_tokens", 10, 9, 0.05, 0.6),
-        ("late_s", 1, 9, 0.0, 0.6),
-        ("calm_share", 1, 9, 0.05, 1.0),
-    ],
-)
-def test_a_setting_out_of_range_is_named(
-    name: str, least: int, most: int, late_s: float, calm: float
-) -> None:
-    with pytest.raises(ValueError, match=name):
-        ChunkController(least, most, late_s=late_s, calm_share=calm)
-
-
 def test_a_call_is_what_is_missing_of_it() -> None:
     assert kind_of(True, 3_000, 1, 256) == "decode"
     assert kind_of(False, 3_000, 256, 256) == "resume"

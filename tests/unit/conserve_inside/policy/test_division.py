@@ -70,6 +70,10 @@ def test_a_request_takes_what_the_equations_say() -> None:
 
 def test_a_tighter_bound_leaves_decodes_more(a6000: StageCurves) -> None:
     assert [plan_stages(a6000, ms / 1e3).least_sms for ms in (80, 60, 40, 30)] == [12, 16, 22, 30]
+    # A step may be as long as the bound.
+    (size,) = (one for one in a6000.sizes if one.decode_sms == 22)
+    step_s = max(size.decode_beside_encode_s, size.decode_beside_prefill_s)
+    assert plan_stages(a6000, step_s).least_sms == 22
     # Equation 3 keeps to it as well: beside encodes 24 would have been best.
     assert plan_stages(a6000, 0.03).shares["encode"] == DecodeShare(30, 30, 0)
 

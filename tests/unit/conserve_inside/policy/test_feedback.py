@@ -39,15 +39,6 @@ def test_without_ageing_nobody_rises() -> None:
     assert queue.level("c", CAPACITY, 1e9, 0.0) == 3
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("levels", 0), ("quota_tokens", 0.0), ("window_s", -1.0), ("age_s", 0.0)],
-)
-def test_a_setting_out_of_range_is_named(setting: str, value: float) -> None:
-    with pytest.raises(ValueError, match=setting):
-        FeedbackQueue(CAPACITY, **{setting: value})  # type: ignore[arg-type]
-
-
 @given(
     st.integers(0, CAPACITY),
     st.floats(0, 1e6),

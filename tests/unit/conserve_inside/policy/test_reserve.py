@@ -1,7 +1,6 @@
 """The SMs that decodes have to themselves beside prefills."""
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,20 +137,3 @@ def test_whatever_happens_it_gives_what_there_is(
             assert sms in SIZES
             assert base_sms(controller, now_s - lasted_s) <= sms <= MOST
             controller.step(lasted_s, sms, now_s)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "settings", "said"),
-    [
-        ((32, 16), {}, "sizes_sms"),
-        ((0, 16), {}, "sizes_sms"),
-        (SIZES, {"late_s": 0.0}, "late_s"),
-        (SIZES, {"calm_share": 1.0}, "calm_share"),
-        (SIZES, {"most_share": 1.0}, "most_share"),
-    ],
-)
-def test_settings_out_of_range_are_refused(
-    sizes: tuple[int, ...], settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        DecodeReserve(sizes, **settings)

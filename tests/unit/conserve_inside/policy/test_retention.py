@@ -60,11 +60,3 @@ def test_nothing_is_held_for_longer_than_the_most(
         kept.returned("c", gap_s)
     held_s = kept.hold_for_s("c", expected_s, last)
     assert held_s == 0.0 if last else 1.0 <= held_s <= 30.0
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("hold_s", -1.0), ("hold_s", 61.0), ("factor", 0.0), ("weight", 0.0)]
-)
-def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=name):
-        Retention(**{name: value})

@@ -46,12 +46,6 @@ def test_decodes_have_fewer_sms_the_more_is_pending(
     assert share.decode_sms(0) == share.decode_sms(1) == share.most_sms
 
 
-@pytest.mark.parametrize("share", [(12, 24, 4), (12, 0, 4), (12, -1, 4), (24, 12, -1)])
-def test_shares_that_cannot_be_are_refused(share: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"^prefill: .* is not possible"):
-        Stages(PrefillLane(), {"encode": DecodeShare(24, 12, 4), "prefill": DecodeShare(*share)})
-
-
 def test_a_stage_without_a_share_leaves_decodes_to_others() -> None:
     stages = Stages(PrefillLane(), {"encode": SHARES["encode"]})
     assert stages.decode_sms() is None

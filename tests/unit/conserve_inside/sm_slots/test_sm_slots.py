@@ -87,9 +87,10 @@ def of_the_whole_gpu(driver: Driver) -> SlotPairs:
     )
 
 
-def test_the_two_sides_never_share_an_sm(current: Callable[[], Stream]) -> None:
+def test_the_sides_divide_the_sms_and_each_has_all_alone(current: Callable[[], Stream]) -> None:
     driver = Driver()
     made = of_the_whole_gpu(driver)
+    assert made.sizes_sms == (16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
     for size in made.sizes_sms[:-1]:
         bound = made.bind(size)
         decode = driver.streams[bound.decode_stream.handle]
@@ -98,25 +99,11 @@ def test_the_two_sides_never_share_an_sm(current: Callable[[], Stream]) -> None:
         assert bound.decode_sms == size
         assert decode.isdisjoint(lane)
         assert current() is bound.decode_stream
-
-
-def test_what_is_asked_for_is_rounded_up_to_a_size_that_there_is(
-    current: Callable[[], Stream],
-) -> None:
-    made = of_the_whole_gpu(Driver())
-    assert made.sizes_sms == (16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
-    # The paper's example: 37 % is the slot of 40 %.
+    # Rounded up to a size that there is. The paper's example: 37 % is the slot of 40 %.
     assert made.bind(49).decode_sms == 56
     assert made.bind(1_000).decode_sms == 132
-
-
-def test_alone_each_side_has_all(current: Callable[[], Stream]) -> None:
-    driver = Driver()
-    made = of_the_whole_gpu(driver)
-    nobody_decodes = made.bind(0)
-    assert len(driver.streams[nobody_decodes.lane_stream.handle]) == 132
-    nobody_prefills = made.bind(132)
-    assert len(driver.streams[nobody_prefills.decode_stream.handle]) == 132
+    assert len(driver.streams[made.bind(0).lane_stream.handle]) == 132
+    assert len(driver.streams[made.bind(132).decode_stream.handle]) == 132
 
 
 def test_work_that_was_begun_comes_first_on_the_new_side(current: Callable[[], Stream]) -> None:
@@ -269,16 +256,6 @@ def test_the_model_is_loaded_on_the_leased_sms(
     assert slot_pairs().sizes_sms[-1] == 92
 
 
-def test_kernels_whose_blocks_wait_for_each_other_are_refused(
-    actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None
-) -> None:
-    worker = a_worker()
-    worker.model_runner.model = torch.nn.Linear(1, 1)
-    worker.model_runner.model.kernel = object.__new__(MarlinLinearKernel)
-    with pytest.raises(RuntimeError, match=r"^sm_slots: MarlinLinearKernel .*; leave sm_slots out"):
-        worker.load_model()
-
-
 def test_the_runner_goes_where_the_border_has_moved_its_steps(
     actor: Actor,
     driver: Driver,
@@ -308,34 +285,63 @@ def test_a_predecessors_sms_are_waited_for(
     assert len(vllms) == 1
 
 
-def test_sms_that_stay_anothers_end_the_start_in_a_line(
-    actor: Actor, driver: Driver, vllms: list[Stream], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leasing, "_TIMEOUT_S", -1.0)
+def _leased(actor: Actor, driver: Driver) -> None:
     actor.ledger.lease_slots(GPU, "other", 7)
-    said = r"^sm_slots: GPU-0.*: 4 of 10 slots are not free in one piece: other has 0 to 10"
-    with pytest.raises(RuntimeError, match=said) as refused:
+
+
+def _unseen(actor: Actor, driver: Driver) -> None:
+    actor.ledger = SmSlotLedger({})
+
+
+def _split_otherwise(actor: Actor, driver: Driver) -> None:
+    driver.hidden = 1
+
+
+def _out_of_memory(actor: Actor, driver: Driver) -> None:
+    driver.fails["cuGreenCtxCreate"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said", "asked"),
+    [
+        (_leased, "GPU-0.*: 4 of 10 slots are not free in one piece: other has 0 to 10", 1),
+        # It is not waited for.
+        (_unseen, "GPU-0", 1),
+        # Before anything is leased.
+        (_split_otherwise, "the driver splits 132 SMs into 15 of 8", 0),
+        (_out_of_memory, "cuGreenCtxCreate: CUDA_ERROR_OUT_OF_MEM", 1),
+    ],
+)
+def test_why_an_engine_does_not_start_is_one_line(
+    actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None,
+    monkeypatch: pytest.MonkeyPatch, spoil: Any, said: str, asked: int,
+) -> None:  # fmt: skip
+    if spoil is _leased:
+        monkeypatch.setattr(leasing, "_TIMEOUT_S", -1.0)
+    spoil(actor, driver)
+    with pytest.raises(RuntimeError, match=f"^sm_slots: {said}") as refused:
         a_worker(slots=4).load_model()
     assert "\n" not in str(refused.value)
-    assert vllms == []
+    assert (actor.asked, vllms) == (asked, [])
 
 
-def test_a_gpu_that_the_node_does_not_see_is_not_waited_for(
-    actor: Actor, driver: Driver, vllms: list[Stream]
+def test_kernels_whose_blocks_wait_for_each_other_are_refused(
+    actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None
 ) -> None:
-    actor.ledger = SmSlotLedger({})
-    with pytest.raises(RuntimeError, match=r"^sm_slots: GPU-0"):
-        a_worker().load_model()
-    assert actor.asked == 1
+    worker = a_worker()
+    worker.model_runner.model = torch.nn.Linear(1, 1)
+    worker.model_runner.model.kernel = object.__new__(MarlinLinearKernel)
+    with pytest.raises(RuntimeError, match=r"^sm_slots: MarlinLinearKernel .*; leave sm_slots out"):
+        worker.load_model()
 
 
-def test_another_split_is_refused_before_anything_is_leased(
-    actor: Actor, driver: Driver, vllms: list[Stream]
+def test_with_neither_green_contexts_nor_mps_it_does_not_start(
+    actor: Actor, vllms: list[Stream], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    driver.hidden = 1
-    with pytest.raises(RuntimeError, match=r"^sm_slots: the driver splits 132 SMs into 15 of 8"):
-        a_worker().load_model()
-    assert (actor.asked, vllms) == (0, [])
+    monkeypatch.setattr(green_contexts, "why_not", lambda: "an old driver")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"^sm_slots: no green contexts \(an old driver\)"):
+        a_worker()
 
 
 def test_without_green_contexts_the_process_is_held_by_mps(
@@ -364,15 +370,6 @@ def test_without_green_contexts_the_process_is_held_by_mps(
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 
 
-def test_with_neither_it_does_not_start(
-    actor: Actor, vllms: list[Stream], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr(green_contexts, "why_not", lambda: "an old driver")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"^sm_slots: no green contexts \(an old driver\)"):
-        a_worker()
-
-
 def test_a_lease_passes_between_vllms_processes() -> None:
     lease = SmSlotLedger({GPU: h100()}).lease_slots(GPU, "d", 7)
     said = msgspec.msgpack.decode(msgspec.msgpack.encode(said_of(lease)))
@@ -387,14 +384,6 @@ def test_vllm_takes_the_worker_by_its_name() -> None:
     assert hasattr(worker, "conserve_sm_lease")
     own = [name for name in dir(extension) if not name.startswith("__")]
     assert [name for name in own if hasattr(worker, name)] == []
-
-
-def test_an_error_of_the_driver_is_said_once(
-    actor: Actor, driver: Driver, vllms: list[Stream], unpatched: None
-) -> None:
-    driver.fails["cuGreenCtxCreate"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(RuntimeError, match=r"^sm_slots: cuGreenCtxCreate: CUDA_ERROR_OUT_OF_MEM"):
-        a_worker().load_model()
 
 
 def test_nothing_looks_at_the_gpu_before_the_worker_has_its_share() -> None:
