@@ -119,8 +119,7 @@ class Life(RuleBasedStateMachine):
         self.do(lambda: self.ledger.observe(self.table, dict.fromkeys(self.live, LIVE), self.now_s))
         for number, holders in seen_before.items():
             # No live conversation loses anything.
-            kept = self.ledger.get(number)
-            assert kept is not None
+            kept = next(one for one in self.ledger if one.number == number)
             assert {id for id in holders if id in self.live} <= set(kept.holders)
 
     @rule()

@@ -2,9 +2,7 @@
 
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,6 @@ from conserve_cli.doctor.observe import observe_addons
 from conserve_tools.root import make_root, take_lock
 from conserve_tools.sandbox import MARKER, marked
 from deployments.start_checks import require_startable
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A folder yet to be made. It is not under /tmp, where pytest's folders are one user's."""
-    with tempfile.TemporaryDirectory(prefix="conserve-test-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o711)
-        yield Path(folder) / "root"
 
 
 def test_a_folder_that_can_be_made_lets_the_application_start(root: Path) -> None:
