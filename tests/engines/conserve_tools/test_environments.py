@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from conserve.settings import Settings
-from conserve_tools.root import folder_of
+from conserve_tools.root import folder_of, folders
 from conserve_tools.sandbox import marked
 from conserve_tools.service import UNCLAIMED_S
 from tests.checkout import ROOT as CHECKOUT
@@ -35,12 +35,8 @@ async def asked(client: httpx.AsyncClient, url: str, **body: Any) -> dict[str, A
     return found
 
 
-def folders() -> set[str]:
-    return {path.name for path in ROOT.iterdir() if path.name.isdecimal()}
-
-
 async def nothing_left(timeout_s: float = 40) -> None:
-    await eventually("no folder is left", lambda: not folders(), timeout_s)
+    await eventually("no folder is left", lambda: not [*folders(ROOT)], timeout_s)
     assert not marked(f"{ROOT}:")
 
 
@@ -77,7 +73,7 @@ async def test_what_nobody_came_for_is_removed(application: str, client: httpx.A
     url = of(application, "never")
     await asked(client, url)
     await asked(client, f"{url}/main/run", command="sleep 1")
-    assert folders()
+    assert [*folders(ROOT)]
     await nothing_left(UNCLAIMED_S + 40)
 
 
@@ -121,7 +117,7 @@ async def test_the_manager_is_killed_in_mid_run(
     await eventually("its command is ended", lambda: not marked(f"{ROOT}:"), 20)
     done = await asked(client, run, command="cat file")
     assert done["stdout"] == "kept\n"
-    await eventually("the other is removed", lambda: len(folders()) == 1, 40)
+    await eventually("the other is removed", lambda: len([*folders(ROOT)]) == 1, 40)
     await client.delete(f"{application}/v1/conversations/stays")
     await nothing_left()
     (restarted,) = processes("ray::EnvironmentService")

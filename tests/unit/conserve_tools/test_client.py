@@ -27,53 +27,51 @@ CUT = (503, {"error": {"message": "it may have run in part", "code": "command_cu
 LISTED = (200, {"object": "list", "data": [{"id": "main"}]})
 
 
-class Server:
-    """Gives prepared answers, and keeps the requests."""
+class Handler(BaseHTTPRequestHandler):
+    """Gives a server's prepared answers."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Server"
+
+    def handle_one(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = json.loads(raw) if raw else None
+        self.server.asked.append((self.command, self.path, body, headers))
+        asked = (self.command, self.path.rsplit("/", 1)[1])
+        prepared = self.server.answers.get(asked, [(200, {})])
+        status, said = prepared.pop(0) if len(prepared) > 1 else prepared[0]
+        if status == 0:
+            self.close_connection = True
+            return
+        data = json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = do_DELETE = handle_one
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+class Server(ThreadingHTTPServer):
+    """Keeps its requests, and its answers by method and the path's last part.
+
+    Each answer is given once but for the last. Status 0 breaks the connection.
+    """
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.asked: list[tuple[str, str, Any, dict[str, str]]] = []
-        # Answers by method and the path's last part, each given once but for the last.
         self.answers: dict[tuple[str, str], list[tuple[int, Any]]] = {
             ("POST", "environments"): [(200, {"id": "main"})],
             ("GET", "environments"): [LISTED],
             ("POST", "run"): [(200, RESULT)],
-            ("POST", "tools"): [(200, {})],
             ("GET", "models"): [(200, {"object": "list", "data": [card("m")]})],
         }
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_one(self) -> None:
-                raw = self.rfile.read(int(self.headers.get("content-length") or 0))
-                body = json.loads(raw) if raw else None
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                outer.asked.append((self.command, self.path, body, headers))
-                known = outer.answers.get((self.command, self.path.rsplit("/", 1)[1]), [(200, {})])
-                status, said = known.pop(0) if len(known) > 1 else known[0]
-                if status == 0:
-                    self.close_connection = True
-                    return
-                data = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = do_DELETE = handle_one
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def paths(self, method: str) -> list[str]:
         return [path for asked, path, *_ in self.asked if asked == method]
@@ -95,9 +93,10 @@ def completion(**message: Any) -> tuple[int, Any]:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(environments, "_FIRST_PAUSE_S", 0.001)
-    made = Server()
-    yield made
-    made.close()
+    with Server() as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
 
 
 def test_an_agent_from_beginning_to_end(server: Server) -> None:
@@ -167,7 +166,7 @@ def abs_of(number: int) -> int:
 def test_what_a_conversation_had_is_removed(
     server: Server, asked: tuple[str, str], answers: list[tuple[int, Any]], removed: list[str]
 ) -> None:
-    server.answers[asked] = answers
+    server.answers[asked] = [*answers]
     with Agent(server.url, "named"):
         pass
     assert server.paths("DELETE") == removed
