@@ -76,5 +76,6 @@ def test_half_an_entry_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         full.setattr(os, "write", lambda file, data: write(file, data[:5]))
         with pytest.raises(OSError, match="full"):
             journal.add(ENTRIES[1])
+    assert read(path) == ENTRIES[:1]
     journal.add(ENTRIES[2])
     assert read(path) == [ENTRIES[0], ENTRIES[2]]
