@@ -51,8 +51,9 @@ def test_the_doctor_warns_of_what_no_application_manages(tmp_path: Path) -> None
         assert [one.level for one in found(tmp_path)] == ["ok"]
         os.close(lock)
         assert found(tmp_path) == [left]
+        (tmp_path / "7").rmdir()
+        assert "0 workspaces and 1 processes" in found(tmp_path)[0].seen
     finally:
         process.kill()
         process.wait()
-    (tmp_path / "7").rmdir()
     assert found(tmp_path) == []
