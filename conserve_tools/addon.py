@@ -29,9 +29,8 @@ class ToolsAddon:
     ) -> "EnvironmentPaths":
         from conserve_tools.routes import EnvironmentClient, EnvironmentPaths
 
-        if not settings.environments.enabled:
-            return EnvironmentPaths(None)
-        return EnvironmentPaths(EnvironmentClient(application, deployment, settings))
+        client = EnvironmentClient(application, deployment, settings)
+        return EnvironmentPaths(client if settings.environments.enabled else None)
 
 
 ADDON = ToolsAddon()

@@ -248,14 +248,12 @@ class Ledger:
         """Return entries that make an equal ledger."""
         entries: list[Entry] = [{"op": "next", "number": self._next}]
         for one in self._all.values():
-            entries.append(
+            entries += [
                 {"op": "declare", "number": one.number, "slot": one.slot, "tenant": one.tenant,
-                 "spec": one.spec.model_dump()}
-            )  # fmt: skip
-            entries.append(
+                 "spec": one.spec.model_dump()},
                 {"op": "state", "number": one.number, "state": one.state, "ports": [*one.ports],
-                 "error": one.error}
-            )  # fmt: skip
+                 "error": one.error},
+            ]  # fmt: skip
             for conversation_id, holder in one.holders.items():
                 named = {"number": one.number, "conversation": conversation_id}
                 entries.append({"op": "hold", **named, "at_s": holder.since_s})

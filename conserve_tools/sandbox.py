@@ -112,8 +112,7 @@ class Sandbox:
             "network": self._network,
             "others": 0 if self.namespaces or place.uid is not None else _tasks_of(os.getuid()),
         }
-        variables = {MARKER: marker, "PATH": _PATH}
-        return Command(order, variables, limits.output_bytes, self.isolation)
+        return Command(order, limits.output_bytes, self.isolation)
 
     def _variables(self, place: Place, marker: str) -> dict[str, str]:
         home, tmp = ("/home", "/tmp")
@@ -129,15 +128,9 @@ class Sandbox:
 class Command:
     """A running command; raises `SandboxError` if it cannot be started."""
 
-    def __init__(
-        self,
-        order: dict[str, Any],
-        variables: dict[str, str],
-        output_bytes: int,
-        isolation: Isolation,
-    ) -> None:
+    def __init__(self, order: dict[str, Any], output_bytes: int, isolation: Isolation) -> None:
         self._isolation = isolation
-        self._marker = variables[MARKER]
+        self._marker = order["environment"][MARKER]
         self._output_bytes = output_bytes
         self._deadline_s = time.monotonic() + order["timeout_s"] + _OVERHEAD_S
         self._result, result = os.pipe()
@@ -145,7 +138,8 @@ class Command:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", launcher.__file__, str(result)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env=variables, cwd="/", pass_fds=[result], start_new_session=True,
+                env={MARKER: self._marker, "PATH": _PATH}, cwd="/", pass_fds=[result],
+                start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             os.close(self._result)

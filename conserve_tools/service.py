@@ -136,13 +136,12 @@ class EnvironmentService:
                 self._lock = take_lock(self._root)
             self._journal = Journal(self._root / JOURNAL)
         settings = self._settings
-        # Others should have some, too.
-        most_of_tenant = max(1, settings.most // 4)
-        quotas = Quotas(settings.most, most_of_tenant, UNCLAIMED_S)
+        # One tenant has at most a quarter, so that others have some.
+        quotas = Quotas(settings.most, max(1, settings.most // 4), UNCLAIMED_S)
         ledger = Ledger(quotas, self._journal.add)
         ledger.recover(self._journal.found, unix_s())
-        self._journal.rewrite(ledger.snapshot())
         self._journal.found = ledger.snapshot()
+        self._journal.rewrite(self._journal.found)
         backends = await asyncio.to_thread(self._backends)
         manager = Manager(settings, ledger, backends, self._table.note)
         await manager.tidy()

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from conserve.settings import EnvironmentSettings
+from conserve.settings import EnvironmentSettings, LimitSettings
 
 MOST_PORTS = 8
 MOST_COMMAND_CHARS = 64 * 1024
@@ -23,15 +23,8 @@ MOST_STDIN_CHARS = 1024 * 1024
 _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,255}$"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
-# The settings that bound these limits; the others are always the same.
-_SETTINGS = {
-    "cpu_s": "wall_s",
-    "wall_s": "wall_s",
-    "memory_bytes": "memory_bytes",
-    "processes": "processes",
-    "file_bytes": "disk_bytes",
-    "disk_bytes": "disk_bytes",
-}
+# Limits that follow from the setting of another one.
+_FOLLOWING = {"cpu_s": "wall_s", "file_bytes": "disk_bytes"}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -76,11 +69,8 @@ class Limits(_Strict):
         return cls(
             # A command with one thread that computes takes as much as it waits for the rest.
             cpu_s=max(1, math.ceil(given.wall_s / 2)),
-            wall_s=given.wall_s,
-            memory_bytes=given.memory_bytes,
-            processes=given.processes,
             file_bytes=given.disk_bytes,
-            disk_bytes=given.disk_bytes,
+            **given.model_dump(),
         )
 
 
@@ -134,8 +124,9 @@ class Spec(_Strict):
         wanted = own.model_dump(exclude_none=True)
         for name, value in wanted.items():
             if value > getattr(most, name):
-                setting = _SETTINGS.get(name)
-                why = f", by the setting environments.limits.{setting}" if setting else ""
+                setting = _FOLLOWING.get(name, name)
+                is_set = setting in LimitSettings.model_fields
+                why = f", by the setting environments.limits.{setting}" if is_set else ""
                 raise SpecError(
                     f"limits.{name}: at most {getattr(most, name)} here{why}", f"limits.{name}"
                 )

@@ -29,7 +29,7 @@ class RouterPart(Protocol):
     """An add-on's part of one router."""
 
     def routes(self) -> list[Route]:
-        """Return the add-on's paths; a request is compared with them before the core's."""
+        """Return the add-on's paths; those below a conversation's come before the core's."""
 
     def beat(self) -> None:
         """Keep alive what runs for routers, without waiting; called each second."""

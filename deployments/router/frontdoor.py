@@ -98,7 +98,6 @@ class FrontDoor:
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
-                *(route for part in addons for route in part.routes()),
                 *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
                 *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
                 Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
@@ -108,6 +107,8 @@ class FrontDoor:
                 Route("/v1/responses/{id}/cancel", stored.cancel, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{model:name}", self._model, methods=get),
+                # First theirs: a conversation's id may hold slashes.
+                *(route for part in addons for route in part.routes()),
                 *Conversations(table).routes(),
                 Route("/v1/engines", self._engines, methods=get),
                 Route("/v1/engines/{id:name}/drain", self._drain, methods=post),

@@ -1,7 +1,6 @@
 """Many agents with real tools, while processes are killed beneath them."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +10,11 @@ from dataclasses import dataclass, field
 from conserve.settings import Settings
 from conserve_tools.backends import FIRST_PORT
 from conserve_tools.client import Agent, Environment, EnvironmentRefused
-from conserve_tools.root import folder_of
+from conserve_tools.root import folder_of, folders
 from conserve_tools.sandbox import marked
 from conserve_tools.service import UNCLAIMED_S
 from conserve_tools.spec import MOST_PORTS
+from deployments.node.lmcache_server import is_free
 from tests.engines.client import engines
 from tests.engines.processes import kill, processes
 
@@ -144,7 +144,7 @@ class Ground:
         """What is left of environments and engines after so long; empty if nothing is."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            left = [path.name for path in ROOT.iterdir() if path.name.isdecimal()]
+            left = [path.name for path in folders(ROOT)]
             left += [str(process) for process in marked(f"{ROOT}:")]
             left += [str(process) for process in processes(r"sleep 300|time\.sleep\(300\)")]
             left += [f"port {port}" for port in sorted(_taken_ports() - self.taken_ports)]
@@ -156,15 +156,5 @@ class Ground:
 
 def _taken_ports() -> frozenset[int]:
     """Of the ports that environments get."""
-    last = FIRST_PORT + Settings().environments.most * MOST_PORTS
-    return frozenset(port for port in range(FIRST_PORT, last) if not _is_free(port))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+    ports = range(FIRST_PORT, FIRST_PORT + Settings().environments.most * MOST_PORTS)
+    return frozenset(port for port in ports if not is_free("127.0.0.1", port))

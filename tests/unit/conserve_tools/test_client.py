@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
 
 from conserve_tools.client import Agent, EnvironmentRefused, Tool
@@ -17,54 +16,62 @@ RESULT = {
     "reason": None, "wall_s": 0.1, "isolation": "limits",
 }  # fmt: skip
 
+END = "/v1/conversations/named"
+BUSY = (503, {"error": {"message": "the table is being restarted", "code": "unavailable"}})
+OVER = (404, {"error": {"message": "no live conversation", "code": "conversation_not_found"}})
+OFF = (
+    404,
+    {"error": {"message": "set environments.enabled=true", "code": "environments_disabled"}},
+)
+CUT = (503, {"error": {"message": "it may have run in part", "code": "command_cut"}})
+LISTED = (200, {"object": "list", "data": [{"id": "main"}]})
 
-class Server:
-    """Gives prepared answers, and keeps the requests."""
+
+class Handler(BaseHTTPRequestHandler):
+    """Gives a server's prepared answers."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Server"
+
+    def handle_one(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = json.loads(raw) if raw else None
+        self.server.asked.append((self.command, self.path, body, headers))
+        asked = (self.command, self.path.rsplit("/", 1)[1])
+        prepared = self.server.answers.get(asked, [(200, {})])
+        status, said = prepared.pop(0) if len(prepared) > 1 else prepared[0]
+        if status == 0:
+            self.close_connection = True
+            return
+        data = json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = do_DELETE = handle_one
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+class Server(ThreadingHTTPServer):
+    """Keeps its requests, and its answers by method and the path's last part.
+
+    Each answer is given once but for the last. Status 0 breaks the connection.
+    """
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.asked: list[tuple[str, str, Any, dict[str, str]]] = []
-        # Answers by method and the path's last part, each given once but for the last.
         self.answers: dict[tuple[str, str], list[tuple[int, Any]]] = {
             ("POST", "environments"): [(200, {"id": "main"})],
-            ("GET", "environments"): [(200, {"object": "list", "data": [{"id": "main"}]})],
+            ("GET", "environments"): [LISTED],
             ("POST", "run"): [(200, RESULT)],
-            ("POST", "tools"): [(200, {})],
             ("GET", "models"): [(200, {"object": "list", "data": [card("m")]})],
         }
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_one(self) -> None:
-                raw = self.rfile.read(int(self.headers.get("content-length") or 0))
-                body = json.loads(raw) if raw else None
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                outer.asked.append((self.command, self.path, body, headers))
-                known = outer.answers.get((self.command, self.path.rsplit("/", 1)[1]), [(200, {})])
-                status, said = known.pop(0) if len(known) > 1 else known[0]
-                if status == 0:
-                    self.close_connection = True
-                    return
-                data = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = do_DELETE = handle_one
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def paths(self, method: str) -> list[str]:
         return [path for asked, path, *_ in self.asked if asked == method]
@@ -86,9 +93,10 @@ def completion(**message: Any) -> tuple[int, Any]:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(environments, "_FIRST_PAUSE_S", 0.001)
-    made = Server()
-    yield made
-    made.close()
+    with Server() as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
 
 
 def test_an_agent_from_beginning_to_end(server: Server) -> None:
@@ -125,13 +133,14 @@ def test_it_is_released_when_something_is_raised(server: Server) -> None:
     with pytest.raises(ZeroDivisionError), Agent(server.url) as agent:
         raise ZeroDivisionError
     assert server.paths("DELETE")[-1] == f"/v1/conversations/{agent.conversation}"
+    with pytest.raises(RuntimeError, match="closed"):
+        agent._http.get("/")
 
 
 def test_a_server_without_reports(server: Server) -> None:
     """The agent asks it once and goes on; a 404 for an unknown conversation is something else."""
     missing = {"error": {"message": "no such path", "code": None}}
-    unknown = {"error": {"message": "no live conversation", "code": "conversation_not_found"}}
-    server.answers["POST", "tools"] = [(404, unknown), (404, missing)]
+    server.answers["POST", "tools"] = [OVER, (404, missing)]
     with Agent(server.url) as agent:
         agent.tool(abs_of)
         for _ in range(4):
@@ -143,32 +152,24 @@ def abs_of(number: int) -> int:
     return abs(number)
 
 
-def test_an_end_that_is_cut_is_told_again(server: Server) -> None:
-    busy = {"error": {"message": "the table is being restarted", "code": "unavailable"}}
-    over = {"error": {"message": "no live conversation", "code": "conversation_not_found"}}
-    server.answers["DELETE", "named"] = [(503, busy), (0, None), (404, over)]
+@pytest.mark.parametrize(
+    ("asked", "answers", "removed"),
+    [
+        # An end that is cut is told again.
+        (("DELETE", "named"), [BUSY, (0, None), OVER], [f"{END}/environments/main", *[END] * 3]),
+        # So is the question which environments there are: otherwise they would stay.
+        (("GET", "environments"), [(0, None), LISTED], [f"{END}/environments/main", END]),
+        # A server without environments ends the conversation.
+        (("GET", "environments"), [OFF], [END]),
+    ],
+)
+def test_what_a_conversation_had_is_removed(
+    server: Server, asked: tuple[str, str], answers: list[tuple[int, Any]], removed: list[str]
+) -> None:
+    server.answers[asked] = [*answers]
     with Agent(server.url, "named"):
         pass
-    assert server.paths("DELETE").count("/v1/conversations/named") == 3
-
-
-def test_what_is_to_be_removed_is_asked_for_again(server: Server) -> None:
-    """If a router dies then, they would stay, with the conversation, until their idle time."""
-    server.answers["GET", "environments"].insert(0, (0, None))
-    with Agent(server.url, "named"):
-        pass
-    assert server.paths("DELETE") == [
-        "/v1/conversations/named/environments/main",
-        "/v1/conversations/named",
-    ]
-
-
-def test_a_server_without_environments_ends_a_conversation(server: Server) -> None:
-    off = {"error": {"message": "set environments.enabled=true", "code": "environments_disabled"}}
-    server.answers["GET", "environments"] = [(404, off)]
-    with Agent(server.url, "named"):
-        pass
-    assert server.paths("DELETE") == ["/v1/conversations/named"]
+    assert server.paths("DELETE") == removed
 
 
 def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +181,7 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_connection_does_not_run_it_twice(server: Server) -> None:
-    busy = {"error": {"message": "the manager is being restarted", "code": "unavailable"}}
-    server.answers["POST", "run"] = [(0, None), (503, busy), (200, RESULT)]
+    server.answers["POST", "run"] = [(0, None), BUSY, (200, RESULT)]
     with Agent(server.url) as agent:
         assert agent.environment().run("ls").output == "a\nb"
     ids = [body["call_id"] for body in server.bodies("run")]
@@ -189,22 +189,18 @@ def test_a_broken_connection_does_not_run_it_twice(server: Server) -> None:
     assert len(set(ids)) == 1
 
 
-def test_what_may_have_run_in_part_is_told(server: Server) -> None:
-    cut = {"error": {"message": "it may have run in part", "code": "command_cut"}}
-    server.answers["POST", "run"] = [(503, cut)]
+def test_a_refusal_is_not_asked_again(server: Server) -> None:
+    """A command that may have run in part is the caller's to repeat."""
+    server.answers["POST", "run"] = [CUT]
     with Agent(server.url) as agent:
         env = agent.environment()
         with pytest.raises(EnvironmentRefused, match="in part") as error:
             env.run("make")
-    assert error.value.code == "command_cut"
+        assert error.value.code == "command_cut"
+        server.answers["POST", "environments"] = [OFF]
+        with pytest.raises(EnvironmentRefused, match="enabled=true"):
+            agent.environment()
     assert len(server.bodies("run")) == 1
-
-
-def test_environments_are_off(server: Server) -> None:
-    off = {"error": {"message": "set environments.enabled=true", "code": "environments_disabled"}}
-    server.answers["POST", "environments"] = [(404, off)]
-    with Agent(server.url) as agent, pytest.raises(EnvironmentRefused, match="enabled=true"):
-        agent.environment()
 
 
 def test_what_a_model_is_told_of_a_result() -> None:
@@ -232,11 +228,3 @@ def test_a_tool_that_cannot_be_named() -> None:
 
     with pytest.raises(TypeError, match=r"several.*\*names"):
         Tool.of(several)
-
-
-def test_nothing_is_left_open(server: Server) -> None:
-    agent = Agent(server.url)
-    agent.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        agent._http.get("/")
-    assert isinstance(agent._http, httpx.Client)

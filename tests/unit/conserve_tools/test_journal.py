@@ -1,5 +1,6 @@
 """The journal: its content after a crash at any byte, and what is refused."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve_tools import journal as journals
-from conserve_tools.journal import Journal, JournalError, read
+from conserve_tools.journal import Journal, JournalError
 
 ENTRIES = [{"op": "declare", "number": number, "said": "é\n" * number} for number in range(1, 4)]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def written(path: Path, entries: list[dict[str, Any]]) -> bytes:
@@ -43,8 +48,8 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
         Journal(path)
     path.write_bytes(b"[1]\n")
     with pytest.raises(JournalError, match="line 1"):
-        read(path)
-    assert read(tmp_path / "none") == []
+        Journal(path)
+    assert Journal(tmp_path / "none").found == []
 
 
 def test_it_is_written_anew_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,5 +76,6 @@ def test_half_an_entry_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
         full.setattr(os, "write", lambda file, data: write(file, data[:5]))
         with pytest.raises(OSError, match="full"):
             journal.add(ENTRIES[1])
+    assert read(path) == ENTRIES[:1]
     journal.add(ENTRIES[2])
     assert read(path) == [ENTRIES[0], ENTRIES[2]]

@@ -2,9 +2,7 @@
 
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,6 @@ from conserve_cli.doctor.node import check_addons
 from conserve_tools.root import make_root, take_lock
 from conserve_tools.sandbox import MARKER, marked
 from deployments.start_checks import require_startable
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A folder yet to be made. It is not under /tmp, where pytest's folders are one user's."""
-    with tempfile.TemporaryDirectory(prefix="conserve-test-", dir="/var/tmp") as folder:
-        Path(folder).chmod(0o711)
-        yield Path(folder) / "root"
 
 
 def test_a_folder_that_can_be_made_lets_the_application_start(root: Path) -> None:
@@ -61,8 +51,9 @@ def test_the_doctor_warns_of_what_no_application_manages(tmp_path: Path) -> None
         assert [one.level for one in found(tmp_path)] == ["ok"]
         os.close(lock)
         assert found(tmp_path) == [left]
+        (tmp_path / "7").rmdir()
+        assert "0 workspaces and 1 processes" in found(tmp_path)[0].seen
     finally:
         process.kill()
         process.wait()
-    (tmp_path / "7").rmdir()
     assert found(tmp_path) == []

@@ -1,5 +1,6 @@
 """The paths of environments without a manager: off, and what is asked of one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -8,9 +9,14 @@ import pytest
 from conserve.errors import ApiError
 from conserve.settings import Settings, SettingsError, load
 from conserve_tools.routes import EnvironmentClient, EnvironmentPaths
+from deployments.router.addons import RouterPart
 from deployments.router.frontdoor import FrontDoor
 
 OF = "/v1/conversations/a%2Fb/environments"
+PATHS = (
+    ("POST", OF), ("GET", OF), ("GET", f"{OF}/main"), ("DELETE", f"{OF}/main"),
+    ("POST", f"{OF}/main/run"),
+)  # fmt: skip
 
 
 class Manager(EnvironmentClient):
@@ -30,28 +36,31 @@ class Manager(EnvironmentClient):
         return {"exit_code": 0}
 
 
-def client(manager: Manager | None) -> httpx.AsyncClient:
-    door = FrontDoor(Settings(), None, "router", [EnvironmentPaths(manager)])  # type: ignore[arg-type]
+def client(*parts: RouterPart) -> httpx.AsyncClient:
+    door = FrontDoor(Settings(), None, "router", parts)  # type: ignore[arg-type]
     return httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://127.0.0.1:8000")
 
 
 async def test_they_are_off_unless_a_setting_says_otherwise() -> None:
     assert not Settings().environments.enabled
-    async with client(None) as http:
-        for method, path in (
-            ("POST", OF), ("GET", OF), ("GET", f"{OF}/main"), ("DELETE", f"{OF}/main"),
-            ("POST", f"{OF}/main/run"),
-        ):  # fmt: skip
+    await all_are_refused([EnvironmentPaths(None)], "environments.enabled=true")
+
+
+async def all_are_refused(parts: Sequence[RouterPart], why: str) -> None:
+    """See that a router with these parts refuses each path."""
+    async with client(*parts) as http:
+        for method, path in PATHS:
             body = {"json": {"command": "id"}} if method == "POST" else {}
             answer = await http.request(method, path, **body)  # type: ignore[arg-type]
             assert answer.status_code == 404
-            assert answer.json()["error"]["code"] == "environments_disabled"
-            assert "environments.enabled=true" in answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            assert error["code"] == "environments_disabled"
+            assert why in error["message"]
 
 
 async def test_what_is_asked_of_the_manager() -> None:
     manager = Manager()
-    async with client(manager) as http:
+    async with client(EnvironmentPaths(manager)) as http:
         await http.post(OF, json={"ports": 1})
         assert (await http.get(OF)).json() == {"object": "list", "data": {"id": "main"}}
         assert (await http.get(f"{OF}/main")).status_code == 404
@@ -82,7 +91,7 @@ async def test_who_is_not_heard(
     path: str, headers: dict[str, str], body: bytes, status: int
 ) -> None:
     manager = Manager()
-    async with client(manager) as http:
+    async with client(EnvironmentPaths(manager)) as http:
         sent = {"Content-Type": "application/json", **headers}
         assert (await http.post(path, content=body, headers=sent)).status_code == status
     assert manager.asked == []

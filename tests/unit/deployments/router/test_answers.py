@@ -15,7 +15,7 @@ from deployments.detached import unrefused
 from deployments.messages import EngineStarting
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table import TableService
-from tests.unit.conserve_tools.test_manager import World, root, world
+from tests.unit.conserve_tools.world import World, root, world
 from tests.unit.deployments.router.described import check, own_operations, template_of
 from tests.unit.deployments.stub_table import StubTable
 from tests.unit.deployments.table.drive import Drive, engine
