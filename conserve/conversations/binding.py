@@ -1,24 +1,14 @@
 """Binds histories to decoders, and has others make room for them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from conserve.conversations.ending import Ending, Idleness
-from conserve.conversations.engines import Engines
-from conserve.conversations.ledger import Ledger
 from conserve.conversations.turns import Turns
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import held_alone
 from conserve.history import History
-from conserve.pausing import Memory
-from conserve.placement import (
-    NOTHING_SHARED,
-    Decoder,
-    Placement,
-    PlacementPolicy,
-    Shared,
-)
+from conserve.placement import NOTHING_SHARED, Decoder, Placement, Shared
 from conserve.recognition import Digest
 
 # A turn for which a decoder makes no room is not tried on all others.
@@ -26,22 +16,15 @@ _TRIED = 2
 
 
 @dataclass(eq=False)
-class Binding:
-    """Asks the policy where histories go, and binds them there."""
+class Binding(Turns):
+    """Asks the policy where histories go, and binds them there.
 
-    _policy: PlacementPolicy
-    _ledger: Ledger
-    _engines: Engines
-    _turns: Turns
-    _ending: Ending
-    _idleness: Idleness
-    _memory: Memory | None
-    recomputed_tokens: int = 0
+    Attributes:
+        recomputed_tokens: tokens of paused histories' prompts that prefillers have computed again.
+    """
 
-    def __post_init__(self) -> None:
-        self._live, self._kinship = self._ledger.live, self._ledger.live.kinship
-        self._loads = self._engines.loads
-        self._displaced: list[History] = []
+    recomputed_tokens: int = field(default=0, init=False)
+    _displaced: list[History] = field(default_factory=list, init=False)
 
     def begin(
         self,
@@ -51,7 +34,7 @@ class Binding:
         prompt_tokens: int | None = None,
         encode_tokens: int = 0,
     ) -> History | None:
-        """Start a turn as `Turns.begin` does; None, too, if it would cost less elsewhere.
+        """Start a turn of a bound history; None if it is unbound, or the turn costs less elsewhere.
 
         Then the history has been paused, for `bind` to place.
 
@@ -59,21 +42,21 @@ class Binding:
             prompt_tokens: None if not known: as many as the history holds.
             encode_tokens: embeddings of its images that are not encoded yet.
         """
-        known, memory = self._live.by_id.get(history_id), self._memory
+        known, memory = self._by_id.get(history_id), self.memory
         if known is not None and memory is not None and known.decoder_id and not known.running:
             shared = memory.found(history_id, replace(NOTHING_SHARED, encode_tokens=encode_tokens))
             costs = self._turn_costs(prompt_tokens or known.held_tokens, shared, now_s)
             if min(costs.values(), default=inf) < costs.get(known.decoder_id, 0.0):
                 memory.pause(known, "load")
                 return None
-        history = self._turns.begin(history_id, now_s, hints)
-        if history is not None and prompt_tokens is not None and self._loads is not None:
-            self._loads.appended(history, prompt_tokens, now_s, encode_tokens)
+        history = super().begin(history_id, now_s, hints)
+        if history is not None and prompt_tokens is not None and self.loads is not None:
+            self.loads.appended(history, prompt_tokens, now_s, encode_tokens)
         return history
 
     def prefill_later_turn(self, history: History) -> str | None:
         """Return the prefiller of the turn that has just begun; None means its decoder."""
-        prefiller_id = self._policy.prefill_later_turn(self._engines.accepting_prefillers)
+        prefiller_id = self.policy.prefill_later_turn(self._engines.accepting_prefillers)
         if prefiller_id is not None:
             self._engines.leave_queue(history)
             self._engines.join_queue(history, prefiller_id, history.held_tokens)
@@ -94,7 +77,7 @@ class Binding:
         Raises:
             ValueError: it is bound already; use `begin`.
         """
-        known = self._live.by_id.get(history_id)
+        known = self._by_id.get(history_id)
         if known is not None and known.decoder_id is not None:
             raise ValueError(f"conversation {history_id!r} is bound to {known.decoder_id}")
         opening = opening or Opening()
@@ -115,23 +98,23 @@ class Binding:
                 placement = Placement(id, None)
                 break
         if placement is None:
-            placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
+            placement = self.policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         while placement is None and self._make_room(
             history_id, prompt_tokens, shared, now_s, waited_s, root
         ):
             # What was shared with the evicted histories is gone.
             shared = self._shared(known, history_id, opening)
-            placement = self._policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
+            placement = self.policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         if placement is None:
             return None
         usage = self._ledger.usage.of(history_id)
         was_known = known is not None
         unbound = self._ledger.without_engine(history_id)
-        if unbound is None and self._memory is not None and self._memory.paused_on(history_id):
+        if unbound is None and self.memory is not None and self.memory.paused_on(history_id):
             elsewhere = shared.left_tokens > 0 and placement.decoder_id != shared.left_on
             unbound = "moved" if elsewhere else "paused"
         if known is None:
-            known = History(history_id, self._turns.next_id, now_s, now_s)
+            known = History(history_id, self._next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
@@ -146,7 +129,7 @@ class Binding:
         self._ledger.bind(known, placement.decoder_id, prompt_tokens)
         if was_known:
             kept = placement.prefiller_id is None
-            if self._loads is not None:
+            if self.loads is not None:
                 # A prompt of which the decoder has little may stay without a prefiller, too.
                 kept = kept and 2 * shared.found(placement.decoder_id) >= prompt_tokens
             last = known.last_turn
@@ -154,15 +137,15 @@ class Binding:
                 self.recomputed_tokens += min(
                     prompt_tokens, last.prompt_tokens + last.output_tokens
                 )
-            known.moves += self._memory is None or self._memory.bound(known, kept)
+            known.moves += self.memory is None or self.memory.bound(known, kept)
         broken = None if was_known else self._kinship.broken(known.id, opening, self._live.siblings)
         self._kinship.opened(known, opening)
         known.promised = True
         if placement.prefiller_id is not None:
             self._engines.join_queue(known, placement.prefiller_id, prompt_tokens)
-        if self._loads is not None:
-            self._loads.placed(known.id, prompt_tokens, placement, shared, now_s)
-        self._turns.start(known, usage, now_s, arrived_s, unbound=unbound, broken=broken)
+        if self.loads is not None:
+            self.loads.placed(known.id, prompt_tokens, placement, shared, now_s)
+        self._start(known, usage, now_s, arrived_s, unbound=unbound, broken=broken)
         return placement
 
     def held(self, opening: Opening) -> int:
@@ -178,8 +161,8 @@ class Binding:
         if self._kinship.has_any(opening):
             decoders = self._engines.accepting_decoders
             shared = self._kinship.shared(opening, decoders, history_id, self._live.siblings)
-        if self._memory is not None and known is not None:
-            shared = self._memory.found(history_id, shared)
+        if self.memory is not None and known is not None:
+            shared = self.memory.found(history_id, shared)
         if opening.encode_tokens:
             shared = replace(shared, encode_tokens=opening.encode_tokens)
         return shared
@@ -197,10 +180,10 @@ class Binding:
     ) -> bool:
         """Pause idle histories so that a prompt fits, on any or some decoders; say if so."""
         engines = self._engines
-        decoders = decoders or self._policy.homes(
+        decoders = decoders or self.policy.homes(
             engines.accepting_decoders, engines.accepting_prefillers, now_s
         )
-        memory = self._memory
+        memory = self.memory
         if memory is None:
             return self._displace(history_id, prompt_tokens, decoders)
         any_runs = self._ledger.reasoning > 0
@@ -216,10 +199,10 @@ class Binding:
 
     def _turn_costs(self, prompt_tokens: int, shared: Shared, now_s: float) -> dict[str, float]:
         """Return what the turn costs at each decoder; empty if histories stay where they began."""
-        if self._memory is None or not self._memory.keeps:
+        if self.memory is None or not self.memory.keeps:
             return {}
         decoders = self._engines.accepting_decoders
-        return self._policy.turn_costs(prompt_tokens, decoders, shared, now_s)
+        return self.policy.turn_costs(prompt_tokens, decoders, shared, now_s)
 
     def _displace(self, history_id: str, prompt_tokens: int, decoders: list[Decoder]) -> bool:
         """End what a conversation left behind, if that makes room for a new history of it."""
@@ -227,7 +210,7 @@ class Binding:
         if in_the_way is None:
             return False
         self._displaced.append(in_the_way)
-        self._ending.release(in_the_way.id)
+        self.release(in_the_way.id)
         return True
 
     def _in_the_way(

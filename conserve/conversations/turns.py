@@ -1,39 +1,30 @@
 """Begins turns, and ends them when they are complete or have failed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import intern
 
 from conserve import identity
 from conserve.conversations.ending import Ending
-from conserve.conversations.engines import Engines
-from conserve.conversations.ledger import Ledger
 from conserve.direct.desk import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
 from conserve.history import History, TurnKey, TurnStats
-from conserve.pausing import Memory
 from conserve.recognition import Digest
 from conserve.tenants.limits import TenantUsage
 from conserve.why import Broken, TurnFacts, Unbound
 
 
 @dataclass(eq=False)
-class Turns:
-    """Starts turns and ends them, with what follows for their histories."""
+class Turns(Ending):
+    """Starts turns and ends them, with what follows for their histories.
 
-    _ledger: Ledger
-    _engines: Engines
-    _ending: Ending
-    _memory: Memory | None
-    first_id: int
-    expected_cached_tokens: int = 0
-    missing_cached_tokens: int = 0
+    Attributes:
+        expected_cached_tokens: tokens of prompts' beginnings that should have been cached.
+        missing_cached_tokens: those of them that no engine had.
+    """
 
-    def __post_init__(self) -> None:
-        self._live, self._by_id = self._ledger.live, self._ledger.live.by_id
-        self._kinship, self._families = self._live.kinship, self._live.kinship.families
-        self._loads = self._engines.loads
-        self.first_id = self.next_id = first_asked(self.first_id)
+    expected_cached_tokens: int = field(default=0, init=False)
+    missing_cached_tokens: int = field(default=0, init=False)
 
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound."""
@@ -45,9 +36,9 @@ class Turns:
             return None
         if hints is not None:
             history.hints = hints
-        self.start(history, self._ledger.usage.of(history_id), now_s)
-        if self._loads is not None:
-            self._loads.turn_came(history.id, history.decoder_id, now_s)
+        self._start(history, self._ledger.usage.of(history_id), now_s)
+        if self.loads is not None:
+            self.loads.turn_came(history.id, history.decoder_id, now_s)
         return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
@@ -67,14 +58,14 @@ class Turns:
         if history.decoder_id != decoder_id:
             return False
         usage = self._ledger.usage.of(history.id)
-        self.start(history, usage, now_s, turn_id=turn.turn_id)
-        if self._loads is not None:
-            self._loads.turn_came(history.id, decoder_id, now_s)
-        if parks and self._memory is not None:
-            self._memory.parks_turn(turn.turn_id)
+        self._start(history, usage, now_s, turn_id=turn.turn_id)
+        if self.loads is not None:
+            self.loads.turn_came(history.id, decoder_id, now_s)
+        if parks and self.memory is not None:
+            self.memory.parks_turn(turn.turn_id)
         return True
 
-    def start(
+    def _start(
         self,
         history: History,
         usage: TenantUsage,
@@ -92,26 +83,26 @@ class Turns:
             broken: where its prefix is not that of another history.
         """
         if turn_id is None:
-            turn_id = self.next_id
-            self.next_id += STRIDE
+            turn_id = self._next_id
+            self._next_id += STRIDE
         idle = history.has_last_turn and not history.running
         came_s = now_s if arrived_s is None else arrived_s
-        if self._memory is not None:
-            self._memory.turn_begins(history, came_s if idle else None)
+        if self.memory is not None:
+            self.memory.turn_begins(history, came_s if idle else None)
         idle_s = max(0.0, came_s - history.last_used_s) if idle else None
         facts = TurnFacts(now_s, idle_s, history.last_tokens, unbound, broken)
         self._ledger.turn_starts(history, usage, turn_id, facts)
         history.last_used_s = now_s
 
-    def number_above(self, turn_id: int) -> None:
+    def _number_above(self, turn_id: int) -> None:
         """Number what comes from now on above this one."""
-        self.next_id = max(self.next_id, first_asked(turn_id + 1))
+        self._next_id = max(self._next_id, first_asked(turn_id + 1))
 
     def _take_back(self, history: History, decoder_id: str) -> None:
         self._ledger.bind(history, decoder_id, history.last_tokens)
         self._kinship.advanced(history)
-        if self._memory is not None:
-            self._memory.bound(history, kept=True)
+        if self.memory is not None:
+            self.memory.bound(history, kept=True)
 
     def prefilled(self, turn: TurnKey, stored_tokens: int = 0) -> None:
         """Note that the remote prefill of a history is over, done or failed.
@@ -121,16 +112,16 @@ class Turns:
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is not None:
             self._engines.leave_queue(history)
-            if self._memory is not None and stored_tokens:
-                self._memory.parked(history, stored_tokens)
+            if self.memory is not None and stored_tokens:
+                self.memory.parked(history, stored_tokens)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
         """Note a turn's first token but of a tool call; return the TTFET if it is the first."""
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.asked_s is None or history.ttfet_s is not None:
             return None
-        if self._loads is not None and history.decoder_id is not None:
-            self._loads.done(history.decoder_id, history.id)
+        if self.loads is not None and history.decoder_id is not None:
+            self.loads.done(history.decoder_id, history.id)
         asked_s = history.asked_s
         if self._live.has_several(history.id):
             for one in self._live.siblings(history.id):
@@ -159,12 +150,12 @@ class Turns:
         if turn.turn_id not in history.running:
             if turn.turn_id <= history.finished:
                 return False
-            self.number_above(turn.turn_id)
+            self._number_above(turn.turn_id)
         history.turns += 1
         self._compare(history, stats)
         has_kin = False
         if tails:
-            has_kin = self._families.set_tails(history, tails, stats)
+            has_kin = self._kinship.families.set_tails(history, tails, stats)
         else:
             history.last_turn = stats
         self._finish(history, turn.turn_id, stats, now_s)
@@ -199,7 +190,7 @@ class Turns:
             and decoder_id == history.decoder_id
         )
         if turn.turn_id in history.running or began_elsewhere:
-            self.number_above(turn.turn_id)
+            self._number_above(turn.turn_id)
             if stats is not None:
                 history.last_turn = stats
             self._finish(history, turn.turn_id, stats, now_s)
@@ -209,7 +200,7 @@ class Turns:
         if not history.running:
             named = not identity.is_generated(history.id)
             if not history.has_last_turn or not (history.turns or named):
-                return self._ending.release(turn.history_id)
+                return self.release(turn.history_id)
             if history.promised:
                 # Nothing of it reached the decoder that it was bound to.
                 self._ledger.unbind(history)
@@ -219,8 +210,8 @@ class Turns:
         self, history: History, turn_id: int, stats: TurnStats | None, now_s: float
     ) -> None:
         self._engines.leave_queue(history)
-        if self._loads is not None:
-            self._loads.turn_ended(history, stats, now_s)
+        if self.loads is not None:
+            self.loads.turn_ended(history, stats, now_s)
         self._ledger.turn_ends(history, turn_id, now_s)
         if stats is not None:
             history.promised = False
@@ -228,9 +219,9 @@ class Turns:
             history.tool = None if stats.tool is None else intern(stats.tool)
             self._ledger.hold(history, stats.prompt_tokens + stats.output_tokens)
         history.last_used_s = now_s
-        if self._memory is not None:
-            self._memory.used(history)
-            self._memory.turn_ended(history, turn_id, stats)
+        if self.memory is not None:
+            self.memory.used(history)
+            self.memory.turn_ended(history, turn_id, stats)
 
     def _compare(self, history: History, stats: TurnStats) -> None:
         """Compare what a history should have cached with what its engine had at a turn's begin."""
@@ -247,8 +238,8 @@ class Turns:
         if base is not None and found < base.tokens // 2:
             # The engine has computed it again, so all others that begin with it have lost it too.
             lost = self._kinship.evicted(history)
-            if self._memory is not None:
-                self._memory.lost(lost)
+            if self.memory is not None:
+                self.memory.lost(lost)
         elif found < expected and not history.promised:
             # A template may drop the reasoning of earlier answers, so the turn does not begin with
             # all that the one before it left.

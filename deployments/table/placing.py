@@ -167,7 +167,8 @@ class Placing:
             retry_after_s = self.admission.line.retry_after_s(unix_s())
             return refusals.timed_out(prompt_tokens, self.admission.line.timeout_s, retry_after_s)
         finally:
-            self.room.settle(pending)
+            if not pending.waits:  # Else another call places it.
+                self.room.settle(pending)
         if pending.given_up or history is None:
             self.running.abandon(admitted.turn, None, None)
             return refusals.UNAVAILABLE

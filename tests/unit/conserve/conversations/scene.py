@@ -118,4 +118,4 @@ def binding(table: ConversationTable, history_id: str) -> str | None:
 
 
 def listed(table: ConversationTable) -> list[str]:
-    return [id for ids in table._ending._idleness._looks.values() for id in ids]
+    return [id for ids in table._idleness._looks.values() for id in ids]

@@ -81,11 +81,11 @@ def test_the_table_does_not_grow_by_what_has_ended() -> None:
         turn(table, f"c{i}", now_s=i / 100)
         table.release(f"c{i}")
         # One period's may come on top until its turn comes.
-        assert table._ending._idleness._listed <= 1200
+        assert table._idleness._listed <= 1200
     assert "stays" in listed(table)
-    assert table._ending._idleness._listed == len(listed(table))
+    assert table._idleness._listed == len(listed(table))
     assert [c.id for c in table.expire(50 + IDLE_S)] == ["stays"]
-    assert table._ending._idleness._listed == len(table._ending._idleness._looks) == 0
+    assert table._idleness._listed == len(table._idleness._looks) == 0
 
 
 def test_the_table_does_not_grow_by_decoders_that_come_and_go() -> None:

@@ -356,7 +356,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def each_conversation_is_to_be_looked_at(self) -> None:
         assert set(listed(self.table)) >= set(self.known)
-        assert self.table._ending._idleness._listed == len(listed(self.table))
+        assert self.table._idleness._listed == len(listed(self.table))
 
     @invariant()
     def reasoning_ones_are_counted(self) -> None:

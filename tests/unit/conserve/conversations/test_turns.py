@@ -72,6 +72,14 @@ def test_ended_in_mid_turn() -> None:
     assert "c" not in table
 
 
+def test_a_turn_that_another_decoder_begins_by_itself_does_not_count() -> None:
+    table = a_table()
+    first = turn(table, "c")
+    assert not table.began(first.key._replace(turn_id=first.id + 1), "d2", 1.0)
+    assert table.reasoning == 0
+    assert held(table)["d2"] == (0, 0)
+
+
 # --- Turns that do not complete ------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from conserve.histories.kinship import Opening
 from conserve.history import TurnKey
 from conserve.recognition import Chain
 from deployments.messages import TurnPlan
-from tests.unit.deployments.table.drive import STATS, Drive, engine
+from tests.unit.deployments.table.drive import STATS, Drive, engine, refusal
 from tests.unit.deployments.table.virtual_time import run
 
 ROOT, FIRST, SECOND = b"r" * 16, b"1" * 16, b"2" * 16
@@ -124,5 +124,29 @@ def test_a_decoder_that_is_lost_is_waited_for_no_more() -> None:
         await hearing
         assert await service.hear("decoder#1", 1, 0) is None
         assert service._running.routers == {}
+
+    run(scenario())
+
+
+def test_of_two_turns_that_wait_for_a_decoder_to_be_heard_one_is_placed() -> None:
+    async def scenario() -> None:
+        service = await a_table()
+        await bound(service)
+        history = service._table.get("c")
+        assert history is not None
+        assert service._table.memory is not None
+        service._table.memory.pause(history, "room")
+        await service.turn("full", 950)
+        asked = await service.unplaced("c", Chain(ROOT, None, (FIRST,)))
+        both = [await service.queued(asked, 120) for _ in range(2)]
+        notice = await service.hear("decoder#1", 1, 0)
+        assert notice is not None
+        await service.report("decoder#1", 1, Report(2, (), notice.number + 1))
+        await asyncio.sleep(1)
+        refused, waiting = sorted(both, key=lambda one: not one.done())
+        refusal(await refused, 429, "conversation_busy")
+        assert not waiting.done()
+        await service.release("full")
+        service.planned(await waiting)
 
     run(scenario())

@@ -255,10 +255,13 @@ async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
     service = await a_full_service()
     await service.router_beat("lost")
     await service.unplaced(router="lost")
+    await service.unplaced("counted", router="lost")
     waiting = await service.queued(tokens=TOKENS, router="lost")
     assert b"conserve_queue_length 1.0" in await service.metrics()
     await service._router_lost("lost")
     assert b"conserve_queue_length 0.0" in await service.metrics()
+    # The one whose prompt was being counted is in no other turn's way.
+    await asyncio.wait_for(service.unplaced("counted"), 5)
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
