@@ -156,9 +156,7 @@ async def test_vllm_loses_a_call_that_is_cut_in_a_body(parser: str, told: Any) -
     (choice,) = await Engine(parser).chat(ANSWERS[parser])
     assert (choice["finish_reason"], calls_in(choice)) == told
     responded = await response(ANSWERS[parser], "length", parser)
-    assert CALLS[1] not in [
-        (one.get("name"), one.get("arguments")) for one in responded["output"]
-    ]
+    assert CALLS[1] not in [(one.get("name"), one.get("arguments")) for one in responded["output"]]
 
 
 @pytest.mark.usefixtures("patched")
