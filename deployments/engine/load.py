@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -153,16 +154,11 @@ def measure(
     return meter
 
 
+@dataclass(eq=False)
 class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not looked at.
-    def __init__(
-        self,
-        meter: LoadMeter,
-        images_failed: Callable[[list[str]], None],
-        hangs: Callable[[float], None],
-    ) -> None:
-        self._meter = meter
-        self._images_failed = images_failed
-        self._hangs = hangs
+    meter: LoadMeter
+    images_failed: Callable[[list[str]], None]
+    hangs: Callable[[float], None]
 
     def record(
         self,
@@ -173,12 +169,12 @@ class _Iterations(StatLoggerBase):  # type: ignore[misc]  # vLLM's types are not
     ) -> None:
         said = scheduler_stats.kv_connector_stats if scheduler_stats is not None else None
         if said and STEPS in said:
-            self._meter.took((Step(*one) for one in said[STEPS]), time.monotonic())
+            self.meter.took((Step(*one) for one in said[STEPS]), time.monotonic())
         if said and FAILED_IMAGES in said:
-            self._images_failed(said[FAILED_IMAGES])
+            self.images_failed(said[FAILED_IMAGES])
         if said and OVERDUE in said:
-            self._meter.overdue_loads += len(said[OVERDUE])
-            self._hangs(max(said[OVERDUE]))
+            self.meter.overdue_loads += len(said[OVERDUE])
+            self.hangs(max(said[OVERDUE]))
 
     def log_engine_initialized(self) -> None:
         pass

@@ -266,15 +266,9 @@ def decoder(server: Server) -> Iterator[tuple[Any, Callable[[float], None]]]:
     )
 
     from conserve.late_kv import LateKV
-    from deployments.engine.lmcache_connector import ResilientMPConnector
+    from tests.unit.deployments.engine.connectors import scheduler_half
 
-    connector = object.__new__(ResilientMPConnector)
-    connector.request_trackers = {}
-    connector.lazy_offload = connector._can_store = False
-    connector._reserve_last_token_for_lookup = False
-    connector._hit_alignment_tokens = CHUNK_TOKENS
-    connector._connector_stats = SimpleNamespace(record_lookup=lambda took_s: None)
-    connector._prepare_scheduler()
+    connector = scheduler_half(None, block_tokens=CHUNK_TOKENS)
     now_s = 0.0
 
     def advance(seconds: float) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import zmq
 
-from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.upstream import forgotten_worker
 from deployments.upstream.lost_server import fail_fast
 from deployments.upstream.patches import apply_patches
+from tests.unit.deployments.engine.connectors import worker_half
 
 CHUNK_TOKENS = 128
 MODEL = "worker"
@@ -77,9 +77,7 @@ def main(port: str, mode: str) -> None:
             # As if it had been stopped for longer than the server waits for it.
             late_s += forgotten_worker.REAP_TIMEOUT_S
         elif does == "end":
-            connector = object.__new__(ResilientMPConnector)
-            connector.worker_adapter = adapter
-            connector.unmap()
+            worker_half(adapter).unmap()
             if copy.began.is_set():
                 said = "copied" if copy.ended.is_set() else "copying"
         say(said)

@@ -28,6 +28,33 @@ async def shown(client: httpx.AsyncClient, application: str, name: str) -> dict[
     return found
 
 
+async def phases(client: httpx.AsyncClient, agents: list[Agent]) -> list[object]:
+    return [(await shown(client, URL, str(agent.id)))["phase"] for agent in agents]
+
+
+async def say_at_length(
+    client: httpx.AsyncClient, rng: random.Random, name: str, count: int, tokens: int
+) -> list[Agent]:
+    agents = [Agent(client, f"{name}-{n}") for n in range(count)]
+    for agent in agents:
+        await agent.say(prose(rng, 850), tokens=tokens)
+    return agents
+
+
+async def park(rng: random.Random, agents: list[Agent]) -> None:
+    """Their decoders are half full: this turn leaves its prompt in host memory."""
+    for agent in agents:
+        await agent.say(prose(rng, 20), tokens=8)
+
+
+async def comes_back(client: httpx.AsyncClient, agent: Agent) -> None:
+    """Its prompt is loaded, all whole chunks of what was parked, and its answer is the same."""
+    again = await agent.say("go on", tokens=24)
+    assert agent.stats[2]["lmcache_tokens"] == agent.stats[1]["prompt_tokens"] // 128 * 128
+    agent.messages.pop()
+    await answered_alike(client, agent, again)
+
+
 async def test_chats_that_are_over_keep_nobody_waiting(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
@@ -47,9 +74,9 @@ async def test_chats_that_are_over_keep_nobody_waiting(
     paused = metric("conserve_conversations", phase="paused")
     assert 60 < paused < 90
     # Where all came within seconds, lengths and chunks decide who goes, more than who was first.
-    phases = [(await shown(client, application, agent.id))["phase"] for agent in agents]
-    assert phases.count("paused") == paused
-    gone = agents[phases.index("paused")]
+    found = await phases(client, agents)
+    assert found.count("paused") == paused
+    gone = agents[found.index("paused")]
     # Of each, whose turn comes again, the history is found; its prompt is in host memory yet.
     prefills = metric("conserve_cold_prefills_total")
     reloaded = metric("conserve_restores_total", where="reloaded")
@@ -108,13 +135,13 @@ async def test_who_is_back_before_the_engine_needs_the_room_finds_it(
     stay = await on_one_decoder(client, rng, [Agent(client, f"pair-{n}") for n in range(6)], 850)
     await stay[0].say(prose(rng, 600), tokens=4)
     await eventually("it is relieved", lambda: too_full() == [], 2)
-    phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in stay]
-    assert phases.count("paused") == 1
-    assert phases[0] != "paused"
+    found = await phases(client, stay)
+    assert found.count("paused") == 1
+    assert found[0] != "paused"
     await client.delete(f"{application}/v1/conversations/{stay[0].id}")
     prefills = metric("conserve_cold_prefills_total")
     kept = metric("conserve_restores_total", where="kept")
-    back = stay[phases.index("paused")]
+    back = stay[found.index("paused")]
     await back.say("go on", tokens=4)
     # Its decoder goes on with what it has: all but the end of it.
     assert metric("conserve_restores_total", where="kept") == kept + 1
@@ -127,39 +154,28 @@ async def test_who_is_parked_makes_room_at_once_and_comes_back_without_a_prefill
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Agents that work, on decoders that fill up; others come, and need all of the room."""
-    agents = [Agent(client, f"works-{n}") for n in range(4)]
-    for agent in agents:
-        await agent.say(prose(rng, 850), tokens=8)
+    agents = await say_at_length(client, rng, "works", 4, tokens=8)
     parked = metric("conserve_parked_tokens")
-    # Their decoders are half full: this turn leaves its prompt in host memory.
-    for agent in agents:
-        await agent.say(prose(rng, 20), tokens=8)
+    await park(rng, agents)
     held = sum(agent.stats[-1]["prompt_tokens"] for agent in agents)
     assert metric("conserve_parked_tokens") >= parked + 0.02 * held
-    others = [Agent(client, f"comes-{n}") for n in range(8)]
     began = metric("conserve_queue_wait_seconds_count")
-    for agent in others:
-        await agent.say(prose(rng, 850), tokens=4)
-    phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in agents]
-    assert phases == ["paused"] * len(agents)
+    others = await say_at_length(client, rng, "comes", 8, tokens=4)
+    assert await phases(client, agents) == ["paused"] * len(agents)
     assert metric("conserve_queue_wait_seconds_count") == began + len(others)
     for agent in others:
         await client.delete(f"{application}/v1/conversations/{agent.id}")
     prefills = metric("conserve_cold_prefills_total")
     reloaded = metric("conserve_restores_total", where="reloaded")
     for agent in agents:
-        again = await agent.say("go on", tokens=24)
-        # All whole chunks of what was parked.
-        assert agent.stats[2]["lmcache_tokens"] == agent.stats[1]["prompt_tokens"] // 128 * 128
+        await comes_back(client, agent)
         events = (await shown(client, application, str(agent.id)))["events"]
         assert isinstance(events, list)
         happened = [one for one in events if one["kind"] in ("park", "pause", "restore")]
         kinds = [one["kind"] for one in happened]
         assert kinds[kinds.index("pause") - 1 :][:3] == ["park", "pause", "restore"]
         assert happened[kinds.index("restore")]["where"] == "reloaded"
-        agent.messages.pop()
-        await answered_alike(client, agent, again)
-        prefills += 1  # Of that one.
+        prefills += 1  # Of the one that answers alike.
     assert metric("conserve_restores_total", where="reloaded") == reloaded + len(agents)
     assert metric("conserve_cold_prefills_total") == prefills
 
@@ -198,16 +214,10 @@ async def test_a_new_table_knows_what_is_parked(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Agents were parked, and paused for others, when the table's process was killed."""
-    agents = [Agent(client, f"stays-{n}") for n in range(4)]
-    for agent in agents:
-        await agent.say(prose(rng, 850), tokens=8)
-    for agent in agents:
-        await agent.say(prose(rng, 20), tokens=8)
-    others = [Agent(client, f"takes-{n}") for n in range(8)]
-    for agent in others:
-        await agent.say(prose(rng, 850), tokens=4)
-    phases = [(await shown(client, application, str(agent.id)))["phase"] for agent in agents]
-    assert "paused" in phases
+    agents = await say_at_length(client, rng, "stays", 4, tokens=8)
+    await park(rng, agents)
+    others = await say_at_length(client, rng, "takes", 8, tokens=4)
+    assert "paused" in await phases(client, agents)
     (table,) = processes("ray::TableActor")
     kill(table.pid)
 
@@ -220,15 +230,9 @@ async def test_a_new_table_knows_what_is_parked(
     await eventually("decoders are relieved", lambda: too_full() == [], 10)
     for agent in others:
         await client.delete(f"{application}/v1/conversations/{agent.id}")
-    paused = [
-        agent
-        for agent in agents
-        if (await shown(client, application, str(agent.id)))["phase"] == "paused"
-    ]
+    found = await phases(client, agents)
+    paused = [agent for agent, phase in zip(agents, found, strict=True) if phase == "paused"]
     assert paused
     for agent in paused:
-        again = await agent.say("go on", tokens=24)
-        assert agent.stats[2]["lmcache_tokens"] == agent.stats[1]["prompt_tokens"] // 128 * 128
-        agent.messages.pop()
-        await answered_alike(client, agent, again)
+        await comes_back(client, agent)
     assert metric("conserve_restores_total", where="reloaded") == len(paused)

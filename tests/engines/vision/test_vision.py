@@ -20,7 +20,7 @@ from tests.engines.metrics import metric
 from tests.engines.processes import kill
 from tests.engines.stage import Stage
 from tests.engines.vision.failing import GREEN
-from tests.engines.vision.turns import OUTPUT_TOKENS, ask, png
+from tests.engines.vision.turns import OUTPUT_TOKENS, ask, asking, parts_of, png
 from tests.engines.vision.turns import answer_of as _answered
 from tests.engines.vision.turns import body_of as _body
 from tests.engines.vision.turns import encoded as _encoded
@@ -90,48 +90,27 @@ async def test_later_turns_find_the_image_where_they_are(
         assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"]
 
 
-def _conversation(path: str, first: list[Any], later: list[Any]) -> list[dict[str, Any]]:
-    """Bodies of two turns: images in a message and in a tool's result, and one of them again."""
+def _conversation(path: str, first: list[Any], later: list[Any]) -> list[list[dict[str, Any]]]:
+    """Messages of two turns: images in a message, and in a tool's result."""
     call = {"id": "call_1", "name": "look", "arguments": "{}"}
     if path == CHAT:
         calls = [{"id": call["id"], "type": "function", "function": call}]
-        begun = [_user(first)]
         told = [
             {"role": "assistant", "content": None, "tool_calls": calls},
             {"role": "tool", "tool_call_id": "call_1", "content": later},
         ]
-        return [{"messages": begun}, {"messages": begun + told}]
-    if path == MESSAGES:
+    elif path == MESSAGES:
         use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
-        begun = [_user(first)]
         told = [
             {"role": "assistant", "content": [use]},
             _user([{"type": "tool_result", "tool_use_id": "call_1", "content": later}]),
         ]
-        return [{"messages": begun}, {"messages": begun + told}]
-    begun = [_user(first)]
-    told = [
-        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "call_1", "output": later},
-    ]
-    return [{"input": begun}, {"input": begun + told}]
-
-
-def _parts(path: str, given: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Texts and images as parts of an API."""
-    made: list[dict[str, Any]] = []
-    for kind, value in given:
-        url = f"data:image/png;base64,{value}"
-        if path == CHAT:
-            image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
-        elif path == MESSAGES:
-            source = {"type": "base64", "media_type": "image/png", "data": value}
-            image = {"type": "image", "source": source}
-        else:
-            image = {"type": "input_image", "image_url": url, "detail": "auto"}
-        text = {"type": "input_text" if path == RESPONSES else "text", "text": value}
-        made.append(image if kind == "image" else text)
-    return made
+    else:
+        told = [
+            {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": later},
+        ]
+    return [[_user(first)], [_user(first), *told]]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
@@ -141,15 +120,13 @@ async def test_each_image_is_encoded_once_on_its_node_by_every_api(
     """One image twice, one again in a tool's result; each prompt ends in an image."""
     stage.wait_for_lone()
     one, two, three = (_image(rng) for _ in range(3))
-    first = _parts(path, [("text", prose(rng, 150)), ("image", one), ("text", "and"),
-                          ("image", two), ("image", one)])  # fmt: skip
-    later = _parts(path, [("image", two), ("text", "then"), ("image", three)])
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    common = {"model": "conserve-embedded", "temperature": 0, limit: OUTPUT_TOKENS}
-    for number, body in enumerate(_conversation(path, first, later)):
-        before = _encoded()[0]
-        reply = await _post(client, application + path, common | body)
-        alone = await _post(client, LONE + path, common | body)
+    shown = [("text", prose(rng, 150)), ("image", one), ("text", "and"), ("image", two)]
+    first = parts_of(path, *shown, ("image", one))
+    later = parts_of(path, ("image", two), ("text", "then"), ("image", three))
+    for number, messages in enumerate(_conversation(path, first, later)):
+        before, body = _encoded()[0], asking(path, messages)
+        reply = await _post(client, application + path, body)
+        alone = await _post(client, LONE + path, body)
         assert _answered(path, reply.json()) == _answered(path, alone.json())
         # Of the second turn, only the third image is new.
         assert _encoded()[0] - before == (2, 1)[number]
@@ -169,17 +146,17 @@ async def test_a_turn_goes_on_by_a_responses_id_from_what_it_was_shown(
     stage.wait_for_lone()
     # So large that they are kept out of the way while their bodies are parsed.
     one, two = _image(rng, 400), _image(rng, 400)
-    common = {"model": "conserve-embedded", "temperature": 0, "max_output_tokens": OUTPUT_TOKENS}
-    first, later = (_parts(RESPONSES, [("text", prose(rng, 150)), ("image", image)])
-                    for image in (one, two))  # fmt: skip
+    first, later = (
+        parts_of(RESPONSES, ("text", prose(rng, 150)), ("image", image)) for image in (one, two)
+    )
     begun, told = _conversation(RESPONSES, first, later)
-    turns = [begun["input"], told["input"][1:], [_user(_parts(RESPONSES, [("image", one)]))]]
+    turns = [begun, told[1:], [_user(parts_of(RESPONSES, ("image", one)))]]
     before, history, previous = _encoded()[0], [], None
     for said in turns:
         history += said
-        body = {**common, "input": said, "previous_response_id": previous}
+        body = {**asking(RESPONSES, said), "previous_response_id": previous}
         _, answer, end = await ask(client, application, RESPONSES, body, stream=stream)
-        _, alone, _ = await ask(client, LONE, RESPONSES, common | {"input": history}, stream=stream)
+        _, alone, _ = await ask(client, LONE, RESPONSES, asking(RESPONSES, history), stream=stream)
         assert answer == alone != ""
         response = end["response"] if stream else end
         previous, history = response["id"], [*history, *response["output"]]

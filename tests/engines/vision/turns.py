@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from conserve.apis import CHAT, MESSAGES
+from conserve.apis import CHAT, MESSAGES, RESPONSES
 from deployments.node.arena import Arena
 from tests.engines.processes import processes
 
@@ -30,40 +30,43 @@ def png(image: Image.Image) -> str:
     return base64.b64encode(written.getvalue()).decode()
 
 
+def parts_of(path: str, *given: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return texts and images as parts of an API; each is its kind, and a text or base64."""
+    made: list[dict[str, Any]] = []
+    for kind, value in given:
+        url = f"data:image/png;base64,{value}"
+        if kind == "text":
+            part = {"type": "input_text" if path == RESPONSES else "text", "text": value}
+        elif path == CHAT:
+            part = {"type": "image_url", "image_url": {"url": url}}
+        elif path == MESSAGES:
+            source = {"type": "base64", "media_type": "image/png", "data": value}
+            part = {"type": "image", "source": source}
+        else:
+            part = {"type": "input_image", "image_url": url, "detail": "auto"}
+        made.append(part)
+    return made
+
+
 def said(texts: tuple[str, str], image: str) -> list[dict[str, Any]]:
     """A text, an image and a text, as a chat's message has them."""
-    url = f"data:image/png;base64,{image}"
     before, behind = texts
-    return [
-        {"type": "text", "text": before},
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": behind},
-    ]
+    return parts_of(CHAT, ("text", before), ("image", image), ("text", behind))
+
+
+def asking(path: str, messages: list[Any]) -> dict[str, Any]:
+    """Return a greedy turn by any API."""
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    name = "input" if path == RESPONSES else "messages"
+    common = {"model": "conserve-embedded", "temperature": 0, limit: OUTPUT_TOKENS}
+    return {**common, name: messages}
 
 
 def body_of(path: str, texts: tuple[str, str], image: str) -> dict[str, Any]:
     """A greedy turn of a text, an image and a text, by any API; without the last if it is empty."""
-    body: dict[str, Any] = {"model": "conserve-embedded", "temperature": 0}
-    parts = 3 if texts[1] else 2
-    if path == CHAT:
-        content = said(texts, image)[:parts]
-        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [user(content)]}
     before, behind = texts
-    if path == MESSAGES:
-        source = {"type": "base64", "media_type": "image/png", "data": image}
-        content = [
-            {"type": "text", "text": before},
-            {"type": "image", "source": source},
-            {"type": "text", "text": behind},
-        ]
-        return {**body, "max_tokens": OUTPUT_TOKENS, "messages": [user(content[:parts])]}
-    url = f"data:image/png;base64,{image}"
-    content = [
-        {"type": "input_text", "text": before},
-        {"type": "input_image", "image_url": url, "detail": "auto"},
-        {"type": "input_text", "text": behind},
-    ]
-    return {**body, "max_output_tokens": OUTPUT_TOKENS, "input": [user(content[:parts])]}
+    given = [("text", before), ("image", image), *([("text", behind)] if behind else [])]
+    return asking(path, [user(parts_of(path, *given))])
 
 
 def user(content: Any) -> dict[str, Any]:

@@ -66,6 +66,15 @@ def exchange(app: Any, *parts: Any, **scope: Any) -> list[Any]:
     return asyncio.run(exchanged(app, *parts, **scope))
 
 
+async def respond(send: Any, *parts: bytes, status: int = 200, headers: Any = ()) -> None:
+    """Send an answer in these parts, the last of which ends it."""
+    start = {"type": "http.response.start", "status": status}
+    await send({**start, "headers": scope_of(headers)["headers"]})
+    for number, part in enumerate(parts, 1):
+        more = number < len(parts)
+        await send({"type": "http.response.body", "body": part, "more_body": more})
+
+
 def told(sent: list[Any]) -> tuple[int, dict[str, str], bytes]:
     """Return the status, headers and body of an answer's messages."""
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}

@@ -129,6 +129,12 @@ class Storing(StandIn):
         request.kv_transfer_params = {**wire.transfer_params(park=True), wire.STORED_TO: [name, 0]}
         return request
 
+    def settle(self) -> None:
+        """Step until nothing runs any more, and until the last stores are told of."""
+        self.drain(5000)
+        for _ in range(20):
+            self.step()
+
     # --- LMCache's adapter, of the worker ---------------------------------------------------------
 
     is_healthy = True

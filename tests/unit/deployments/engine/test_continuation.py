@@ -3,7 +3,6 @@
 vLLM's own detokenizer puts out both; the engine is a fixed sequence of tokens.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -60,14 +59,9 @@ class Engine:
                 reason = "stop" if last else ("length" if produced == params.max_tokens else None)
                 found = detokenizer.update([token], reason == "stop")
                 reason = "stop" if found else reason
+                text = detokenizer.get_next_output_text(reason is not None, delta=True)
                 choice = CompletionOutput(
-                    0,
-                    detokenizer.get_next_output_text(reason is not None, delta=True),
-                    [token],
-                    None,
-                    None,
-                    finish_reason=reason,
-                    stop_reason=found,
+                    0, text, [token], None, None, finish_reason=reason, stop_reason=found
                 )
                 yield RequestOutput("r", None, ids, None, [choice], reason is not None)
                 if reason is not None:
@@ -81,17 +75,12 @@ async def _all(stream: Any) -> list[RequestOutput]:
 
 
 def _shown(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            list(one.outputs[0].token_ids),
-            one.outputs[0].text,
-            one.outputs[0].finish_reason,
-            one.outputs[0].stop_reason,
-            one.finished,
-            one.prompt_token_ids,
-        )
-        for one in outputs
-    ]
+    shown = []
+    for one in outputs:
+        (choice,) = one.outputs
+        end = choice.finish_reason, choice.stop_reason, one.finished
+        shown.append((list(choice.token_ids), choice.text, *end, one.prompt_token_ids))
+    return shown
 
 
 @pytest.mark.parametrize(
@@ -139,28 +128,16 @@ async def test_a_stream_cut_anywhere_goes_on_as_if_it_had_not_been_cut(
     assert params.detokenize
 
 
-def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: Any) -> None:
+async def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: Any) -> None:
     """The events that a client has are counted, so they have to fall as they fell."""
     prompt_ids = tokenizer.encode("p")
     answer = tokenizer.encode(TEXT, add_special_tokens=False)
     prompt = {"type": "token", "prompt_token_ids": prompt_ids}
-    engine = Engine(tokenizer, prompt_ids, answer)
+    run = Engine(tokenizer, prompt_ids, answer).generate
     sent = [Emitted(answer[:1]), Emitted(answer[1:9]), Emitted(answer[9:12])]
-
-    async def play() -> list[RequestOutput]:
-        return await _all(
-            continued(
-                sent,
-                prompt,
-                _params(),
-                "r",
-                tokenizer,
-                generate=engine.generate,
-                see=lambda output: None,
-            )
-        )
-
-    outputs = asyncio.run(play())
+    outputs = await _all(
+        continued(sent, prompt, _params(), "r", tokenizer, generate=run, see=lambda _: None)
+    )
     assert [list(one.outputs[0].token_ids) for one in outputs[:3]] == [one[0] for one in sent]
     text = "".join(one.outputs[0].text for one in outputs)
     assert text == tokenizer.decode(answer[:-1])
@@ -181,11 +158,8 @@ def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: Any) ->
         {"detokenize": False},
     ],
 )
-def test_what_depends_on_more_than_the_tokens_so_far_is_not_continued(
-    options: dict[str, Any],
-) -> None:
-    prompt = {"type": "token", "prompt_token_ids": [1]}
-    assert not can_be_continued(prompt, _params(**options))
+def test_what_depends_on_more_than_the_tokens_so_far_is_not_continued(options: Any) -> None:
+    assert not can_be_continued({"type": "token", "prompt_token_ids": [1]}, _params(**options))
 
 
 def test_what_comes_in_one_piece_or_without_token_ids_is_not_continued() -> None:

@@ -59,16 +59,15 @@ def test_kernels_that_cannot_be_compiled_are_off(
 
 
 def test_an_operators_own_values_stay() -> None:
-    tools = KernelTools(nvcc=False, prebuilt_flashinfer=False, programs=PROGRAMS)
     own = ON_PATH | {"VLLM_USE_FLASHINFER_SAMPLER": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    tools = KernelTools(False, False, PROGRAMS)
     assert kernel_environment(tools, own) == {"VLLM_USE_DEEP_GEMM": "0"}
 
 
 def test_installed_programs_are_found_after_the_machines_own() -> None:
-    tools = KernelTools(nvcc=True, prebuilt_flashinfer=True, programs=PROGRAMS)
-    assert kernel_environment(tools, {"PATH": "/opt/bin:/bin"}) == {
-        "PATH": f"/opt/bin:/bin:{PROGRAMS}"
-    }
+    tools = KernelTools(True, True, PROGRAMS)
+    found = kernel_environment(tools, {"PATH": "/opt/bin:/bin"})
+    assert found == {"PATH": f"/opt/bin:/bin:{PROGRAMS}"}
     assert kernel_environment(tools, {})["PATH"].endswith(f":{PROGRAMS}")
 
 

@@ -51,25 +51,21 @@ async def ended(grammars: Grammars) -> None:
         await process.wait()
 
 
-def answers(*asked: dict[str, Any]) -> list[str]:
+async def answers(*asked: dict[str, Any]) -> list[str]:
     """The backend that compiles each of these outputs, or what is wrong with it."""
-
-    async def each() -> list[str]:
-        client, grammars = Client(), Grammars(CONFIG, RENDERER.tokenizer)
-        grammars.bound(client)
-        said = []
-        for one in asked:
-            outputs: Any = StructuredOutputsParams(**{k: one[k] for k in one if k != "calls"})
-            outputs.calls = StructuredOutputsParams(**one["calls"]) if "calls" in one else None
-            params = SamplingParams(structured_outputs=outputs)
-            try:
-                said += [output async for output in client.generate("", params)]
-            except VLLMValidationError as error:
-                said.append(str(error))
-        await ended(grammars)
-        return said
-
-    return asyncio.run(each())
+    client, grammars = Client(), Grammars(CONFIG, RENDERER.tokenizer)
+    grammars.bound(client)
+    said = []
+    for one in asked:
+        outputs: Any = StructuredOutputsParams(**{k: one[k] for k in one if k != "calls"})
+        outputs.calls = StructuredOutputsParams(**one["calls"]) if "calls" in one else None
+        params = SamplingParams(structured_outputs=outputs)
+        try:
+            said += [output async for output in client.generate("", params)]
+        except VLLMValidationError as error:
+            said.append(str(error))
+    await ended(grammars)
+    return said
 
 
 HOSTILE = {"structural_tag": json.dumps({"type": "structural_tag", "format": {
@@ -105,56 +101,50 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_a_grammar_is_served_or_refused_by_its_costliest_keyword() -> None:
-    said = answers(*(outputs for _, outputs, _ in TABLE))
+async def test_a_grammar_is_served_or_refused_by_its_costliest_keyword() -> None:
+    said = await answers(*(outputs for _, outputs, _ in TABLE))
     assert {name: (one, wanted) for (name, _, wanted), one in zip(TABLE, said, strict=True)
             if wanted not in one} == {}  # fmt: skip
 
 
-def test_a_client_that_leaves_does_not_shift_answers() -> None:
-    async def two() -> None:
-        grammars = Grammars(CONFIG, RENDERER.tokenizer)
-        left = asyncio.create_task(grammars.judge(StructuredOutputsParams(regex="((")))
-        await asyncio.wait([left], timeout=0.1)
-        left.cancel()
-        await grammars.judge(StructuredOutputsParams(regex="[a-c]"))
-        await ended(grammars)
-
-    asyncio.run(two())
+@pytest.fixture
+async def grammars() -> AsyncIterator[Grammars]:
+    made = Grammars(CONFIG, RENDERER.tokenizer)
+    yield made
+    await ended(made)
 
 
-def test_a_process_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def twice() -> None:
-        grammars = Grammars(CONFIG, RENDERER.tokenizer)
-        await grammars.judge(StructuredOutputsParams(regex="a"))
-        stopped = grammars._process
-        assert stopped is not None
-        os.kill(stopped.pid, signal.SIGSTOP)
-        with monkeypatch.context() as soon:
-            soon.setattr("deployments.engine.grammars._WAIT_S", 0.5)
-            with pytest.raises(VLLMValidationError, match="not compiled in time"):
-                await grammars.judge(StructuredOutputsParams(regex="b"))
-        assert await stopped.wait() == -signal.SIGKILL
-        await grammars.judge(StructuredOutputsParams(regex="b"))
-        await ended(grammars)
-
-    asyncio.run(twice())
+async def test_a_client_that_leaves_does_not_shift_answers(grammars: Grammars) -> None:
+    left = asyncio.create_task(grammars.judge(StructuredOutputsParams(regex="((")))
+    await asyncio.wait([left], timeout=0.1)
+    left.cancel()
+    await grammars.judge(StructuredOutputsParams(regex="[a-c]"))
 
 
-def test_a_grammar_is_compiled_once_and_outlives_its_process() -> None:
-    async def twice() -> None:
-        grammars = Grammars(CONFIG, RENDERER.tokenizer)
-        outputs = StructuredOutputsParams(**objects(a={"type": "integer"}))
-        await grammars.judge(outputs)
-        process = grammars._process
-        assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
-        await grammars.judge(outputs)
-        assert grammars._process is process
-        with pytest.raises(VLLMValidationError, match="too much memory"):
-            await grammars.judge(StructuredOutputsParams(regex="[a-z]+"))
-        await grammars.judge(StructuredOutputsParams(regex="[a-z]*"))
-        await ended(grammars)
+async def test_a_process_that_hangs_is_replaced(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await grammars.judge(StructuredOutputsParams(regex="a"))
+    stopped = grammars._process
+    assert stopped is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    with monkeypatch.context() as soon:
+        soon.setattr("deployments.engine.grammars._WAIT_S", 0.5)
+        with pytest.raises(VLLMValidationError, match="not compiled in time"):
+            await grammars.judge(StructuredOutputsParams(regex="b"))
+    assert await stopped.wait() == -signal.SIGKILL
+    await grammars.judge(StructuredOutputsParams(regex="b"))
 
-    asyncio.run(twice())
+
+async def test_a_grammar_is_compiled_once_and_outlives_its_process(grammars: Grammars) -> None:
+    outputs = StructuredOutputsParams(**objects(a={"type": "integer"}))
+    await grammars.judge(outputs)
+    process = grammars._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    await grammars.judge(outputs)
+    assert grammars._process is process
+    with pytest.raises(VLLMValidationError, match="too much memory"):
+        await grammars.judge(StructuredOutputsParams(regex="[a-z]+"))
+    await grammars.judge(StructuredOutputsParams(regex="[a-z]*"))

@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from conserve import wire
 from conserve.late_kv import LateKV
 from deployments.engine import lmcache_connector
+from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import FORGOTTEN_S, StepNotes
 from deployments.engine.vision.failures import WorkersFailures
 from deployments.upstream.lost_server import Connection
@@ -570,3 +571,10 @@ def test_an_engine_that_stores_nothing_keeps_nobody_waiting() -> None:
     connector, requests, step = _scheduling("kv_consumer", a=390)
     assert dict(step(a=390).notes.whole) == {"a": ["a", 0]}
     assert not _finish(connector, requests["a"])
+
+
+def test_the_server_is_told_nothing_for_its_metrics() -> None:
+    """The name is LMCache's: if it changes, every turn sends its whole prompt again."""
+    name = "_report_block_allocation_deltas"
+    assert name in LMCacheMPConnector.build_connector_meta.__code__.co_names
+    assert getattr(ResilientMPConnector, name) is not getattr(LMCacheMPConnector, name)

@@ -26,7 +26,7 @@ from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.vision.failures import FailedImages, ImageNotEncoded
-from tests.unit.deployments.asgi import exchange, receiver, scope_of
+from tests.unit.deployments.asgi import exchange, receiver, respond, scope_of
 
 PROMPT = [5, 6, 7]
 
@@ -134,8 +134,7 @@ class Decoder:
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         """As vLLM has it: an error in a stream is an event, and [DONE] comes after it."""
         if scope["path"] == "/health":
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            await respond(send, b"")
             return
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -395,10 +394,7 @@ async def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str)
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
         async for _ in client.generate({"prompt_token_ids": PROMPT}, params, "r"):
             pass
-        headers = [(b"content-type", b"text/event-stream")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
+        await respond(send, *parts, headers={"content-type": "text/event-stream"})
 
     async def send(message: Any) -> None:
         reported.append(len(more))
@@ -460,13 +456,8 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(), "r"):
             pass
-        kind = b"text/event-stream" if streamed else b"application/json"
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
-        )
-        for number, part in enumerate(parts, 1):
-            more = number < len(parts)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+        kind = "text/event-stream" if streamed else "application/json"
+        await respond(send, *parts, headers={"content-type": kind})
 
     asked = wire.DecoderTurn(FIRST, recognises=True)
     headers = {wire.TURN_HEADER: asked.header()}

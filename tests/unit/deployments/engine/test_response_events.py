@@ -1,7 +1,7 @@
 """What is said of one response agrees, made by vLLM's own code from the tokens of an answer."""
 
-import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,19 +24,19 @@ HEX = RESPONSE_ID.removeprefix("resp_")
 KEY = TurnKey("c", 1, 256)
 
 
+@dataclass
 class Told:
     """What a client is told of an answer, and what its decoder keeps.
 
-    Args:
+    Attributes:
         sent: the body's parts, or the events.
         kept: the response that is kept.
         headers: the answer's.
     """
 
-    def __init__(self, sent: list[bytes], kept: Json, headers: dict[bytes, bytes]) -> None:
-        self.sent = sent
-        self.kept = kept
-        self.headers = headers
+    sent: list[bytes]
+    kept: Json
+    headers: dict[str, str]
 
     @property
     def events(self) -> list[Json]:
@@ -53,35 +53,28 @@ class Told:
         return [event for event in self.events if event["type"] == f"response.{kind}"]
 
 
-def told(answered: Answered, stream: bool, **request: Any) -> Told:
+async def told(answered: Answered, stream: bool, **request: Any) -> Told:
     """What comes of an answer behind a decoder's keeper of responses."""
-    parts = asyncio.run(answered.events()) if stream else [asyncio.run(answered.body())]
-    kind = b"text/event-stream" if stream else b"application/json"
+    parts = [*await answered.events(), b""] if stream else [await answered.body()]
+    about = {"content-type": "text/event-stream" if stream else "application/json"}
+    if not stream:
+        about["content-length"] = str(len(parts[0]))
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
-        length = [] if stream else [(b"content-length", str(len(parts[0])).encode())]
-        headers = [(b"content-type", kind), *length]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for part in parts:
-            await send({"type": "http.response.body", "body": part, "more_body": stream})
-        if stream:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await asgi.respond(send, *parts, headers=about)
 
     keeper = ResponseKeeper(vllm, 1)
-    body = json.dumps({"request_id": RESPONSE_ID, "input": "x", **request}).encode()
-    start, *messages = exchange(keeper, "POST", RESPONSES, [], body, KEY)
-    _, kept = exchange(keeper, "GET", wire.STORED_PREFIX + RESPONSE_ID, [], b"")
-    return Told(
-        [message["body"] for message in messages if message["body"]],
-        json.loads(kept["body"])["response"],
-        dict(start["headers"]),
-    )
+    sent = await asked(keeper, **request)
+    kept = await asgi.exchanged(keeper, b"", method="GET", path=wire.STORED_PREFIX + RESPONSE_ID)
+    _, headers, _ = asgi.told(sent)
+    response = json.loads(kept[1]["body"])["response"]
+    return Told([one["body"] for one in sent[1:] if one["body"]], response, headers)
 
 
-def exchange(
-    app: Any, method: str, path: str, headers: Any, body: bytes, turn: TurnKey | None = None
-) -> list[Json]:
-    return asgi.exchange(app, body, method=method, path=path, headers=headers, **{TURN: turn})
+async def asked(app: Any, **request: Any) -> list[Json]:
+    """Return what an application answers to a turn."""
+    body = {"request_id": RESPONSE_ID, "input": "x", **request}
+    return await asgi.exchanged(app, body, method="POST", path=RESPONSES, **{TURN: KEY})
 
 
 def without_usage(event: Json) -> Json:
@@ -89,8 +82,8 @@ def without_usage(event: Json) -> Json:
     return {**event, "response": {**event["response"], "usage": None}}
 
 
-def test_a_streamed_call_has_one_id_and_the_same_arguments_everywhere() -> None:
-    whole = told(Answered("I look. " + CALL), stream=True)
+async def test_a_streamed_call_has_one_id_and_the_same_arguments_everywhere() -> None:
+    whole = await told(Answered("I look. " + CALL), stream=True)
     message, call = (event["item"] for event in whole.of("output_item.done"))
     assert message["content"][0]["text"] == "I look. "
     assert message["id"] == f"msg_{HEX}_0"
@@ -123,8 +116,8 @@ def test_a_streamed_call_has_one_id_and_the_same_arguments_everywhere() -> None:
         (CALL[:14], []),
     ],
 )
-def test_a_stream_that_is_cut_by_length_says_so(text: str, kinds: list[str]) -> None:
-    cut = told(Answered(text, "length"), stream=True)
+async def test_a_stream_that_is_cut_by_length_says_so(text: str, kinds: list[str]) -> None:
+    cut = await told(Answered(text, "length"), stream=True)
     assert cut.of("completed") == []
     (last,) = cut.of("incomplete")
     assert cut.events[-1] == last
@@ -145,10 +138,10 @@ def test_a_stream_that_is_cut_by_length_says_so(text: str, kinds: list[str]) -> 
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_an_answer_in_one_piece_says_the_same(reason: str) -> None:
-    whole = told(Answered("hello world", reason), stream=False)
+async def test_an_answer_in_one_piece_says_the_same(reason: str) -> None:
+    whole = await told(Answered("hello world", reason), stream=False)
     (body,) = whole.sent
-    assert int(whole.headers[b"content-length"]) == len(body)
+    assert int(whole.headers["content-length"]) == len(body)
     response = json.loads(body)
     assert response == whole.kept
     status = {"stop": "completed", "length": "incomplete"}[reason]
@@ -159,8 +152,8 @@ def test_an_answer_in_one_piece_says_the_same(reason: str) -> None:
     Response.model_validate({**response, "usage": None}, strict=True)
 
 
-def test_log_probabilities_are_there_at_the_end() -> None:
-    whole = told(Answered("hello world", logprobs=True), stream=True)
+async def test_log_probabilities_are_there_at_the_end() -> None:
+    whole = await told(Answered("hello world", logprobs=True), stream=True)
     (last,) = whole.of("completed")
     (item,) = last["response"]["output"]
     said = "".join(one["token"] for one in item["content"][0]["logprobs"])
@@ -169,13 +162,15 @@ def test_log_probabilities_are_there_at_the_end() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("store", [None, True])
-def test_a_response_has_the_fields_that_openai_requires(stream: bool, store: bool | None) -> None:
+async def test_a_response_has_the_fields_that_openai_requires(
+    stream: bool, store: bool | None
+) -> None:
     said: dict[str, Any] = {"safety_identifier": "me", "prompt_cache_key": "mine"}
     wanted = {"format": {"type": "text"}}
     if store is not None:
         wanted = {"format": {"type": "json_object"}}
         said |= {"store": store, "text": wanted}
-    whole = told(Answered("hello"), stream, **said)
+    whole = await told(Answered("hello"), stream, **said)
     found = [event["response"] for event in whole.events if "response" in event] if stream else []
     for response in [*found, whole.kept]:
         assert response["store"] is True
@@ -193,15 +188,11 @@ def test_a_response_has_the_fields_that_openai_requires(stream: bool, store: boo
     ]
 
 
-def test_what_is_no_response_is_passed_on() -> None:
+async def test_what_is_no_response_is_passed_on() -> None:
     error = b'{"error": {"message": "no"}}'
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-length", str(len(error)).encode())]
-        await send({"type": "http.response.start", "status": 400, "headers": headers})
-        await send({"type": "http.response.body", "body": error, "more_body": False})
+        await asgi.respond(send, error, status=400)
 
-    body = json.dumps({"request_id": RESPONSE_ID}).encode()
-    start, end = exchange(ResponseKeeper(vllm, 1), "POST", RESPONSES, [], body, KEY)
-    assert start["status"] == 400
-    assert end["body"] == error
+    status, _, body = asgi.told(await asked(ResponseKeeper(vllm, 1)))
+    assert (status, body) == (400, error)

@@ -18,13 +18,21 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Client:
-    """An ``AsyncLLM`` whose requests put out two tokens."""
+    """An ``AsyncLLM`` whose requests put out two tokens; they end when their prompts are stored.
 
-    def __init__(self, finish_reason: str = "length") -> None:
+    Attributes:
+        plain: its way to generate, which holds nothing back.
+        seen: tokens that were put out by `run`.
+    """
+
+    def __init__(self, finish_reason: str = "length", **more: Any) -> None:
         self.finish_reason = finish_reason
         self.asked: list[Any] = []
+        self.seen: list[int] = []
         self.errored, self.dead_error = False, RuntimeError("dead")
         self.closed = 0
+        self.plain = self.generate
+        hold_until_stored(self, **more)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -38,15 +46,14 @@ class Client:
         finally:
             self.closed += 1
 
+    async def run(self, **params: Any) -> None:
+        async for output in self.generate("prompt", _params(**params), "r"):
+            self.seen.append(output.token)
+
 
 def _params(park: bool = True, n: int = 1) -> Any:
     extra = {"kv_transfer_params": wire.transfer_params(park=park)}
     return SamplingParams(n=n, max_tokens=2, extra_args=extra)
-
-
-async def _run(client: Any, seen: list[int], params: Any) -> None:
-    async for output in client.generate("prompt", params, "r"):
-        seen += [output.token]
 
 
 async def _until(holds: Any) -> None:
@@ -60,10 +67,9 @@ async def _until(holds: Any) -> None:
 async def test_an_answer_ends_when_every_worker_has_stored_its_prompt(
     workers: int, choices: int
 ) -> None:
-    client, seen = Client(), list[int]()
-    hold_until_stored(client)
-    answer = asyncio.create_task(_run(client, seen, _params(n=choices)))
-    await _until(lambda: seen == [0])
+    client = Client()
+    answer = asyncio.create_task(client.run(n=choices))
+    await _until(lambda: client.seen == [0])
     address = client.asked[0][wire.STORED_TO]
     # As it comes from another process: a list, in whatever thread.
     for _ in range(workers * choices - 1):
@@ -71,30 +77,28 @@ async def test_an_answer_ends_when_every_worker_has_stored_its_prompt(
     # Nor does that of another request count.
     tell_stored([address[0], address[1] + 1], 1)
     await asyncio.sleep(0.2)
-    assert seen == [0]
+    assert client.seen == [0]
     assert not answer.done()
     tell_stored(address, workers)
     await answer
-    assert seen == [0, 1]
+    assert client.seen == [0, 1]
 
 
 async def test_what_was_stored_before_the_answer_ends_holds_nothing_back() -> None:
-    client, seen = Client(), list[int]()
-    hold_until_stored(client)
+    client = Client()
     stream = client.generate("prompt", _params(), "r")
     async for output in stream:
-        seen.append(output.token)
+        client.seen.append(output.token)
         if not output.finished:
             tell_stored(client.asked[0][wire.STORED_TO], 1)
-    assert seen == [0, 1]
+    assert client.seen == [0, 1]
 
 
 async def test_no_word_is_lost_while_the_process_does_something_else() -> None:
     """More than Linux keeps for a socket that is not read."""
-    client, seen, many = Client(), list[int](), 40
-    hold_until_stored(client)
-    answer = asyncio.create_task(_run(client, seen, _params(n=many)))
-    await _until(lambda: seen == [0])
+    client, many = Client(), 40
+    answer = asyncio.create_task(client.run(n=many))
+    await _until(lambda: client.seen == [0])
     address = client.asked[0][wire.STORED_TO]
 
     def tell() -> None:
@@ -107,50 +111,44 @@ async def test_no_word_is_lost_while_the_process_does_something_else() -> None:
     telling.join(0.2)
     await answer
     telling.join()
-    assert seen == [0, 1]
+    assert client.seen == [0, 1]
 
 
 async def test_a_turn_that_stores_nothing_passes_as_it_is() -> None:
-    client, seen = Client(), list[int]()
-    plain = client.generate
-    hold_until_stored(client)
-    params = _params(park=False)
+    client = Client()
+    given = "prompt", _params(park=False), "r"
     # Not a generator more for each of its tokens.
-    assert client.generate("prompt", params, "r").ag_code is plain("prompt", params, "r").ag_code
-    await _run(client, seen, params)
-    assert seen == [0, 1]
+    assert client.generate(*given).ag_code is client.plain(*given).ag_code
+    await client.run(park=False)
+    assert client.seen == [0, 1]
     assert wire.STORED_TO not in client.asked[-1]
 
 
 async def test_a_store_that_is_not_answered_holds_nothing_back_for_ever() -> None:
-    client, seen = Client(), list[int]()
-    hold_until_stored(client, timeout_s=0.05)
-    await _run(client, seen, _params())
-    assert seen == [0, 1]
+    client = Client(timeout_s=0.05)
+    await client.run()
+    assert client.seen == [0, 1]
 
 
 async def test_an_engine_that_has_died_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.engine.stored._LOOKS_EVERY_S", 0.01)
-    client, seen = Client(), list[int]()
-    hold_until_stored(client)
+    client = Client()
     client.errored = True
     with pytest.raises(RuntimeError, match="dead"):
-        await _run(client, seen, _params())
-    assert seen == [0]
+        await client.run()
+    assert client.seen == [0]
 
 
 async def test_what_the_engine_aborts_ends_at_once() -> None:
-    client, seen = Client("abort"), list[int]()
-    hold_until_stored(client)
-    await _run(client, seen, _params())
-    assert seen == [0, 1]
+    client = Client("abort")
+    await client.run()
+    assert client.seen == [0, 1]
 
 
 async def test_a_client_that_leaves_is_not_waited_for() -> None:
-    client, seen = Client(), list[int]()
-    hold_until_stored(client)
-    answer = asyncio.create_task(_run(client, seen, _params()))
-    await _until(lambda: seen == [0])
+    client = Client()
+    answer = asyncio.create_task(client.run())
+    await _until(lambda: client.seen == [0])
     answer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answer
@@ -158,11 +156,11 @@ async def test_a_client_that_leaves_is_not_waited_for() -> None:
     # Its word comes all the same, and the next answer's after it.
     name, number = client.asked[0][wire.STORED_TO]
     tell_stored([name, number], 1)
-    again = asyncio.create_task(_run(client, seen, _params()))
-    await _until(lambda: seen == [0, 0])
+    again = asyncio.create_task(client.run())
+    await _until(lambda: client.seen == [0, 0])
     tell_stored(client.asked[1][wire.STORED_TO], 1)
     await again
-    assert seen == [0, 0, 1]
+    assert client.seen == [0, 0, 1]
 
 
 async def test_nobody_who_hears_is_no_failure() -> None:

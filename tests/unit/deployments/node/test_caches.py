@@ -18,6 +18,7 @@ async def test_lmcache_finds_other_nodes_servers_there() -> None:
     seen = SeenCaches()
     directory = CacheDirectory(seen)
     url = await directory.start()
+    assert url.startswith("http://127.0.0.1:")
     registered = asyncio.Event()
     async with httpx.AsyncClient() as client:
         # What a server runs as long as it lives.
@@ -35,6 +36,9 @@ async def test_lmcache_finds_other_nodes_servers_there() -> None:
             )
         )
         await asyncio.wait_for(registered.wait(), 10)
+        # One that it does not know has to register again.
+        beats = [await client.put(f"{url}/instances/{one}/heartbeat") for one in ("own", "gone")]
+        assert [one.status_code for one in beats] == [200, 404]
         controller = _controller(url, "own", "10.0.0.1:40000")
         instances = await asyncio.to_thread(controller._fetch_instances)
         assert controller._is_self_registered(instances)

@@ -6,12 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
 from lmcache.v1.multiprocess.config import add_mp_server_args, parse_args_to_mp_server_config
@@ -27,10 +27,10 @@ from deployments.node.lmcache_server import (
     new_node_cache,
     require_nixl,
     sockets,
+    wait_for_server,
 )
 from deployments.node.node import (
     CACHE_SILENCE_S,
-    CacheDirectory,
     NodeNames,
     NodeService,
     SeenCaches,
@@ -41,6 +41,7 @@ from tests.checkout import ROOT
 SEPARATE = "--separate-object-groups"
 GPU_THREADS = "--max-gpu-workers"
 OTHER = NodeCache("b", "10.0.0.2", 7610, 41000)
+LOOPBACK = Address("127.0.0.1", 7610, 7611)
 
 
 def options(command: list[str]) -> dict[str, str]:
@@ -80,7 +81,7 @@ def test_the_admin_interface_has_the_next_port_or_a_free_one_too() -> None:
 def test_one_node_stays_on_loopback() -> None:
     settings = Settings(nodes="one")
     address = choose_address(settings, "10.0.0.1")
-    assert address == Address("127.0.0.1", 7610, 7611)
+    assert address == LOOPBACK
     command = options(lmcache_command(2.0, 256, address))
     assert command["--host"] == command["--http-host"] == "127.0.0.1"
     assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
@@ -88,7 +89,7 @@ def test_one_node_stays_on_loopback() -> None:
 
 def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
     """As LMCache's own parser has it, which refuses what is too soon."""
-    command = lmcache_command(2.0, 256, Address("127.0.0.1", 7610, 7611))
+    command = lmcache_command(2.0, 256, LOOPBACK)
     parser = add_mp_server_args(argparse.ArgumentParser())
     given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
     config = parse_args_to_mp_server_config(given)
@@ -99,33 +100,36 @@ def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
 
 def test_what_it_drops_at_a_time_leaves_what_is_said_to_be_kept() -> None:
     """The rest follows from LMCache's own watermark."""
-    command = lmcache_command(2.0, 256, Address("127.0.0.1", 7610, 7611))
+    command = lmcache_command(2.0, 256, LOOPBACK)
     given, _ = add_storage_manager_args(argparse.ArgumentParser()).parse_known_args(command)
     eviction = parse_args_to_config(given).eviction_config
     assert eviction.trigger_watermark * (1 - eviction.eviction_ratio) == pytest.approx(KEPT_SHARE)
 
 
-def test_layers_of_several_kinds_are_stored_apart_on_gpus() -> None:
-    address = Address("127.0.0.1", 7610, 7611)
-    assert SEPARATE in lmcache_command(2.0, 256, address)
-    assert SEPARATE in lmcache_command(2.0, 256, address, OTHER, "http://127.0.0.1:5")
-    assert SEPARATE not in lmcache_command(2.0, 256, address, gpu=False)
+# NIXL moves the memory that LMCache makes for it.
+SHARED = {"cache": OTHER, "directory_url": "http://127.0.0.1:5"}
 
 
-def test_engines_without_a_gpu_copy_from_the_servers_memory() -> None:
-    address = Address("127.0.0.1", 7610, 7611)
-    assert "--shm-name" not in lmcache_command(2.0, 128, address)
-    assert "--shm-name" in lmcache_command(2.0, 128, address, gpu=False)
-    # NIXL moves the memory that LMCache makes for it.
-    shared = lmcache_command(2.0, 128, address, OTHER, "http://127.0.0.1:5", gpu=False)
-    assert "--shm-name" not in shared
+@pytest.mark.parametrize(
+    ("given", "apart", "copies"),
+    [
+        ({}, True, False),
+        (SHARED, True, False),
+        ({"gpu": False}, False, True),
+        ({**SHARED, "gpu": False}, False, False),
+    ],
+)
+def test_kinds_of_layers_are_stored_apart_on_gpus_and_other_engines_copy_from_its_memory(
+    given: dict[str, Any], apart: bool, copies: bool
+) -> None:
+    command = lmcache_command(2.0, 256, LOOPBACK, **given)
+    assert (SEPARATE in command, "--shm-name" in command) == (apart, copies)
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, "4"), (2, "4"), (8, "8"), (16, "16")])
 def test_each_worker_on_a_gpu_has_a_thread_that_copies_for_it(workers: int, threads: str) -> None:
-    address = Address("127.0.0.1", 7610, 7611)
-    assert options(lmcache_command(2.0, 256, address, gpu_workers=workers))[GPU_THREADS] == threads
-    assert GPU_THREADS not in lmcache_command(2.0, 256, address, gpu=False)
+    assert options(lmcache_command(2.0, 256, LOOPBACK, gpu_workers=workers))[GPU_THREADS] == threads
+    assert GPU_THREADS not in lmcache_command(2.0, 256, LOOPBACK, gpu=False)
 
 
 def test_lmcache_knows_what_it_is_told() -> None:
@@ -151,7 +155,7 @@ def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
     settings = Settings(nodes="several")
     address = choose_address(settings, "10.0.0.1")
     assert address == Address("10.0.0.1", 7610, 7611)
-    command = options(lmcache_command(4, 128, address, OTHER, "http://127.0.0.1:5"))
+    command = options(lmcache_command(4, 128, address, **SHARED))
     assert command["--host"] == "10.0.0.1"
     assert command["--http-host"] == "127.0.0.1"
     assert command["--instance-id"] == "b"
@@ -187,8 +191,20 @@ async def test_a_port_that_another_program_keeps_is_named_soon(
     running.cancel()
 
 
+def test_an_engine_waits_for_a_server_that_starts_beside_it() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        host, port = server.getsockname()
+        with pytest.raises(RuntimeError, match=rf"no LMCache server at {host}:{port} after 0.2 s"):
+            wait_for_server(host, port, timeout_s=0.2)
+        begun_s = time.monotonic()
+        threading.Timer(0.5, server.listen).start()
+        wait_for_server(host, port, timeout_s=30)
+        assert time.monotonic() - begun_s > 0.4
+
+
 async def test_a_server_that_hangs_is_killed_and_not_its_successor() -> None:
-    server = LMCacheServer(2.0, 128, Address("127.0.0.1", 7610, 7611))
+    server = LMCacheServer(2.0, 128, LOOPBACK)
     server.kill_hung(60.0)
     process = server._process = await asyncio.create_subprocess_exec("sleep", "600")
     server._started_s = time.monotonic() - 50
@@ -236,8 +252,7 @@ def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.Mon
 
 
 def test_every_run_of_a_server_is_another_cache() -> None:
-    address = Address("127.0.0.1", 7610, 7611)
-    first, second = new_node_cache(address), new_node_cache(address)
+    first, second = new_node_cache(LOOPBACK), new_node_cache(LOOPBACK)
     assert first.id != second.id
     assert first.port == second.port == 7610
     assert 7610 not in (first.transfer_port, second.transfer_port)
@@ -268,42 +283,3 @@ def test_a_restarted_server_takes_its_predecessors_place() -> None:
     seen.saw("b", OTHER, 1.0)
     seen.saw("b", successor, 2.0)
     assert seen.current(2.0) == [successor]
-
-
-async def test_the_directory_answers_as_a_coordinator() -> None:
-    """Register, list, heartbeat, leave; tests/engines/nodes does it with LMCache's own client."""
-    seen = SeenCaches()
-    directory = CacheDirectory(seen)
-    url = await directory.start()
-    assert url.startswith("http://127.0.0.1:")
-    own = {"instance_id": "a", "ip": "10.0.0.1", "p2p_advertised_url": "x:1", "mq_port": 2}
-    seen.saw("b", OTHER, asyncio.get_running_loop().time())
-    async with aiohttp.ClientSession(url) as session:
-
-        async def listed() -> list[dict[str, Any]]:
-            async with session.get("/instances") as response:
-                found: list[dict[str, Any]] = (await response.json())["instances"]
-                return found
-
-        async def beat(instance: str) -> int:
-            async with session.put(f"/instances/{instance}/heartbeat") as response:
-                return response.status
-
-        assert [cache["instance_id"] for cache in await listed()] == ["b"]
-        assert await beat("a") == 404
-        async with session.post("/instances", json=own) as response:
-            assert await response.json() == {"instance_id": "a", "re_registered": False}
-        assert await listed() == [
-            own,
-            {
-                "instance_id": "b",
-                "ip": "10.0.0.2",
-                "mq_port": 7610,
-                "p2p_advertised_url": "10.0.0.2:41000",
-            },
-        ]
-        assert await beat("a") == 200
-        async with session.delete("/instances/a") as response:
-            assert response.status == 204
-        assert [cache["instance_id"] for cache in await listed()] == ["b"]
-    await directory.stop()

@@ -16,20 +16,21 @@ LOADED = {"cached_token_stats": {"num_vllm_cached_tokens": 0, "num_lmcache_extra
 FOUND = {"cached_token_stats": {"num_vllm_cached_tokens": 9, "num_lmcache_extra_cached_tokens": 0}}
 
 
+def asked(name: str, params: SamplingParams) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        name, [1, 2], None, params, None, 0.0, None, None, None, external_req_id="r"
+    )
+
+
 def choices(kind: RequestOutputKind) -> tuple[OutputProcessor, RequestOutputCollector, list[str]]:
     """A processor with a request of two choices, its queue, and the choices' ids."""
-    params = SamplingParams(n=2, output_kind=kind, detokenize=False)
-    asked = EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None,
-                              external_req_id="r")  # fmt: skip
-    parent, queue = ParentRequest(asked), RequestOutputCollector(kind, "r")
-    processor = OutputProcessor(None, log_stats=False)
+    parent = ParentRequest(asked("r", SamplingParams(n=2, output_kind=kind, detokenize=False)))
+    processor, queue = OutputProcessor(None, log_stats=False), RequestOutputCollector(kind, "r")
     ids = []
     for index in range(2):
         id_, own = parent.get_child_info(index)
         ids.append(id_)
-        child = EngineCoreRequest(id_, [1, 2], None, own, None, 0.0, None, None, None,
-                                  external_req_id="r")  # fmt: skip
-        processor.add_request(child, None, parent, index, queue)
+        processor.add_request(asked(id_, own), None, parent, index, queue)
     return processor, queue, ids
 
 
