@@ -23,6 +23,7 @@ from tests.unit.conserve.pausing.scene import (
     NOW_S,
     alike,
     bound,
+    ends,
     idle,
     memory_of,
     paused,
@@ -372,6 +373,22 @@ def test_what_is_shared_is_found_again_too() -> None:
     assert paused(table) == {"0", "1", "2"}
     placement = bound(table, "1", 830)
     assert placement.prefiller_id is None
+
+
+def test_who_begins_as_others_do_is_not_taken_for_lost_to_its_engine() -> None:
+    """What it shares counts as there, beside the little of its own."""
+    table = a_table(decoders=1, pausing=Pausing())
+    memory_of(table).set_host_tokens(10_000)
+    for name in ("a", "b"):
+        bound(table, name, 800, NOW_S - 1, opening=Opening(chain("x")))
+        ends(table, name, TurnStats(800, 20, 800, 0), NOW_S - 1)
+    start(table, "runs", 100, NOW_S)
+    assert table.bind("new", 200, NOW_S) is None
+    assert paused(table) == set()
+    # Copies of both in host memory have their beginning once.
+    for name in ("a", "b"):
+        memory_of(table).parked(the(table, name), 820)
+    assert memory_of(table).parked_tokens == 2 * 20
 
 
 def test_one_whose_turn_came_to_nothing_is_forgotten_at_its_end() -> None:
