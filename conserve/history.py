@@ -178,6 +178,11 @@ class History(msgspec.Struct, gc=False):
         return 0 if last is None else last.prompt_tokens + last.output_tokens
 
     @property
+    def shared_tokens(self) -> int:
+        """Return how much of it others on its decoder begin with, too."""
+        return 0 if self.base is None else self.base.tokens
+
+    @property
     def points(self) -> bytes:
         """Return `Points.packed`: beginnings of known length, at which others may leave it."""
         return self.packed[_PACKED.size :]

@@ -25,8 +25,7 @@ def attained_service(histories: Iterable[History]) -> int:
     for one in histories:
         last = one.last_turn
         if last is not None:
-            shared_tokens = 0 if one.base is None else one.base.tokens
-            served += max(0, last.prompt_tokens + last.output_tokens - shared_tokens)
+            served += max(0, last.prompt_tokens + last.output_tokens - one.shared_tokens)
     return served
 
 
@@ -139,10 +138,11 @@ class Admission:
         warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
         own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
         ticket = Ticket(
-            history_id, prompt_tokens, now_s, arrived_s, now_s, own_tokens=own_tokens, warm=warm
-        )
+            history_id, prompt_tokens, now_s, arrived_s, now_s, opening,
+            own_tokens=own_tokens, warm=warm,
+        )  # fmt: skip
         if not self.line and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
-            admitted = self._bind(history_id, prompt_tokens, now_s, arrived_s, opening)
+            admitted = self._bind(ticket, now_s)
             if admitted is not None:
                 return admitted
         histories = self._table.histories(identity.conversation_of(history_id))
@@ -190,9 +190,6 @@ class Admission:
                 return ahead, why
         raise KeyError(history_id)
 
-    def active(self, now_s: float) -> int:
-        return self._table.active(now_s)
-
     def _candidates(self, now_s: float) -> list[Ticket]:
         candidates: list[Ticket] = []
         free_tokens = self._free_tokens(now_s)
@@ -215,9 +212,7 @@ class Admission:
         return None
 
     def _admit_one(self, ticket: Ticket, now_s: float) -> Admitted | None:
-        admitted = self._bind(
-            ticket.history_id, ticket.prompt_tokens, now_s, ticket.arrived_s, ticket.opening
-        )
+        admitted = self._bind(ticket, now_s)
         if admitted is not None:
             self.line.leave(ticket.history_id, went=True)
         return admitted
@@ -236,21 +231,15 @@ class Admission:
             return False
         return late or self.window is None or self._table.active(now_s) < self.window.limit
 
-    def _bind(
-        self,
-        history_id: str,
-        prompt_tokens: int,
-        now_s: float,
-        arrived_s: float,
-        opening: Opening | None,
-    ) -> Admitted | None:
+    def _bind(self, ticket: Ticket, now_s: float) -> Admitted | None:
+        history_id, tokens = ticket.history_id, ticket.prompt_tokens
         known = self._table.begin(history_id, now_s)
         if known is not None and known.decoder_id is not None:
             where = Placement(known.decoder_id, None)
-            return Admitted(known, known.newest_turn, prompt_tokens, where, newly_bound=False)
+            return Admitted(known, known.newest_turn, tokens, where, newly_bound=False)
         before = self._table.get(history_id)
         moves = 0 if before is None else before.moves
-        placement = self._table.bind(history_id, prompt_tokens, now_s, arrived_s, opening)
+        placement = self._table.bind(history_id, tokens, now_s, ticket.arrived_s, ticket.opening)
         if placement is None:
             return None
         history = self._table.get(history_id)
@@ -258,7 +247,7 @@ class Admission:
         return Admitted(
             history,
             history.newest_turn,
-            prompt_tokens,
+            tokens,
             placement,
             known=before is not None,
             moved=history.moves > moves,

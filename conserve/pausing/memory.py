@@ -197,8 +197,8 @@ class Memory:
     def parked(self, history: History, tokens: int) -> None:
         """Note that host memory has at least so much of a history, from its beginning on."""
         if self._host is not None:
-            shared_tokens = 0 if history.base is None else history.base.tokens
-            self._host.use(_key(history), tokens, history.last_used_s, shared_tokens)
+            used_s, shared_tokens = history.last_used_s, history.shared_tokens
+            self._host.use(_key(history), tokens, used_s, shared_tokens)
 
     def all_parked(self, histories: Iterable[History]) -> list[Parked]:
         """Return what host memory has of these, for a table that succeeds this one."""
@@ -214,8 +214,7 @@ class Memory:
         for one in parked:
             history = self._get(one.id)
             if history is not None and history.incarnation == one.incarnation:
-                shared_tokens = 0 if history.base is None else history.base.tokens
-                uses.append((_key(history), one.tokens, one.at_s, shared_tokens))
+                uses.append((_key(history), one.tokens, one.at_s, history.shared_tokens))
         if uses:
             self._host.take_over(uses)
 
@@ -371,8 +370,7 @@ class Memory:
             shared = replace(shared, parked_tokens=self._host.left_tokens(_key(history)))
         was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
         if history is not None and history.decoder_id is not None:
-            was_on = history.decoder_id
-            shared_tokens = 0 if history.base is None else history.base.tokens
+            was_on, shared_tokens = history.decoder_id, history.shared_tokens
         cache = self._caches.get(was_on)
         if cache is None or history_id not in cache:
             return shared
@@ -459,8 +457,7 @@ class Memory:
 
     def pause(self, history: History, reason: str) -> None:
         assert history.decoder_id is not None
-        shared_tokens = 0 if history.base is None else history.base.tokens
-        self._paused_on[history.id] = (history.decoder_id, shared_tokens)
+        self._paused_on[history.id] = (history.decoder_id, history.shared_tokens)
         self._emptied.get(history.decoder_id, {}).pop(history.id, None)
         freed_tokens = held_alone(history)
         self.pauses[reason] += 1
@@ -582,15 +579,14 @@ class Memory:
     def _look_at(self, history: History, wait: Wait, idle_s: float, still_idle: int) -> Idle:
         assert history.decoder_id is not None
         cache = self._caches[history.decoder_id]
-        shared_tokens = 0 if history.base is None else history.base.tokens
         left_tokens = 0
         if history.id in cache:
-            left_tokens = min(history.held_tokens, cache.left_tokens(history.id) + shared_tokens)
+            left_tokens = cache.left_tokens(history.id) + history.shared_tokens
         return Idle(
             history.id,
             history.held_tokens,
             held_alone(history),
-            left_tokens,
+            min(history.held_tokens, left_tokens),
             idle_s,
             still_idle,
             self._parked(history),
@@ -610,7 +606,7 @@ class Memory:
 
 def _own_tokens(history: History) -> int:
     """Return what a history holds beyond what it shares with others."""
-    return history.held_tokens - (0 if history.base is None else history.base.tokens)
+    return history.held_tokens - history.shared_tokens
 
 
 def _key(history: History) -> str:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,7 +45,20 @@ class _Body(msgspec.Struct, gc=False):
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
 _BODY = msgspec.json.Decoder(_Body)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_T = TypeVar("_T")
+
+
+def read(decoder: "msgspec.json.Decoder[_T]", data: bytes) -> _T | None:
+    """Return what these bytes are; None if they cannot be read."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def events_in(parts: Iterable[bytes]) -> list[bytes]:
+    """Return the data of server-sent events, cut anywhere; each is on a line, as vLLM writes it."""
+    return [line[5:] for line in b"".join(parts).splitlines() if line.startswith(b"data:")]
 
 
 @dataclass(slots=True)
@@ -80,29 +93,18 @@ class _CallParts:
 
 def answers_from_body(body: bytes) -> list[dict[str, Any]]:
     """Return the answers in a chat completion, one message a choice; none in an error."""
-    try:
-        choices = _BODY.decode(body).choices
-    except _UNREADABLE:
-        return []
+    found = read(_BODY, body)
+    choices = [] if found is None else found.choices
     return [{"role": "assistant", **choice.message} for choice in choices]
 
 
 def answers_from_stream(chunks: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the answers in a streamed chat completion, one message a finished choice.
-
-    Args:
-        chunks: the bytes of the server-sent events, cut anywhere. Each event's JSON is on one
-            ``data:`` line, as vLLM writes it; unreadable events are skipped.
-    """
+    """Return the answers in a streamed chat completion, one message a finished choice."""
     answers: defaultdict[int, _Answer] = defaultdict(_Answer)
-    for line in b"".join(chunks).splitlines():
-        if not line.startswith(b"data:"):
-            continue
-        try:
-            choices = _CHUNK.decode(line[5:]).choices
-        except _UNREADABLE:  # "[DONE]", or the event at which the stream was cut
-            continue
-        for choice in choices:
+    for data in events_in(chunks):
+        event = read(_CHUNK, data)
+        # "[DONE]", and the event at which the stream was cut, are none.
+        for choice in () if event is None else event.choices:
             answer = answers[choice.index]
             if choice.finish_reason is not None:
                 answer.finished = True

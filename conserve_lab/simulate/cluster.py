@@ -280,8 +280,7 @@ class Cluster(Clients):
     def _keep_in_host(self, history_id: str, tokens: int, now_s: float) -> None:
         if self.system.host_tokens:
             history = self.table.get(history_id)
-            base = None if history is None else history.base
-            shared_tokens = 0 if base is None else base.tokens
+            shared_tokens = 0 if history is None else history.shared_tokens
             self._host.use(history_id, self._whole_chunks(tokens), now_s, shared_tokens)
 
     def _prefill_later(self, one: Open, prefiller: SimulatedEngine, now_s: float) -> None:

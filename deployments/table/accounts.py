@@ -115,7 +115,7 @@ class Accounts:
         assert window is not None
         self._events.add(
             "window", limit=None if window.limit == math.inf else window.limit,
-            active=self._admission.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
+            active=self._table.active(unix_s()), kv_pressure=round(window.pressure.kv, 3),
             cpu_pressure=round(window.pressure.cpu, 3),
             tool_pressure=round(window.pressure.tools, 3),
         )  # fmt: skip

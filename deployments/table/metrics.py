@@ -364,7 +364,7 @@ TABLE: tuple[Row[Observed], ...] = (
     ),
     Row(
         GAUGE, "conserve_active", "Active histories: a turn runs, or ended a moment ago.",
-        (), lambda seen: seen.admission.active(unix_s()),
+        (), lambda seen: seen.table.active(unix_s()),
     ),
     Row(GAUGE, "conserve_replicas", "Engines that take new work.", ("role",), _living),
     Row(

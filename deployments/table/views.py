@@ -144,7 +144,7 @@ def _history(
         phase=_phase([history]),
         turns=history.turns,
         held_tokens=history.held_tokens,
-        shared_tokens=0 if history.base is None else history.base.tokens,
+        shared_tokens=history.shared_tokens,
         decoder=history.decoder_id,
         moves=history.moves,
         age_s=round(max(0.0, now_s - history.created_s), 3),

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from conserve.recognition.answers import events_in, read
 from conserve.recognition.volatile import BILLING_MARK
 
 Message = dict[str, Any]
 
 _ARRAY = (list, tuple)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def messages_in(body: Mapping[str, Any]) -> list[Any]:
@@ -156,11 +156,8 @@ _BODY = msgspec.json.Decoder(_Body)
 
 
 def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
-    try:
-        body = _BODY.decode(b"".join(parts))
-    except _UNREADABLE:
-        return []
-    if body.type != "message":
+    body = read(_BODY, b"".join(parts))
+    if body is None or body.type != "message":
         return []
     return _converted({"role": "assistant", "content": body.content})
 
@@ -169,13 +166,7 @@ def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
     """Return the answer in a stream of events; none if the stream is not complete."""
     blocks: dict[int, tuple[_Block, list[str]]] = {}
     whole = False
-    for line in b"".join(parts).splitlines():
-        if not line.startswith(b"data:"):
-            continue
-        try:
-            event = _EVENT.decode(line[5:])
-        except _UNREADABLE:
-            continue
+    for event in filter(None, (read(_EVENT, data) for data in events_in(parts))):
         if event.content_block is not None:
             blocks[event.index] = event.content_block, [event.content_block.text or ""]
         elif event.type == "content_block_delta" and event.delta and event.index in blocks:

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from conserve.recognition.answers import events_in, read
+
 Message = dict[str, Any]
 
 _ARRAY = (list, tuple)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Between a group of tools and one of them, in the name that vLLM shows to the model.
 _NAMESPACE_SEPARATOR = "__"
 _WHOLE = ("completed", "incomplete")
@@ -143,27 +144,18 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 def answers_in_body(parts: Iterable[bytes]) -> list[Message]:
-    try:
-        return _answers(_BODY.decode(b"".join(parts)))
-    except _UNREADABLE:
-        return []
+    return _answers(read(_BODY, b"".join(parts)))
 
 
 def answers_in_stream(parts: Iterable[bytes]) -> list[Message]:
     """Return the answer in a stream of events, from its last; none if that has no response."""
-    for line in reversed(b"".join(parts).splitlines()):
-        if not line.startswith(b"data:"):
-            continue
-        try:
-            event = _EVENT.decode(line[5:])
-        except _UNREADABLE:
-            return []
-        return _answers(event.response) if event.response is not None else []
-    return []
+    *_, last = (b"", *events_in(parts))
+    event = read(_EVENT, last)
+    return _answers(None if event is None else event.response)
 
 
-def _answers(response: _Response) -> list[Message]:
-    if response.object != "response" or response.status not in _WHOLE:
+def _answers(response: _Response | None) -> list[Message]:
+    if response is None or response.object != "response" or response.status not in _WHOLE:
         return []
     messages = _converted(response.output) or [{"role": "assistant"}]
     # An answer of a chat is one message.

@@ -20,9 +20,9 @@ def a_decoder(held_tokens: int = 0) -> SpaceTimeCosts:
     return costs
 
 
-def _with_a_turn(held_tokens: int) -> SpaceTimeCosts:
+def with_a_turn(held_tokens: int = 200, tokens: int = 200, had_tokens: int = 0) -> SpaceTimeCosts:
     costs = a_decoder(held_tokens)
-    costs.begin("t", "d", 200, had_tokens=180, now_s=0.0)
+    costs.begin("t", "d", tokens, had_tokens, now_s=0.0)
     return costs
 
 
@@ -40,7 +40,7 @@ def test_what_is_held_for_nobody_who_runs_is_cached() -> None:
 
 
 def test_a_turns_room_is_decode_from_the_first_token_on_and_prefill_before() -> None:
-    costs = _with_a_turn(300)
+    costs = with_a_turn(300, had_tokens=180)
     costs.end("t", stats(240, found=180), 10.0)
     assert of(costs, 10.0) == {"decode": 800, "prefill": 1200, "unused": 7000, "caching": 1000}
     assert costs.recomputed_tokens == 0
@@ -48,14 +48,14 @@ def test_a_turns_room_is_decode_from_the_first_token_on_and_prefill_before() -> 
 
 def test_what_was_computed_beyond_what_came_new_is_recomputed() -> None:
     """Of 240 tokens 60 are new, and 120 were computed: half of these again."""
-    costs = _with_a_turn(200)
+    costs = with_a_turn(had_tokens=180)
     costs.end("t", stats(240, found=120), 10.0)
     assert of(costs, 10.0) == {"decode": 800, "prefill": 600, "recompute": 600, "unused": 8000}
     assert costs.recomputed_tokens == 60
 
 
 def test_what_a_prefiller_computes_again_counts_with_its_turn() -> None:
-    costs = _with_a_turn(200)
+    costs = with_a_turn(had_tokens=180)
     costs.prefilled("t", 200)
     costs.end("t", stats(200, found=200), 10.0)
     assert of(costs, 10.0)["recompute"] == pytest.approx(1200 * 180 / 200)
@@ -63,8 +63,7 @@ def test_what_a_prefiller_computes_again_counts_with_its_turn() -> None:
 
 
 def test_of_a_first_turn_nothing_is_computed_again() -> None:
-    costs = a_decoder(200)
-    costs.begin("t", "d", 200, had_tokens=0, now_s=0.0)
+    costs = with_a_turn()
     costs.prefilled("t", 200)
     costs.end("t", stats(200), 10.0)
     assert of(costs, 10.0) == {"decode": 800, "prefill": 1200, "unused": 8000}
@@ -74,8 +73,7 @@ def test_of_a_first_turn_nothing_is_computed_again() -> None:
     ("told", "term"), [(None, "prefill"), (stats(200, decode_s=None), "decode")]
 )
 def test_a_turn_of_which_less_is_known(told: TurnStats | None, term: str) -> None:
-    costs = a_decoder(200)
-    costs.begin("t", "d", 200, had_tokens=0, now_s=0.0)
+    costs = with_a_turn()
     costs.end("t", told, 10.0)
     assert of(costs, 10.0) == {term: 2000, "unused": 8000}
 
@@ -92,15 +90,13 @@ def test_what_turns_begin_with_alike_is_divided_among_them() -> None:
 
 
 def test_what_is_held_above_the_capacity_is_scaled_down_to_it() -> None:
-    costs = a_decoder(2000)
-    costs.begin("t", "d", 500, had_tokens=0, now_s=0.0)
+    costs = with_a_turn(2000, 500)
     costs.end("t", None, 10.0)
     assert of(costs, 10.0) == {"prefill": 2500, "caching": 7500}
 
 
 def test_nothing_is_left_of_a_decoder_that_is_lost() -> None:
-    costs = a_decoder(200)
-    costs.begin("t", "d", 200, had_tokens=0, now_s=0.0)
+    costs = with_a_turn()
     costs.remove("d")
     costs.end("t", stats(200), 10.0)
     assert costs.decoders == []

@@ -237,21 +237,17 @@ def test_a_role_that_has_its_own_is_told_so_and_no_other_field_is_set() -> None:
     assert plain.model_fields_set == {"model", "engine"}
 
 
-def test_a_parser_that_is_set_for_a_model_that_is_not_known_is_switched_on() -> None:
-    given = load({"model": "m", "engine.tool_call_parser": "xlam"})
-    choice = with_parsers(given, None, "model: not to be had")
-    assert choice.settings.engine == {"enable_auto_tool_choice": True, "tool_call_parser": "xlam"}
-    assert choice.problem is None
-
-
-def test_a_model_that_is_not_to_be_had_is_a_warning() -> None:
+def test_a_model_that_is_not_to_be_had_is_a_warning_unless_a_parser_is_set() -> None:
     choice = with_parsers(load({"model": "m"}), None, "model: not to be had")
-    assert choice.settings.engine == {}
-    assert choice.said == "tool calls: none; reasoning: none"
+    assert (choice.settings.engine, choice.said) == ({}, "tool calls: none; reasoning: none")
     assert choice.problem == (
         "tools are refused: model: not to be had; or set engine.tool_call_parser and "
         "engine.reasoning_parser"
     )
+    given = load({"model": "m", "engine.tool_call_parser": "xlam"})
+    choice = with_parsers(given, None, "model: not to be had")
+    assert choice.settings.engine == {"enable_auto_tool_choice": True, "tool_call_parser": "xlam"}
+    assert choice.problem is None
 
 
 def test_what_is_wrong_with_a_choice_is_told_beside_it() -> None:
@@ -269,16 +265,11 @@ def test_the_embedded_model_keeps_its_own() -> None:
     assert choice.said.startswith("tool calls: hermes (")
 
 
-def test_tokens_are_those_of_parsers_in_the_table() -> None:
+def test_tokens_are_those_of_parsers_in_the_table_and_the_page_names_every_one() -> None:
     every = [*FORMATS, *chain(*ARCHITECTURES.values())]
-    tools = {one.tool for one in every}
-    reasoning = {name for one in every for name in (one.reasoning, one.on_request)}
+    tools = {one.tool for one in every if one.tool}
+    reasoning = {name for one in every for name in (one.reasoning, one.on_request) if name}
     assert set(TOOL_TOKENS) <= tools
     assert set(REASONING_TOKENS) <= reasoning
-
-
-def test_the_page_names_every_parser() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
-    every = [*FORMATS, *chain(*ARCHITECTURES.values())]
-    names = {name for one in every for name in (one.tool, one.reasoning, one.on_request) if name}
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    assert [name for name in sorted(tools | reasoning) if f"`{name}`" not in page] == []

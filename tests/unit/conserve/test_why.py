@@ -15,133 +15,102 @@ from conserve.why import Broken, TurnFacts, why_slow
 from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
 from tests.unit.conserve.recognition.messages import Message, said
 
-# A later turn that finds what it had, and one that finds nothing of it.
-WARM = (TurnFacts(0.0, 3.0, 2000), TurnStats(2100, 10, 2090, 0))
-COLD = (TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0))
+Known = tuple[TurnFacts, TurnStats]
+
+
+def turn(facts: TurnFacts, stats: TurnStats, changes: dict[str, Any]) -> Known:
+    """A turn of which more is known; ``lane_s`` is its time in the prefill lane."""
+    lane_s = changes.pop("lane_s", 0.0)
+    of_facts = {name: changes.pop(name) for name in list(changes) if hasattr(facts, name)}
+    seen = msgspec.structs.replace(stats, prefill_s=lane_s, **changes)
+    return dataclasses.replace(facts, **of_facts), seen
+
+
+def warm(**more: Any) -> Known:
+    """A later turn that finds what it had."""
+    return turn(TurnFacts(0.0, 3.0, 2000), TurnStats(2100, 10, 2090, 0), more)
+
+
+def cold(**more: Any) -> Known:
+    """A later turn that finds nothing of what it had."""
+    return turn(TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0), more)
+
+
+ALL = "(2,100 tokens computed)"
+SYSTEM_CHANGED = "the client changed its system prompt or its tools"
+FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
 
 
 @pytest.mark.parametrize(
-    ("turn", "facts", "stats", "sentence"),
+    ("known", "sentence"),
     [
-        (WARM, {}, {}, None),
-        (WARM, {"room_s": 0.4}, {"engine_wait_s": 0.4, "encode_s": 0.4, "prefill_s": 0.4}, None),
-        (COLD, {}, {}, "evicted while idle for 40 s (2,100 tokens computed)"),
-        (
-            COLD,
-            {"unbound": "paused"},
-            {},
-            "paused to make room, and evicted while idle for 40 s (2,100 tokens computed)",
-        ),
-        (WARM, {"unbound": "paused"}, {}, None),
-        (
-            COLD,
-            {"unbound": "moved"},
-            {},
-            "moved off a busier engine: prefilled again (2,100 tokens computed)",
-        ),
-        (
-            COLD,
-            {"unbound": "lost"},
-            {},
-            "its engine was lost: prefilled again (2,100 tokens computed)",
-        ),
-        (
-            COLD,
-            {"unbound": "left"},
-            {},
-            "its engine has left: prefilled again (2,100 tokens computed)",
-        ),
+        (warm(), None),
+        (warm(room_s=0.4, engine_wait_s=0.4, encode_s=0.4, lane_s=0.4), None),
+        (cold(), f"evicted while idle for 40 s {ALL}"),
+        (cold(unbound="paused"), f"paused to make room, and evicted while idle for 40 s {ALL}"),
+        (warm(unbound="paused"), None),
+        (cold(unbound="moved"), f"moved off a busier engine: prefilled again {ALL}"),
+        (cold(unbound="lost"), f"its engine was lost: prefilled again {ALL}"),
+        (cold(unbound="left"), f"its engine has left: prefilled again {ALL}"),
         # Host memory had it.
-        (COLD, {"unbound": "lost"}, {"lmcache_tokens": 2048}, None),
+        (cold(unbound="lost", lmcache_tokens=2048), None),
         # A prefiller computed it, and the decoder took it from there.
         (
-            COLD,
-            {"prefill_s": 2.13, "prefill_tokens": 2099},
-            {"lmcache_tokens": 2099},
+            cold(prefill_s=2.13, prefill_tokens=2099, lmcache_tokens=2099),
             "evicted while idle for 40 s (2,099 tokens computed); waited 2.1 s for a prefill",
         ),
         # A first turn had nothing to lose.
-        (COLD, {"had_tokens": 0, "idle_s": None}, {}, None),
+        (cold(had_tokens=0, idle_s=None), None),
         (
-            COLD,
-            {"had_tokens": 0, "idle_s": None, "prefill_s": 0.4, "prefill_tokens": 2100},
-            {"lmcache_tokens": 2048},
+            cold(
+                had_tokens=0, idle_s=None, prefill_s=0.4, prefill_tokens=2100, lmcache_tokens=2048
+            ),
             None,
         ),
         # A template dropped the reasoning of earlier answers.
-        (COLD, {}, {"decoder_cached_tokens": 1200}, None),
-        (WARM, {"room_s": 3.0}, {}, "waited 3.0 s for room"),
+        (cold(decoder_cached_tokens=1200), None),
+        (warm(room_s=3.0), "waited 3.0 s for room"),
         (
-            WARM,
-            {"room_s": 12.2, "room_why": "window"},
-            {},
+            warm(room_s=12.2, room_why="window"),
             "waited 12 s because as many conversations were active as the window admits",
         ),
         (
-            WARM,
-            {"prefill_s": 1.0},
-            {},
+            warm(prefill_s=1.0),
             "waited 1.0 s for a prefill that failed, so its decoder computed the prompt",
         ),
         (
-            WARM,
-            {},
-            {"encode_wait_s": 0.6, "encode_s": 1.2, "encoded_images": 3},
+            warm(encode_wait_s=0.6, encode_s=1.2, encoded_images=3),
             "waited 0.6 s for its images; encoded 3 new images (1.2 s)",
         ),
-        (WARM, {}, {"encode_s": 1.2, "encoded_images": 1}, "encoded a new image (1.2 s)"),
+        (warm(encode_s=1.2, encoded_images=1), "encoded a new image (1.2 s)"),
         (
-            WARM,
-            {},
-            {"missed_tokens": 1024},
+            warm(missed_tokens=1024),
             "its decoder did not find 1,024 prefilled tokens, and computed them",
         ),
         (
-            WARM,
-            {},
-            {"engine_wait_s": 0.8, "engine_wait_for": "step"},
+            warm(engine_wait_s=0.8, engine_wait_for="step"),
             "waited 0.8 s for other calls of its engine",
         ),
-        (WARM, {}, {"prefill_s": 4.0}, "its prompt took 4.0 s in the prefill lane"),
+        (warm(lane_s=4.0), "its prompt took 4.0 s in the prefill lane"),
         (
-            COLD,
-            {"broken": Broken("messages", 7), "had_tokens": 0},
-            {"decoder_cached_tokens": 1600},
+            cold(broken=Broken("messages", 7), had_tokens=0, decoder_cached_tokens=1600),
             "prefix broken after message 7: the client changed what follows (500 tokens computed)",
         ),
         (
-            COLD,
-            {"broken": Broken("messages", exact=False)},
-            {},
-            "prefix broken after its first prompt or later: the client changed what follows "
-            "(2,100 tokens computed)",
+            cold(broken=Broken("messages", exact=False)),
+            f"prefix broken after its first prompt or later: the client changed what follows {ALL}",
         ),
+        (cold(broken=Broken("system")), f"prefix broken at its beginning: {SYSTEM_CHANGED} {ALL}"),
         (
-            COLD,
-            {"broken": Broken("system")},
-            {},
-            "prefix broken at its beginning: the client changed its system prompt or its tools "
-            "(2,100 tokens computed)",
-        ),
-        (
-            COLD,
-            {"broken": Broken("first_prompt")},
-            {},
-            "prefix broken before its first answer: the client changed its first prompt, or what "
-            "precedes it (2,100 tokens computed)",
+            cold(broken=Broken("first_prompt")),
+            f"prefix broken before its first answer: {FIRST_CHANGED} {ALL}",
         ),
         # All of it was found all the same.
-        (WARM, {"broken": Broken("messages", 7)}, {}, None),
+        (warm(broken=Broken("messages", 7)), None),
     ],
 )
-def test_a_reason_is_given_only_if_it_was_recorded(
-    turn: tuple[TurnFacts, TurnStats],
-    facts: dict[str, Any],
-    stats: dict[str, Any],
-    sentence: str | None,
-) -> None:
-    known = dataclasses.replace(turn[0], **facts)
-    assert why_slow(known, msgspec.structs.replace(turn[1], **stats)) == sentence
+def test_a_reason_is_given_only_if_it_was_recorded(known: Known, sentence: str | None) -> None:
+    assert why_slow(*known) == sentence
 
 
 # --- what a table records -------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The queue's order: by attained service, and by arrival."""
 
 from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
+from conserve.admission.admission import attained_service
 from conserve.conversations import ConversationTable
-from conserve.history import TurnStats
+from conserve.histories.sharing import Prefix
+from conserve.history import History, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import PlacementPolicy
 from conserve.policies import room_policies
@@ -49,6 +51,12 @@ def test_all_histories_of_a_conversation_count() -> None:
     third = admission.enter("c\t\t2", 1000, 3.0)
     assert isinstance(third, Ticket)
     assert third.served_tokens == 2100
+
+
+def test_what_others_begin_with_too_is_no_service_of_its_own() -> None:
+    history = History("c", 1, 0.0, 0.0, base=Prefix(800, 2, None))
+    history.last_turn = TurnStats(900, 10, 0, 0)
+    assert attained_service([history]) == 110
 
 
 def test_who_fits_goes_before_one_who_does_not_for_a_bounded_time() -> None:

@@ -139,7 +139,7 @@ def test_the_window_bounds_who_is_at_work() -> None:
     assert isinstance(first, Admitted)
     table.advance(first.turn, "d1", TurnStats(100, 10, 0, 0), (), 5.0)
     # It is with its tools.
-    assert admission.active(10.0) == 3
+    assert table.active(10.0) == 3
     assert admission.admit(10.0) == []
     # It may come back, and is not active now.
     assert [one.history.id for one in admission.admit(36.0)] == ["c3"]
@@ -156,7 +156,7 @@ def test_a_bound_conversation_does_not_ask_the_window() -> None:
     later = [admission.enter(f"d{number}", 100, 40.0) for number in range(2)]
     assert all(isinstance(one, Admitted) for one in later)
     assert table.begin("c0", 41.0) is not None
-    assert admission.active(41.0) == 3
+    assert table.active(41.0) == 3
 
 
 def test_the_window_turns_nobody_away() -> None:

@@ -1,9 +1,11 @@
-"""An engine's prefix cache, followed from outside."""
+"""Engines' prefix caches and host memory, followed from outside."""
+
+import random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.pausing import EngineCache
+from conserve.pausing.cache import EngineCache, HostMemory
 
 
 def left(cache: EngineCache) -> dict[str, int]:
@@ -62,3 +64,111 @@ def test_with_less_room_less_stays() -> None:
     assert (left(cache), cache.tokens) == ({"b": 200, "c": 300}, 500)
     cache.resize(0)
     assert (left(cache), cache.tokens) == ({}, 0)
+
+
+# --- Host memory ----------------------------------------------------------------------------------
+
+
+def test_the_oldest_says_for_how_long_it_keeps_anything() -> None:
+    host = HostMemory(1000)
+    host.use("a", 500, 1.0)
+    host.use("b", 390, 2.0)
+    assert host.keeps("a", 1e9)  # There is room.
+    host.use("c", 300, 30.0)
+    assert (host.left_tokens("a"), host.tokens) == (310, 1000)
+    assert [host.keeps(name, 25.0) for name in ("a", "b", "c", "d")] == [False, False, True, False]
+    host.use("a", 200, 40.0)
+    # It has not become shorter by a shorter prompt, and it is not the oldest any more.
+    assert (host.left_tokens("a"), host.keeps("a", 38.0), host.keeps("a", 39.0)) == (
+        310,
+        True,
+        False,
+    )
+    host.drop("b")
+    host.drop("b")
+    assert (host.tokens, host.keeps("c", 1e9)) == (610, True)
+    host.resize(400)
+    assert (host.left_tokens("c"), host.left_tokens("a")) == (90, 310)
+    assert (host.keeps("c", 1.0), host.keeps("a", 10.0)) == (False, True)
+
+
+def test_what_is_renewed_outlives_what_came_later() -> None:
+    host = HostMemory(1000)
+    host.use("waits", 500, 1.0, shared_tokens=100)
+    assert not host.renew("waits", 15.0, 2.0)  # There is room.
+    host.use("later", 500, 3.0)
+    assert host.renew("waits", 15.0, 4.0)
+    assert not host.renew("gone", 15.0, 4.0)
+    host.use("last", 400, 5.0)
+    assert [host.left_tokens(name) for name in ("waits", "later", "last")] == [500, 200, 400]
+    host.use("last", 400, 20.0)
+    host.use("waits", 0, 30.0, shared_tokens=100)
+    assert not host.renew("waits", 15.0, 31.0)  # It is kept for long anyway.
+
+
+def test_of_what_is_longer_than_the_memory_its_beginning_stays() -> None:
+    host = HostMemory(100)
+    host.use("a", 50, 1.0)
+    host.use("long", 250, 2.0)
+    assert "a" not in host
+    assert (host.left_tokens("long"), host.tokens) == (100, 100)
+
+
+def test_what_several_begin_with_is_there_once() -> None:
+    """It is counted with the first; later ones count only their own part."""
+    host = HostMemory(1000)
+    host.use("first", 300, 1.0)
+    host.use("second", 280, 2.0, shared_tokens=250)
+    assert (host.left_tokens("first"), host.left_tokens("second"), host.tokens) == (300, 280, 330)
+    # What it shares may become more, or less.
+    host.use("second", 400, 3.0, shared_tokens=300)
+    assert (host.left_tokens("second"), host.tokens) == (400, 400)
+    host.use("second", 0, 4.0)
+    assert (host.left_tokens("second"), host.tokens) == (400, 700)
+    host.use("second", 100, 5.0, shared_tokens=500)
+    assert (host.left_tokens("second"), host.tokens) == (400, 300)
+
+
+def test_it_remembers_when_of_nothing_that_is_gone() -> None:
+    host, draw = HostMemory(1000), random.Random(5)
+    for now in range(3000):
+        name = f"h{draw.randrange(60)}"
+        if draw.random() < 0.1:
+            host.drop(name)
+        elif draw.random() < 0.02:
+            host.resize(draw.choice([0, 300, 1000]))
+        else:
+            host.use(name, draw.randrange(1, 200), float(now))
+        there = {f"h{number}" for number in range(60) if f"h{number}" in host}
+        assert set(host._uses) == there
+        assert sum(map(host.left_tokens, there)) == host.tokens
+
+
+USES = st.lists(
+    st.tuples(
+        st.sampled_from("abcdef"), st.integers(1, 400), st.integers(0, 50), st.integers(0, 100)
+    ),
+    max_size=20,
+    unique_by=lambda use: use[2],
+)
+
+
+@given(USES, st.randoms(use_true_random=False), st.sampled_from([300, 10_000]))
+def test_what_is_taken_over_is_as_if_it_had_been_seen(
+    uses: list[tuple[str, int, int, int]], draw: random.Random, capacity_tokens: int
+) -> None:
+    """The order and the parts in which it is reported do not matter."""
+    seen, told = HostMemory(capacity_tokens), HostMemory(capacity_tokens)
+    for key, tokens, now_s, shared_tokens in sorted(uses, key=lambda use: use[2]):
+        seen.use(key, tokens, now_s, shared_tokens)
+    shuffled = draw.sample(uses, len(uses))
+    at = draw.randint(0, len(uses))
+    for part in (shuffled[:at], shuffled[at:]):
+        told.take_over(part)
+    assert told.tokens <= capacity_tokens
+    newest = {key: now_s for key, _, now_s, _ in sorted(uses, key=lambda use: use[2])}
+    order = [key for key in sorted(newest, key=lambda key: newest[key]) if key in told]
+    assert list(told._cache) == order
+    if capacity_tokens == 10_000 and len(newest) == len(uses):
+        assert [told.left_tokens(key) for key in order] == [seen.left_tokens(key) for key in order]
+        assert list(seen._cache) == order

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.conversations import ConversationTable
@@ -23,6 +23,7 @@ from tests.unit.conserve.pausing.scene import (
     NOW_S,
     alike,
     bound,
+    ends,
     idle,
     memory_of,
     paused,
@@ -374,6 +375,22 @@ def test_what_is_shared_is_found_again_too() -> None:
     assert placement.prefiller_id is None
 
 
+def test_who_begins_as_others_do_is_not_taken_for_lost_to_its_engine() -> None:
+    """What it shares counts as there, beside the little of its own."""
+    table = a_table(decoders=1, pausing=Pausing())
+    memory_of(table).set_host_tokens(10_000)
+    for name in ("a", "b"):
+        bound(table, name, 800, NOW_S - 1, opening=Opening(chain("x")))
+        ends(table, name, TurnStats(800, 20, 800, 0), NOW_S - 1)
+    start(table, "runs", 100, NOW_S)
+    assert table.bind("new", 200, NOW_S) is None
+    assert paused(table) == set()
+    # Copies of both in host memory have their beginning once.
+    for name in ("a", "b"):
+        memory_of(table).parked(the(table, name), 820)
+    assert memory_of(table).parked_tokens == 2 * 20
+
+
 def test_one_whose_turn_came_to_nothing_is_forgotten_at_its_end() -> None:
     table = a_table(decoders=1, pausing=Pausing())
     idle(table, "a", 600)
@@ -456,52 +473,35 @@ def test_what_comes_free_is_what_nobody_who_stays_begins_with(
     for number, parent in enumerate(parents):
         base = prefixes[parent] if 0 <= parent < number else None
         prefixes.append(Prefix(100 * (number + 1), 0, base))
-        if base is not None:
-            base.users += 1
     histories = []
     for number, at in enumerate(bases):
-        one = History(f"{number}", 1, 0.0, 0.0, held_tokens=1000 + number)
-        one.base = prefixes[at] if 0 <= at < len(prefixes) else None
-        if one.base is not None:
-            one.base.users += 1
-        histories.append(one)
+        histories.append(History(f"{number}", 1, 0.0, 0.0, held_tokens=1000 + number))
+        histories[-1].base = prefixes[at] if 0 <= at < len(prefixes) else None
 
-    def reached(of: list[History]) -> int:
-        tokens, seen = 0, set()
+    def begun_with(of: list[History]) -> list[Prefix]:
+        """The beginnings of these, and what those begin with, each once."""
+        found: dict[int, Prefix] = {}
         for one in of:
             node = one.base
-            tokens += one.held_tokens - (node.tokens if node else 0)
-            while node is not None and id(node) not in seen:
-                seen.add(id(node))
-                tokens += node.tokens - (node.base.tokens if node.base else 0)
+            while node is not None:
+                found[id(node)] = node
                 node = node.base
-        return tokens
+        return list(found.values())
 
-    used = [one for one in prefixes if one.users]
-    # A beginning without users does not count.
-    assume(len(used) == len(prefixes) and all(_leads_to(histories, one) for one in used))
-    going = Going()
-    gone: list[History] = []
-    for one in data.draw(st.permutations(histories)):
-        going.add(one)
-        gone.append(one)
-        stay = [other for other in histories if other not in gone]
-        assert going.tokens == reached(histories) - reached(stay)
-    for one in data.draw(st.permutations(histories)):
-        going.remove(one)
-        gone.remove(one)
-        stay = [other for other in histories if other not in gone]
-        assert going.tokens == reached(histories) - reached(stay)
+    def reached(of: list[History]) -> int:
+        own = sum(one.tokens - (one.base.tokens if one.base else 0) for one in begun_with(of))
+        return own + sum(one.held_tokens - one.shared_tokens for one in of)
 
-
-def _leads_to(histories: list[History], prefix: Prefix) -> bool:
-    for one in histories:
-        node = one.base
-        while node is not None:
-            if node is prefix:
-                return True
-            node = node.base
-    return False
+    for user in (*histories, *begun_with(histories)):
+        if user.base is not None:
+            user.base.users += 1
+    going, gone = Going(), list[History]()
+    for change, note in ((going.add, gone.append), (going.remove, gone.remove)):
+        for one in data.draw(st.permutations(histories)):
+            change(one)
+            note(one)
+            stay = [other for other in histories if other not in gone]
+            assert going.tokens == reached(histories) - reached(stay)
 
 
 def test_a_decoder_that_asks_is_told_once_how_long_to_hold_who_has_come_to_rest() -> None:

@@ -29,23 +29,13 @@ from tests.unit.conserve.recognition.messages import (
 # --- The chain ----------------------------------------------------------------------------------
 
 
-def test_a_turn_names_the_tail_it_continues() -> None:
-    answer = said("Hi, how can I help?")
-    following = [SYSTEM, USER, answer, {"role": "user", "content": "Book a flight"}]
-    assert candidate_digests(following) == [tail_digest([SYSTEM, USER], answer)]
-
-
-def test_candidates_are_newest_first() -> None:
+def test_candidates_are_the_tails_that_a_turn_continues_newest_first() -> None:
     history = [SYSTEM, USER, said("a"), USER, called("{}"), {"role": "tool", "content": "ok"}]
     assert candidate_digests(history) == [
         tail_digest(history[:4], history[4]),
         tail_digest(history[:2], history[2]),
     ]
-
-
-def test_a_first_turn_has_no_candidates() -> None:
-    assert candidate_digests([]) == []
-    assert candidate_digests([SYSTEM, USER]) == []
+    assert candidate_digests([]) == candidate_digests([SYSTEM, USER]) == []
 
 
 def test_a_turn_without_answers_names_the_prompts_it_may_go_on_from() -> None:
@@ -217,13 +207,10 @@ def test_deep_nesting_does_not_raise() -> None:
 
 
 def test_tenants_have_no_digest_in_common() -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    answer = {"role": "assistant", "content": "hi"}
-    further = [*messages, answer, {"role": "user", "content": "more"}]
-    tails = {tenant: tail_digest(messages, answer, tenant) for tenant in (None, "a", "b")}
+    tails = {tenant: tail_digest([USER], said("hi"), tenant) for tenant in (None, "a", "b")}
     assert len(set(tails.values())) == 3
     for tenant, tail in tails.items():
-        assert candidate_digests(further, tenant) == [tail]
+        assert candidate_digests([USER, said("hi"), USER], tenant) == [tail]
 
 
 def test_one_beginning_serves_all_answers() -> None:

@@ -82,11 +82,6 @@ def test_a_name_that_could_be_taken_for_something_else_is_refused(name: str) -> 
         KeyFile.new().with_key(name, DAY)
 
 
-def test_limits_are_for_a_tenant_that_is_there() -> None:
-    with pytest.raises(KeyFileError, match="there is no tenant 'x'"):
-        KeyFile.new().with_tenant("x", Tenant())
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -113,17 +108,16 @@ def test_a_file_that_is_not_usable_is_refused(
     assert content.secret not in str(refused.value)
 
 
-def test_two_keys_with_one_id_are_refused(tmp_path: Path) -> None:
+def test_two_keys_with_one_id_are_refused_and_a_missing_file_says_how_to_make_one(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "keys.json"
+    with pytest.raises(KeyFileError, match="conserve keys add TENANT --file"):
+        keyfile.read(path)
     content, _ = a_file(path)
     keyfile.write(path, msgspec.structs.replace(content, keys=content.keys * 2))
     with pytest.raises(KeyFileError, match="two keys with the id"):
         keyfile.read(path)
-
-
-def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(KeyFileError, match="conserve keys add TENANT --file"):
-        keyfile.read(tmp_path / "keys.json")
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(

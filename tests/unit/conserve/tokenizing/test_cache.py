@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,19 +40,24 @@ def test_only_what_is_new_is_tokenized() -> None:
     assert (kept.found_tokens, kept.encoded_tokens) == (12, 13 + 13)
 
 
-def test_what_another_begins_with_is_found_and_what_is_changed_is_not() -> None:
+@pytest.mark.parametrize(
+    ("before", "text", "tokenized"),
+    [
+        # What it begins with is found, and what is changed is not.
+        ("<system<one<", "<system<two<one<", ["<two", "<"]),
+        # The last piece is not kept.
+        ("<one<two", "<one<two", ["<two"]),
+        ("", "", []),
+    ],
+)
+def test_pieces_that_are_known_are_found(before: str, text: str, tokenized: list[str]) -> None:
     kept, letters = cache()
-    kept.tokens("<system<one<")
-    letters.given.clear()
-    assert kept.tokens("<system<two<one<") == ids("<system<two<one<")
-    assert letters.given == ["<two", "<"]
-
-
-def test_the_last_piece_is_not_kept() -> None:
-    kept, letters = cache()
-    kept.tokens("<one<two")
-    kept.tokens("<one<two")
-    assert letters.given == ["<one", "<two", "<two"]
+    kept.tokens(before)
+    # What is not to be kept is found all the same.
+    for keeps in (False, True):
+        letters.given.clear()
+        assert kept.tokens(text, keeps=keeps) == ids(text)
+        assert letters.given == tokenized
 
 
 def test_a_piece_that_is_there_twice_is_kept_once() -> None:
@@ -61,20 +67,13 @@ def test_a_piece_that_is_there_twice_is_kept_once() -> None:
     assert kept.held_bytes == once.held_bytes
 
 
-def test_nobody_finds_what_another_scope_has_sent() -> None:
+def test_nobody_finds_what_another_scope_has_sent_and_scopes_are_counted() -> None:
     kept, letters = cache()
     for scope in ("one", "other", "one"):
         assert kept.tokens("<secret<", scope) == ids("<secret<")
     assert letters.given == ["<secret", "<", "<secret", "<", "<"]
-
-
-def test_what_is_not_to_be_kept_is_found_all_the_same() -> None:
-    kept, letters = cache()
-    kept.tokens("<one<")
-    for _ in range(2):
-        letters.given.clear()
-        assert kept.tokens("<one<two<", keeps=False) == ids("<one<two<")
-        assert letters.given == ["<two", "<"]
+    kept.tokens("<one<", "s" * 5000)
+    assert kept.held_bytes > 5000
 
 
 def test_nothing_is_kept_of_what_is_refused() -> None:
@@ -85,12 +84,6 @@ def test_nothing_is_kept_of_what_is_refused() -> None:
     letters.given.clear()
     kept.tokens("<one<", below_tokens=5)
     assert letters.given == ["<"]
-
-
-def test_scopes_are_counted() -> None:
-    kept, _ = cache()
-    kept.tokens("<one<", "s" * 5000)
-    assert kept.held_bytes > 5000
 
 
 def test_the_oldest_go_first() -> None:
@@ -117,12 +110,6 @@ def test_a_piece_larger_than_all_of_it_is_tokenized_each_time() -> None:
     text = "<" + "a" * 2000 + "<"
     assert kept.tokens(text) == kept.tokens(text) == ids(text)
     assert kept.held_bytes == 0
-
-
-def test_a_prompt_without_anything() -> None:
-    kept, letters = cache()
-    assert kept.tokens("") == []
-    assert letters.given == []
 
 
 @given(st.lists(st.tuples(st.sampled_from("xy"), st.text("ab<", max_size=40)), max_size=30))

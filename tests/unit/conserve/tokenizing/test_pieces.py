@@ -84,39 +84,44 @@ def test_all_but_the_last_stay_the_same_whatever_follows(text: str, more: str, l
     assert [*pieces.of(text + more)][: len(begun)] == begun
 
 
-def test_a_chat_is_cut_before_its_special_tokens() -> None:
-    pieces = Pieces([SpecialToken("<|im_start|>"), SpecialToken("<|im_end|>")], least=4)
-    assert [*pieces.of("hello<|im_end|>\n<|im_start|>user\nwhy?")] == [
-        "hello",
-        "<|im_end|>\n",
-        "<|im_start|>user\nwhy?",
-    ]
+PLAIN_A, PLAIN_B, B = SpecialToken("<a>"), SpecialToken("<b>"), SpecialToken("<b>", plain=False)
+CHAT = [SpecialToken("<|im_start|>"), SpecialToken("<|im_end|>")]
 
 
-def test_short_ones_stay_together() -> None:
-    pieces = Pieces([SpecialToken("<a>")], least=10)
-    assert [*pieces.of("<a>1234567<a><a><a><a>12")] == ["<a>1234567", "<a><a><a><a>12"]
-
-
-def test_what_takes_whitespace_along_is_not_cut_at() -> None:
-    pieces = Pieces([SpecialToken("<a>"), SpecialToken("<b>", plain=False)], least=1)
-    assert [*pieces.of("1 <b> 2 <a> 3")] == ["1 <b> 2 ", "<a> 3"]
-
-
-def test_the_longest_is_found_and_takes_the_others_letters() -> None:
-    pieces = Pieces(
-        [SpecialToken("<a>"), SpecialToken("<a><b>", plain=False), SpecialToken("<b>")], least=1
-    )
-    assert [*pieces.of("1<a><b>2<b>")] == ["1<a><b>2", "<b>"]
-
-
-def test_nothing_can_be_cut_without_special_tokens() -> None:
-    pieces = Pieces([SpecialToken(""), SpecialToken("<b>", plain=False)], least=1)
-    assert not pieces.cuts
-    assert [*pieces.of("1<b>2")] == ["1<b>2"]
-    assert [*pieces.of("")] == []
-
-
-def test_letters_that_mean_something_in_patterns_are_letters() -> None:
-    pieces = Pieces([SpecialToken("[.*]"), SpecialToken("[.*](?)|$")], least=1)
-    assert [*pieces.of("ab[.*](?)c[.*](?)|$d")] == ["ab", "[.*](?)c", "[.*](?)|$d"]
+@pytest.mark.parametrize(
+    ("tokens", "least", "text", "pieces"),
+    [
+        (
+            CHAT,
+            4,
+            "hello<|im_end|>\n<|im_start|>user\nwhy?",
+            ["hello", "<|im_end|>\n", "<|im_start|>user\nwhy?"],
+        ),
+        # Short ones stay together.
+        ([PLAIN_A], 10, "<a>1234567<a><a><a><a>12", ["<a>1234567", "<a><a><a><a>12"]),
+        # What takes whitespace along is not cut at.
+        ([PLAIN_A, B], 1, "1 <b> 2 <a> 3", ["1 <b> 2 ", "<a> 3"]),
+        # The longest is found, and takes the others' letters.
+        (
+            [PLAIN_A, SpecialToken("<a><b>", plain=False), PLAIN_B],
+            1,
+            "1<a><b>2<b>",
+            ["1<a><b>2", "<b>"],
+        ),
+        ([SpecialToken(""), B], 1, "1<b>2", ["1<b>2"]),
+        ([SpecialToken(""), B], 1, "", []),
+        # Letters that mean something in patterns are letters.
+        (
+            [SpecialToken("[.*]"), SpecialToken("[.*](?)|$")],
+            1,
+            "ab[.*](?)c[.*](?)|$d",
+            ["ab", "[.*](?)c", "[.*](?)|$d"],
+        ),
+    ],
+)
+def test_a_text_is_cut_before_plain_special_tokens(
+    tokens: list[SpecialToken], least: int, text: str, pieces: list[str]
+) -> None:
+    cut_at = Pieces(tokens, least)
+    assert cut_at.cuts == any(token.plain and token.content for token in tokens)
+    assert [*cut_at.of(text)] == pieces
