@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from deployments.engine.sm_slots.lease import lease_of
-from hetero.gpu_layout import CONTEXT_BYTES
+from hetero.engine_needs import CONTEXT_BYTES
 from hetero.nvml import Gpu, Nvml, NvmlError
 from hetero.sm_slots import SmLease
 

@@ -14,7 +14,7 @@ from typing import Any
 from conserve.settings import SettingsError, load
 from deployments.gpu_plans import plan_on
 from hetero.cards import Card
-from hetero.gpu_layout import GIB, gib
+from hetero.engine_needs import GIB, gib
 from hetero.gpu_plan import GpuNode
 from hetero.tiers import NodeOffer
 from tests.unit.hetero.planned import written

@@ -8,7 +8,8 @@ from typing import Any
 from conserve.settings import Settings, load
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import EnginePlan, Needs, with_counts
+from hetero.engine_needs import Needs
+from hetero.gpu_layout import EnginePlan, with_counts
 from hetero.gpu_plan import GpuNode, GpuPlan, gpus_of, plan
 from hetero.model_shape import ModelShape, shape_of
 from hetero.tiers import NodeOffer

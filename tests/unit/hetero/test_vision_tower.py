@@ -9,7 +9,7 @@ from conserve.settings import Settings, SettingsError, load
 from hetero import cpu_plan
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import Needs, encoder_needs, needs
+from hetero.engine_needs import Needs, encoder_needs, needs
 from hetero.gpu_plan import GpuPlan
 from hetero.model_shape import ModelShape, shape_of
 from hetero.vision_tower import Tower, TowerNeeds, tower_of
