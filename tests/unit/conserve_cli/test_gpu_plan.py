@@ -129,30 +129,24 @@ def test_what_engines_on_one_card_share_is_in_the_plan(machine: Machine, model: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "gib", "parts"),
+    ("arguments", "gib", "refusal"),
     [
         ((*SLOTS, "tiers.decode.sm_slots=8"), 48,
-         ["1 prefiller x 3 + 1 decoder x 8 = 11 slots may be asked of one GPU"]),
-        (("gpus=1", "prefillers=1", "decoders=1"), 24, ["together 48.1 GiB"]),
-        # Each engine has a GPU of its own, and finds too little for its longest sequence.
-        ((), 24,
-         ["prefillers: the model does not fit on a GPU, of which an engine may take 22.1",
-          "15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens)",
-          "set engine.max_model_len=26112, which fits"]),
-        (("decoders=3",), 48, ["= 4 are asked for, and Ray has 2"]),
+         "1 prefiller x 3 + 1 decoder x 8 = 11 slots may be asked of one GPU"),
+        (("gpus=1", "prefillers=1", "decoders=1"), 24, "together 48.1 GiB"),
+        (("decoders=3",), 48, "= 4 are asked for, and Ray has 2"),
         (("decoders.engine.tensor_parallel_size=2",), 48,
-         ["decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's "
-          "keys say among how many workers KV is split, so a decoder would find nothing of what a "
-          "prefiller has stored; set engine.tensor_parallel_size for both roles"]),
+         "decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's "
+         "keys say among how many workers KV is split, so a decoder would find nothing of what a "
+         "prefiller has stored; set engine.tensor_parallel_size for both roles"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_is_refused_with_the_sums(
-    machine: Machine, model: str, arguments: tuple[str, ...], gib: int, parts: list[str]
+    machine: Machine, model: str, arguments: tuple[str, ...], gib: int, refusal: str
 ) -> None:
     for gpu in machine.gpus:
         gpu.memory_bytes = gib << 30
-    text = said(model, *arguments, status=2)
-    assert all(part in text for part in parts)
+    assert refusal in said(model, *arguments, status=2)
 
 
 @pytest.mark.parametrize("device", ["device=auto", "device=cpu"])
