@@ -11,7 +11,7 @@ from conserve.settings import EMBEDDED_MODELS, Settings, SettingsError
 from conserve_cli.cluster import is_alone, require_ray
 from conserve_cli.output import console, refuse
 from hetero.cpu_plan import CpuPlan
-from hetero.gpu_layout import gib
+from hetero.engine_needs import gib
 from hetero.gpu_plan import GpuNode, GpuPlan
 from hetero.tiers import missing
 from hetero.vision_tower import TowerNeeds

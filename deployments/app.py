@@ -35,7 +35,7 @@ from deployments.upstream.outer_address import start_on_loopback
 from deployments.upstream.seams import require_seams
 from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
-from hetero.gpu_layout import most_replicas, with_counts
+from hetero.gpu_layout import with_counts
 from hetero.gpu_room import most_on_node, require_shares, require_slots
 from hetero.host_memory import chunk_tokens
 from hetero.tiers import role_tier
@@ -113,7 +113,7 @@ def start_ray(settings: Settings) -> None:
         if settings.device != "cpu":
             settings = with_counts(settings, len(cards_here()))
         # Ray only counts reservations of CPUs; a small machine must not refuse to start.
-        reserved = sum(most_replicas(own) * own.num_cpus for _, own in settings.roles)
+        reserved = sum(own.most_replicas * own.num_cpus for _, own in settings.roles)
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
         # A Ray of its own, though one of `ray start` may run here, which RAY_ADDRESS would name.

@@ -11,7 +11,6 @@ from conserve.settings import Settings, SettingsError
 from hetero import tiers
 from hetero.cards import Card, cards_here
 from hetero.container import HostMemory, host_memory
-from hetero.gpu_layout import workers
 from hetero.gpu_plan import GpuNode
 from hetero.gpu_room import short_of_gpus
 from hetero.tiers import role_tier
@@ -64,7 +63,7 @@ def _ask_autoscaler(settings: Settings, gpu: bool) -> None:
         place = role_tier(settings, own, gpu)
         gpus = {"GPU": own.num_gpus} if gpu else {}
         # Without GPUs, one node of each tier has room for all its engines.
-        for _ in range(own.replicas * workers(settings, own) if gpu else 1):
+        for _ in range(own.replicas * settings.workers_of(own) if gpu else 1):
             bundles.append({"CPU": 1, **gpus, **place.resources})
             labels.append(dict(place.labels))
     request_resources(bundles=bundles, bundle_label_selectors=labels)

@@ -9,7 +9,7 @@ from conserve.settings import Settings, SettingsError
 from conserve.wire import Role
 from hetero import host_memory
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, gib, require_longest, role_needs, workers
+from hetero.engine_needs import GIB, gib, require_longest, role_needs
 from hetero.model_shape import ModelShape
 
 _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -84,7 +84,7 @@ def _require_fit(
             told = "kv_cache_memory_bytes" in arguments and _KV_SPACE not in own.env
             setting = "engine.kv_cache_memory_bytes" if told else f"env.{_KV_SPACE}"
             require_longest(f"{name}.{setting}", space, each)
-        count = own.replicas * workers(settings, own)
+        count = own.replicas * settings.workers_of(own)
         weights += count * each.weights_bytes
         taken += count * (each.weights_bytes + space)
         lines.append(

@@ -18,78 +18,27 @@ from conserve.engines import engine_arguments
 from conserve.settings import RoleSettings, Settings, SettingsError
 from conserve.wire import Role
 from hetero.cards import Card
+from hetero.engine_needs import (
+    CONTEXT_BYTES,
+    GRAPH_SETS_BYTES,
+    Needs,
+    gib,
+    require_longest,
+    role_needs,
+)
 from hetero.model_shape import ModelShape
 from hetero.tiers import role_tier
-from hetero.vision_tower import TowerNeeds, tower_needs
 
-GIB = 2**30
 # vLLM's default of `gpu_memory_utilization`. The rest holds CUDA contexts of other processes, such
 # as LMCache's server, which has one on each GPU whose KV it copies.
 UTILISATION = 0.92
-# CUDA's context and libraries, NCCL, and attention workspaces of each engine.
-CONTEXT_BYTES = 1 * GIB
-# Captured CUDA graphs; none with `enforce_eager`.
-_GRAPHS_BYTES = 1 * GIB
-# Graphs captured for every position of the border between decoding and the prefill lane, together.
-GRAPH_SETS_BYTES = 1 * GIB
-# The sampler keeps logits, probabilities and their sorted copy, 32 bits each.
-_SAMPLING_BYTES = 3 * 4
-# vLLM's default `max_num_seqs` on a GPU of at least 70 GiB that is no A100, and on others.
-_LARGE_BYTES, _LARGE_SEQS, _SEQS = 70 * GIB, 1024, 256
 # KV of a decoder relative to a prefiller's, which holds only running prompts and shared prefixes.
 _HOST_WEIGHT = 3
 # Ray counts GPUs in ten-thousandths.
-_PARTS = 10_000
+PARTS = 10_000
 # The setting with which engines neither read videos nor keep memory for them.
 WITHOUT_VIDEOS = "engine.limit_mm_per_prompt.video=0"
 _TOLD = "engine.kv_cache_memory_bytes"
-# Share of the estimated reserve that vLLM is sure to find taken when it measures.
-_SURE_RESERVE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """GPU memory that each worker of an engine needs."""
-
-    weights_bytes: int
-    # Contexts, graphs and a step of the largest batch, or encoding of one; an estimate.
-    reserve_bytes: int
-    kv_token_bytes: float
-    least_tokens: int  # The longest sequence, for which vLLM wants room.
-    kv_copies: int = 1  # Workers that keep the same KV; one of them stores it for others.
-    at_most: bool = False  # Whether that sequence may take less KV than its tokens count for.
-    tower: TowerNeeds | None = None  # Counted in the weights and the reserve, but for its cache.
-    beside_bytes: int = 0  # More than the reserve, where encoding and a step overlap.
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of vLLM's encoder cache."""
-        return 0 if self.tower is None else self.tower.cache_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of pinned host memory with the tower's layers; 0: all are on the GPU."""
-        return 0 if self.tower is None else self.tower.host_bytes
-
-    @property
-    def video_bytes(self) -> int:
-        """Bytes that encoding the largest video takes, with its embeddings; 0: it is no video."""
-        if self.tower is None or not self.tower.has_video:
-            return 0
-        return self.tower.encode_bytes + self.tower.cache_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.weights_bytes + self.reserve_bytes + self.cache_bytes
-
-    @property
-    def sure_bytes(self) -> int:
-        """The part of `fixed_bytes` that is taken in any case: the reserve is an estimate."""
-        return self.weights_bytes + int(_SURE_RESERVE * (self.reserve_bytes + self.cache_bytes))
-
-    @property
-    def least_kv_bytes(self) -> int:
-        return math.ceil(self.least_tokens * self.kv_token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +93,14 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
         chosen = _update(chosen, "prefillers", replicas=0)
     if not is_given(settings, "decoders"):
         others = [own for name, own in chosen.roles if name != "decoders"]
-        taken = sum(own.replicas * workers(settings, own) for own in others)
-        each = workers(settings, settings.decoders)
+        taken = sum(own.replicas * settings.workers_of(own) for own in others)
+        each = settings.workers_of(settings.decoders)
         chosen = _update(chosen, "decoders", replicas=max(1, (cards - taken) // each))
-    engines = sum(most_replicas(own) for _, own in chosen.roles)
-    if sum(most_replicas(own) * workers(chosen, own) for _, own in chosen.roles) <= cards:
+    engines = sum(own.most_replicas for _, own in chosen.roles)
+    if sum(own.most_replicas * chosen.workers_of(own) for _, own in chosen.roles) <= cards:
         return chosen
     unsaid = not (is_given(settings, "decoders") or is_given(settings, "prefillers"))
-    divided = any(workers(chosen, own) > 1 for _, own in chosen.roles)
+    divided = any(chosen.workers_of(own) > 1 for _, own in chosen.roles)
     if settings.gpus is None and (divided or not (unsaid and cards == 1)):
         # They are not asked to share; `hetero.gpu_room` reports that there are too few GPUs.
         return chosen
@@ -188,7 +137,7 @@ def with_memory(
         role = cast(Role, name.removesuffix("s"))
         slots = role_tier(settings, own, gpu=True).sm_slots
         plan = EnginePlan(
-            role, most_replicas(own), workers(settings, own), own.num_gpus, sm_slots=slots
+            role, own.most_replicas, settings.workers_of(own), own.num_gpus, sm_slots=slots
         )
         card, arguments = cards[name], arguments_of(settings, own)
         if role != "encoder" and (told := arguments.get("kv_cache_memory_bytes")) is not None:
@@ -217,100 +166,10 @@ def with_memory(
     return settings, [plans[name] for name, _ in settings.roles]
 
 
-def role_needs(
-    role: Role, shape: ModelShape, arguments: Mapping[str, Any], card: Card | None
-) -> Needs:
-    """Return what each worker of a role's engine needs.
-
-    An encoder whose tower is not known counts as the whole model, without KV.
-    """
-    if role != "encoder":
-        return needs(shape, arguments, card)
-    return encoder_needs(shape, arguments) or replace(
-        needs(shape, arguments, card), kv_token_bytes=0.0, least_tokens=0
-    )
-
-
-def needs(shape: ModelShape, arguments: Mapping[str, Any], card: Card | None) -> Needs:
-    tensor = int(arguments.get("tensor_parallel_size", 1))
-    pipeline = int(arguments.get("pipeline_parallel_size", 1))
-    large = (
-        card is not None and card.memory_bytes >= _LARGE_BYTES and "a100" not in card.name.lower()
-    )
-    seqs = int(arguments.get("max_num_seqs") or (_LARGE_SEQS if large else _SEQS))
-    batched = int(arguments["max_num_batched_tokens"])
-    graphs = 0 if arguments.get("enforce_eager") else _GRAPHS_BYTES
-    step = batched * shape.step_width * shape.value_bytes // tensor
-    sampling = seqs * shape.vocabulary * _SAMPLING_BYTES
-    longest = arguments.get("max_model_len", shape.max_model_len)
-    if not isinstance(longest, int) or longest < 0:
-        longest = 0  # vLLM's "auto": as long as there is room for.
-    kept_as = str(arguments.get("kv_cache_dtype", "auto"))
-    # The part of the weights that vLLM keeps in host memory.
-    offloaded = int(float(arguments.get("cpu_offload_gb") or 0) * GIB)
-    weights = (shape.weights_bytes - shape.tower_bytes) // (tensor * pipeline)
-    tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest) if shape.tower else None
-    encode = 0
-    if tower is not None:
-        # Each stage has the tower.
-        weights, encode = weights + tower.weights_bytes, tower.encode_bytes
-    return Needs(
-        weights_bytes=max(0, weights - offloaded),
-        # An engine without a lane encodes between its steps.
-        reserve_bytes=CONTEXT_BYTES + graphs + max(step + sampling, encode),
-        beside_bytes=min(step + sampling, encode),
-        kv_token_bytes=shape.kv_token_bytes(tensor, kept_as) / pipeline,
-        least_tokens=longest,
-        kv_copies=tensor if shape.shares_kv else 1,
-        at_most=shape.windowed or shape.recurrent,
-        tower=tower,
-    )
-
-
-def encoder_needs(shape: ModelShape, arguments: Mapping[str, Any]) -> Needs | None:
-    """Return what each worker of an engine that only encodes needs (vLLM's ``mm_encoder_only``).
-
-    It has no language model, no KV and no graphs. None if the model has no tower that is known, or
-    the engine takes text only.
-    """
-    if shape.tower is None:
-        return None
-    longest = arguments.get("max_model_len", shape.max_model_len)
-    known = isinstance(longest, int) and longest > 0
-    tower = tower_needs(shape.tower, shape.value_bytes, arguments, longest if known else 0)
-    if tower is None:
-        return None
-    reserve = CONTEXT_BYTES + tower.encode_bytes
-    return Needs(tower.weights_bytes, reserve, kv_token_bytes=0.0, least_tokens=0, tower=tower)
-
-
-def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
-    """Raise `SettingsError` if KV space does not hold the longest sequence, as vLLM does."""
-    if kv_bytes >= needs.least_kv_bytes:
-        return
-    tokens = int(kv_bytes / needs.kv_token_bytes) // 16 * 16
-    raise SettingsError(
-        f"{what}: {gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
-        f"than the longest sequence's {needs.least_tokens:,}, which take "
-        f"{gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
-    )
-
-
 def laid_out_by_hand(settings: Settings) -> bool:
     """Return whether tiers or ``num_gpus`` say where engines go."""
     return bool(settings.tiers) or any(
         own.tier is not None or "num_gpus" in own.model_fields_set for _, own in settings.roles
-    )
-
-
-def most_replicas(role: RoleSettings) -> int:
-    return role.max_replicas or role.replicas
-
-
-def workers(settings: Settings, own: RoleSettings) -> int:
-    arguments = settings.engine | own.engine
-    return int(arguments.get("tensor_parallel_size", 1)) * int(
-        arguments.get("pipeline_parallel_size", 1)
     )
 
 
@@ -331,7 +190,7 @@ def _update(settings: Settings, name: str, **values: Any) -> Settings:
 
 def _floor(share: float) -> float:
     # One third is 0.3333, and three of them fit.
-    return math.floor(share * _PARTS + 1e-6) / _PARTS
+    return math.floor(share * PARTS + 1e-6) / PARTS
 
 
 def _usable(arguments: Mapping[str, Any], card_bytes: int, num_gpus: float) -> int:
@@ -350,7 +209,7 @@ def _parts_of_one(
     assert card is not None
     usable = _usable(arguments_of(settings, settings.decoders), card.memory_bytes, 1.0)
     # Rounding loses at most a ten-thousandth.
-    rounding = usable // _PARTS + 1
+    rounding = usable // PARTS + 1
     told = {name: one.kv_bytes for name, one in plans.items() if one.kv_bytes is not None}
     least = {name: told.get(name, one.needs.least_kv_bytes + rounding)
              for name, one in plans.items() if one.needs is not None}  # fmt: skip
@@ -415,7 +274,7 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
     arguments = arguments_of(settings, own)
     whole = float(arguments.get("gpu_memory_utilization", UTILISATION))
     told = own.engine | {
-        "gpu_memory_utilization": max(1 / _PARTS, _floor(whole * plan.num_gpus)),
+        "gpu_memory_utilization": max(1 / PARTS, _floor(whole * plan.num_gpus)),
     }
     if plan.role != "encoder":
         told["kv_cache_memory_bytes"] = plan.kv_bytes
@@ -505,7 +364,3 @@ def _smaller(plans: list[EnginePlan], usable: int) -> list[str]:
     if most > 0:
         said.append(f"use a model of at most {gib(most)} GiB of weights (a quantised one)")
     return said
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.1f}"

@@ -8,14 +8,8 @@ from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import (
-    GIB,
-    WITHOUT_VIDEOS,
-    EnginePlan,
-    arguments_of,
-    gib,
-    with_memory,
-)
+from hetero.engine_needs import GIB, gib
+from hetero.gpu_layout import WITHOUT_VIDEOS, EnginePlan, arguments_of, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
 

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conserve.settings import RoleSettings, Settings, SettingsError
-from hetero.gpu_layout import laid_out_by_hand, most_replicas, workers
+from hetero.gpu_layout import PARTS, laid_out_by_hand
 from hetero.sm_units import SM_SLOTS
 from hetero.tiers import NodeOffer, is_offered, role_tier
 
-# Ray counts GPUs in ten-thousandths.
-_PARTS = 10_000
-_LEAST = 1 / _PARTS
+_LEAST = 1 / PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ class Crowd:
 
 def most_on_node(settings: Settings, gpus: float) -> Crowd:
     """Return the most engines and workers that a node with these GPUs may run."""
-    engines = sum(most_replicas(own) for _, own in settings.roles)
-    all_workers = sum(most_replicas(own) * workers(settings, own) for _, own in settings.roles)
+    engines = sum(own.most_replicas for _, own in settings.roles)
+    all_workers = sum(own.most_replicas * settings.workers_of(own) for _, own in settings.roles)
     least = min(own.num_gpus for _, own in settings.roles)
     held = all_workers if least <= 0 else min(all_workers, math.floor(gpus / least + _LEAST))
     return Crowd(min(engines, held), held)
@@ -60,7 +58,7 @@ def require_shares(settings: Settings) -> None:
                 f"{name}.num_gpus: {asked:g}: a worker has one GPU, or a part of one; for more, "
                 "set engine.tensor_parallel_size"
             )
-        if asked < 1 and workers(settings, own) > 1:
+        if asked < 1 and settings.workers_of(own) > 1:
             raise SettingsError(
                 f"{name}.num_gpus: {asked:g}: the workers of an engine with tensor_parallel_size "
                 "or pipeline_parallel_size over 1 could get parts of the same GPU; give each 1"
@@ -80,16 +78,16 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
         places = tuple(index for index, node in enumerate(nodes) if is_offered(tier, node))
         if places:
             asked[name] = own
-            one = _Engine(name, workers(settings, own), own.num_gpus, places)
+            one = _Engine(name, settings.workers_of(own), own.num_gpus, places)
             engines += [one] * own.replicas
     if _all_placed(engines, nodes):
         return []
     terms = [
         f"{own.replicas} {name if own.replicas > 1 else name[:-1]} x "
-        f"{workers(settings, own) * own.num_gpus:g}"
+        f"{settings.workers_of(own) * own.num_gpus:g}"
         for name, own in asked.items()
     ]
-    wanted = sum(own.replicas * workers(settings, own) * own.num_gpus for own in asked.values())
+    wanted = sum(own.replicas * settings.workers_of(own) * own.num_gpus for own in asked.values())
     within = {index for engine in engines for index in engine.nodes}
     there = sum(nodes[index].resources.get("GPU", 0) for index in within)
     said = f"gpus: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
@@ -98,7 +96,7 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
             ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
         )
     hint = ""
-    if any(workers(settings, own) > 1 for own in asked.values()):
+    if any(settings.workers_of(own) > 1 for own in asked.values()):
         # They share no GPU.
         hint = ", or fewer GPUs for each (engine.tensor_parallel_size)"
     elif there and settings.gpus is None and not laid_out_by_hand(settings):
@@ -156,15 +154,15 @@ def require_slots(settings: Settings) -> None:
         if slots is None:
             continue
         _require_one_worker(settings, name, own)
-        parts = max(1, round(min(1.0, own.num_gpus) * _PARTS))
-        found.append(_Sharing(name, slots, parts, most_replicas(own)))
+        parts = max(1, round(min(1.0, own.num_gpus) * PARTS))
+        found.append(_Sharing(name, slots, parts, own.most_replicas))
     apart = len(found) == 2 and _are_apart(settings)
     for group in [[one] for one in found] if apart else [found]:
         _require_ten(settings, group)
 
 
 def _require_one_worker(settings: Settings, name: str, own: RoleSettings) -> None:
-    if workers(settings, own) > 1:
+    if settings.workers_of(own) > 1:
         raise SettingsError(
             f"{name}.tier: {own.tier!r} has sm_slots, which are for engines of one worker; leave "
             "tensor_parallel_size and pipeline_parallel_size at 1, or sm_slots out"
@@ -198,8 +196,8 @@ def _require_ten(settings: Settings, group: list[_Sharing]) -> None:
     first, rest = (group[0], group[1:]) if group else (None, [])
     if first is None:
         return
-    for count in range(first.fitting(_PARTS) + 1):
-        left = _PARTS - count * first.parts
+    for count in range(first.fitting(PARTS) + 1):
+        left = PARTS - count * first.parts
         chosen = [(count, first)] + [(one.fitting(left), one) for one in rest]
         asked = sum(number * one.slots for number, one in chosen)
         worst = max(worst, (asked, chosen), key=lambda found: found[0])

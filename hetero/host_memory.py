@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from conserve.settings import Settings, SettingsError
 from hetero.container import HostMemory
-from hetero.gpu_layout import GIB, EnginePlan, gib
+from hetero.engine_needs import GIB, gib
+from hetero.gpu_layout import EnginePlan
 from hetero.model_shape import ModelShape
 
 # The median first prompt of a coding agent.

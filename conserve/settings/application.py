@@ -563,6 +563,14 @@ class Settings(Strict):
             found.append(("prefillers", self.prefillers))
         return [*found, ("decoders", self.decoders)]
 
+    def workers_of(self, role: RoleSettings) -> int:
+        """Workers of each engine of a role."""
+        arguments = self.engine | role.engine
+        tensor, pipeline = (
+            int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline")
+        )
+        return tensor * pipeline
+
     @property
     def mechanisms(self) -> tuple[str, ...]:
         """Which of `MECHANISMS` schedule within engines that host conversations."""

@@ -107,6 +107,11 @@ class RoleSettings(Strict):
         default_factory=dict, description="Environment variables for this role's engines."
     )
 
+    @property
+    def most_replicas(self) -> int:
+        """How many engines this role may have at a time."""
+        return self.max_replicas or self.replicas
+
 
 class TierSettings(Strict):
     """Nodes of one kind, told by what Ray can see of them, and how their GPUs are run."""

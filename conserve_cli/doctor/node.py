@@ -66,21 +66,24 @@ def check_node(settings: Settings, place: Place | None = None) -> Iterator[Findi
     several = place.several or settings.nodes == "several"
     driver = find_driver()
     on_cpu = settings.device == "cpu" or not driver.has_devices
-    has_gpus = place.has_engines and not on_cpu
     caps = any(tier.cap for tier in role_tiers(settings, gpu=True).values())
     yield from check_gpus(driver, settings, caps, place.has_engines)
     yield from check_software(driver, several, place.has_engines)
-    if has_gpus:
+    crowd = dtype = None
+    if place.has_engines and on_cpu:
+        dtype = place.dtype or cpu_dtype()[0]
+    elif place.has_engines:
         yield from check_compiler(os.environ)
+        crowd = _crowd(settings, *(place.gpus or (driver.gpus, driver.gpus)))
     engines = settings.prefiller_replicas + settings.decoders.replicas
     yield from check_machine(
         settings,
         # Which of several nodes has an engine is not known beforehand.
         engines if on_cpu and not several else 0,
         has_engines=place.has_engines,
-        crowd=_crowd(settings, *(place.gpus or 2 * (float(driver.gpus),))) if has_gpus else None,
+        crowd=crowd,
         several=several,
-        dtype=(place.dtype or cpu_dtype()[0]) if place.has_engines and on_cpu else None,
+        dtype=dtype,
     )
     yield from check_ports(settings, place.is_head)
     yield from check_addons(settings)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hetero.gpu_layout import GRAPH_SETS_BYTES
+from hetero.engine_needs import GRAPH_SETS_BYTES
 from hetero.sm_means import NoSms, SmMeans
 from hetero.sm_units import Sides, SmSplit, sides
 

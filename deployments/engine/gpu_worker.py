@@ -7,7 +7,7 @@ vLLM adds `GpuWorker` to the worker's class by ``worker_extension_cls``, and cal
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from hetero.gpu_layout import CONTEXT_BYTES
+from hetero.engine_needs import CONTEXT_BYTES
 from hetero.nvml import Gpu, Nvml, NvmlError
 
 EXTENSION = "deployments.engine.gpu_worker.GpuWorker"

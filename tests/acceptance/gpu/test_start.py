@@ -11,7 +11,7 @@ import pytest
 
 from conserve.settings import load
 from deployments.gpu_plans import here, plan_on
-from hetero.gpu_layout import CONTEXT_BYTES
+from hetero.engine_needs import CONTEXT_BYTES
 from hetero.gpu_plan import GpuPlan
 from tests.acceptance.gpu.card import card, energy_j, used_bytes
 from tests.engines.applications import GPU, GPU_ONE, Application

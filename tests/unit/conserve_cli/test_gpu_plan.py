@@ -1,6 +1,5 @@
 """`conserve serve` on a machine with GPUs: what it says before anything starts."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,13 @@ from conserve_cli.serve import cli
 from deployments.gpu_plans import here
 from hetero.container import HostMemory
 from tests.nvml.standin import VARIABLE, Machine
+from tests.unit.hetero.planned import written
 from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B, QWEN25_VL_PROCESSOR
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    folder = tmp_path / "qwen3-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
-    index = {"metadata": {"total_size": 16_381_470_720}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    folder = written(tmp_path / "qwen3-8b", QWEN3_8B, 16_381_470_720)
     for name in ("model-00001-of-00001.safetensors", "tokenizer.json"):
         (folder / name).touch()
     return f"model={folder}"
@@ -47,28 +43,33 @@ def said(*arguments: str, status: int = 0) -> str:
     return outcome.output
 
 
+def words(*arguments: str) -> str:
+    """The plan as one line."""
+    return " ".join(said(*arguments).split())
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line.startswith("│")]
+
+
 def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
     text = said(model)
     assert "2 x NVIDIA A40 (48.0 GiB)" in text
-    rows = [line for line in text.splitlines() if line.startswith("│")]
-    assert [row.split()[1:3] for row in rows] == [["1", "prefiller"], ["1", "decoder"]]
+    assert [row[1:3] for row in rows(text)] == [["1", "prefiller"], ["1", "decoder"]]
     # 48 GiB, of which 44.2 are for the engine: 15.3 of weights, 3.2 of reserve, the rest KV.
-    assert all("15.3" in row and "~25.7" in row and "~187,279" in row for row in rows)
+    assert all({"15.3", "~25.7", "~187,279"} <= set(row) for row in rows(text))
     assert "estimated" in text
     assert "Host memory for KV:" in text
+    assert "SM slots" not in text
 
 
 def test_parsers_are_in_the_plan(machine: Machine, model: str) -> None:
-    said_of = " ".join(said(model).split())
-    assert "Tool calls: hermes (by its architecture, Qwen3ForCausalLM); reasoning: none." in said_of
-    told = " ".join(said(model, "engine.tool_call_parser=qwen3_coder").split())
+    known = "Tool calls: hermes (by its architecture, Qwen3ForCausalLM); reasoning: none."
+    assert known in words(model)
+    told = words(model, "engine.tool_call_parser=qwen3_coder")
     assert "Tool calls: qwen3_coder (as set); reasoning: none." in told
-
-
-def test_a_model_without_a_parser_is_a_warning(machine: Machine, model: str) -> None:
-    config = Path(model.removeprefix("model=")) / "config.json"
-    config.write_text(json.dumps(QWEN3_8B | {"architectures": ["NewForCausalLM"]}))
-    text = " ".join(said(model).split())
+    written(Path(model.removeprefix("model=")), QWEN3_8B | {"architectures": ["NewForCausalLM"]})
+    text = words(model)
     assert "Tool calls: none; reasoning: none." in text
     assert "of this model (NewForCausalLM) is not known; set engine.tool_call_parser" in text
 
@@ -80,21 +81,14 @@ def test_what_images_take_is_in_the_plan(
     monkeypatch.setattr("deployments.gpu_plans.host_memory", lambda: memory)
     # vLLM would take seconds to accept it.
     monkeypatch.setattr("deployments.engine_arguments.sys.executable", "/bin/false")
-    index = {"metadata": {"total_size": 16_584_333_312}}
-    for name, content in (
-        ("config.json", QWEN25_VL_7B),
-        ("preprocessor_config.json", QWEN25_VL_PROCESSOR),
-        ("model.safetensors.index.json", index),
-    ):
-        (tmp_path / name).write_text(json.dumps(content))
+    written(tmp_path, QWEN25_VL_7B, 16_584_333_312, QWEN25_VL_PROCESSOR)
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     given = (f"model={tmp_path}", "engine.limit_mm_per_prompt.video=0")
     text = said(*given)
     assert "encoder cache" in text
-    rows = [line.split() for line in text.splitlines() if line.startswith("│")]
     # Weights with the tower, the reserve, and a cache of 16,384 embeddings.
-    assert [row[6:11:2] for row in rows] == [["15.4", "4.2", "0.1"]] * 2
+    assert [row[6:11:2] for row in rows(text)] == [["15.4", "4.2", "0.1"]] * 2
     text = " ".join(text.split())
     assert (
         "Images: the vision tower is 1.3 GiB of the weights; it encodes 1 image of 16,384 "
@@ -102,58 +96,57 @@ def test_what_images_take_is_in_the_plan(
     ) in text
     prepared = "Host memory for images: 1 GB a node for encoded ones, and up to {} GiB for prepared"
     assert prepared.format("4") in text
-    offloaded = " ".join(said(*given, "media.tower_layers=2").split())
+    offloaded = words(*given, "media.tower_layers=2")
     assert "is 0.2 GiB of the weights, with 2 of its 32 layers at a time; it encodes" in offloaded
     assert "1 GB a node for encoded ones, 2.3 GiB for layers of vision towers, and" in offloaded
     of_cpus = ("device=cpu", "engine.dtype=bfloat16", "engine.max_model_len=4096")
-    on_cpus = " ".join(said(f"model={tmp_path}", *of_cpus).split())
+    on_cpus = words(f"model={tmp_path}", *of_cpus)
     # Three engines, with two caches each.
     assert prepared.format("4") in on_cpus
     assert "Images: " not in said("device=cpu")
 
 
-def test_one_card_is_shared(machine: Machine, model: str) -> None:
+SLOTS = (
+    "tiers.prefill.sm_slots=3", "prefillers.tier=prefill", "prefillers.num_gpus=0.4",
+    "tiers.decode.sm_slots=7", "decoders.tier=decode", "decoders.num_gpus=0.6", "decoders=1",
+)  # fmt: skip
+
+
+def test_what_engines_on_one_card_share_is_in_the_plan(machine: Machine, model: str) -> None:
     for gpu in machine.gpus:
-        gpu.memory_bytes, gpu.name = 81_559 << 20, b"NVIDIA H100 80GB HBM3"
+        gpu.be_an_h100()
+        gpu.memory_bytes = 81_559 << 20
     text = said(model, "gpus=1", "prefillers=1", "decoders=1")
     # What the prefiller holds for conversations is as much as the decoder does.
-    rows = [line.split() for line in text.splitlines() if line.startswith("│")]
-    assert [row[4] for row in rows] == ["0.5", "0.5"]
-    assert all("123,0" in row[-2] for row in rows)
+    assert [row[4] for row in rows(text)] == ["0.5", "0.5"]
+    assert all("123,0" in row[-2] for row in rows(text))
     assert "1 of 2 GPUs have no engine" in text
     assert "Prefillers and decoders both keep conversations" in text
     assert "take turns unless MPS runs" in " ".join(text.split())
-
-
-def test_slots_of_a_shared_card_are_in_the_plan(machine: Machine, model: str) -> None:
-    for gpu in machine.gpus:
-        gpu.memory_bytes, gpu.name = 81_559 << 20, b"NVIDIA H100 80GB HBM3"
-    shared = (
-        "tiers.prefill.sm_slots=3", "prefillers.tier=prefill", "prefillers.num_gpus=0.4",
-        "decoders.tier=decode", "decoders.num_gpus=0.6", "decoders=1",
-    )  # fmt: skip
-    text = said(model, *shared, "tiers.decode.sm_slots=7")
+    text = said(model, *SLOTS)
     assert "SM slots" in text
-    rows = [line for line in text.splitlines() if line.startswith("│")]
-    assert ["3 of 10" in rows[0], "7 of 10" in rows[1]] == [True, True]
-    text = said(model, *shared, "tiers.decode.sm_slots=8", status=2)
-    assert "1 prefiller x 3 + 1 decoder x 8 = 11 slots may be asked of one GPU" in text
-    assert "SM slots" not in said(model)
+    assert [" ".join(row[6:9]) for row in rows(text)] == ["3 of 10", "7 of 10"]
 
 
-def test_what_does_not_fit_is_refused_with_the_sums(machine: Machine, model: str) -> None:
-    machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
-    text = said(model, "gpus=1", "prefillers=1", "decoders=1", status=2)
-    assert "together 48.1 GiB" in text
-
-
-def test_two_small_cards_are_refused_before_vllm_would(machine: Machine, model: str) -> None:
-    """Each engine has a GPU of its own, and finds too little for its longest sequence."""
-    machine.gpus[0].memory_bytes = machine.gpus[1].memory_bytes = 24 << 30
-    text = said(model, status=2)
-    assert "prefillers: the model does not fit on a GPU, of which an engine may take 22.1" in text
-    assert "15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens)" in text
-    assert "set engine.max_model_len=26112, which fits" in text
+@pytest.mark.parametrize(
+    ("arguments", "gib", "refusal"),
+    [
+        ((*SLOTS, "tiers.decode.sm_slots=8"), 48,
+         "1 prefiller x 3 + 1 decoder x 8 = 11 slots may be asked of one GPU"),
+        (("gpus=1", "prefillers=1", "decoders=1"), 24, "together 48.1 GiB"),
+        (("decoders=3",), 48, "= 4 are asked for, and Ray has 2"),
+        (("decoders.engine.tensor_parallel_size=2",), 48,
+         "decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's "
+         "keys say among how many workers KV is split, so a decoder would find nothing of what a "
+         "prefiller has stored; set engine.tensor_parallel_size for both roles"),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_is_refused_with_the_sums(
+    machine: Machine, model: str, arguments: tuple[str, ...], gib: int, refusal: str
+) -> None:
+    for gpu in machine.gpus:
+        gpu.memory_bytes = gib << 30
+    assert refusal in said(model, *arguments, status=2)
 
 
 @pytest.mark.parametrize("device", ["device=auto", "device=cpu"])
@@ -198,27 +191,14 @@ def test_a_plan_is_made_without_vllm_too(
     assert "2 x NVIDIA A40" in text
 
 
-def test_roles_that_split_kv_among_other_numbers_of_workers_are_refused(
+def test_engines_of_several_workers_are_in_the_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    four = Machine(tmp_path / "four-gpus", gpus=4)
-    monkeypatch.setenv(VARIABLE, str(four.file))
-    text = said(model, "decoders.engine.tensor_parallel_size=2", status=2)
-    assert (
-        "decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's keys "
-        "say among how many workers KV is split, so a decoder would find nothing of what a "
-        "prefiller has stored; set engine.tensor_parallel_size for both roles"
-    ) in text
-    text = said(model, "engine.tensor_parallel_size=2")
-    rows = [line.split() for line in text.splitlines() if line.startswith("│")]
-    assert [row[1:7] for row in rows] == [
+    monkeypatch.setenv(VARIABLE, str(Machine(tmp_path / "four-gpus", gpus=4).file))
+    assert [row[1:7] for row in rows(said(model, "engine.tensor_parallel_size=2"))] == [
         ["1", "prefiller", "│", "2", "x", "1"],
         ["1", "decoder", "│", "2", "x", "1"],
     ]
-
-
-def test_too_few_cards_are_refused_with_the_sum(machine: Machine, model: str) -> None:
-    assert "= 4 are asked for, and Ray has 2" in said(model, "decoders=3", status=2)
 
 
 def test_without_a_gpu_it_says_so(machine: Machine) -> None:
@@ -235,7 +215,7 @@ def test_the_dtype_of_engines_on_cpus_is_said(
 ) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     why = "dtype: float32: ONEDNN_MAX_CPU_ISA=AVX2 leaves out the kernels for bfloat16"
-    assert why in " ".join(said("device=cpu").split())
+    assert why in words("device=cpu")
     launching.laid_out(load({"device": "cpu"}))
     assert why in " ".join(capsys.readouterr().out.split())
 

@@ -1,6 +1,5 @@
 """Plans that ask for what the model does not have."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,8 @@ import pytest
 
 from conserve.settings import Settings, SettingsError, load
 from deployments.gpu_plans import planned_on_cpus
+from hetero.cpu_plan import CpuPlan
+from tests.unit.hetero.planned import written
 from tests.unit.hetero.shapes import SMOLVLM_2B
 
 # A model that fits any machine.
@@ -18,10 +19,9 @@ SEES = {**SMOLVLM_2B, "text_config": TEXT}
 READS = {"architectures": ["LlamaForCausalLM"], **TEXT}
 
 
-def planned(folder: Path, config: dict[str, Any], **asked: Any) -> Settings:
-    (folder / "config.json").write_text(json.dumps(config))
+def planned(folder: Path, config: dict[str, Any], **asked: Any) -> tuple[Settings, CpuPlan]:
     few = {"decoders": 1, "prefillers": 0, "lmcache.size_gb": 0.1, "engine.max_model_len": 128}
-    return planned_on_cpus(load({"model": str(folder), **few, **asked}))[0]
+    return planned_on_cpus(load({"model": str(written(folder, config)), **few, **asked}))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,7 @@ def test_a_cpu_without_kernels_for_bfloat16_computes_in_float32(
     said: str,
 ) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    (tmp_path / "config.json").write_text(json.dumps(READS | config))
-    few = {"model": str(tmp_path), "decoders": 1, "prefillers": 0, "engine.max_model_len": 128}
-    settings, plan = planned_on_cpus(load({**few, "lmcache.size_gb": 0.1, **given}))
+    settings, plan = planned(tmp_path, READS | config, **given)
     assert settings.engine.get("dtype") == dtype
     assert said in plan.dtype
 
@@ -64,21 +62,20 @@ def test_weights_and_kv_are_counted_in_the_dtype(
     assert half is not None
     assert weights("AVX2") == 2 * half
     # 1 GiB of KV space holds half as many tokens, and so no longest sequence.
-    (tmp_path / "config.json").write_text(json.dumps(READS))
-    longest = {"model": str(tmp_path), "engine.max_model_len": 100_000}
+    longest = {"model": str(written(tmp_path, READS)), "engine.max_model_len": 100_000}
     assert weights("AVX2", **longest, **{"engine.dtype": "bfloat16"})
     with pytest.raises(SettingsError, match=r"KVCACHE_SPACE: 1\.0 GiB hold 65,536"):
         weights("AVX2", **longest)
 
 
 def test_encoders_are_refused_for_a_model_that_reads_text_only(tmp_path: Path) -> None:
-    assert planned(tmp_path, SEES, encoders=1).encoders.replicas == 1
+    assert planned(tmp_path, SEES, encoders=1)[0].encoders.replicas == 1
     with pytest.raises(SettingsError, match="reads text only, so there is nothing to encode; set"):
         planned(tmp_path, READS, encoders=1)
 
 
 def test_layers_of_a_tower_are_refused_for_a_model_that_has_none(tmp_path: Path) -> None:
     asked = {"media.tower_layers": 2}
-    assert planned(tmp_path, SEES, **asked).media.tower_layers == 2
+    assert planned(tmp_path, SEES, **asked)[0].media.tower_layers == 2
     with pytest.raises(SettingsError, match=r"tower_layers: .* so it has no vision tower; unset"):
         planned(tmp_path, READS, **asked)

@@ -1,6 +1,5 @@
 """Configurations as their classes read them, against the layers that those classes make."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from conserve.settings import load
 from deployments.model_config import with_defaults
 from deployments.model_files import model_shape
-from hetero.cards import Card
-from hetero.gpu_layout import with_counts
-from hetero.gpu_plan import GpuNode, plan
-from hetero.model_shape import kv_of, shape_of
-from hetero.tiers import NodeOffer
+from hetero.model_shape import KvLayers, kv_of, shape_of
+from tests.unit.hetero.planned import made, node, written
 from tests.unit.hetero.shapes import GEMMA3_4B, JAMBA, NEMOTRON_H_8B, QWEN3_8B
 
-GIB = 2**30
 # Each has all that it needs as its class says it by default, but for kinds of layers.
 PLAIN = (
     "afmoe apertus cohere2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma2 gemma3_text"
@@ -70,20 +65,11 @@ def test_kv_is_what_the_layers_of_a_class_keep(config: dict[str, Any]) -> None:
 
 def test_gemma3_is_known_by_what_its_class_says(tmp_path: Path) -> None:
     """It was refused on one GPU, for the numbers that its config.json leaves out."""
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
-    index = {"metadata": {"total_size": 8_600_158_944}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    settings = load({"model": str(tmp_path)})
-    shape = model_shape(settings)
+    shape = model_shape(load({"model": str(written(tmp_path, GEMMA3_4B, 8_600_158_944))}))
     assert shape.kv_token_bytes() == 34 * 4 * 512 * 2
     assert (shape.vocabulary, shape.max_model_len) == (262_208, 131_072)
     assert (shape.weights_bytes, shape.estimated, shape.recurrent) == (8_600_158_944, False, False)
-    node = GpuNode(
-        NodeOffer("10.0.0.1", {"CPU": 8.0, "GPU": 1.0}, {}),
-        (Card("NVIDIA H100", 80 * GIB, 0),), 512 * GIB,
-    )  # fmt: skip
-    _, found = plan(with_counts(settings, 1), [node], shape)
-    assert [one.num_gpus for one in found.engines] == [1]
+    assert [one.num_gpus for one in made({}, node(), shape=shape).engines] == [1]
 
 
 # Small language models, with towers as their classes have them by default.
@@ -154,10 +140,9 @@ def test_a_class_that_is_not_known_adds_nothing(config: dict[str, Any]) -> None:
     assert with_defaults(config) == config
 
 
-def test_names_of_a_class_are_those_that_are_read() -> None:
-    (only,) = kv_of(with_defaults({"model_type": "gpt2"}))
-    assert (only.layers, only.heads, only.head_values) == (12, 12, 128)
-    (only,) = kv_of(with_defaults({"model_type": "falcon"}))
-    assert (only.layers, only.heads, only.head_values) == (32, 1, 128)
-    (only,) = kv_of(with_defaults({"model_type": "dbrx"}))
-    assert (only.layers, only.heads, only.head_values) == (24, 1, 256)
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [("gpt2", (12, 12, 128)), ("falcon", (32, 1, 128)), ("dbrx", (24, 1, 256))],
+)
+def test_names_of_a_class_are_those_that_are_read(kind: str, kept: tuple[int, int, int]) -> None:
+    assert kv_of(with_defaults({"model_type": kind})) == (KvLayers(*kept),)

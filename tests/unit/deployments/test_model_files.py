@@ -10,13 +10,13 @@ from conserve.embedded import model_path
 from conserve.settings import EMBEDDED_MODELS, load
 from deployments.model_files import model_shape
 from hetero.model_shape import ModelUnknown
+from tests.unit.hetero.planned import written
 from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    return tmp_path
+    return written(tmp_path, QWEN3_8B)
 
 
 def test_weights_are_those_of_the_files(folder: Path) -> None:
@@ -28,8 +28,7 @@ def test_weights_are_those_of_the_files(folder: Path) -> None:
 
 
 def test_an_index_says_it_without_them(folder: Path) -> None:
-    index = {"metadata": {"total_size": 16_381_470_720}, "weight_map": {}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    written(folder, QWEN3_8B, 16_381_470_720)
     assert model_shape(load({"model": str(folder)})).weights_bytes == 16_381_470_720
 
 
@@ -39,12 +38,13 @@ def test_how_large_an_image_may_be_is_in_the_processors_files(folder: Path) -> N
         assert shape.tower is not None
         return shape.tower.image
 
-    (folder / "config.json").write_text(json.dumps(QWEN25_VL_7B))
+    written(folder, QWEN25_VL_7B)
     assert image() == 16_384
-    older, newer = folder / "preprocessor_config.json", folder / "processor_config.json"
-    older.write_text(json.dumps({"min_pixels": 3136, "max_pixels": 1280 * 784}))
+    written(folder, QWEN25_VL_7B, processor={"min_pixels": 3136, "max_pixels": 1280 * 784})
     assert image() == 1280
-    newer.write_text(json.dumps({"image_processor": {"max_pixels": 2560 * 784}}))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"image_processor": {"max_pixels": 2560 * 784}})
+    )
     assert image() == 2560
     assert image(**{"engine.mm_processor_kwargs.max_pixels": 640 * 784}) == 640
 

@@ -4,7 +4,6 @@ Configurations and sizes of weights are as published. Cards are named, and nothi
 machine is looked at: a node has 64 GiB of free host memory for each card.
 """
 
-import json
 import re
 import sys
 import tempfile
@@ -15,9 +14,10 @@ from typing import Any
 from conserve.settings import SettingsError, load
 from deployments.gpu_plans import plan_on
 from hetero.cards import Card
-from hetero.gpu_layout import GIB, gib
+from hetero.engine_needs import GIB, gib
 from hetero.gpu_plan import GpuNode
 from hetero.tiers import NodeOffer
+from tests.unit.hetero.planned import written
 from tests.unit.hetero.shapes import (
     GPT_OSS_20B,
     QWEN3_8B,
@@ -51,23 +51,13 @@ def table() -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     with tempfile.TemporaryDirectory() as folder:
         for name, files in MODELS.items():
-            path = _written(Path(folder) / name, *files)
+            path = written(Path(folder) / name, *files)
             for machine, (count, card, mebibytes) in MACHINES.items():
                 cards = (Card(card, mebibytes * 2**20),) * count
                 offer = NodeOffer("planned", {"CPU": 16.0 * count, "GPU": float(count)}, {})
                 node = GpuNode(offer, cards, count * 64 * GIB)
                 lines += _rows(name, path, machine, node)
     return "\n".join(lines) + "\n"
-
-
-def _written(folder: Path, config: Any, weights_bytes: int, processor: Any) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    index = {"metadata": {"total_size": weights_bytes}, "weight_map": {}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    if processor:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return folder
 
 
 def _rows(name: str, path: Path, machine: str, node: GpuNode) -> list[str]:

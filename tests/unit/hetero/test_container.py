@@ -42,12 +42,17 @@ class Groups:
     def memory(self) -> HostMemory:
         return host_memory(self.root)
 
+    def assert_unlimited(self) -> None:
+        assert (self.memory().total_bytes, self.memory().limited) == (MACHINE, False)
+        assert usable_cpus(self.root) == len(os.sched_getaffinity(0))
+
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Groups:
     return Groups(tmp_path)
 
 
+CGROUP = "/sys/fs/cgroup"
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"
 V1 = (
     "31 23 0:27 / /sys/fs/cgroup ro - tmpfs tmpfs ro,mode=755\n"
@@ -90,21 +95,15 @@ def test_a_cpus_flags_decide_its_dtype(
 
 
 def test_without_control_groups_it_is_the_machines(groups: Groups) -> None:
-    assert groups.memory().total_bytes == MACHINE
-    assert not groups.memory().limited
-    assert usable_cpus(groups.root) == len(os.sched_getaffinity(0))
+    groups.assert_unlimited()
 
 
 def test_a_container_that_sees_itself_as_the_topmost_group(groups: Groups) -> None:
     """As Docker has it with version 2."""
     groups.show("0::/\n", V2)
-    groups.write(
-        "/sys/fs/cgroup",
-        memory__max=SMALL,
-        memory__current=SMALL // 2,
-        memory__stat=f"anon 1\nactive_file {SMALL // 8}\ninactive_file {SMALL // 8}",
-        cpu__max="50000 100000",
-    )
+    cache = f"anon 1\nactive_file {SMALL // 8}\ninactive_file {SMALL // 8}"
+    groups.write(CGROUP, memory__max=SMALL, memory__current=SMALL // 2, memory__stat=cache)
+    groups.write(CGROUP, cpu__max="50000 100000")
     memory = groups.memory()
     assert memory == HostMemory(SMALL, SMALL // 2 + SMALL // 4, True)
     assert memory.said() == "0.4 of the container's limit of 0.5 GiB are available"
@@ -113,15 +112,9 @@ def test_a_container_that_sees_itself_as_the_topmost_group(groups: Groups) -> No
 
 def test_max_is_no_limit(groups: Groups) -> None:
     groups.show("0::/\n", V2)
-    groups.write(
-        "/sys/fs/cgroup",
-        memory__max="max",
-        memory__high="max",
-        memory__current=GIB,
-        cpu__max="max 100000",
-    )
-    assert (groups.memory().total_bytes, groups.memory().limited) == (MACHINE, False)
-    assert usable_cpus(groups.root) == len(os.sched_getaffinity(0))
+    groups.write(CGROUP, memory__max="max", memory__high="max", memory__current=GIB)
+    groups.write(CGROUP, cpu__max="max 100000")
+    groups.assert_unlimited()
 
 
 @pytest.mark.parametrize("least", ["/kubepods", "/kubepods/pod1", "/kubepods/pod1/inner"])
@@ -151,15 +144,11 @@ def test_version_one_by_the_hosts_path(groups: Groups, above: str) -> None:
     """The group's path is the host's, and what is mounted is all groups, or this one alone."""
     groups.show("5:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n", V1.format(above, above))
     folder = "" if above == "/docker/abc" else "/docker/abc"
-    groups.write(
-        f"/sys/fs/cgroup/memory{folder}",
-        memory__limit_in_bytes=SMALL,
-        memory__usage_in_bytes=SMALL // 2,
-        memory__stat=f"active_file 5\ntotal_active_file {SMALL // 4}\ntotal_inactive_file 0",
-    )
-    groups.write(
-        f"/sys/fs/cgroup/cpu,cpuacct{folder}", cpu__cfs_quota_us=25000, cpu__cfs_period_us=100000
-    )
+    memory, cpus = f"{CGROUP}/memory{folder}", f"{CGROUP}/cpu,cpuacct{folder}"
+    cache = f"active_file 5\ntotal_active_file {SMALL // 4}\ntotal_inactive_file 0"
+    groups.write(memory, memory__limit_in_bytes=SMALL, memory__usage_in_bytes=SMALL // 2)
+    groups.write(memory, memory__stat=cache)
+    groups.write(cpus, cpu__cfs_quota_us=25000, cpu__cfs_period_us=100000)
     assert groups.memory() == HostMemory(SMALL, SMALL // 2 + SMALL // 4, True)
     assert usable_cpus(groups.root) == 0.25
 
@@ -168,8 +157,7 @@ def test_version_one_without_limits(groups: Groups) -> None:
     groups.show("5:memory:/\n3:cpu,cpuacct:/\n", V1.format("/", "/"))
     groups.write("/sys/fs/cgroup/memory", memory__limit_in_bytes=NO_LIMIT)
     groups.write("/sys/fs/cgroup/cpu,cpuacct", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
-    assert (groups.memory().total_bytes, groups.memory().limited) == (MACHINE, False)
-    assert usable_cpus(groups.root) == len(os.sched_getaffinity(0))
+    groups.assert_unlimited()
 
 
 def test_a_path_that_is_not_shown_here_is_the_topmost_group(groups: Groups) -> None:

@@ -8,14 +8,12 @@ from conserve.settings import SettingsError, load
 from hetero.container import HostMemory
 from hetero.cpu_plan import CpuPlan, plan
 from hetero.model_shape import ModelShape, shape_of
+from tests.unit.hetero.planned import GIB, QWEN3, QWEN3_BYTES
 from tests.unit.hetero.shapes import QWEN3_8B
-
-GIB = 2**30
-SHAPE = shape_of(QWEN3_8B, 16_381_470_720)
 
 
 def made(
-    arguments: dict[str, Any], gib: float = 512, free: float = 512, shape: ModelShape | None = SHAPE
+    arguments: dict[str, Any], gib: float = 512, free: float = 512, shape: ModelShape | None = QWEN3
 ) -> CpuPlan:
     memory = HostMemory(int(gib * GIB), int(free * GIB), gib < 512)
     return plan(load({"model": "m", **arguments}), shape, memory)[1]
@@ -51,7 +49,7 @@ def test_engines_larger_than_the_machine_are_refused_with_the_sums() -> None:
         "the container's limit of 24.0 GiB are available"
     )
     small = {"engine.max_model_len": 4096, "placement": "collocated", "decoders": 1}
-    assert made(small, gib=24, free=20).weights_bytes == 16_381_470_720
+    assert made(small, gib=24, free=20).weights_bytes == QWEN3_BYTES
 
 
 def test_lmcaches_memory_is_half_of_what_is_free_at_most() -> None:
@@ -70,5 +68,5 @@ def test_a_model_that_is_not_known_is_no_obstacle() -> None:
 
 def test_what_is_counted_as_too_much_is_none() -> None:
     """Of layers with windows a long sequence takes less than is counted."""
-    windowed = shape_of(QWEN3_8B | {"sliding_window": 4096}, 16_381_470_720)
+    windowed = shape_of(QWEN3_8B | {"sliding_window": 4096}, QWEN3_BYTES)
     assert made({}, shape=windowed).kv_gb["decoders"] == 1

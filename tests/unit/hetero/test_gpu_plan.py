@@ -1,46 +1,25 @@
 """The plan as a whole: host memory for KV, and what an operator is told."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from conserve.settings import SettingsError, load
-from hetero.cards import Card
-from hetero.container import HostMemory
-from hetero.gpu_layout import with_counts
-from hetero.gpu_plan import GpuNode, GpuPlan, plan
+from conserve.settings import SettingsError
 from hetero.host_memory import chunk_tokens
-from hetero.model_shape import ModelShape, shape_of
-from hetero.tiers import NodeOffer
+from hetero.model_shape import shape_of
+from tests.unit.hetero.planned import GIB, QWEN3_BYTES, made, node, planned
 from tests.unit.hetero.shapes import QWEN3_8B, QWEN3_NEXT_80B
 
-GIB = 2**30
-SHAPE = shape_of(QWEN3_8B, 16_381_470_720)
 TOKEN = 147_456
 SHARED = {"gpus": 1, "prefillers": 1, "decoders": 1}
-
-
-def node(cards: int = 1, memory: int = 80, free: int = 512, used: int = 0) -> GpuNode:
-    card = Card("NVIDIA H100", memory * GIB, used * GIB)
-    offer = NodeOffer("10.0.0.1", {"CPU": 8.0, "GPU": float(cards)}, {})
-    return GpuNode(offer, (card,) * cards, free * GIB)
-
-
-def made(
-    arguments: dict[str, Any], *nodes: GpuNode, shape: ModelShape | None = SHAPE, why: str = ""
-) -> GpuPlan:
-    gpus = sum(len(one.cards) for one in nodes)
-    _, found = plan(with_counts(load({"model": "m", **arguments}), gpus), nodes, shape, why)
-    return found
+ALONE = {"placement": "collocated", "decoders": 1}
 
 
 def test_host_memory_is_for_what_decoders_park() -> None:
     """One and a half times the decoders' KV of a node, where the host has it."""
     found = made({}, node(cards=3))
     decoders = found.engines[-1]
-    assert decoders.kv_bytes is not None
-    assert found.size_gb == int(1.5 * 2 * decoders.kv_bytes / GIB) == 161
+    assert found.size_gb == int(1.5 * 2 * (decoders.kv_bytes or 0) / GIB) == 161
     assert found.kept_tokens == int(0.72 * found.size_gb * GIB / TOKEN)
     assert found.notes == ()
 
@@ -67,25 +46,20 @@ def test_what_is_set_is_kept_and_too_little_is_said() -> None:
     assert made({"lmcache.size_gb": 40}, node(cards=2)).notes == ()
 
 
-def limited(free: float, total: float, cards: int = 2) -> GpuNode:
-    memory = HostMemory(int(total * GIB), int(free * GIB), limited=True)
-    return dataclasses.replace(node(cards), available_bytes=memory.available_bytes, memory=memory)
-
-
 def test_the_containers_limit_caps_the_default_and_is_said() -> None:
-    found = made({}, limited(free=16, total=20))
+    found = made({}, node(cards=2, free=16, limit=20))
     assert found.size_gb == 8
     said = "8 GiB a node, 41,943 tokens at least; 16.0 of the container's limit of 20.0 GiB are"
     assert said in found.lines()[2]
-    unknown = made({}, limited(free=3, total=20), shape=None, why="model: not to be had")
+    unknown = made({}, node(cards=2, free=3, limit=20), shape=None, why="model: not to be had")
     assert unknown.size_gb == 1.5
 
 
 def test_more_than_a_node_has_is_refused_and_more_than_is_free_is_said() -> None:
-    said = made({"lmcache.size_gb": 30}, limited(free=24, total=64)).notes[0]
+    said = made({"lmcache.size_gb": 30}, node(cards=2, free=24, limit=64)).notes[0]
     assert said.startswith("lmcache.size_gb: 30 GiB, and a node has 24.0 GiB available")
     with pytest.raises(SettingsError, match=r"size_gb: 65 GiB, and 24.0 of the container's limit"):
-        made({"lmcache.size_gb": 65}, limited(free=24, total=64))
+        made({"lmcache.size_gb": 65}, node(cards=2, free=24, limit=64))
 
 
 def test_the_log_has_all_of_it() -> None:
@@ -131,17 +105,16 @@ def test_gpus_that_stay_idle_are_counted() -> None:
 
 def test_an_engine_that_will_find_too_little_is_refused_with_the_sums() -> None:
     """As vLLM refuses it once it has loaded the model and measured."""
-    arguments = {"placement": "collocated", "decoders": 1}
     with pytest.raises(SettingsError) as refused:
-        made(arguments, node(memory=24))
+        made(ALONE, node(gib=24))
     assert str(refused.value) == (
         "decoders: the model does not fit on a GPU, of which an engine may take 22.1 GiB; "
         "15.3 weights + 3.2 reserve + 5.6 KV of the longest sequence (40,960 tokens) = 24.1 GiB; "
         "set engine.max_model_len=26112, which fits, or use more GPUs"
     )
     # What is advised is accepted; so is what may fit, if less is taken than is estimated.
-    assert made(arguments | {"engine.max_model_len": 26112}, node(memory=24)).notes == ()
-    (said,) = made(arguments | {"engine.max_model_len": 32768}, node(memory=24)).notes
+    assert made(ALONE | {"engine.max_model_len": 26112}, node(gib=24)).notes == ()
+    (said,) = made(ALONE | {"engine.max_model_len": 32768}, node(gib=24)).notes
     assert "decoder: room for some" in said
     assert "32,768; set engine.max_model_len" in said
 
@@ -158,23 +131,20 @@ def test_an_engine_that_will_find_too_little_is_refused_with_the_sums() -> None:
     ],
 )
 def test_what_makes_it_fit_is_reckoned_with(given: dict[str, Any]) -> None:
-    nodes = node(cards=int(given.get("engine.tensor_parallel_size", 1)), memory=24)
-    assert made({"placement": "collocated", "decoders": 1, **given}, nodes)
+    nodes = node(cards=int(given.get("engine.tensor_parallel_size", 1)), gib=24)
+    assert made({**ALONE, **given}, nodes)
 
 
 def test_layers_with_windows_take_less_than_is_counted() -> None:
-    windowed = shape_of(QWEN3_8B | {"sliding_window": 4096}, 16_381_470_720)
-    (said,) = made(
-        {"placement": "collocated", "decoders": 1}, node(memory=24), shape=windowed
-    ).notes
+    windowed = shape_of(QWEN3_8B | {"sliding_window": 4096}, QWEN3_BYTES)
+    (said,) = made(ALONE, node(gib=24), shape=windowed).notes
     assert "decoder: room for some" in said
 
 
 def test_a_kv_space_that_is_set_too_small_is_refused() -> None:
-    arguments = {"placement": "collocated", "decoders": 1, "engine.kv_cache_memory_bytes": 2 * GIB}
     said = r"decoders: engine.kv_cache_memory_bytes: 2.0 GiB hold 14,560 tokens, .* 40,960"
     with pytest.raises(SettingsError, match=said):
-        made(arguments, node(memory=80))
+        made({**ALONE, "engine.kv_cache_memory_bytes": 2 * GIB}, node())
 
 
 def test_a_model_that_is_not_known_is_no_obstacle_where_engines_measure() -> None:
@@ -200,13 +170,11 @@ def test_an_estimate_of_weights_is_called_one() -> None:
 def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
     given: dict[str, Any], block: int, chunk: int
 ) -> None:
-    hybrid = shape_of(QWEN3_8B | {"full_attention_interval": 4}, 16_381_470_720)
-    asked = with_counts(load({"model": "m", **given}), 1)
-    settings, _ = plan(asked, [node()], hybrid)
+    hybrid = shape_of(QWEN3_8B | {"full_attention_interval": 4}, QWEN3_BYTES)
+    settings, _ = planned(given, node(), shape=hybrid)
     assert settings.engine.get("block_size") == block
     assert chunk_tokens(settings, gpu=True) == chunk
-    plain, _ = plan(with_counts(load({"model": "m"}), 1), [node()], SHAPE)
-    assert "block_size" not in plain.engine
+    assert "block_size" not in planned({}, node())[0].engine
 
 
 @pytest.mark.parametrize(
@@ -224,7 +192,7 @@ def test_blocks_are_as_large_as_a_state(
     state_dtype: str, given: dict[str, Any], block: int
 ) -> None:
     shape = shape_of(QWEN3_NEXT_80B, 40 * GIB, state_dtype=state_dtype)
-    settings, _ = plan(with_counts(load({"model": "m", **given}), 1), [node()], shape)
+    settings, _ = planned(given, node(), shape=shape)
     assert settings.engine["block_size"] == block
 
 

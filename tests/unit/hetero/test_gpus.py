@@ -30,6 +30,13 @@ def keeper(
     keeper.close()
 
 
+def pass_time(keeper: GpuKeeper, now_s: float, *uses: EngineUse) -> None:
+    """Have these engines beat, and the keeper look."""
+    for use in uses:
+        keeper.beat(use, now_s)
+    keeper.tick(now_s)
+
+
 def limits(machine: Machine) -> list[int]:
     return [gpu.limit_mw // 1000 for gpu in machine.gpus]
 
@@ -54,8 +61,7 @@ def test_each_engine_is_told_what_its_gpus_have_used(machine: Machine, keeper: G
     machine.load(second, 150)
     second.unsupported |= standin.NO_ENERGY
     assert keeper.beat(prefiller, 0.0) is None  # Nothing is known before the first reading.
-    keeper.beat(decoder, 0.0)
-    keeper.tick(0.0)
+    pass_time(keeper, 0.0, decoder)
     for second_s in range(1, 11):
         machine.advance(1)
         keeper.tick(float(second_s))
@@ -71,9 +77,7 @@ def test_each_engine_is_told_what_its_gpus_have_used(machine: Machine, keeper: G
 def test_engines_that_share_a_gpu_share_its_energy(machine: Machine, keeper: GpuKeeper) -> None:
     uses = [EngineUse(name, (machine.gpus[0].id,)) for name in ("a", "b")]
     for now_s in (0.0, 1.0):
-        for use in uses:
-            keeper.beat(use, now_s)
-        keeper.tick(now_s)
+        pass_time(keeper, now_s, *uses)
         machine.advance(1)
     assert [known(keeper.beat(use, 1.0)).joules for use in uses] == [15, 15]
 
@@ -82,16 +86,14 @@ def test_what_a_gpu_does_for_others_meanwhile_is_not_counted(
     machine: Machine, keeper: GpuKeeper
 ) -> None:
     use = EngineUse("first", (machine.gpus[0].id,))
-    keeper.beat(use, 0.0)
-    keeper.tick(0.0)
+    pass_time(keeper, 0.0, use)
     keeper.leave("first")
     machine.advance(1000)
     keeper.tick(1000.0)
     machine.advance(1000)
     later = EngineUse("second", (machine.gpus[0].id,))
     for now_s in (2000.0, 2001.0):
-        keeper.beat(later, now_s)
-        keeper.tick(now_s)
+        pass_time(keeper, now_s, later)
         machine.advance(1)
     assert known(keeper.beat(later, 2001.0)).joules == pytest.approx(30)
 
@@ -102,9 +104,7 @@ def test_a_cap_holds_for_as_long_as_an_engine_that_wants_it_lives(
     first, second = machine.gpus
     decoder = EngineUse("d", (first.id,), Cap(fraction=2 / 3))
     prefiller = EngineUse("p", (second.id,))
-    keeper.beat(decoder, 0.0)
-    keeper.beat(prefiller, 0.0)
-    keeper.tick(0.0)
+    pass_time(keeper, 0.0, decoder, prefiller)
     assert limits(machine) == [200, 300]
     assert second.set_calls == 0
     assert known(keeper.beat(decoder, 1.0)).gpus[0].cap_w == 200
@@ -112,9 +112,7 @@ def test_a_cap_holds_for_as_long_as_an_engine_that_wants_it_lives(
     guard = keeper.state()["power_guard_pid"]
     os.kill(guard, signal.SIGKILL)
     for now_s in (RETRY_S, 2 * RETRY_S):
-        keeper.beat(decoder, now_s)
-        keeper.beat(prefiller, now_s)
-        keeper.tick(now_s)
+        pass_time(keeper, now_s, decoder, prefiller)
     assert keeper.state()["power_guard_pid"] not in (guard, None)
     assert limits(machine) == [200, 300]
     (record,) = (tmp_path / "power").glob("*.json")
@@ -135,8 +133,7 @@ def test_it_serves_on_uncapped_where_it_may_not_cap(
     first.denied = 1
     use = EngineUse("d", (first.id,), Cap(watts=200))
     for now_s in (0.0, 1.0, RETRY_S + 1, 3 * RETRY_S):
-        keeper.beat(use, now_s)
-        keeper.tick(now_s)
+        pass_time(keeper, now_s, use)
         machine.advance(1)
     energy = known(keeper.beat(use, 3 * RETRY_S))
     assert (energy.gpus[0].cap_w, energy.gpus[0].refusal) == (None, "NoPermission")
@@ -144,8 +141,7 @@ def test_it_serves_on_uncapped_where_it_may_not_cap(
     said = [line for line in caplog.messages if "CAP_SYS_ADMIN" in line]
     assert len(said) == 1  # Not once a second.
     first.denied = 0
-    keeper.beat(use, 4 * RETRY_S)
-    keeper.tick(4 * RETRY_S)
+    pass_time(keeper, 4 * RETRY_S, use)
     assert limits(machine) == [200, 300]
 
 
@@ -154,9 +150,7 @@ def test_engines_of_different_minds_leave_a_gpu_as_it_is(
 ) -> None:
     first = machine.gpus[0]
     capped, free = EngineUse("d", (first.id,), Cap(watts=200)), EngineUse("p", (first.id,))
-    for use in (capped, free):
-        keeper.beat(use, 0.0)
-    keeper.tick(0.0)
+    pass_time(keeper, 0.0, capped, free)
     assert known(keeper.beat(capped, 0.0)).gpus[0].refusal == DISAGREED
     assert first.set_calls == 0
     keeper.leave("p")
@@ -166,8 +160,7 @@ def test_engines_of_different_minds_leave_a_gpu_as_it_is(
 
 
 def test_a_cap_ends_with_the_keeper(machine: Machine, keeper: GpuKeeper, tmp_path: Path) -> None:
-    keeper.beat(EngineUse("d", (machine.gpus[0].id,), Cap(watts=200)), 0.0)
-    keeper.tick(0.0)
+    pass_time(keeper, 0.0, EngineUse("d", (machine.gpus[0].id,), Cap(watts=200)))
     assert limits(machine) == [200, 300]
     keeper.close()
     eventually(lambda: limits(machine) == [300, 300])
@@ -195,14 +188,12 @@ def test_an_engine_leases_before_it_beats_and_keeps_it_by_beating(
     lease = keeper.lease(gpu, "d", 6, 0.0)
     loading = EngineUse("d", ())
     for now_s in range(1, 40):
-        keeper.beat(loading, float(now_s))
-        keeper.tick(float(now_s))
+        pass_time(keeper, float(now_s), loading)
     assert keeper.sm_ledger.leases() == [lease]
     with pytest.raises(NoFreeSms, match="d has 0 to 12 of 21 units"):
         keeper.lease(gpu, "p", 5, 40.0)
     # Loaded, it is metered, and its lease goes on.
-    keeper.beat(EngineUse("d", (gpu,), None, (lease,)), 40.0)
-    keeper.tick(40.0)
+    pass_time(keeper, 40.0, EngineUse("d", (gpu,), None, (lease,)))
     assert keeper.sm_ledger.leases() == [lease]
     # Nothing more is heard of it: its successor gets the same.
     keeper.tick(40.0 + SILENCE_S + 1)
@@ -266,8 +257,7 @@ def test_a_mig_device_is_metered_with_its_gpu_and_leased_by_itself(
     part = f"MIG-1-{first.id}"
     use = EngineUse("d", (part,), Cap(watts=200))
     for now_s in (0.0, 1.0):
-        keeper.beat(use, now_s)
-        keeper.tick(now_s)
+        pass_time(keeper, now_s, use)
         machine.advance(1)
     energy = known(keeper.beat(use, 1.0))
     assert (energy.joules, energy.gpus[0].uuid) == (30, first.id)
@@ -281,12 +271,10 @@ def test_a_gpu_that_is_lost_says_so_once_and_costs_nothing(
     caplog.set_level(logging.WARNING)
     first = machine.gpus[0]
     use = EngineUse("d", (first.id,))
-    keeper.beat(use, 0.0)
-    keeper.tick(0.0)
+    pass_time(keeper, 0.0, use)
     first.lost = 1
     for now_s in (1.0, 2.0, 3.0):
-        keeper.beat(use, now_s)
-        keeper.tick(now_s)
+        pass_time(keeper, now_s, use)
     energy = known(keeper.beat(use, 3.0))
     assert (energy.joules, energy.gpus[0].draw_w) == (0, None)
     lost = [line for line in caplog.messages if "fallen off the bus" in line]
@@ -303,6 +291,5 @@ def test_a_driver_that_does_not_open_is_tried_again(
         keeper.tick(now_s)
     assert len(caplog.messages) == 1
     machine.fail_to_open(0)
-    keeper.beat(use, 2 * RETRY_S)
-    keeper.tick(2 * RETRY_S)
+    pass_time(keeper, 2 * RETRY_S, use)
     assert known(keeper.beat(use, 2 * RETRY_S)).gpus[0].name == "NVIDIA A40"

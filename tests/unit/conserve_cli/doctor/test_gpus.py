@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from conserve.settings import Settings, load
@@ -70,6 +72,9 @@ class Held:
     def __enter__(self) -> int:
         command = [self.title, "-c", "import time; time.sleep(60)"]
         self.process = subprocess.Popen(command, executable=sys.executable)
+        # Its command line is empty until its program has begun.
+        while not psutil.Process(self.process.pid).cmdline():
+            time.sleep(0.01)
         return self.process.pid
 
     def __exit__(self, *_: object) -> None:
@@ -85,7 +90,7 @@ def test_two_cards_of_which_one_is_full(machine: Machine, here: Here) -> None:
     assert about("GPU", found())[0].startswith("ok      GPU: 2 x NVIDIA H100 80GB HBM3;")
     second = machine.gpus[1]
     second.used_bytes = 76 * GIB
-    with Held("/usr/bin/train") as pid:
+    with Held("train") as pid:
         second.run(pid, memory_bytes=75 * GIB)
         assert_finds(
             found(),

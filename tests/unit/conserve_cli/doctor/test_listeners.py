@@ -27,7 +27,9 @@ ROUTER, ENGINE = "ray::ServeReplica:default:Router", "ray::ServeReplica:default:
 GCS = "/venv/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp"
 LMCACHE = "python -m lmcache.cli.main server --host x"
 # By the process's number.
-COMMANDS = {7: ROUTER, 8: ENGINE, 9: GCS, 10: LMCACHE, 11: "VLLM::Worker", 12: "nginx"}
+COMMANDS = {
+    7: ROUTER, 8: ENGINE, 9: GCS, 10: LMCACHE, 11: "VLLM::Worker", 12: "nginx", os.getpid(): GCS,
+}  # fmt: skip
 
 
 def listen(monkeypatch: pytest.MonkeyPatch, *listeners: tuple[int | None, str, int]) -> None:
@@ -50,6 +52,7 @@ def test_each_listener_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
     listen(
         monkeypatch,
         (12, "0.0.0.0", 80), (13, "0.0.0.0", 81), (None, "0.0.0.0", 82), (9, "127.0.0.1", 83),
+        (os.getpid(), "0.0.0.0", 84),
         (11, "192.0.2.1", 40000), (7, "0.0.0.0", 8000), (8, "192.0.2.1", 31000),
         (9, "::", 44217), (9, "0.0.0.0", 6379), (10, "192.0.2.1", 7610),
     )  # fmt: skip
@@ -83,6 +86,9 @@ def test_what_the_settings_ask_for_is_not_told(
     assert_finds(check_listeners(asked), ("warning", "router's ports", f"listens on {left}, which"))
     listen(monkeypatch, (7, "0.0.0.0" if host == "0.0.0.0" else "192.0.2.1", 8000))
     assert len(unwell(check_listeners(asked))) == (host == "localhost")
+    # They ask for no other process there.
+    listen(monkeypatch, (8, "0.0.0.0", 8000))
+    assert len(unwell(check_listeners(asked))) == 1
 
 
 @pytest.mark.parametrize(
