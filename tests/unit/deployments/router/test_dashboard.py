@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from conserve.settings import Settings
-from deployments.router.dashboard import FILES, PATH, PATHS
+from deployments.router.operators import DASHBOARD as PATH
+from deployments.router.operators import DASHBOARD_FILES as FILES
+from deployments.router.operators import DASHBOARD_PATHS as PATHS
 from tests.checkout import ROOT
 from tests.unit.deployments.router.test_access import Keys, ask
 

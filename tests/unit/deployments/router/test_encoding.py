@@ -18,9 +18,9 @@ from conserve.media import Lifted, name_of, places
 from conserve.settings import Settings
 from conserve.wire import Encoded
 from deployments.messages import Checked, Prefilled
-from deployments.router import encoding
-from deployments.router.encoding import Encoding
+from deployments.router import prompt
 from deployments.router.media import MediaReader
+from deployments.router.prompt import Encoding
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments.asgi import exchange
@@ -209,7 +209,7 @@ def test_a_turn_goes_on_without_an_encoder_that_fails(
 
 
 def test_a_slow_encoder_is_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "LONGEST_S", 0.01)
+    monkeypatch.setattr(prompt, "LONGEST_ENCODING_S", 0.01)
     engines = Vision(die=set(), encoder_hangs=True)
     endpoint = endpoint_of(Table(), engines, "d1")
     assert ask(endpoint, body(CHAT, png(1), png(2))) == 200

@@ -11,7 +11,7 @@ import pytest
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
 from deployments.messages import EventPage, EventQuery
-from deployments.router import events
+from deployments.router import operators
 from deployments.router.frontdoor import FrontDoor
 from deployments.table.table_client import TableUnavailable
 from tests.unit.deployments.stub_table import StubTable
@@ -103,7 +103,7 @@ async def test_events_are_told_in_order_with_their_numbers() -> None:
     await listener.leave()
     # First where the log is; then what has come since, and since that.
     assert [asked.after for asked in table.asked] == [None, 7, 9, 12]
-    assert [asked.patience_s for asked in table.asked] == [0.0, *[events._QUIET_S] * 3]
+    assert [asked.patience_s for asked in table.asked] == [0.0, *[operators._QUIET_S] * 3]
 
 
 async def test_a_stream_ends_with_its_router() -> None:
@@ -160,7 +160,7 @@ async def test_a_table_that_starts_anew_ends_no_stream(monkeypatch: pytest.Monke
 
     table = Table(TableUnavailable(), EventPage(3, 0, []), EventPage(3, 0, []))
     listener = Listener(a_door(table))
-    monkeypatch.setattr(events.asyncio, "sleep", at_once)
+    monkeypatch.setattr(operators.asyncio, "sleep", at_once)
     await listener.until(lambda one: "nothing new" in one.text)
     assert ": the conversation table is being restarted\n\n" in listener.text
     assert slept.count(1) == 1
@@ -170,7 +170,7 @@ async def test_a_table_that_starts_anew_ends_no_stream(monkeypatch: pytest.Monke
 async def test_so_many_may_listen_and_who_leaves_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(events, "_LISTENERS", 2)
+    monkeypatch.setattr(operators, "_LISTENERS", 2)
     door = a_door(Table())
     listening = [await Listener(door).until(lambda one: one.text) for _ in range(2)]
     refused = await Listener(door).until(lambda one: one.text)

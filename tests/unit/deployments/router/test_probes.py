@@ -9,7 +9,7 @@ import pytest
 from conserve.settings import Settings
 from conserve.tenants import KeyFile, keyfile
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.probes import Probes
+from deployments.router.operators import Probes
 from tests.unit.deployments.asgi import ask
 from tests.unit.deployments.stub_table import StubTable
 
