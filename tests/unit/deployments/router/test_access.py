@@ -11,12 +11,12 @@ import pytest
 
 from conserve.pausing import ToolReport
 from conserve.settings import Settings, SettingsError, load
-from conserve.tenants import KeyFile, KeyFileError, keyfile
+from conserve.tenants import KeyFileError
 from deployments.answers import Alive
 from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
-from deployments.router.frontdoor import FrontDoor
 from tests.unit.deployments import asgi
+from tests.unit.deployments.router.fakes import Keys, a_door, bearer
 from tests.unit.deployments.stub_table import StubTable
 
 PATHS = [
@@ -41,41 +41,20 @@ PATHS = [
 ]
 
 
-class Table(StubTable):
-    """Answers what can be asked, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        self.asked.append((method, *arguments))
-        return {
-            "conversations": b'{"object":"list","data":[],"total":0}',
-            "conversation": {"id": "x"},
-            "release": True,
-            "report_tool": 1,
-            "engines": [],
-            "drain": 0,
-            "metrics": b"",
-            "health": Alive(1, 1),
-        }[method]
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        self.asked.append((method, *arguments))
-
-
-class Keys:
-    """A key file with a key of `acme` and an admin's of `ops`."""
-
-    def __init__(self, folder: Path) -> None:
-        content, self.acme = KeyFile.new().with_key("acme", "2026-01-31")
-        self.content, self.ops = content.with_key("ops", "2026-01-31", admin=True)
-        self.path = folder / "keys.json"
-        keyfile.write(self.path, self.content)
-
-    @property
-    def settings(self) -> Settings:
-        return Settings(host="0.0.0.0", keys_file=str(self.path))
+def a_table(**changes: Any) -> StubTable:
+    """Answers what can be asked."""
+    answers = {
+        "conversations": b'{"object":"list","data":[],"total":0}',
+        "conversation": {"id": "x"},
+        "release": True,
+        "report_tool": 1,
+        "engines": [],
+        "drain": 0,
+        "metrics": b"",
+        "health": Alive(1, 1),
+        "observe": None,
+    }
+    return StubTable(**answers | changes)
 
 
 @pytest.fixture
@@ -91,19 +70,15 @@ def ask(
     *,
     peer: str = "10.0.0.9",
     body: bytes = b"",
-    table: Table | None = None,
+    table: StubTable | None = None,
 ) -> tuple[int, dict[str, str], Any]:
     """Status, headers and body of a router's answer."""
-    door = FrontDoor(settings, table or Table(), "router")  # type: ignore[arg-type]
+    door = a_door(table or a_table(), settings)
     given = {"content-type": "application/json", **(headers or {})}
     url = "http://10.0.0.1:8000" + quote(path, safe="/?=&%")
     answer = asgi.ask(door, method, url, peer=peer, content=body, headers=given)
     raw = answer.content
     return answer.status_code, dict(answer.headers), json.loads(raw) if raw[:1] == b"{" else raw
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 # --- With keys -----------------------------------------------------------------------------------
@@ -120,7 +95,7 @@ def test_nothing_is_told_or_done_without_a_good_key(
         "basic": {"Authorization": f"Basic {keys.acme}"},
         "bearer of nothing": {"Authorization": "Bearer "},
     }[how]
-    table = Table()
+    table = a_table()
     status, found, body = ask(keys.settings, method, path, headers, table=table)
     assert status == 401
     assert found["www-authenticate"] == "Bearer"
@@ -156,7 +131,7 @@ def test_a_key_is_taken_from_either_header(keys: Keys, form: str) -> None:
 def test_an_engine_is_drained_with_an_admin_key_alone(
     keys: Keys, who: str | None, peer: str, status: int
 ) -> None:
-    table = Table()
+    table = a_table()
     headers = {} if who is None else bearer(getattr(keys, who))
     for path in ("/v1/engines/d#1/drain", "//v1//engines//d%231/drain/"):
         assert ask(keys.settings, "POST", path, headers, peer=peer, table=table)[0] == status
@@ -211,7 +186,7 @@ def test_a_page_asks_without_its_key_first_and_reads_refusals(
         "Access-Control-Request-Method": method,
         "Access-Control-Request-Headers": "authorization",
     }
-    table = Table()
+    table = a_table()
     status, found, _ = ask(keys.settings, "OPTIONS", path, preflight, table=table)
     assert status == 204
     assert table.asked == []
@@ -229,7 +204,7 @@ def test_loopback_alone_opens_nothing_else(keys: Keys) -> None:
 
 
 def test_an_id_in_its_kept_form_is_nobodys(keys: Keys) -> None:
-    table = Table()
+    table = a_table()
     path = "/v1/conversations/ops\tx"
     for method in ("GET", "DELETE"):
         assert ask(keys.settings, method, path, bearer(keys.acme), table=table)[0] == 404
@@ -237,7 +212,7 @@ def test_an_id_in_its_kept_form_is_nobodys(keys: Keys) -> None:
 
 
 def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
-    table = Table()
+    table = a_table()
     for method, path in (
         ("GET", "/v1/conversations?limit=5"),
         ("GET", "/v1/conversations/x"),
@@ -258,7 +233,7 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
 
 
 def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
-    table, admin = Table(), bearer(keys.ops)
+    table, admin = a_table(), bearer(keys.ops)
     for method, path in (
         ("GET", "/v1/conversations"),
         ("GET", "/v1/conversations?tenant=acme"),
@@ -276,7 +251,7 @@ def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/x"])
 def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -> None:
-    table = Table()
+    table = a_table()
     refused = ask(keys.settings, "GET", f"{path}?tenant=ops", bearer(keys.acme), table=table)
     assert (refused[0], refused[2]["error"]["code"]) == (403, "admin_key_required")
     assert refused[2]["error"]["type"] == "permission_error"
@@ -286,12 +261,8 @@ def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -
 
 
 def test_no_key_is_logged(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Table):
-        async def call(self, method: str, *arguments: Any) -> Any:
-            raise RuntimeError("a bug")
-
     with caplog.at_level(logging.DEBUG):
-        door = FrontDoor(keys.settings, Broken(), "router")  # type: ignore[arg-type]
+        door = a_door(a_table(conversations=RuntimeError("a bug")), keys.settings)
         asked = {"path": "/v1/conversations", "client": ("10.0.0.9", 1)}
         with pytest.raises(RuntimeError, match="a bug"):
             asgi.exchange(door, b"", method="GET", headers=bearer(keys.acme), **asked)
@@ -310,7 +281,7 @@ def test_a_key_file_that_is_missing_or_broken_is_said_at_start(keys: Keys) -> No
         require_keys(keys.settings)
     # As it comes up where that was not looked at.
     with pytest.raises(KeyFileError, match="there is no key file"):
-        FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
+        a_door(settings=keys.settings)
 
 
 # --- A turn's request ----------------------------------------------------------------------------
@@ -318,7 +289,7 @@ def test_a_key_file_that_is_missing_or_broken_is_said_at_start(keys: Keys) -> No
 
 def read(keys: Keys, key: str, body: Any, headers: dict[str, str] | None = None) -> Any:
     """The request as `read_request` has it, once the key was found good."""
-    door = FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
+    door = a_door(settings=keys.settings)
     sent = {**bearer(key), **(headers or {})}
     scope = asgi.scope_of(sent, path="/v1/chat/completions", client=("10.0.0.9", 1))
     door._access.admit(scope)
@@ -371,7 +342,7 @@ def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(pat
 
 
 def test_without_keys_ids_are_as_they_were() -> None:
-    table = Table()
+    table = a_table()
     ask(load({}), "DELETE", "/v1/conversations/x", table=table)
     ask(load({}), "GET", "/v1/conversations", table=table)
     assert table.asked == [("release", "x"), ("conversations", 1000, None)]

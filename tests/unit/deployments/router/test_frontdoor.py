@@ -9,21 +9,11 @@ import pytest
 
 from conserve.settings import Settings
 from deployments.router import reading
-from deployments.router.frontdoor import FrontDoor
 from deployments.router.turn import TurnEndpoint
+from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable
 
 NOTHING = {"type": "http.request", "body": b""}
-
-
-class Table(StubTable):
-    """Takes what it is told; nothing here may ask it."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        self.told.append(method)
 
 
 def sent_by(app: Any, received: list[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:
@@ -42,7 +32,7 @@ def sent_by(app: Any, received: list[dict[str, Any]], **scope: Any) -> list[dict
     return sent
 
 
-def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def post(table: StubTable, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Send a chat in these messages."""
     endpoint = TurnEndpoint(Settings(), table, None, "router")  # type: ignore[arg-type]
     return sent_by(endpoint, received, path="/v1/chat/completions")
@@ -50,25 +40,25 @@ def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def answer(method: str, path: str, received: list[dict[str, Any]], **scope: Any) -> Any:
     """Send any other request."""
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    door = a_door(StubTable(observe=None))
     paths = {"path": unquote(path), "raw_path": path.encode()}
     return sent_by(door, received, method=method, **paths, **scope)
 
 
 def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_TIMEOUT_S", 0.05)
-    table = Table()
+    table = StubTable(observe=None)
     half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
     start, body = post(table, [half])
     assert start["status"] == 408
     error = json.loads(body["body"])["error"]
     assert error["code"] == "timeout"
     assert "not whole" in error["message"]
-    assert table.told == ["observe"]
+    assert [method for method, _ in table.told] == ["observe"]
 
 
 def test_nothing_is_sent_to_a_client_that_left_while_it_sent() -> None:
-    table = Table()
+    table = StubTable(observe=None)
     half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
     assert post(table, [half, {"type": "http.disconnect"}]) == []
     assert table.told == []
@@ -76,7 +66,7 @@ def test_nothing_is_sent_to_a_client_that_left_while_it_sent() -> None:
 
 def test_a_body_that_grows_over_the_limit_is_refused_before_its_end() -> None:
     """It may come without a Content-Length."""
-    table = Table()
+    table = StubTable(observe=None)
     part = {"type": "http.request", "body": b" " * (8 << 20), "more_body": True}
     start, _ = post(table, [dict(part) for _ in range(40)])
     assert start["status"] == 413
@@ -174,7 +164,7 @@ def test_another_method_is_told_which_there_are(method: str, path: str, has: str
 
 
 def test_a_server_that_is_stopped_takes_no_new_turns_and_says_when_to_come_back() -> None:
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    door = a_door()
     door.refusing = True
     scope = {"method": "POST", "path": "/v1/chat/completions", "client": ("127.0.0.1", 1)}
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
