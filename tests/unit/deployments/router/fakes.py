@@ -46,6 +46,10 @@ class Keys:
     def settings(self) -> Settings:
         return Settings(host="0.0.0.0", keys_file=str(self.path))
 
+    def of(self, who: str | None) -> dict[str, str]:
+        """Return the headers of `acme`, `ops`, or of another with a key that is none."""
+        return {} if who is None else bearer(getattr(self, who, "csk-nobody"))
+
     @property
     def of_acme(self) -> dict[str, Any]:
         """What makes a turn of `exchange` one of `acme`."""
