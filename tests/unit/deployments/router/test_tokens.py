@@ -24,6 +24,7 @@ from tests.unit.deployments.asgi import exchanged, told
 from tests.unit.deployments.router.fakes import Keys, a_door
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
+STRS_BYTES = budget.MOST_TOKEN_STRS_BYTES
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -82,6 +83,16 @@ def asked(path: str, body: Any, *table: Engine) -> tuple[int, Any]:
     return asyncio.run(post(a_door(a_table(*table)), path, body))
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+def sized(length: int, token_strs: Any) -> dict[str, Any]:
+    """Return a body of this length in JSON."""
+    body = {"prompt": "", "return_token_strs": token_strs}
+    return {**body, "prompt": "a" * (length - len(json.dumps(body)))}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -89,6 +100,8 @@ def asked(path: str, body: Any, *table: Engine) -> tuple[int, Any]:
         ("/tokenize", {"prompt": ""}),
         ("/tokenize", HELLO),
         ("/tokenize", {**HELLO, "tools": [], "return_token_strs": True}),
+        ("/tokenize", sized(STRS_BYTES, True)),
+        *(("/tokenize", sized(STRS_BYTES + 1, no)) for no in (False, None, 0)),
         ("/detokenize", {"tokens": [5, 6]}),
         ("/detokenize", {"tokens": []}),
         (COUNT_TOKENS, {**HELLO, "model": "conserve-embedded"}),
@@ -110,8 +123,11 @@ def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: An
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/tokenize", {"prompt": "a", "model": 5}, 400, "model"),
         ("/tokenize", {"prompt": "a", "x": 2**70}, 400, "x"),
+        ("/tokenize", {"prompt": "a", "x": nested(64)}, 400, "x"),
         ("/tokenize", {**HELLO, "tools": [{}] * 513}, 400, "tools"),
-        ("/tokenize", {"prompt": "a " * 40_000, "return_token_strs": 1}, 400, "return_token_strs"),
+        ("/tokenize", {"messages": HELLO["messages"] * 6145}, 400, "messages"),
+        ("/tokenize", sized(STRS_BYTES + 1, True), 400, "return_token_strs"),
+        ("/tokenize", sized(STRS_BYTES + 1, "yes"), 400, "return_token_strs"),
         ("/tokenize", {"prompt": "a" * budget.MOST_TOKENIZE_BYTES}, 413, None),
         ("/tokenize", b"{", 400, None),
         ("/tokenize", '{"prompt": "a"}'.encode("utf-16"), 400, None),
@@ -119,7 +135,7 @@ def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: An
         ("/detokenize", {"tokens": "5"}, 400, "tokens"),
         ("/detokenize", {"tokens": ["5"]}, 400, "tokens"),
         ("/detokenize", {"tokens": [True]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        *(("/detokenize", {"tokens": [odd]}, 400, "tokens") for odd in (-1, 5.0, None, [5])),
         ("/detokenize", {"tokens": [2**31]}, 400, "tokens"),
         ("/detokenize", {"tokens": [5] * 131_073}, 400, "tokens"),
         ("/detokenize", {"tokens": [5], "x": [[]] * 20_000}, 400, None),
