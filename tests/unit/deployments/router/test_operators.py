@@ -1,4 +1,4 @@
-"""What operators and their tools ask of a router: probes, metrics, events and the dashboard."""
+"""A router's answers to operators and their tools: probes, metrics, events and the dashboard."""
 
 import asyncio
 import importlib.metadata
