@@ -332,6 +332,22 @@ def ask(*given: Any, **more: Any) -> tuple[int, dict[str, str], Any]:
     return status, headers, json.loads(body)
 
 
+@contextlib.asynccontextmanager
+async def answering(answer: bytes, asked: list[bytes] | None = None) -> AsyncIterator[str]:
+    """Be an engine that answers each request so, and closes; gives its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"{}")
+        if asked is not None:
+            asked.append(request)
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 def a_door(table: TableClient | None = None, settings: Settings | None = None) -> FrontDoor:
     """Return a router's application; without a table, none is asked."""
     return FrontDoor(settings or Settings(), table or StubTable(), "router")

@@ -23,6 +23,7 @@ from tests.unit.deployments.router.fakes import (
     STREAMED,
     FakeEngines,
     FakeTable,
+    answering,
     endpoint_of,
     exchange,
 )
@@ -177,12 +178,7 @@ def test_nothing_is_said_of_what_a_client_wants_untraced(
 
 async def test_an_engine_gets_the_header_and_only_of_the_turn_that_is_traced() -> None:
     asked: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        await writer.drain()
-        writer.close()
+    done = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
     async def ask(traced: bool) -> None:
         if traced:
@@ -190,8 +186,7 @@ async def test_an_engine_gets_the_header_and_only_of_the_turn_that_is_traced() -
         await upstream.answered(url, b"{}")
 
     upstream = Upstream(silence_s=5)
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with answering(done, asked) as url:
         await asyncio.create_task(ask(traced=True))
         await asyncio.create_task(ask(traced=False))
     await upstream._open().close()

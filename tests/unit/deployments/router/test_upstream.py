@@ -1,30 +1,13 @@
 """What is known of an engine whose connection fails."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from conserve.errors import ApiError
 from deployments.messages import Checked, Prefilled
 from deployments.router.upstream import EngineUnreachable, Upstream
-
-
-@asynccontextmanager
-async def answering(answer: bytes, asked: list[bytes] | None = None) -> AsyncIterator[str]:
-    """Serve an answer on a connection, which ends then; gives the URL."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await reader.readuntil(b"{}")
-        if asked is not None:
-            asked.append(request)
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+from tests.unit.deployments.router.fakes import answering
 
 
 @pytest.fixture
