@@ -7,15 +7,13 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from conserve.errors import ApiError
-from conserve.loopback import is_loopback
 from conserve.settings import Settings, SettingsError
 from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
-from deployments.router import dashboard
-from deployments.router.guard import is_of_foreign_page
-from deployments.router.probes import HEALTHZ, LIVE, READY
+from deployments.router.guard import is_here
+from deployments.router.operators import DASHBOARD_PATHS, HEALTHZ, LIVE, READY
 
 # Load balancers have no key, nor has a browser that opens a page; these tell nothing of tenants.
-_OPEN = ("/health", LIVE, READY, HEALTHZ, *dashboard.PATHS)
+_OPEN = ("/health", LIVE, READY, HEALTHZ, *DASHBOARD_PATHS)
 # They tell of all tenants, and of the machine.
 _OPERATORS = ("/metrics", "/metrics/targets", "/v1/engines", "/v1/events")
 # Below it are actions on engines, which take a key of an admin wherever there are keys.
@@ -88,12 +86,3 @@ def _key(headers: Headers) -> str | None:
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return headers.get("x-api-key", "").strip() or None
-
-
-def is_here(scope: Scope) -> bool:
-    """Return whether a request came from this machine, and not by a foreign page."""
-    # Behind a proxy on this machine it is the proxy's client, by X-Forwarded-For: uvicorn puts it
-    # there, for peers on loopback.
-    peer = scope.get("client")
-    # A foreign page comes from a browser on this machine, and would read the answer.
-    return peer is not None and is_loopback(peer[0]) and not is_of_foreign_page(scope)

@@ -1,4 +1,7 @@
-"""Answers and errors as HTTP responses; refusals that took long to find come later.
+"""Answers and errors as HTTP responses, and their names; slow refusals come later.
+
+Each request is named by the client's `X-Request-Id` or by an id of ours. Ids that clients choose
+may repeat, and tell requests apart for people alone.
 
 A request that is refused takes time of the threads and cores that all tokens come from. Where that
 was little, it is answered at once. Else its client waits for several times as long, so that of a
@@ -6,13 +9,16 @@ connection that sends nothing but the worst, a third or less is looked at.
 """
 
 import asyncio
+import secrets
 import time
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
-from starlette.types import Send
+from starlette.types import Scope, Send
 
-from conserve.errors import ApiError
+from conserve.apis import is_anthropic
+from conserve.errors import REQUEST_ID, ApiError
 from deployments.answers import Answer
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -30,6 +36,10 @@ ENDING = ApiError(
     "unavailable",
     retry_after_s=30,
 )
+
+ID_HEADER = "x-request-id"
+_MOST_ID_CHARS = 128
+_ID = "conserve.request_id"
 
 # For bodies of requests.
 CODINGS = ("gzip", "deflate")
@@ -80,3 +90,23 @@ async def hold_back(error: ApiError, arrived_s: float) -> None:
 def wait_s(took_s: float) -> float:
     """Return how long to hold back a refusal that took so long to find."""
     return min(_LONGEST_S, _TIMES * max(0.0, took_s - _FREE_S))
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return a request's id: the client's if it can be shown as it is, or else one of ours."""
+    if _ID not in scope:
+        given = Headers(scope=scope).get(ID_HEADER, "")
+        usable = 0 < len(given) <= _MOST_ID_CHARS and given.isascii() and given.isprintable()
+        scope[_ID] = given if usable else secrets.token_hex(16)
+    id_: str = scope[_ID]
+    return id_
+
+
+def named(scope: Scope) -> RawHeaders:
+    """Name a request, for errors too; return the headers of its answer."""
+    id_ = request_id_of(scope)
+    REQUEST_ID.set(id_)
+    headers = [(ID_HEADER.encode(), id_.encode())]
+    if is_anthropic(scope["path"]):
+        headers.append((b"request-id", id_.encode()))
+    return headers

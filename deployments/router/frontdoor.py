@@ -26,14 +26,16 @@ from deployments import answers
 from deployments.router.access import Access
 from deployments.router.addons import RouterPart
 from deployments.router.conversations import Conversations
-from deployments.router.dashboard import Dashboard
-from deployments.router.errors import ENDING, TABLE_RESTARTING, answer_response, error_response
-from deployments.router.events import Events
+from deployments.router.errors import (
+    ENDING,
+    TABLE_RESTARTING,
+    answer_response,
+    error_response,
+    named,
+)
 from deployments.router.guard import Guard, with_headers
-from deployments.router.metrics import MetricsPaths
 from deployments.router.openapi import Description
-from deployments.router.probes import Probes
-from deployments.router.request_ids import named
+from deployments.router.operators import Dashboard, Events, MetricsPaths, Probes
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream

@@ -6,7 +6,8 @@ the browser takes the router for the page's own server, but sends that name. An 
 that no public DNS server can answer for, cannot be rebound.
 
 CORS (https://fetch.spec.whatwg.org/#http-cors-protocol) says what a page of another origin may send
-and read. Starlette's middleware for it takes a fixed list of origins, and refuses in plain text.
+and read. Starlette's middleware for it answers preflights of other origins itself, in plain text,
+and sends some of its headers to pages that may not read the answer.
 """
 
 import re
@@ -42,9 +43,13 @@ _ASKED_NETWORK = "access-control-request-private-network"
 _FOREIGN_PAGE = "conserve.foreign_page"
 
 
-def is_of_foreign_page(scope: Scope) -> bool:
-    """Whether a web page sent a request, of an origin that is neither loopback's nor allowed."""
-    return _FOREIGN_PAGE in scope
+def is_here(scope: Scope) -> bool:
+    """Return whether a request came from this machine, and not by a foreign page."""
+    # Behind a proxy on this machine it is the proxy's client, by X-Forwarded-For: uvicorn puts it
+    # there, for peers on loopback.
+    peer = scope.get("client")
+    # A foreign page comes from a browser on this machine, and would read the answer.
+    return peer is not None and is_loopback(peer[0]) and _FOREIGN_PAGE not in scope
 
 
 class Guard:

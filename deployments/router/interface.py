@@ -15,7 +15,8 @@ from conserve.events import KINDS
 from conserve.fields import READ, UNSERVED
 from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments import answers
-from deployments.router import addons, conversations, dashboard, events, request_ids
+from deployments.router import addons, conversations, operators
+from deployments.router.errors import ID_HEADER
 
 Json = dict[str, Any]
 
@@ -105,7 +106,7 @@ _OF_TURNS = [
         if not hint.in_body and hint.name != identity.FINAL_HEADER
     ),
     _in("header", identity.FINAL_HEADER, TEXT, "`true`: the turn ends its conversation."),
-    _in("header", request_ids.HEADER, TEXT, "Names the request in its answer and in logs."),
+    _in("header", ID_HEADER, TEXT, "Names the request in its answer and in logs."),
 ]
 PARAMETERS: Json = {
     **{header["name"]: header for header in _OF_TURNS},
@@ -117,14 +118,14 @@ PARAMETERS: Json = {
         for added in _ADDED
         for name, schema in added.parameters.items()
     },
-    "file": _in("path", "file", _one_of(*dashboard.FILES)),
+    "file": _in("path", "file", _one_of(*operators.DASHBOARD_FILES)),
     "response": _in("path", "id", {**TEXT, "pattern": r"^[\w.-]{1,100}$"}),
     "limit": _in("query", "limit", {**_whole(1, 10_000), "default": 1000}, "Most that are listed."),
     "items": _in("query", "limit", {**_whole(1, 100), "default": 20}, "Most items."),
     "item": _in("query", "after", TEXT, "The id of the last item that is known."),
     "order": _in("query", "order", {**TEXT, "enum": ["asc", "desc"], "default": "desc"}, "By age."),
     "after": _in(
-        "query", "after", _whole(0, 10**events.MOST_DIGITS - 1), "The last event that is known."
+        "query", "after", _whole(0, 10**operators.MOST_DIGITS - 1), "The last event that is known."
     ),
     "kind": _in("query", "kind", {"type": "array", "items": _one_of(*KINDS)}, "Only these kinds."),
     "of": _in("query", "conversation", TEXT, "Events of this conversation alone."),

@@ -113,7 +113,7 @@ class MediaReader:
 
     async def fetch(self, missing: NotFetched, salt: str | None) -> dict[str, bytes]:
         """Fetch media, and keep them; returns all of the request by URL, or raises ApiError."""
-        budget = _Budget(self.settings.media.bytes)
+        budget = FetchBudget(self.settings.media.bytes)
         domains = self.settings.allowed_media_domains
         tasks = {
             url: asyncio.ensure_future(fetched(url, where, domains, budget))
@@ -261,7 +261,7 @@ class _Kept:
         return _ENTRY_BYTES + len(key[2]) + len(data)
 
 
-class _Budget:
+class FetchBudget:
     """Bytes that may be fetched for one request."""
 
     def __init__(self, most: int) -> None:
@@ -278,7 +278,7 @@ class _Budget:
 # --- Fetching -------------------------------------------------------------------------------------
 
 
-async def fetched(url: str, where: str, domains: Iterable[str], budget: _Budget) -> bytes:
+async def fetched(url: str, where: str, domains: Iterable[str], budget: FetchBudget) -> bytes:
     """Return what is at a URL of these domains; raises ApiError (400) that names the part."""
     try:
         parts = urlsplit(url)
@@ -316,7 +316,7 @@ async def fetched(url: str, where: str, domains: Iterable[str], budget: _Budget)
         raise unfit(where, "could not be fetched: no connection to its server") from None
 
 
-async def _read(response: aiohttp.ClientResponse, where: str, budget: _Budget) -> bytes:
+async def _read(response: aiohttp.ClientResponse, where: str, budget: FetchBudget) -> bytes:
     data = bytearray()
     async for part in response.content.iter_any():
         budget.take(len(part), where)

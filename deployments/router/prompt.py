@@ -1,7 +1,10 @@
-"""Counts a turn's prompt in tokens, by the model's own chat template and tokenizer."""
+"""Counts a turn's prompt, by the model's own template and tokenizer, and has its images encoded."""
 
 import asyncio
+import functools
 import json
+import logging
+import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection
@@ -10,12 +13,16 @@ from itertools import takewhile
 from typing import Any
 
 from conserve.apis import CHAT, COMPLETIONS
+from conserve.encoders import Encoder, Encoders, node_of
 from conserve.errors import ApiError
 from conserve.histories.kinship import LEAST_SYSTEM_TOKENS
 from conserve.recognition import Digest
 from conserve.recognition.apis import messages_of, tools_of
+from conserve.wire import NOTHING_ENCODED, Encoded
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import EngineUnreachable, Upstream
+
+logger = logging.getLogger("ray.serve")
 
 # How many system parts' lengths are kept, the newest.
 _MOST_LENGTHS = 4096
@@ -35,6 +42,8 @@ _NO_TOOLS = ("none", {"type": "none"})
 _LEADING = ("system", "developer")
 # Some templates refuse a chat without a message of the user's. Neither begins as the other does.
 _DIFFERENT = ("a", "7")
+# After that the engine that computes the prompt encodes by itself, as it does without encoders.
+LONGEST_ENCODING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +175,53 @@ def _common_length(one: list[int], other: list[int]) -> int:
     return bisect_left(
         range(1, min(len(one), len(other)) + 1), True, key=lambda n: one[:n] != other[:n]
     )
+
+
+@dataclass(eq=False)
+class Encoding:
+    """Has encoders encode what a turn brings, before its prompt is computed on their node.
+
+    Each new medium goes to an encoder of its own, all of a turn's at a time.
+    """
+
+    upstream: Upstream
+    encoders: Encoders
+
+    async def encode(
+        self, request: ClientRequest, url: str
+    ) -> tuple[Encoded, list[tuple[Encoder, EngineUnreachable]]]:
+        """Return once media are in the memory of the node of the engine at ``url``, or will not be.
+
+        It raises nothing, and empties `ClientRequest.to_encode`. Returns what encoders did, and
+        those whose connection broke.
+        """
+        node = node_of(url)
+        jobs = [self._one(node, request.path, *one) for one in request.to_encode.items()]
+        # The turn may last for long, and images are large.
+        request.to_encode.clear()
+        done = await asyncio.gather(*jobs)
+        encoded = [one for one in done if isinstance(one, Encoded)]
+        broken = [one for one in done if not isinstance(one, Encoded)]
+        return functools.reduce(Encoded.plus, encoded, NOTHING_ENCODED), broken
+
+    async def _one(
+        self, node: str, path: str, name: str, raw: bytes
+    ) -> Encoded | tuple[Encoder, EngineUnreachable]:
+        encoder = self.encoders.begin(node, name, time.monotonic())
+        if encoder is None:
+            return NOTHING_ENCODED
+        try:
+            async with asyncio.timeout(LONGEST_ENCODING_S):
+                done = await self.upstream.prefill(encoder.url, path, raw)
+        except asyncio.CancelledError:
+            self.encoders.give_up(encoder, name)
+            raise
+        except (EngineUnreachable, ApiError, TimeoutError) as error:
+            why = str(error) or f"not encoded after {LONGEST_ENCODING_S:g} s"
+            logger.warning("encoding on %s: %s", encoder.id, why)
+            if not isinstance(error, ApiError) or error.status >= 500:
+                self.encoders.failed(encoder, time.monotonic())
+            self.encoders.end(encoder, name)
+            return (encoder, error) if isinstance(error, EngineUnreachable) else NOTHING_ENCODED
+        self.encoders.end(encoder, name)
+        return done.encoded

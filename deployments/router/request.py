@@ -22,6 +22,7 @@ from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
 from deployments.router.access import caller_of, tenant_of
+from deployments.router.errors import request_id_of
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
     changed_body,
@@ -31,7 +32,6 @@ from deployments.router.reading import (
     read_lifted,
     understood,
 )
-from deployments.router.request_ids import request_id_of
 from deployments.router.stored import PREVIOUS, StoredResponses
 
 # How many digests the table gets to recognise a history by: those of the newest answers.

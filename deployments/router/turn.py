@@ -38,13 +38,23 @@ from deployments.router.answer import (
     RelayedAnswer,
     StreamBroken,
 )
-from deployments.router.encoding import Encoding
-from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse
+from deployments.router.errors import (
+    TABLE_RESTARTING,
+    RawHeaders,
+    hold_back,
+    refuse,
+    request_id_of,
+)
 from deployments.router.media import MediaReader
-from deployments.router.prompt import CountedPrompt, SystemLengths, count_prompt, counted_as_sent
+from deployments.router.prompt import (
+    CountedPrompt,
+    Encoding,
+    SystemLengths,
+    count_prompt,
+    counted_as_sent,
+)
 from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
-from deployments.router.request_ids import request_id_of
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import (
     TRACE_HEADERS,

@@ -221,10 +221,7 @@ async def test_special_tokens_in_text_are_text_and_the_history_stays_warm(
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("/tokenize", {"prompt": "a" * 600_000}, 413),
         ("/tokenize", {"messages": HELLO, "chat_template": "{{ 7 }}"}, 400),
-        ("/tokenize", {"prompt": "a", "model": "other"}, 404),
-        ("/detokenize", {"tokens": [-1]}, 400),
         ("/detokenize", {"tokens": [2**31 - 1]}, 200),
     ],
 )
@@ -300,74 +297,6 @@ async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
     assert metric("conserve_ttfet_seconds_count") == counted + 1
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "code", "param"),
-    [
-        (b"{not json", 400, None, None),
-        (b'"a string"', 400, None, None),
-        (b"\xff\xfe", 400, None, None),
-        (b"[" * 100_000, 400, None, None),
-        (b'{"messages": "x"}', 400, None, "messages"),
-        (b'{"messages": []}', 400, None, "messages"),
-        (b'{"messages": ["x"]}', 400, None, "messages"),
-        (b'{"messages": [{"role": "user", "content": 5}]}', 400, None, "messages"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": "many"}', 400, None, "n"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "model": 3}', 400, None, "model"),
-        (
-            b'{"messages": [{"role": "user", "content": "x"}], "model": "other"}',
-            404, "model_not_found", "model",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
-            400, None, "max_tokens",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": "x"}], "session_id": 5}',
-            400, "invalid_conversation_id", "session_id",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": "x"}], "job_id": "a\\nb"}',
-            400, "invalid_conversation_id", "job_id",
-        ),
-    ],
-)  # fmt: skip
-async def test_bad_bodies(
-    application: str,
-    client: httpx.AsyncClient,
-    body: bytes,
-    status: int,
-    code: str | None,
-    param: str | None,
-) -> None:
-    """A clear error in OpenAI's shape, and nothing held."""
-    response = await client.post(
-        application + "/v1/chat/completions",
-        content=body,
-        headers={"Content-Type": "application/json"},
-    )
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error["code"] == code
-    if param is not None:
-        assert error["param"] == param
-    assert "Traceback" not in response.text
-    assert len(error["message"]) < 500
-    await eventually("nothing is held", lambda: metric("conserve_conversations") == 0)
-
-
-@pytest.mark.parametrize("bad", ["x" * 10_000, "tab\there", "caf\u00e9"])
-async def test_bad_ids_in_headers(application: str, client: httpx.AsyncClient, bad: str) -> None:
-    """An id that could not be shown or routed by is refused, without echoing it whole."""
-    response = await client.post(
-        application + "/v1/chat/completions",
-        json={"messages": HELLO, "max_tokens": 2},
-        headers={"X-Conversation-Id": bad.encode("latin-1")},  # type: ignore[dict-item]
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_conversation_id"
-    assert len(response.text) < 500
-
-
 async def test_a_prompt_over_the_context(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
@@ -393,10 +322,8 @@ async def test_paths_and_methods(application: str, client: httpx.AsyncClient) ->
     for method, path, status in [
         ("GET", "/v1/nothing", 404),
         ("GET", "/v1/chat/completions", 405),
-        ("GET", "/v1/models/other", 404),
         ("GET", "/v1/conversations/unknown", 404),
         ("DELETE", "/v1/conversations/unknown", 404),
-        ("POST", "/programs/release", 400),
     ]:
         response = await client.request(method, application + path, json={})
         assert response.status_code == status, path
@@ -427,43 +354,15 @@ def test_a_request_keeps_its_id_up_to_the_engine(official: openai.OpenAI) -> Non
     assert ours.parse().id == f"chatcmpl-{ours.headers['x-request-id']}"
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Host": "rebound.example:8000"}, 421),
-        ({"Origin": "https://somewhere.example"}, 403),
-        ({"Host": "localhost:8000", "Origin": "http://127.0.0.1:3000"}, 200),
-        ({"Host": "0.0.0.0:8000"}, 200),
-        ({"Host": "ip6-localhost:8000"}, 200),
-    ],
-)
-async def test_what_a_web_page_could_send(
-    application: str, client: httpx.AsyncClient, headers: dict[str, str], status: int
-) -> None:
-    body = json.dumps({"messages": HELLO, "max_tokens": 1}).encode()
-    sent = {"Content-Type": "application/json", **headers}
-    reply = await client.post(application + "/v1/chat/completions", content=body, headers=sent)
-    assert reply.status_code == status, reply.text
-    assert metric("conserve_conversations") == (status == 200)
-
-
 async def test_a_web_page_that_may_use_it(application: str, client: httpx.AsyncClient) -> None:
-    """A browser asks first, and shows the page what it is let see: errors and streams, too."""
-    page = {"Origin": "http://localhost:3000"}
-    chats = application + "/v1/chat/completions"
-    asks = {
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization, content-type, x-conversation-id",
-    }
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/models", "/metrics", "/nowhere"):
-        preflight = await client.options(application + path, headers=page | asks)
-        assert preflight.status_code == 204
-        assert preflight.headers["access-control-allow-origin"] == "http://localhost:3000"
-        assert "POST" in preflight.headers["access-control-allow-methods"]
-        allowed = preflight.headers["access-control-allow-headers"]
-        assert {"authorization", "x-conversation-id"} <= {one.strip() for one in allowed.split(",")}
+    """It is shown what it is let see, errors and streams, too; others are refused."""
+    page, chats = {"Origin": "http://localhost:3000"}, application + CHAT
     said = {"messages": HELLO, "max_tokens": 2}
+    foreign = {"Origin": "https://somewhere.example"}
+    assert (await client.post(chats, json=said, headers=foreign)).status_code == 403
+    assert metric("conserve_conversations") == 0
+    preflight = {"Access-Control-Request-Method": "POST"}
+    assert (await client.options(chats, headers=page | preflight)).status_code == 204
     for body, status in (
         (said, 200),
         (said | {"stream": True}, 200),
@@ -474,9 +373,6 @@ async def test_a_web_page_that_may_use_it(application: str, client: httpx.AsyncC
         assert reply.headers["access-control-allow-origin"] == "http://localhost:3000"
         assert "X-Conversation-Id" in reply.headers["access-control-expose-headers"]
         assert ("x-conversation-id" in reply.headers) or status != 200
-    missing = await client.get(application + "/v1/nothing", headers=page)
-    assert missing.status_code == 404
-    assert missing.headers["access-control-allow-origin"] == "http://localhost:3000"
 
 
 async def test_nothing_listens_beyond_loopback(application: str) -> None:

@@ -203,60 +203,6 @@ def test_what_stands_in_texts_does_not_count(seed: int, before: int, text: str) 
     budget.check_raw(json.dumps(body, ensure_ascii=rng.random() < 0.5).encode(), chat=True)
 
 
-TOKENIZE_BYTES = 64 * 1024
-
-
-@pytest.mark.parametrize(
-    ("body", "length", "param"),
-    [
-        ({"prompt": ""}, 14, None),
-        ({"messages": [USER]}, 99, None),
-        ({"prompt": "x", "return_token_strs": True}, TOKENIZE_BYTES, None),
-        ({"prompt": "x", "return_token_strs": False}, TOKENIZE_BYTES + 1, None),
-        ({"prompt": "x", "return_token_strs": None}, TOKENIZE_BYTES + 1, None),
-        ({"prompt": "x", "return_token_strs": "yes"}, TOKENIZE_BYTES + 1, "return_token_strs"),
-        ({"prompt": "x", "return_token_strs": 0}, TOKENIZE_BYTES + 1, None),
-        ({}, 2, "prompt"),
-        ({"prompt": ["x"]}, 9, "prompt"),
-        ({"messages": [USER] * 6145}, 9, "messages"),
-        ({"messages": [USER], "tools": [{}] * 513}, 9, "tools"),
-        ({"prompt": "x", "y": nested(64)}, 9, "y"),
-    ],
-)
-def test_text_to_be_made_tokens_of(body: dict[str, Any], length: int, param: str | None) -> None:
-    if param is None:
-        budget.check_tokenize(body, length)
-        return
-    with pytest.raises(ApiError) as caught:
-        budget.check_tokenize(body, length)
-    assert (caught.value.status, caught.value.param) == (400, param)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "fits"),
-    [
-        ([], True),
-        ([0, 2**31 - 1], True),
-        ([5] * 131_072, True),
-        ([5] * 131_073, False),
-        ([-1], False),
-        ([2**31], False),
-        ([5.0], False),
-        ([None], False),
-        ([[5]], False),
-        ("5", False),
-        (None, False),
-    ],
-)
-def test_tokens_to_be_made_text_of(tokens: Any, fits: bool) -> None:
-    if fits:
-        budget.check_detokenize({"tokens": tokens})
-        return
-    with pytest.raises(ApiError) as caught:
-        budget.check_detokenize({"tokens": tokens})
-    assert (caught.value.status, caught.value.param) == (400, "tokens")
-
-
 MOST_NUMBER = 2**63 - 1
 
 

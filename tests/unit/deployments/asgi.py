@@ -1,11 +1,15 @@
-"""Asks ASGI applications without a server, and reads turns as a router does."""
+"""Asks ASGI applications without a server and with one, and reads turns as a router does."""
 
 import asyncio
 import json
-from collections.abc import Mapping
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 
 from conserve.settings import Settings
 from deployments.router.media import MediaReader
@@ -91,3 +95,17 @@ def read_turn(
     """
     media = MediaReader(settings or Settings())
     return asyncio.run(read_request(scope_of(path=path, **scope), receiver(*parts), media, stored))
+
+
+@contextmanager
+def listening(config: uvicorn.Config) -> Iterator[int]:
+    """Run a server in a thread; gives the port that it listens on."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,5 +1,6 @@
 """The client of a table that is not there: a test answers for it."""
 
+import inspect
 from typing import Any
 
 import msgspec
@@ -22,18 +23,35 @@ def listed_engine(id_: str, role: Role = "decoder", **changes: Any) -> Engine:
 
 
 class StubTable(TableClient):
-    """Passes on what is asked of the table, and what it is told, by the method's name."""
+    """Answers what is asked of the table, by the method's name; anything else fails the test.
 
-    def __init__(self) -> None:
-        """Nothing is connected to."""
+    Args:
+        answers: an answer, an exception, or what makes an answer of what is given; what the table
+            is told needs an entry, too.
+
+    Attributes:
+        asked, told: methods, and what they were given.
+    """
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[Any] = []
+        self.told: list[Any] = []
 
     async def call(self, method: str, *given: Any) -> Any:
         """Answer in the table's place."""
-        raise AssertionError(f"the table was asked: {method}")
+        assert method in self.answers, f"the table was asked: {method}"
+        self.asked.append((method, *given))
+        answer = self.answers[method]
+        if isinstance(answer, Exception):
+            raise answer
+        answer = answer(*given) if callable(answer) else answer
+        return await answer if inspect.isawaitable(answer) else answer
 
     def tell(self, method: str, *given: Any) -> None:
         """Take what the table would be told."""
-        raise AssertionError(f"the table was told: {method}")
+        assert method in self.answers, f"the table was told: {method}"
+        self.told.append((method, *given))
 
     async def _ask(self, patience: Patience, method: Any, *given: Any, **named: Any) -> Any:
         return unrefused(await self.call(method.__name__, *given))

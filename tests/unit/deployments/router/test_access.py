@@ -11,12 +11,12 @@ import pytest
 
 from conserve.pausing import ToolReport
 from conserve.settings import Settings, SettingsError, load
-from conserve.tenants import KeyFile, KeyFileError, keyfile
+from conserve.tenants import KeyFileError
 from deployments.answers import Alive
 from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
-from deployments.router.frontdoor import FrontDoor
 from tests.unit.deployments import asgi
+from tests.unit.deployments.router.fakes import Keys, a_door, bearer
 from tests.unit.deployments.stub_table import StubTable
 
 PATHS = [
@@ -41,41 +41,20 @@ PATHS = [
 ]
 
 
-class Table(StubTable):
-    """Answers what can be asked, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        self.asked.append((method, *arguments))
-        return {
-            "conversations": b'{"object":"list","data":[],"total":0}',
-            "conversation": {"id": "x"},
-            "release": True,
-            "report_tool": 1,
-            "engines": [],
-            "drain": 0,
-            "metrics": b"",
-            "health": Alive(1, 1),
-        }[method]
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        self.asked.append((method, *arguments))
-
-
-class Keys:
-    """A key file with a key of `acme` and an admin's of `ops`."""
-
-    def __init__(self, folder: Path) -> None:
-        content, self.acme = KeyFile.new().with_key("acme", "2026-01-31")
-        self.content, self.ops = content.with_key("ops", "2026-01-31", admin=True)
-        self.path = folder / "keys.json"
-        keyfile.write(self.path, self.content)
-
-    @property
-    def settings(self) -> Settings:
-        return Settings(host="0.0.0.0", keys_file=str(self.path))
+def a_table(**changes: Any) -> StubTable:
+    """Answers what can be asked."""
+    answers = {
+        "conversations": b'{"object":"list","data":[],"total":0}',
+        "conversation": {"id": "x"},
+        "release": True,
+        "report_tool": 1,
+        "engines": [],
+        "drain": 0,
+        "metrics": b"",
+        "health": Alive(1, 1),
+        "observe": None,
+    }
+    return StubTable(**answers | changes)
 
 
 @pytest.fixture
@@ -91,19 +70,15 @@ def ask(
     *,
     peer: str = "10.0.0.9",
     body: bytes = b"",
-    table: Table | None = None,
+    table: StubTable | None = None,
 ) -> tuple[int, dict[str, str], Any]:
     """Status, headers and body of a router's answer."""
-    door = FrontDoor(settings, table or Table(), "router")  # type: ignore[arg-type]
+    door = a_door(table or a_table(), settings)
     given = {"content-type": "application/json", **(headers or {})}
     url = "http://10.0.0.1:8000" + quote(path, safe="/?=&%")
     answer = asgi.ask(door, method, url, peer=peer, content=body, headers=given)
     raw = answer.content
     return answer.status_code, dict(answer.headers), json.loads(raw) if raw[:1] == b"{" else raw
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 # --- With keys -----------------------------------------------------------------------------------
@@ -120,7 +95,7 @@ def test_nothing_is_told_or_done_without_a_good_key(
         "basic": {"Authorization": f"Basic {keys.acme}"},
         "bearer of nothing": {"Authorization": "Bearer "},
     }[how]
-    table = Table()
+    table = a_table()
     status, found, body = ask(keys.settings, method, path, headers, table=table)
     assert status == 401
     assert found["www-authenticate"] == "Bearer"
@@ -144,61 +119,63 @@ def test_a_key_is_taken_from_either_header(keys: Keys, form: str) -> None:
     assert ask(keys.settings, "GET", "/v1/models", headers)[0] == 200
 
 
+FAR, HERE = "10.0.0.9", "127.0.0.1"
+FOREIGN, OWN = {"Origin": "https://somebody.example"}, {"Origin": "http://localhost:3000"}
+OPERATORS = ("/metrics", "/metrics//targets/", "//v1//engines")
+DRAIN = ("/v1/engines/d#1/drain", "//v1//engines//d%231/drain/")
+
+
+@pytest.mark.parametrize(
+    ("who", "peer", "page", "status"),
+    [
+        ("acme", FAR, {}, 403),
+        ("ops", FAR, {}, 200),
+        (None, HERE, {}, 200),
+        (None, "::1", {}, 200),
+        ("acme", HERE, {}, 200),
+        ("nobody", HERE, {}, 401),
+        # A web page from elsewhere is not this machine: it could read the answer.
+        (None, HERE, FOREIGN, 401),
+        ("acme", HERE, FOREIGN, 403),
+        (None, HERE, OWN, 200),
+    ],
+)
+def test_operators_paths_are_for_admins_and_this_machine(
+    keys: Keys, who: str | None, peer: str, page: dict[str, str], status: int
+) -> None:
+    # Of those that are served here, events have no end.
+    for path in (*OPERATORS, *(("/v1/events",) if status != 200 else ())):
+        headers = page | keys.of(who)
+        assert ask(keys.settings, "GET", path, headers, peer=peer)[0] == status, path
+
+
 @pytest.mark.parametrize(
     ("who", "peer", "status"),
-    [
-        ("acme", "10.0.0.9", 403),
-        ("acme", "127.0.0.1", 403),
-        (None, "127.0.0.1", 401),
-        ("ops", "10.0.0.9", 200),
-    ],
+    [("acme", FAR, 403), ("acme", HERE, 403), (None, HERE, 401), ("ops", FAR, 200)],
 )
 def test_an_engine_is_drained_with_an_admin_key_alone(
     keys: Keys, who: str | None, peer: str, status: int
 ) -> None:
-    table = Table()
-    headers = {} if who is None else bearer(getattr(keys, who))
-    for path in ("/v1/engines/d#1/drain", "//v1//engines//d%231/drain/"):
-        assert ask(keys.settings, "POST", path, headers, peer=peer, table=table)[0] == status
+    table = a_table()
+    for path in DRAIN:
+        assert ask(keys.settings, "POST", path, keys.of(who), peer=peer, table=table)[0] == status
     assert table.asked == ([("drain", "d#1")] * 2 if status == 200 else [])
 
 
-def test_without_keys_an_engine_is_drained_from_this_machine_alone() -> None:
-    path = "/v1/engines/d#1/drain"
-    assert ask(Settings(), "POST", path, peer="10.0.0.9")[0] == 403
-    assert ask(Settings(), "POST", path, peer="127.0.0.1")[0] == 200
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/metrics//targets/", "//v1//engines"])
 @pytest.mark.parametrize(
-    ("who", "peer", "status"),
+    ("settings", "peer", "read", "drained"),
     [
-        ("acme", "10.0.0.9", 403),
-        ("ops", "10.0.0.9", 200),
-        (None, "127.0.0.1", 200),
-        (None, "::1", 200),
-        ("acme", "127.0.0.1", 200),
-        ("nobody", "127.0.0.1", 401),
+        ({}, HERE, 200, 200),
+        ({}, FAR, 403, 403),
+        ({"host": "0.0.0.0", "unauthenticated": True}, FAR, 200, 200),
     ],
 )
-def test_operators_paths_are_for_admins_and_this_machine(
-    keys: Keys, path: str, who: str | None, peer: str, status: int
+def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(
+    settings: dict[str, Any], peer: str, read: int, drained: int
 ) -> None:
-    known = {"acme": keys.acme, "ops": keys.ops, "nobody": "csk-nobody"}
-    headers = bearer(known[who]) if who else {}
-    assert ask(keys.settings, "GET", path, headers, peer=peer)[0] == status
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/targets", "/v1/engines", "/v1/events"])
-def test_a_web_page_from_elsewhere_is_not_this_machine(keys: Keys, path: str) -> None:
-    """It could read the answer, where keys are what keeps pages out."""
-    page = {"Origin": "https://somebody.example"}
-    assert ask(keys.settings, "GET", path, page, peer="127.0.0.1")[0] == 401
-    as_acme = page | bearer(keys.acme)
-    assert ask(keys.settings, "GET", path, as_acme, peer="127.0.0.1")[0] == 403
-    if path != "/v1/events":  # It has no end.
-        own = {"Origin": "http://localhost:3000"}
-        assert ask(keys.settings, "GET", path, own, peer="127.0.0.1")[0] == 200
+    for path in OPERATORS:
+        assert ask(load(settings), "GET", path, peer=peer)[0] == read
+    assert ask(load(settings), "POST", DRAIN[0], peer=peer)[0] == drained
 
 
 @pytest.mark.parametrize(("method", "path"), [*PATHS, ("GET", "/health")])
@@ -211,7 +188,7 @@ def test_a_page_asks_without_its_key_first_and_reads_refusals(
         "Access-Control-Request-Method": method,
         "Access-Control-Request-Headers": "authorization",
     }
-    table = Table()
+    table = a_table()
     status, found, _ = ask(keys.settings, "OPTIONS", path, preflight, table=table)
     assert status == 204
     assert table.asked == []
@@ -229,7 +206,7 @@ def test_loopback_alone_opens_nothing_else(keys: Keys) -> None:
 
 
 def test_an_id_in_its_kept_form_is_nobodys(keys: Keys) -> None:
-    table = Table()
+    table = a_table()
     path = "/v1/conversations/ops\tx"
     for method in ("GET", "DELETE"):
         assert ask(keys.settings, method, path, bearer(keys.acme), table=table)[0] == 404
@@ -237,7 +214,7 @@ def test_an_id_in_its_kept_form_is_nobodys(keys: Keys) -> None:
 
 
 def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
-    table = Table()
+    table = a_table()
     for method, path in (
         ("GET", "/v1/conversations?limit=5"),
         ("GET", "/v1/conversations/x"),
@@ -258,7 +235,7 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
 
 
 def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
-    table, admin = Table(), bearer(keys.ops)
+    table, admin = a_table(), bearer(keys.ops)
     for method, path in (
         ("GET", "/v1/conversations"),
         ("GET", "/v1/conversations?tenant=acme"),
@@ -276,7 +253,7 @@ def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/x"])
 def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -> None:
-    table = Table()
+    table = a_table()
     refused = ask(keys.settings, "GET", f"{path}?tenant=ops", bearer(keys.acme), table=table)
     assert (refused[0], refused[2]["error"]["code"]) == (403, "admin_key_required")
     assert refused[2]["error"]["type"] == "permission_error"
@@ -286,12 +263,8 @@ def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -
 
 
 def test_no_key_is_logged(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Table):
-        async def call(self, method: str, *arguments: Any) -> Any:
-            raise RuntimeError("a bug")
-
     with caplog.at_level(logging.DEBUG):
-        door = FrontDoor(keys.settings, Broken(), "router")  # type: ignore[arg-type]
+        door = a_door(a_table(conversations=RuntimeError("a bug")), keys.settings)
         asked = {"path": "/v1/conversations", "client": ("10.0.0.9", 1)}
         with pytest.raises(RuntimeError, match="a bug"):
             asgi.exchange(door, b"", method="GET", headers=bearer(keys.acme), **asked)
@@ -310,7 +283,7 @@ def test_a_key_file_that_is_missing_or_broken_is_said_at_start(keys: Keys) -> No
         require_keys(keys.settings)
     # As it comes up where that was not looked at.
     with pytest.raises(KeyFileError, match="there is no key file"):
-        FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
+        a_door(settings=keys.settings)
 
 
 # --- A turn's request ----------------------------------------------------------------------------
@@ -318,7 +291,7 @@ def test_a_key_file_that_is_missing_or_broken_is_said_at_start(keys: Keys) -> No
 
 def read(keys: Keys, key: str, body: Any, headers: dict[str, str] | None = None) -> Any:
     """The request as `read_request` has it, once the key was found good."""
-    door = FrontDoor(keys.settings, Table(), "router")  # type: ignore[arg-type]
+    door = a_door(settings=keys.settings)
     sent = {**bearer(key), **(headers or {})}
     scope = asgi.scope_of(sent, path="/v1/chat/completions", client=("10.0.0.9", 1))
     door._access.admit(scope)
@@ -362,16 +335,8 @@ def test_a_long_history_is_not_written_anew_for_its_salt(keys: Keys) -> None:
 # --- Without keys --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics//targets/", "//v1//engines"])
-def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(path: str) -> None:
-    closed, open_ = load({}), load({"host": "0.0.0.0", "unauthenticated": True})
-    assert ask(closed, "GET", path, peer="127.0.0.1")[0] == 200
-    assert ask(closed, "GET", path, peer="10.0.0.9")[0] == 403
-    assert ask(open_, "GET", path, peer="10.0.0.9")[0] == 200
-
-
 def test_without_keys_ids_are_as_they_were() -> None:
-    table = Table()
+    table = a_table()
     ask(load({}), "DELETE", "/v1/conversations/x", table=table)
     ask(load({}), "GET", "/v1/conversations", table=table)
     assert table.asked == [("release", "x"), ("conversations", 1000, None)]

@@ -21,13 +21,11 @@ from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import MediaSettings, Settings
 from conserve.tenants import Caller, Limits
-from conserve.wire import Role
 from deployments.answers import Engine
 from deployments.engine.asgi import MEDIA, TURN
 from deployments.engine.response_store import ResponseKeeper, ResponseStore
 from deployments.messages import Checked
 from deployments.router import answer
-from deployments.router.frontdoor import FrontDoor
 from deployments.router.request import ClientRequest
 from deployments.router.stored import StoredResponses
 from deployments.router.upstream import EngineUnreachable
@@ -35,6 +33,7 @@ from deployments.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
 from tests.unit.deployments import asgi
 from tests.unit.deployments.router import described
+from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 Json = dict[str, Any]
@@ -44,24 +43,16 @@ HELLO = [{"role": "user", "content": "hello"}]
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0;"
 
 
-def engine(role: Role, url: str) -> Engine:
-    """An engine whose id is its URL."""
-    longest = 4096 if role == "decoder" else 2048
-    return listed_engine(url, role, url=url, max_model_len=longest, queued_tokens=0)
+def a_table(*decoders: str) -> StubTable:
+    """Knows these decoders, and a prefiller, by their URLs."""
+    prefiller = listed_engine("p", "prefiller", url="p", max_model_len=2048, queued_tokens=0)
+    listed = [*map(decoder, decoders)]
+    listed.insert(1, prefiller)
+    return StubTable(engines=listed, observe=None)
 
 
-class Table(StubTable):
-    """Knows decoders and a prefiller."""
-
-    def __init__(self, *decoders: str) -> None:
-        self.listed = [engine("decoder", url) for url in decoders]
-        self.listed.insert(1, engine("prefiller", "p"))
-
-    async def call(self, method: str, *_: Any) -> list[Engine]:
-        assert method == "engines"
-        return [*self.listed]
-
-    def tell(self, *_: Any) -> None: ...
+def decoder(url: str) -> Engine:
+    return listed_engine(url, url=url, max_model_len=4096, queued_tokens=0)
 
 
 class Upstream:
@@ -103,6 +94,14 @@ class Upstream:
         given = body["input"]
         texts = [given] if isinstance(given, str) else map(_text_of, given)
         return Checked([[5] * len("".join(texts))], False, 0)
+
+
+def stored_by(
+    upstream: Upstream | None = None, at: tuple[str, ...] = ("d1",), **kept: ResponseStore
+) -> StoredResponses:
+    """Return responses that are kept by decoders, as a router finds them."""
+    found: Any = Upstream(**kept) if upstream is None else upstream
+    return StoredResponses(Settings(), a_table(*at), found)
 
 
 def _text_of(item: Json) -> str:
@@ -183,7 +182,7 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
     store = ResponseStore(10_000)
     keep(store, "resp_1", "hello")
     upstream = Upstream(d1=ResponseStore(10_000), d2=store)
-    stored = StoredResponses(Settings(), Table("gone", "d1", "d2"), upstream)  # type: ignore[arg-type]
+    stored = stored_by(upstream, ("gone", "d1", "d2"))
     asked = read(RESPONSES, {"input": "b", "previous_response_id": "resp_1", "top_p": 1}, stored)
     assert asked.explicit_id == "conv-1"
     assert "previous_response_id" not in asked.body
@@ -209,7 +208,7 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
 def test_a_response_goes_on_with_its_conversation_whichever_history_it_is_of() -> None:
     store = ResponseStore(10_000)
     keep(store, "resp_1", "hello", identity.further("conv-1", 5))
-    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    stored = stored_by(d1=store)
     asked = read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)
     assert asked.explicit_id == "conv-1"
 
@@ -246,7 +245,7 @@ def test_items_that_are_named_are_looked_up() -> None:
     """As the AI SDK has it from the second turn on; one look-up has what came before."""
     store, user = ResponseStore(10_000), {"role": "user", "content": "hello"}
     upstream = Upstream(d1=ResponseStore(10_000), d2=store)
-    stored = StoredResponses(Settings(), Table("gone", "d1", "d2"), upstream)  # type: ignore[arg-type]
+    stored = stored_by(upstream, ("gone", "d1", "d2"))
     thought, call = answered(store, "resp_1", "hello", THOUGHT, CALL)
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
     named = [user, reference(thought), reference(call), result]
@@ -283,7 +282,7 @@ def test_items_that_are_named_are_looked_up() -> None:
 def test_an_item_that_nobody_keeps_is_none(id_: Any, status: int, code: str | None) -> None:
     store = ResponseStore(10_000)
     answered(store, "resp_1", "hello", SAID)
-    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    stored = stored_by(d1=store)
     body = {"input": [*HELLO, {"type": "item_reference", "id": id_}]}
     with pytest.raises(ApiError) as error:
         read(RESPONSES, body, stored)
@@ -294,7 +293,7 @@ def test_an_item_that_nobody_keeps_is_none(id_: Any, status: int, code: str | No
 def test_items_are_their_tenants() -> None:
     store = ResponseStore(10_000)
     (item,) = answered(store, "resp_1", "hello", SAID)
-    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    stored = stored_by(d1=store)
     raw = json.dumps({"input": [*HELLO, reference(item)]}).encode()
     asyncio.run(stored.with_history(Lifted(raw), None))
     with pytest.raises(ApiError) as error:
@@ -305,7 +304,7 @@ def test_items_are_their_tenants() -> None:
 def test_names_cannot_make_a_body_without_bounds() -> None:
     store = ResponseStore(10**6)
     items = [answered(store, f"resp_{number}", "x" * 100, SAID)[0] for number in range(17)]
-    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    stored = stored_by(d1=store)
     names = [reference(item) for item in items]
     assert len(read(RESPONSES, {"input": names[:16]}, stored).body["input"]) == 16
     with pytest.raises(ApiError, match="too many responses") as error:
@@ -313,8 +312,7 @@ def test_names_cannot_make_a_body_without_bounds() -> None:
     assert (error.value.status, error.value.param) == (400, "input[0]")
     with pytest.raises(ApiError, match="second time"):
         read(RESPONSES, {"input": [names[0], names[0]]}, stored)
-    small = Settings(max_body_bytes=1024, media=MediaSettings(bytes=0))
-    stored = StoredResponses(small, Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    stored.settings = Settings(max_body_bytes=1024, media=MediaSettings(bytes=0))
     with pytest.raises(ApiError, match="too long"):
         read(RESPONSES, {"input": names[:8]}, stored)
 
@@ -323,7 +321,7 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
     pixel = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
     image = {"type": "input_image", "image_url": f"data:image/gif;base64,{pixel}", "uuid": "cat"}
     store = ResponseStore(10_000)
-    stored = StoredResponses(Settings(), Table("d1"), Upstream(d1=store))  # type: ignore[arg-type]
+    stored = stored_by(d1=store)
     caller = Caller("key", "acme", admin=False, limits=Limits(), cache_salt="salt")
 
     def asked(**body: Any) -> Json:
@@ -347,10 +345,8 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
 def test_a_history_may_not_be_longer_than_a_body() -> None:
     store = ResponseStore(10**9)
     keep(store, "resp_1", "hello" * 1000)
-    table: Any = Table("d1")
-    upstream: Any = Upstream(d1=store)
-    settings = Settings(max_body_bytes=2000, media=MediaSettings(bytes=0))
-    stored = StoredResponses(settings, table, upstream)
+    stored = stored_by(d1=store)
+    stored.settings = Settings(max_body_bytes=2000, media=MediaSettings(bytes=0))
     with pytest.raises(ApiError) as error:
         read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)
     assert error.value.status == 413
@@ -398,19 +394,18 @@ def test_an_image_is_kept_once_for_all_turns_that_have_it() -> None:
     class Decoder(Upstream):
         async def stored(self, method: str, url: str, id_: str, tenant: Any) -> bytes | None:
             scope = {"path": wire.STORED_PREFIX + id_, "method": "GET"}
-            status, _, body = await exchanged(keeper, scope)
+            status, _, body = asgi.told(await asgi.exchanged(keeper, b"", **scope))
             return body if status == 200 else None
 
-    upstream: Any = Decoder()
-    settings = Settings(media=MediaSettings(bytes=media_bytes), max_body_bytes=100_000)
-    stored = StoredResponses(settings, Table("d1"), upstream)  # type: ignore[arg-type]
+    stored = stored_by(Decoder())
+    given = {"media": MediaSettings(bytes=media_bytes), "max_body_bytes": 100_000}
+    stored.settings = Settings(**given)
     images = iter(range(1000))
 
     def turn(conversation: str, before: str | None) -> tuple[str, list[str]]:
         """Serve one turn; its response's id, and the images that its engine is shown."""
         part = {"type": "input_image", "image_url": image_of(next(images))}
         body = {"input": [{"role": "user", "content": [part]}], "previous_response_id": before}
-        given = {"media": settings.media, "max_body_bytes": settings.max_body_bytes}
         request = read(RESPONSES, body, stored, whole=False, **given)
         lifted = lifted_media(request.raw, RESPONSES)
         scope = {"path": RESPONSES, "method": "POST", TURN: TurnKey(conversation, 1, 256)}
@@ -449,11 +444,7 @@ def test_a_response_is_its_tenants() -> None:
 
 def exchange(app: Any, scope: Json, body: bytes = b"") -> tuple[int, Json, bytes]:
     """Status, headers and body of an answer."""
-    return asyncio.run(exchanged(app, scope, body))
-
-
-async def exchanged(app: Any, scope: Json, body: bytes = b"") -> tuple[int, Json, bytes]:
-    return asgi.told(await asgi.exchanged(app, body, **scope))
+    return asgi.told(asgi.exchange(app, body, **scope))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -508,25 +499,18 @@ def test_a_decoder_keeps_what_it_was_to_keep(
 def at_the_door(
     method: str, path: str, body: Any = None, upstream: Any = None, **headers: str
 ) -> tuple[int, Json]:
-    door = FrontDoor(Settings(), Table("d1"), "router")  # type: ignore[arg-type]
+    """Status and JSON of a router's answer, which is as it is described."""
+    door = a_door(a_table("d1"))
     for route in door._paths.routes:
         owner = getattr(route.endpoint, "__self__", None)  # type: ignore[attr-defined]
         if upstream is not None and hasattr(owner, "upstream"):
             owner.upstream = upstream
-    given = {"content-type": "application/json", **headers}
-    path, _, query = path.partition("?")
-    scope = {
-        "path": path,
-        "raw_path": path.encode(),
-        "method": method,
-        "query_string": query.encode(),
-        "headers": [(name.replace("_", "-").encode(), v.encode()) for name, v in given.items()],
-    }
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    status, _, answer = exchange(door, scope, raw)
-    told: Json = json.loads(answer)
-    described.check(method, path, status, told)
-    return status, told
+    given = {"content-type": "application/json"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = asgi.ask(door, method, path, content=asgi.encoded(body), headers=given)
+    told: Json = answer.json()
+    described.check(method, path.partition("?")[0], answer.status_code, told)
+    return answer.status_code, told
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
@@ -545,8 +529,6 @@ def at_the_door(
 def test_errors_have_the_shape_of_anthropics(
     path: str, method: str, body: Any, headers: Any, status: int, kind: str
 ) -> None:
-    if "content_type" in headers:
-        headers = {"content-type": headers["content_type"]}
     code, told = at_the_door(method, path, body, **headers)
     assert code == status
     assert told["type"] == "error"
@@ -572,7 +554,7 @@ def test_a_responses_input_is_counted_with_what_it_goes_on_from() -> None:
     whole = read(
         RESPONSES,
         {"input": "hello", "previous_response_id": "resp_1"},
-        StoredResponses(Settings(), Table("d1"), upstream),  # type: ignore[arg-type]
+        stored_by(upstream),
     ).body["input"]
     length = len("".join(map(_text_of, whole)))
     assert length > 30
@@ -658,42 +640,40 @@ def test_models_are_listed_in_the_shape_that_is_asked_for() -> None:
     assert one["display_name"] == MODEL
 
 
-def test_a_models_card_says_how_much_it_takes() -> None:
+@pytest.mark.parametrize(
+    ("headers", "caps"),
+    [
+        ({}, ("max_model_len",)),
+        ({"anthropic-version": "2023-06-01"}, ("max_input_tokens", "max_tokens")),
+    ],
+)
+def test_a_models_card_says_how_much_it_takes(
+    headers: dict[str, str], caps: tuple[str, ...]
+) -> None:
     """Clients take 128k tokens for granted else, and compact their history too late."""
-    _, listed = at_the_door("GET", "/v1/models")
-    _, card = at_the_door("GET", f"/v1/models/{MODEL}")
+    # One router: a card has the second in which its router began.
+    door = a_door(a_table("d1"))
+    paths = ("/v1/models", f"/v1/models/{MODEL}")
+    listed, card = (asgi.ask(door, "GET", path, headers=headers).json() for path in paths)
     assert listed["data"] == [card]
-    assert card["max_model_len"] == 4096
-    _, listed = at_the_door("GET", "/v1/models", anthropic_version="2023-06-01")
-    _, card = at_the_door("GET", f"/v1/models/{MODEL}", anthropic_version="2023-06-01")
-    assert listed["data"] == [card]
-    assert (card["max_input_tokens"], card["max_tokens"]) == (4096, 4096)
-
-
-class Restarted(Table):
-    """A table that is not there at first, and then knows no decoder, and then one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    async def call(self, method: str, *_: Any) -> list[Engine]:
-        self.calls += 1
-        if self.calls == 1:
-            raise TableUnavailable
-        return [*self.listed] + [engine("decoder", "d")] * (self.calls > 2)
+    assert [card[cap] for cap in caps] == [4096] * len(caps)
 
 
 def test_the_model_is_listed_before_any_decoder_can_say_how_much_it_takes() -> None:
-    table = Restarted()
-    door = FrontDoor(Settings(), table, "r")  # type: ignore[arg-type]
-    path = "/v1/models"
-    scope = {"path": path, "raw_path": path.encode(), "method": "GET", "query_string": b""}
-    answers = [exchange(door, {**scope, "headers": []}, b"")[2] for _ in range(4)]
-    seen = [json.loads(answer)["data"][0] for answer in answers]
+    """The table is not there at first, and then knows no decoder, and then one."""
+    says: list[Any] = [TableUnavailable(), [], [decoder("d")]]
+
+    def engines(exact: bool) -> list[Engine]:
+        answer = says.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return [listed_engine("p", "prefiller", max_model_len=2048), *answer]
+
+    door = a_door(StubTable(engines=engines))
+    seen = [asgi.ask(door, "GET", "/v1/models").json()["data"][0] for _ in range(4)]
     assert [card["id"] for card in seen] == [MODEL] * 4
     assert [card["max_model_len"] for card in seen] == [None, None, 4096, 4096]
-    assert table.calls == 3
+    assert says == []
 
 
 # --- What is seen of an answer --------------------------------------------------------------------

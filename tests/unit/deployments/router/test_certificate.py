@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -24,6 +23,7 @@ from conserve.settings import Settings, SettingsError, load
 from deployments.router import certificate
 from deployments.router.certificate import Certificate, CertificateError, require_certificate
 from deployments.router.router import server_config
+from tests.unit.deployments.asgi import listening
 
 PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 DAY = datetime.timedelta(days=1)
@@ -138,18 +138,11 @@ def served(
     """A router's server, on either of the event loops that Ray may run it on."""
     monkeypatch.setattr(certificate, "_LOOK_S", 0.0)
     application = Application()
-    listener = socket.create_server(("127.0.0.1", 0))
     config = server_config(application, files.settings)
     config.loop = request.param
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield application, listener.getsockname()[1]
-    finally:
+    with listening(config) as port:
+        yield application, port
         application.goes_on.set()
-        server.should_exit = True
-        thread.join()
 
 
 def trusting(files: Files) -> ssl.SSLContext:

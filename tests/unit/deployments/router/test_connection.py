@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.router.router import Connection
+from tests.unit.deployments import asgi
 from tests.unit.deployments.router.test_certificate import Files, trusting
 
 # In which a connection is looked after several times.
@@ -85,25 +86,17 @@ def listening(
 ) -> Iterator[tuple[Application, int]]:
     """An application and the port that it listens on."""
     application = Application()
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application,
-            http=protocol,
-            loop=loop,
-            lifespan="off",
-            log_level="warning",
-            timeout_graceful_shutdown=1,
-            **options,
-        )
+    config = uvicorn.Config(
+        application,
+        http=protocol,
+        loop=loop,
+        lifespan="off",
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+        **options,
     )
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield application, listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
+    with asgi.listening(config) as port:
+        yield application, port
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -14,7 +14,7 @@ import uvicorn
 from conserve.settings import Settings, SettingsError
 from deployments.messages import Timeouts
 from deployments.router.listener import Listener
-from deployments.router.probes import Probes
+from deployments.router.operators import Probes
 from deployments.router.router import Connection, Drain, changed_timeouts
 
 HOST = "127.0.0.1"

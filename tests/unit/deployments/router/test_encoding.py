@@ -18,26 +18,31 @@ from conserve.media import Lifted, name_of, places
 from conserve.settings import Settings
 from conserve.wire import Encoded
 from deployments.messages import Checked, Prefilled
-from deployments.router import encoding
-from deployments.router.encoding import Encoding
+from deployments.router import prompt
 from deployments.router.media import MediaReader
+from deployments.router.prompt import Encoding
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
-from tests.unit.deployments.asgi import exchange
-from tests.unit.deployments.router.test_direct import Decoders, Placing
-from tests.unit.deployments.router.test_turn import Table, told_by
+from tests.unit.deployments.router.fakes import (
+    FakeEngines,
+    FakeTable,
+    endpoint_of,
+    exchange,
+    told_by,
+)
 
 
 @dataclass
-class Vision(Decoders):
+class Vision(FakeEngines):
     """Engines and an encoder on each node, all of which know images.
 
     Attributes:
+        checked: what a check answers: that the prompt is multimodal.
         encoder_fails: what becomes of what encoders are sent.
         log: what was done, in its order.
     """
 
-    multimodal: bool = True
+    checked: Checked | ApiError = field(default_factory=lambda: Checked([[1, 2, 3]], True, 0))
     encoder_fails: Exception | None = None
     encoder_hangs: bool = False
     log: list[str] = field(default_factory=list)
@@ -62,7 +67,9 @@ class Vision(Decoders):
             yield answer
 
     async def healthy(self, url: str) -> bool:
-        return not (":9" in url and isinstance(self.encoder_fails, EngineUnreachable))
+        if ":9" in url:
+            return not isinstance(self.encoder_fails, EngineUnreachable)
+        return await super().healthy(url)
 
 
 def png(colour: int) -> str:
@@ -85,22 +92,25 @@ def body(path: str, *images: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]} | more
 
 
-def endpoint_of(table: Table, engines: Vision, *nodes: str, **settings: Any) -> TurnEndpoint:
-    chosen = Settings(**{"encoders": {"replicas": 1}, **settings})
-    endpoint = TurnEndpoint(chosen, table, engines, "router")  # type: ignore[arg-type]
+def vision(
+    engines: Vision, *nodes: str, table: FakeTable | None = None, **more: Any
+) -> TurnEndpoint:
+    """Return an endpoint that knows an encoder on each of the nodes."""
+    settings = {"encoders.replicas": 1, **more}
+    endpoint = endpoint_of(table or FakeTable(), engines, **settings)
     endpoint.media.encoders.update(Encoder(f"e-{node}", f"http://{node}:9") for node in nodes)
     return endpoint
 
 
 def ask(endpoint: TurnEndpoint, given: dict[str, Any], path: str = CHAT) -> int:
     """The status of the answer to one turn."""
-    return int(exchange(endpoint, given, path=path)[0]["status"])
+    return int(exchange(endpoint, given, path)[0]["status"])
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str) -> None:
-    engines = Vision(die=set())
-    endpoint = endpoint_of(Table(prefillers=1), engines, "p1")
+    engines = Vision()
+    endpoint = vision(engines, "p1", table=FakeTable(prefillers=1))
     assert ask(endpoint, body(path, png(1), png(2), png(1)), path) == 200
     assert engines.log == ["encode p1", "encode p1", "prefill p1", "decode d1"]
     _, whole = engines.got[0]
@@ -122,18 +132,14 @@ def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str
 
 @pytest.mark.parametrize(("nodes", "priced"), [(["d1"], 0), ([], 640)])
 def test_what_encoders_do_is_not_priced_as_an_engines_work(nodes: list[str], priced: int) -> None:
-    class Counting(Vision):
-        async def check(self, url: str, path: str, raw: bytes) -> Checked:
-            return Checked([[1, 2, 3]], True, 640)
-
-    table = Table()
-    assert ask(endpoint_of(table, Counting(die=set()), *nodes), body(CHAT, png(1))) == 200
-    assert table.openings[-1].encode_tokens == priced
+    table, engines = FakeTable(), Vision(checked=Checked([[1, 2, 3]], True, 640))
+    assert ask(vision(engines, *nodes, table=table), body(CHAT, png(1))) == 200
+    assert table.placed[-1].opening.encode_tokens == priced
 
 
 def test_an_image_is_sent_once_and_text_never() -> None:
-    engines = Vision(die=set())
-    endpoint = endpoint_of(Table(), engines, "d1", "d2", "d3")
+    engines = Vision()
+    endpoint = vision(engines, "d1", "d2", "d3")
     assert ask(endpoint, {"messages": [{"role": "user", "content": "hello"}]}) == 200
     assert engines.log == ["decode d1"]
     # The second turn is on another node, and the third on the first one's.
@@ -147,9 +153,9 @@ def test_an_image_is_sent_once_and_text_never() -> None:
 
 
 def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() -> None:
-    table, engines = Placing(), Vision(die=set())
+    table, engines = FakeTable(plan={"direct": True}), Vision()
     # Where appends are never moved, such a turn does not ask the table.
-    endpoint = endpoint_of(table, engines, "d1", placement="conversation")
+    endpoint = vision(engines, "d1", table=table, placement="conversation")
     said = body(CHAT, png(1))["messages"]
     said += [{"role": "assistant", "content": "a"}, *body(CHAT, png(2))["messages"]]
     said += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "and?"}]
@@ -174,14 +180,15 @@ def test_of_what_a_node_has_no_second_copy_is_made() -> None:
 
 
 def test_where_no_encoder_is_near_the_engine_encodes_by_itself() -> None:
-    engines = Vision(die=set())
-    assert ask(endpoint_of(Table(prefillers=1), engines, "d1"), body(CHAT, png(1))) == 200
+    engines = Vision()
+    table = FakeTable(prefillers=1)
+    assert ask(vision(engines, "d1", table=table), body(CHAT, png(1))) == 200
     assert engines.log == ["prefill p1", "decode d1"]
 
 
 def test_without_the_setting_no_image_is_kept_for_encoders() -> None:
-    engines = Vision(die=set())
-    endpoint = endpoint_of(Table(), engines, "d1", encoders={"replicas": 0})
+    engines = Vision()
+    endpoint = vision(engines, "d1", **{"encoders.replicas": 0})
     assert ask(endpoint, body(CHAT, png(1))) == 200
     assert engines.log == ["decode d1"]
 
@@ -198,8 +205,8 @@ def test_without_the_setting_no_image_is_kept_for_encoders() -> None:
 def test_a_turn_goes_on_without_an_encoder_that_fails(
     fails: Exception, lost: list[str], passed_over: bool
 ) -> None:
-    table, engines = Table(), Vision(die=set(), encoder_fails=fails)
-    endpoint = endpoint_of(table, engines, "d1")
+    table, engines = FakeTable(), Vision(encoder_fails=fails)
+    endpoint = vision(engines, "d1", table=table)
     assert ask(endpoint, body(CHAT, png(1))) == 200
     assert engines.log == ["encode d1", "decode d1"]
     assert table.lost == lost
@@ -209,38 +216,31 @@ def test_a_turn_goes_on_without_an_encoder_that_fails(
 
 
 def test_a_slow_encoder_is_waited_for_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "LONGEST_S", 0.01)
-    engines = Vision(die=set(), encoder_hangs=True)
-    endpoint = endpoint_of(Table(), engines, "d1")
+    monkeypatch.setattr(prompt, "LONGEST_ENCODING_S", 0.01)
+    engines = Vision(encoder_hangs=True)
+    endpoint = vision(engines, "d1")
     assert ask(endpoint, body(CHAT, png(1), png(2))) == 200
     assert engines.log == ["encode d1", "encode d1", "decode d1"]
 
 
 def test_an_encoder_that_died_of_a_prompt_counts_as_any_other_engine() -> None:
-    table = Table()
+    table = FakeTable()
     engines = Vision(die={"d1"}, encoder_fails=EngineUnreachable("it is gone"))
-    engines.healthy = lambda url: _no()  # type: ignore[method-assign,assignment,return-value]
-    assert ask(endpoint_of(table, engines, "d1"), body(CHAT, png(1))) == 500
+    assert ask(vision(engines, "d1", table=table), body(CHAT, png(1))) == 500
     assert table.lost == ["e-d1", "d1"]
 
 
 def test_a_prompt_that_two_encoders_were_lost_with_is_not_computed() -> None:
-    table = Table()
-    engines = Vision(die=set(), encoder_fails=EngineUnreachable("it is gone"))
-    endpoint = endpoint_of(table, engines)
+    table, engines = FakeTable(), Vision(encoder_fails=EngineUnreachable("it is gone"))
+    endpoint = vision(engines, table=table)
     endpoint.media.encoders.update(Encoder(f"e{n}", f"http://d1:9/{n}") for n in range(2))
-    engines.healthy = lambda url: _no()  # type: ignore[method-assign,assignment,return-value]
     assert ask(endpoint, body(CHAT, png(1), png(2))) == 500
     assert table.lost == ["e0", "e1"]
     assert not [done for done in engines.log if done.startswith("decode")]
 
 
-async def _no() -> bool:
-    return False
-
-
 async def test_what_a_turn_that_has_left_wanted_is_no_longer_an_encoders_work() -> None:
-    engines = Vision(die=set(), encoder_hangs=True)
+    engines = Vision(encoder_hangs=True)
     encoders = Encoders()
     encoders.update([Encoder("e", "http://d1:9")])
     turn = Turn({"a": b"{}", "b": b"{}"})

@@ -3,27 +3,23 @@
 import asyncio
 import json
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
+import httpx
 import pytest
 
 from conserve.settings import Settings
 from deployments.router import reading
-from deployments.router.frontdoor import FrontDoor
 from deployments.router.turn import TurnEndpoint
+from tests.unit.deployments import asgi
+from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable
 
-NOTHING = {"type": "http.request", "body": b""}
+LEFT = {"type": "http.disconnect"}
 
 
-class Table(StubTable):
-    """Takes what it is told; nothing here may ask it."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        self.told.append(method)
+def part(body: bytes) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": True}
 
 
 def sent_by(app: Any, received: list[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:
@@ -31,95 +27,71 @@ def sent_by(app: Any, received: list[dict[str, Any]], **scope: Any) -> list[dict
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
-        if not received:
-            await asyncio.Event().wait()
-        return received.pop(0)
+        return received.pop(0) if received else await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(app({"type": "http", "query_string": b"", "headers": [], **scope}, receive, send))
+    asyncio.run(app(asgi.scope_of(**scope), receive, send))
     return sent
 
 
-def post(table: Table, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def post(table: StubTable, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Send a chat in these messages."""
     endpoint = TurnEndpoint(Settings(), table, None, "router")  # type: ignore[arg-type]
     return sent_by(endpoint, received, path="/v1/chat/completions")
 
 
-def answer(method: str, path: str, received: list[dict[str, Any]], **scope: Any) -> Any:
-    """Send any other request."""
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    paths = {"path": unquote(path), "raw_path": path.encode()}
-    return sent_by(door, received, method=method, **paths, **scope)
+def release_program(received: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Send a release whose body comes in these messages."""
+    headers = {"content-type": "application/json"}
+    return sent_by(a_door(), received, method="POST", path="/programs/release", headers=headers)
+
+
+def ask(method: str, path: str) -> httpx.Response:
+    """Return the answer to a request without a body, whose path is sent as it is."""
+    url, headers = f"http://localhost:8000{path}", {"content-type": "application/json"}
+    return asgi.ask(a_door(StubTable(observe=None)), method, url, headers=headers)
 
 
 def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_TIMEOUT_S", 0.05)
-    table = Table()
-    half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
-    start, body = post(table, [half])
+    table = StubTable(observe=None)
+    start, body = post(table, [part(b'{"messages": [')])
     assert start["status"] == 408
     error = json.loads(body["body"])["error"]
     assert error["code"] == "timeout"
     assert "not whole" in error["message"]
-    assert table.told == ["observe"]
+    assert [method for method, _ in table.told] == ["observe"]
 
 
 def test_nothing_is_sent_to_a_client_that_left_while_it_sent() -> None:
-    table = Table()
-    half = {"type": "http.request", "body": b'{"messages": [', "more_body": True}
-    assert post(table, [half, {"type": "http.disconnect"}]) == []
-    assert table.told == []
+    assert post(StubTable(), [part(b'{"messages": ['), LEFT]) == []
 
 
 def test_a_body_that_grows_over_the_limit_is_refused_before_its_end() -> None:
     """It may come without a Content-Length."""
-    table = Table()
-    part = {"type": "http.request", "body": b" " * (8 << 20), "more_body": True}
-    start, _ = post(table, [dict(part) for _ in range(40)])
+    start, _ = post(StubTable(observe=None), [part(b" " * (8 << 20)) for _ in range(40)])
     assert start["status"] == 413
 
 
 @pytest.mark.parametrize("limit", ["²", "0", "-1", "10001", "9" * 5000, "1e3", ""])
 def test_a_limit_that_is_no_number_is_refused(limit: str) -> None:
     """Some of these are digits to Python, and no number."""
-    query = f"limit={quote(limit)}".encode()
-    start, body = answer("GET", "/v1/conversations", [NOTHING], query_string=query)
-    assert start["status"] == 400
-    assert json.loads(body["body"])["error"]["param"] == "limit"
-
-
-def release_program(received: list[dict[str, Any]]) -> Any:
-    """Send a release whose body comes in these messages, and then no more."""
-    headers = [(b"content-type", b"application/json")]
-    return answer("POST", "/programs/release", received, headers=headers)
+    answer = ask("GET", f"/v1/conversations?limit={quote(limit)}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
 
 
 def test_a_release_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_SHORT_TIMEOUT_S", 0.05)
-    start, body = release_program([{"type": "http.request", "body": b"{", "more_body": True}])
+    start, body = release_program([part(b"{")])
     assert start["status"] == 408
     assert json.loads(body["body"])["error"]["code"] == "timeout"
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_failure_of_ours() -> None:
-    half = {"type": "http.request", "body": b"{", "more_body": True}
-    start, _ = release_program([half, {"type": "http.disconnect"}])
+    start, _ = release_program([part(b"{"), LEFT])
     assert start["status"] < 500
-
-
-def ask(method: str, path: str, query: str = "") -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of the answer to a request without a body."""
-    headers = [(b"host", b"localhost:8000"), (b"content-type", b"application/json")]
-    address = {"query_string": query.encode(), "scheme": "http", "server": ("127.0.0.1", 8000)}
-    start, body = answer(method, path, [NOTHING], headers=headers, **address)
-    return start["status"], dict(_text(start["headers"])), body["body"]
-
-
-def _text(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    return [(name.decode(), value.decode()) for name, value in headers]
 
 
 @pytest.mark.parametrize(
@@ -145,16 +117,15 @@ def _text(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     ],
 )
 def test_paths_as_clients_write_them(method: str, path: str, status: int, said: str) -> None:
-    path, _, query = path.partition("?")
-    found, headers, body = ask(method, path, query)
-    assert (found, "location" in headers) == (status, False)
-    assert said in body.decode()
+    answer = ask(method, path)
+    assert (answer.status_code, "location" in answer.headers) == (status, False)
+    assert said in answer.text
 
 
 def test_the_dashboards_links_need_its_path_as_it_is() -> None:
     """A redirect that is relative keeps what a proxy puts before the path."""
-    status, headers, _ = ask("GET", "/dashboard/")
-    assert (status, headers["location"]) == (307, "../dashboard")
+    answer = ask("GET", "/dashboard/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "../dashboard")
 
 
 @pytest.mark.parametrize(
@@ -167,18 +138,16 @@ def test_the_dashboards_links_need_its_path_as_it_is() -> None:
     ],
 )
 def test_another_method_is_told_which_there_are(method: str, path: str, has: str) -> None:
-    status, headers, body = ask(method, path)
-    assert (status, headers["allow"]) == (405, has)
-    message = json.loads(body)["error"]["message"]
+    answer = ask(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, has)
+    message = answer.json()["error"]["message"]
     assert message == f"{method} is not possible on {path}; it has {has}"
 
 
 def test_a_server_that_is_stopped_takes_no_new_turns_and_says_when_to_come_back() -> None:
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    door = a_door()
     door.refusing = True
-    scope = {"method": "POST", "path": "/v1/chat/completions", "client": ("127.0.0.1", 1)}
-    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-    start, body = sent_by(door, [NOTHING], **scope, headers=headers)
-    assert start["status"] == 503
-    assert int(dict(start["headers"])[b"retry-after"]) > 0
-    assert "being stopped" in json.loads(body["body"])["error"]["message"]
+    answer = asgi.ask(door, "POST", "/v1/chat/completions", json={})
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert "being stopped" in answer.json()["error"]["message"]

@@ -5,22 +5,19 @@ from typing import Any
 
 import pytest
 
-from conserve.settings import Settings
-from deployments.router.frontdoor import FrontDoor
 from deployments.router.guard import Guard
 from tests.unit.deployments.asgi import exchange
+from tests.unit.deployments.router.fakes import a_door
 
 JSON = {"content-type": "application/json"}
 
 
-def ask(
-    headers: dict[str, str] | list[tuple[str, str]],
-    method: str = "POST",
-    host: str = "127.0.0.1",
-    allowed: tuple[str, ...] = (),
-) -> tuple[int, str | None]:
+Given = dict[str, str] | list[tuple[str, str]]
+
+
+def ask(headers: Given, method: str = "POST", *guarded: Any, **more: Any) -> tuple[int, str | None]:
     """Status and error code; 204 is what is behind the guard."""
-    sent = answer(headers, method, host, allowed)
+    sent = answer(headers, method, *guarded, **more)
     if len(sent) == 1:
         return sent[0]["status"], None
     error = json.loads(sent[1]["body"])["error"]
@@ -29,7 +26,7 @@ def ask(
 
 
 def answer(
-    headers: dict[str, str] | list[tuple[str, str]],
+    headers: Given,
     method: str = "POST",
     host: str = "127.0.0.1",
     allowed: tuple[str, ...] = (),
@@ -264,18 +261,18 @@ def test_names_that_the_operator_allows() -> None:
     assert ask(headers, allowed=("LLM.example",)) == (204, None)
 
 
-def test_it_stands_before_every_path() -> None:
-    door = FrontDoor(Settings(), None, "router")  # type: ignore[arg-type]
-    for method, path in (("POST", "/programs/release"), ("GET", "/metrics")):
-        headers = {"host": "rebound.example", **JSON}
-        assert exchange(door, method=method, path=path, headers=headers)[0]["status"] == 421
-
-
 @pytest.mark.parametrize(
-    "path", ["/metrics\n", "/v1/chat/completions\n", "/v1/engines\r", "/\u2028"]
+    ("method", "path", "host", "status"),
+    [
+        ("POST", "/programs/release", "rebound.example", 421),
+        ("GET", "/metrics", "rebound.example", 421),
+        # Routes match with a line break at the end, and what compares paths does not.
+        ("GET", "/metrics\n", "127.0.0.1", 404),
+        ("GET", "/v1/chat/completions\n", "127.0.0.1", 404),
+        ("GET", "/v1/engines\r", "127.0.0.1", 404),
+        ("GET", "/\u2028", "127.0.0.1", 404),
+    ],
 )
-def test_a_path_with_what_cannot_be_seen_is_none(path: str) -> None:
-    """Routes match with a line break at the end, and what compares paths does not."""
-    door = FrontDoor(Settings(), None, "router")  # type: ignore[arg-type]
-    headers = {"host": "127.0.0.1", **JSON}
-    assert exchange(door, method="GET", path=path, headers=headers)[0]["status"] == 404
+def test_it_stands_before_every_path(method: str, path: str, host: str, status: int) -> None:
+    headers = {"host": host, **JSON}
+    assert exchange(a_door(), method=method, path=path, headers=headers)[0]["status"] == status

@@ -5,7 +5,8 @@ import base64
 import io
 import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from conserve.media import Lifted, name_of, places
 from conserve.settings import MediaSettings, Settings
 from deployments.router import media as module
 from deployments.router.media import (
+    FetchBudget,
     MediaReader,
     NotFetched,
     PublicResolver,
-    _Budget,
     fetched,
     is_public,
 )
@@ -162,35 +163,35 @@ def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.1")
 
 
-async def _with_server(handler: Handler, use: Callable[[str], Awaitable[Any]]) -> Any:
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """Serve; gives the URL of an image."""
     app = web.Application()
     app.router.add_get("/{path:.*}", handler)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        return await use(f"http://{HOST}:{runner.addresses[0][1]}/1.png")
+        yield f"http://{HOST}:{runner.addresses[0][1]}/1.png"
     finally:
         await runner.cleanup()
 
 
-def fetch(handler: Handler, most_bytes: int = 10_000) -> bytes:
-    async def use(url: str) -> bytes:
-        return await fetched(url, "messages[0].content[0]", [HOST], _Budget(most_bytes))
-
-    return bytes(asyncio.run(_with_server(handler, use)))
+async def fetch(url: str, host: str = HOST) -> bytes:
+    return await fetched(url, "messages[0].content[0]", [host], FetchBudget(10_000))
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_an_image_is_fetched_once_and_is_the_same_as_in_the_request(reader: MediaReader) -> None:
+async def test_an_image_is_fetched_once_and_is_the_same_as_in_the_request(
+    reader: MediaReader,
+) -> None:
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(request.host)
         return web.Response(body=png())
 
-    async def use(url: str) -> list[str]:
+    async with serving(answer) as url:
         with pytest.raises(NotFetched) as missing:
             named(reader, chat(url, url, data_url(png(3))), "a")
         assert missing.value.urls == {url: "messages[0].content[0]"}
@@ -203,16 +204,13 @@ def test_an_image_is_fetched_once_and_is_the_same_as_in_the_request(reader: Medi
         # Another tenant fetches for itself: by the time it takes it would know.
         with pytest.raises(NotFetched):
             named(reader, chat(url), "b")
-        return found
-
-    found = asyncio.run(_with_server(answer, use))
     assert set(found) == set(named(reader, chat(data_url(png())), "a"))
     assert len(asked) == 1
     assert asked[0].startswith(HOST)
 
 
 @pytest.mark.usefixtures("loopback_is_public")
-def test_what_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def redirect(request: web.Request) -> web.Response:
         raise web.HTTPFound("http://127.0.0.1/")
 
@@ -235,8 +233,9 @@ def test_what_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         (endless, "longer than 10,000 bytes"),
         (slow, "could not be fetched within 0.3 s"),
     ):
-        with pytest.raises(ApiError, match=said) as refused:
-            fetch(handler)
+        async with serving(handler) as url:
+            with pytest.raises(ApiError, match=said) as refused:
+                await fetch(url)
         assert (refused.value.status, refused.value.param) == (400, "messages[0].content[0]")
 
 
@@ -247,15 +246,10 @@ def test_what_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
      "http://[::ffff:127.0.0.1]/", "http://[::ffff:7f00:1]/", "http://[64:ff9b::7f00:1]/",
      "http://[fe80::1]/", "http://169.254.169.254/", "http://2852039166/", "http://10.0.0.1/"],
 )  # fmt: skip
-def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
+async def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
     """Even if its name is allowed."""
-
-    async def use() -> bytes:
-        host = url.removeprefix("http://").removesuffix("/").strip("[]")
-        return await fetched(url, "x", [host], _Budget(1000))
-
     with pytest.raises(ApiError, match=r"not public|no connection to its server"):
-        asyncio.run(use())
+        await fetch(url, url.removeprefix("http://").removesuffix("/").strip("[]"))
 
 
 @pytest.mark.parametrize(
@@ -270,12 +264,12 @@ def test_an_address_that_is_not_public_is_not_connected_to(url: str) -> None:
         (f"http://{HOST}:99999/", "has no valid URL"),
     ],
 )
-def test_other_domains_are_refused(url: str, said: str) -> None:
+async def test_other_domains_are_refused(url: str, said: str) -> None:
     with pytest.raises(ApiError, match=said):
-        asyncio.run(fetched(url, "x", [HOST], _Budget(1000)))
+        await fetch(url)
 
 
-def test_of_a_name_with_several_addresses_all_have_to_be_public(
+async def test_of_a_name_with_several_addresses_all_have_to_be_public(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A name is resolved once, so the checked address is the one that is connected to."""
@@ -288,15 +282,12 @@ def test_of_a_name_with_several_addresses_all_have_to_be_public(
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
 
-    async def resolve() -> list[Any]:
-        return [*await PublicResolver().resolve(HOST, 80)]
-
-    (found,) = asyncio.run(resolve())
+    (found,) = await PublicResolver().resolve(HOST, 80)
     assert (found["host"], found["flags"]) == (
         "1.1.1.1", socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
     )  # fmt: skip
     with pytest.raises(module.NotPublic):
-        asyncio.run(resolve())
+        await PublicResolver().resolve(HOST, 80)
 
 
 @pytest.mark.parametrize(

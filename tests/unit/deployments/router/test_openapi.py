@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from fastapi import FastAPI
@@ -19,7 +18,6 @@ from conserve.apis import MESSAGES, TOKEN_PATHS, TURN_PATHS
 from conserve.hints import NAMES
 from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
 from conserve.settings import Settings
-from deployments.answers import Engine
 from deployments.engine.http_server import describe
 from deployments.router import addons
 from deployments.router.frontdoor import FrontDoor
@@ -27,6 +25,7 @@ from deployments.router.interface import SCHEMAS
 from deployments.router.openapi import document
 from deployments.router.upstream import EngineUnreachable, Upstream
 from tests.unit.deployments.asgi import ask
+from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
 MODEL = "the-model"
@@ -48,17 +47,6 @@ def whole(engines_own: dict[str, Any]) -> dict[str, Any]:
     return document(engines_own, MODEL)
 
 
-class Table(StubTable):
-    """Knows engines."""
-
-    def __init__(self, *urls: str) -> None:
-        self.urls = urls
-
-    async def call(self, method: str, *_: Any) -> list[Engine]:
-        assert method == "engines"
-        return [listed_engine("d", url=url) for url in self.urls]
-
-
 def request_schema(whole: dict[str, Any], path: str) -> dict[str, Any]:
     body = whole["paths"][path]["post"]["requestBody"]
     name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
@@ -72,7 +60,7 @@ def test_an_engine_describes_what_routers_ask_for_alone(engines_own: dict[str, A
 
 def test_every_path_is_in_it(whole: dict[str, Any]) -> None:
     added = addons.parts("app", "1", Settings())
-    door = FrontDoor(Settings(), Table(), "router", added)  # type: ignore[arg-type]
+    door = FrontDoor(Settings(), StubTable(engines=[]), "router", added)
     served: dict[str, set[str]] = {}
     for route in door._paths.routes:
         assert isinstance(route, Route)
@@ -179,20 +167,15 @@ def test_an_engine_is_asked_once(
         return engines_own
 
     monkeypatch.setattr(Upstream, "described", described)
-    door = FrontDoor(Settings(), Table("gone", "there"), "router")  # type: ignore[arg-type]
+    door = a_door(StubTable(engines=[listed_engine("d", url=url) for url in ("gone", "there")]))
     for _ in range(2):
-        answer = get(door)
+        answer = ask(door, "GET", "/openapi.json")
         assert answer.status_code == 200
         assert answer.json()["openapi"] == "3.1.0"
     assert asked == ["gone", "there"]
 
 
 def test_without_an_engine_there_is_none_yet() -> None:
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
-    answer = get(door)
+    door = a_door(StubTable(engines=[]))
+    answer = ask(door, "GET", "/openapi.json")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-
-
-def get(door: FrontDoor) -> httpx.Response:
-    """Return the answer to a request for the document."""
-    return ask(door, "GET", "/openapi.json")

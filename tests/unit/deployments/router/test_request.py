@@ -81,6 +81,39 @@ def test_a_hint_of_ours_that_is_none_is_refused() -> None:
     assert read({**HELLO, "priority": "high", "nvext": []}).hints == Hints()
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"{not json", None, None),
+        (b'"a string"', None, None),
+        (b"\xff\xfe", None, None),
+        (b"[" * 100_000, None, None),
+        ({"messages": "x"}, None, "messages"),
+        ({**HELLO, "n": "many"}, None, "n"),
+        ({**HELLO, "model": 3}, None, "model"),
+        ({**HELLO, "max_tokens": -1}, None, "max_tokens"),
+        ({**HELLO, "session_id": 5}, "invalid_conversation_id", "session_id"),
+        ({**HELLO, "job_id": "a\nb"}, "invalid_conversation_id", "job_id"),
+    ],
+)
+def test_a_bad_body_is_named(body: Any, code: str | None, param: str | None) -> None:
+    error = refused(body)
+    assert (error.code, error.param) == (code, param)
+
+
+@pytest.mark.parametrize("bad", ["x" * 10_000, "tab\there", "caf\u00e9"])
+def test_an_id_that_could_not_be_routed_by_is_refused(bad: str) -> None:
+    """And not echoed whole."""
+    error = refused(HELLO, headers={"X-Conversation-Id": bad})
+    assert (error.code, error.param) == ("invalid_conversation_id", "X-Conversation-Id")
+
+
+def test_another_model_is_not_there() -> None:
+    with pytest.raises(ApiError) as error:
+        read({**HELLO, "model": "other"})
+    assert (error.value.status, error.value.code) == (404, "model_not_found")
+
+
 @pytest.mark.parametrize("pad", [0, 100_000], ids=["small", "large"])
 def test_a_body_is_refused_for_what_it_holds(pad: int) -> None:
     """In a thread too, where it is large."""

@@ -14,14 +14,19 @@ import pytest
 from opentelemetry.trace import SpanKind
 
 from conserve import wire
-from conserve.settings import Settings
 from deployments.messages import Checked, Prefilled, TurnTiming
-from deployments.router import turn as turns
 from deployments.router.spans import Spans
 from deployments.router.upstream import TRACE_HEADERS, Upstream
 from deployments.tracing import CollectorLost
 from tests.collector import Collector, Span
-from tests.unit.deployments.router.test_turn import PROMPT, STREAMED, Streams, Table, exchange
+from tests.unit.deployments.router.fakes import (
+    STREAMED,
+    FakeEngines,
+    FakeTable,
+    answering,
+    endpoint_of,
+    exchange,
+)
 
 CLIENTS = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -31,7 +36,7 @@ SUMMARY = wire.TurnSummary(
 
 
 @dataclass
-class Traced(Streams):
+class Traced(FakeEngines):
     """Decoders that note to which trace they were told that each request belongs."""
 
     told: list[tuple[str, str]] = field(default_factory=list)
@@ -41,9 +46,9 @@ class Traced(Streams):
         if headers is not None:
             self.told.append((what, headers["traceparent"]))
 
-    def _serve(self, url: str) -> None:
+    def _serve(self, url: str) -> str:
         self._note(url.removeprefix("http://").partition("/")[0])
-        super()._serve(url)
+        return super()._serve(url)
 
     async def check(self, url: str, path: str, raw: bytes) -> Checked:
         self._note("check")
@@ -76,14 +81,14 @@ def all_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Spans]]:
 def a_turn(
     collector: Collector,
     made: list[Spans],
-    engines: Streams,
+    engines: FakeEngines,
     body: dict[str, Any] = STREAMED,
     **headers: str,
 ) -> list[Span]:
     """Have a turn served, and return the spans that come of it, parents last."""
     before = len(collector.spans)
-    table = Table(prefillers=1)
-    exchange(table, engines, body, headers=headers, **{"tracing.endpoint": collector.url})
+    both = FakeTable(prefillers=1), engines
+    exchange(both, body, headers=headers, **{"tracing.endpoint": collector.url})
     made[-1].flush()
     return collector.spans[before:]
 
@@ -91,7 +96,7 @@ def a_turn(
 def test_a_turn_is_one_trace_with_a_span_for_each_phase(
     collector: Collector, all_spans: list[Spans]
 ) -> None:
-    engines = Traced(set(), summary=SUMMARY, prefilled=Prefilled(600, 0))
+    engines = Traced(summary=SUMMARY, prefilled=Prefilled(600, 0))
     given = {"traceparent": f"00-{CLIENTS}-{PARENT}-01", "x-request-id": "mine"}
     *phases, whole = a_turn(collector, all_spans, engines, **given)
     assert {span.trace_id for span in [*phases, whole]} == {CLIENTS}
@@ -137,7 +142,7 @@ def test_a_turn_is_one_trace_with_a_span_for_each_phase(
 
 
 def test_a_stream_that_moves_stays_one_trace(collector: Collector, all_spans: list[Spans]) -> None:
-    engines = Traced(set(), after={"d1": 2}, summary=SUMMARY)
+    engines = Traced(after={"d1": 2}, summary=SUMMARY)
     *phases, whole = a_turn(collector, all_spans, engines)
     decodes = [span for span in phases if span.name == "decode"]
     assert [span.attributes["conserve.engine"] for span in decodes] == ["d1", "d2"]
@@ -152,7 +157,7 @@ def test_a_stream_that_moves_stays_one_trace(collector: Collector, all_spans: li
 def test_a_turn_that_is_refused_is_a_span_with_its_error(
     collector: Collector, all_spans: list[Spans]
 ) -> None:
-    (whole,) = a_turn(collector, all_spans, Traced(set()), {"messages": "SECRET"})
+    (whole,) = a_turn(collector, all_spans, Traced(), {"messages": "SECRET"})
     assert whole.failed
     assert whole.attributes["conserve.outcome"] == "refused"
     assert whole.attributes["error.type"]
@@ -162,7 +167,7 @@ def test_a_turn_that_is_refused_is_a_span_with_its_error(
 def test_nothing_is_said_of_what_a_client_wants_untraced(
     collector: Collector, all_spans: list[Spans]
 ) -> None:
-    engines = Traced(set())
+    engines = Traced()
     assert not a_turn(collector, all_spans, engines, traceparent=f"00-{CLIENTS}-{PARENT}-00")
     # Engines follow, where they trace at all.
     assert {value[-3:] for _, value in engines.told} == {"-00"}
@@ -173,12 +178,7 @@ def test_nothing_is_said_of_what_a_client_wants_untraced(
 
 async def test_an_engine_gets_the_header_and_only_of_the_turn_that_is_traced() -> None:
     asked: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        await writer.drain()
-        writer.close()
+    done = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
     async def ask(traced: bool) -> None:
         if traced:
@@ -186,8 +186,7 @@ async def test_an_engine_gets_the_header_and_only_of_the_turn_that_is_traced() -
         await upstream.answered(url, b"{}")
 
     upstream = Upstream(silence_s=5)
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with answering(done, asked) as url:
         await asyncio.create_task(ask(traced=True))
         await asyncio.create_task(ask(traced=False))
     await upstream._open().close()
@@ -204,8 +203,8 @@ def test_a_dead_collector_holds_up_no_turn(
         if not there:
             with socket.create_server(("127.0.0.1", 0)) as taken:
                 url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        table = Table(prefillers=1)
-        exchange(table, Traced(set()), PROMPT | {"stream": True}, **{"tracing.endpoint": url})
+        table = FakeTable(prefillers=1)
+        exchange((table, Traced()), STREAMED, **{"tracing.endpoint": url})
         assert table.told[-1][1].outcome == "completed"
         if there:
             collector.wait_for(lambda: collector.asked)
@@ -237,8 +236,7 @@ def test_a_dead_collector_is_told_of_once_a_minute(caplog: pytest.LogCaptureFixt
 
 
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
-    endpoint = turns.TurnEndpoint(Settings(), Table(), Traced(set()), "router")  # type: ignore[arg-type]
-    assert endpoint.spans is None
+    assert endpoint_of(FakeTable(), Traced()).spans is None
     code = (
         "import sys, deployments.router.frontdoor\n"
         "assert 'deployments.router.spans' not in sys.modules\n"

@@ -13,7 +13,6 @@ from conserve.apis import COUNT_INPUT, COUNT_TOKENS, TOKEN_PATHS
 from conserve.errors import ApiError
 from conserve.media import name_of
 from conserve.settings import Settings
-from conserve.tenants import KeyFile, keyfile
 from deployments.answers import Engine
 from deployments.router import tokens
 from deployments.router.frontdoor import FrontDoor
@@ -22,20 +21,16 @@ from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint, by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
 from tests.unit.deployments.asgi import exchanged, told
+from tests.unit.deployments.router.fakes import Keys, a_door
 from tests.unit.deployments.stub_table import StubTable, listed_engine
 
+STRS_BYTES = budget.MOST_TOKEN_STRS_BYTES
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-class Table(StubTable):
+def a_table(*engines: Engine) -> StubTable:
     """Knows engines, and is told nothing: this is no turn."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self.listed = engines or (listed_engine("d"),)
-
-    async def call(self, method: str, *_: Any) -> list[Engine]:
-        assert method == "engines"
-        return list(self.listed)
+    return StubTable(engines=[*(engines or (listed_engine("d"),))])
 
 
 class Engines:
@@ -84,9 +79,18 @@ async def post(
     return status, json.loads(answer)
 
 
-def asked(path: str, body: Any, *table: dict[str, Any]) -> tuple[int, Any]:
-    door = FrontDoor(Settings(), Table(*table), "router")  # type: ignore[arg-type]
-    return asyncio.run(post(door, path, body))
+def asked(path: str, body: Any, *table: Engine) -> tuple[int, Any]:
+    return asyncio.run(post(a_door(a_table(*table)), path, body))
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+def sized(length: int, token_strs: Any) -> dict[str, Any]:
+    """Return a body of this length in JSON."""
+    body = {"prompt": "", "return_token_strs": token_strs}
+    return {**body, "prompt": "a" * (length - len(json.dumps(body)))}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,8 @@ def asked(path: str, body: Any, *table: dict[str, Any]) -> tuple[int, Any]:
         ("/tokenize", {"prompt": ""}),
         ("/tokenize", HELLO),
         ("/tokenize", {**HELLO, "tools": [], "return_token_strs": True}),
+        ("/tokenize", sized(STRS_BYTES, True)),
+        *(("/tokenize", sized(STRS_BYTES + 1, no)) for no in (False, None, 0)),
         ("/detokenize", {"tokens": [5, 6]}),
         ("/detokenize", {"tokens": []}),
         (COUNT_TOKENS, {**HELLO, "model": "conserve-embedded"}),
@@ -117,8 +123,11 @@ def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: An
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/tokenize", {"prompt": "a", "model": 5}, 400, "model"),
         ("/tokenize", {"prompt": "a", "x": 2**70}, 400, "x"),
+        ("/tokenize", {"prompt": "a", "x": nested(64)}, 400, "x"),
         ("/tokenize", {**HELLO, "tools": [{}] * 513}, 400, "tools"),
-        ("/tokenize", {"prompt": "a " * 40_000, "return_token_strs": 1}, 400, "return_token_strs"),
+        ("/tokenize", {"messages": HELLO["messages"] * 6145}, 400, "messages"),
+        ("/tokenize", sized(STRS_BYTES + 1, True), 400, "return_token_strs"),
+        ("/tokenize", sized(STRS_BYTES + 1, "yes"), 400, "return_token_strs"),
         ("/tokenize", {"prompt": "a" * budget.MOST_TOKENIZE_BYTES}, 413, None),
         ("/tokenize", b"{", 400, None),
         ("/tokenize", '{"prompt": "a"}'.encode("utf-16"), 400, None),
@@ -126,7 +135,7 @@ def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: An
         ("/detokenize", {"tokens": "5"}, 400, "tokens"),
         ("/detokenize", {"tokens": ["5"]}, 400, "tokens"),
         ("/detokenize", {"tokens": [True]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        *(("/detokenize", {"tokens": [odd]}, 400, "tokens") for odd in (-1, 5.0, None, [5])),
         ("/detokenize", {"tokens": [2**31]}, 400, "tokens"),
         ("/detokenize", {"tokens": [5] * 131_073}, 400, "tokens"),
         ("/detokenize", {"tokens": [5], "x": [[]] * 20_000}, 400, None),
@@ -214,7 +223,7 @@ async def test_few_are_asked_for_at_a_time_and_few_wait(
 ) -> None:
     """Engines make tokens of turns' prompts in the same thread."""
     monkeypatch.setattr(tokens, "_MOST_WAITING", 3)
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    door = a_door(a_table())
     engines.answers.clear()
     under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(5)]
     await asyncio.wait_for(engines.full.wait(), 10)
@@ -230,7 +239,7 @@ async def test_few_are_asked_for_at_a_time_and_few_wait(
 
 async def test_nobody_waits_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_WAIT_S", 0.01)
-    door = FrontDoor(Settings(), Table(), "router")  # type: ignore[arg-type]
+    door = a_door(a_table())
     engines.answers.clear()
     under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(2)]
     await asyncio.wait_for(engines.full.wait(), 10)
@@ -242,17 +251,14 @@ async def test_nobody_waits_for_ever(engines: Engines, monkeypatch: pytest.Monke
 async def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     engines: Engines, tmp_path: Path
 ) -> None:
-    path = tmp_path / "keys.json"
-    content, key = KeyFile.new().with_key("acme", "2026-01-31")
-    keyfile.write(path, content)
+    keys = Keys(tmp_path)
     pixel = "R0lGODlhAQABAIAAAAAAAAAAACH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
     image = {"url": f"data:image/gif;base64,{pixel}"}
     part = {"type": "image_url", "image_url": image, "uuid": "mine"}
     body = {"messages": [{"role": "user", "content": [part]}]}
-    settings = Settings(keys_file=str(path))
-    door = FrontDoor(settings, Table(), "router")  # type: ignore[arg-type]
+    door = a_door(a_table(), keys.settings)
     assert (await post(door, "/tokenize", body))[0] == 401
-    bearer = (b"authorization", f"Bearer {key}".encode())
+    bearer = (b"authorization", f"Bearer {keys.acme}".encode())
     assert (await post(door, "/tokenize", body, (bearer,)))[0] == 200
     ((_, raw),) = engines.asked
     sent = json.loads(raw)["messages"][0]["content"][0]
@@ -262,8 +268,9 @@ async def test_a_key_is_needed_and_its_tenants_media_are_its_own(
 
 
 async def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
-    stored = StoredResponses(Settings(), Table(), Upstream(5))  # type: ignore[arg-type]
-    endpoint = TokensEndpoint(Settings(), Table(), Upstream(5), stored, MediaReader(Settings()))  # type: ignore[arg-type]
+    settings, table, upstream = Settings(), a_table(), Upstream(5)
+    stored = StoredResponses(settings, table, upstream)
+    endpoint = TokensEndpoint(settings, table, upstream, stored, MediaReader(settings))
 
     async def left() -> dict[str, Any]:
         return {"type": "http.disconnect"}

@@ -5,33 +5,25 @@ from typing import Any
 import pytest
 
 from conserve.pausing import ToolReport
-from conserve.settings import Settings
 from deployments.messages import Refusal
-from deployments.router.frontdoor import FrontDoor
 from tests.unit.deployments.asgi import ask
+from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable
 
 
-class Table(StubTable):
+def a_table() -> StubTable:
     """Knows conversation `a/b`, with a tool that runs, and `full`."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        self.asked.append((method, *arguments))
-        answers: dict[str, Any] = {"a/b": 1, "full": Refusal(400, "too many", "too_many_tools")}
-        return answers.get(arguments[0])
+    answers = {"a/b": 1, "full": Refusal(400, "too many", "too_many_tools")}
+    return StubTable(report_tool=lambda id_, report: answers.get(id_))
 
 
-def post(table: Table, body: Any, name: str = "a/b") -> tuple[int, Any]:
-    door = FrontDoor(Settings(), table, "router")  # type: ignore[arg-type]
-    answer = ask(door, "POST", f"/v1/conversations/{name}/tools", json=body)
+def post(table: StubTable, body: Any, name: str = "a/b") -> tuple[int, Any]:
+    answer = ask(a_door(table), "POST", f"/v1/conversations/{name}/tools", json=body)
     return answer.status_code, answer.json()
 
 
 def test_a_report_gets_to_the_table() -> None:
-    table = Table()
+    table = a_table()
     assert post(table, {"event": "start", "tool": "bash"}) == (200, {"running_tools": 1})
     assert post(table, {"event": "end", "tool": "b" * 64, "call_id": "call 1"})[0] == 200
     assert table.asked == [
@@ -42,8 +34,8 @@ def test_a_report_gets_to_the_table() -> None:
 
 def test_it_is_said_what_is_not_there_or_too_many() -> None:
     report = {"event": "start", "tool": "bash"}
-    assert post(Table(), report, "unknown")[0] == 404
-    status, body = post(Table(), report, "full")
+    assert post(a_table(), report, "unknown")[0] == 404
+    status, body = post(a_table(), report, "full")
     assert (status, body["error"]["code"]) == (400, "too_many_tools")
 
 
@@ -64,7 +56,7 @@ def test_it_is_said_what_is_not_there_or_too_many() -> None:
     ],
 )
 def test_what_is_no_report_is_refused(change: dict[str, Any], param: str) -> None:
-    table = Table()
+    table = a_table()
     status, body = post(table, {"event": "start", "tool": "bash"} | change)
     assert (status, body["error"]["param"]) == (400, param)
     assert table.asked == []
