@@ -1,8 +1,5 @@
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,60 +101,37 @@ def test_the_measured_profiles_curves_are_those_of_its_points() -> None:
             assert getattr(curve, name) == pytest.approx(value, rel=1e-9), name
 
 
-Json = dict[str, Any]
-
-
-def edited(folder: Path, name: str, edit: Callable[[Json], object]) -> Path:
-    """A file of an included profile, with a change."""
-    data = json.loads(load_profile(name).model_dump_json())
-    edit(data)
-    path = folder / "edited.json"
-    path.write_text(json.dumps(data))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "edit", "number"),
-    [
-        (
-            "a40-qwen3-0.6b",
-            lambda data: data["sources"].update({"decode.per_kv_token_s": " "}),
-            "decode.per_kv_token_s",
-        ),
-        (
-            "a40-qwen3-0.6b",
-            lambda data: data["overhead"].update(handed_off_s=0.01),
-            "overhead.handed_off_s",
-        ),
-        *(
-            (
-                "a6000-cogagent",
-                lambda data, number=number: data["sources"].pop(number),
-                number,
-            )
-            for number in (
-                "stages.sms",
-                "stages.output_tokens",
-                "stages.sizes.decode_beside_prefill_s",
-            )
-        ),
-    ],
-)
-def test_a_published_number_without_a_source_is_refused(
-    name: str, edit: Callable[[Json], object], number: str, tmp_path: Path
+def test_a_published_profile_without_a_source_for_a_number_is_refused(
+    a40: Profile, tmp_path: Path
 ) -> None:
-    path = edited(tmp_path, name, edit)
-    with pytest.raises(ProfileError, match=f"{re.escape(number)} is a published number"):
+    data = json.loads(a40.model_dump_json())
+    data["sources"]["decode.per_kv_token_s"] = " "
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=r"decode\.per_kv_token_s is a published number"):
         load_profile(path)
 
 
-def test_a_groups_source_serves_each_number_in_it(tmp_path: Path) -> None:
-    def edit(data: Json) -> None:
-        data["overhead"]["handed_off_s"] = 0.01
-        data["sources"]["overhead"] = "a blog"
-
-    path = edited(tmp_path, "a40-qwen3-0.6b", edit)
+def test_a_published_overhead_needs_a_source_too(a40: Profile, tmp_path: Path) -> None:
+    data = json.loads(a40.model_dump_json())
+    data["overhead"]["handed_off_s"] = 0.01
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=r"overhead\.handed_off_s is a published number"):
+        load_profile(path)
+    data["sources"]["overhead"] = "a blog"
+    path.write_text(json.dumps(data))
     assert load_profile(path).overhead.handed_off_s == 0.01
+
+
+@pytest.mark.parametrize("number", ["sms", "output_tokens", "sizes.decode_beside_prefill_s"])
+def test_published_stages_need_sources_too(tmp_path: Path, number: str) -> None:
+    data = json.loads(load_profile("a6000-cogagent").model_dump_json())
+    del data["sources"][f"stages.{number}"]
+    path = tmp_path / "made-up.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=rf"stages\.{number} is a published number"):
+        load_profile(path)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +149,15 @@ def test_a_groups_source_serves_each_number_in_it(tmp_path: Path) -> None:
 def test_stages_that_cannot_be_are_one_clear_line(
     tmp_path: Path, sizes_sms: tuple[int, ...], change: dict[str, float], said: str
 ) -> None:
-    def edit(data: Json) -> None:
-        some = data["stages"]["sizes"][0] | change
-        data["stages"]["sizes"] = [some | {"decode_sms": sms} for sms in sizes_sms]
-
-    assert said in one_line(edited(tmp_path, "a6000-cogagent", edit))
-
-
-def one_line(path: Path) -> str:
+    data = json.loads(load_profile("a6000-cogagent").model_dump_json())
+    some = data["stages"]["sizes"][0] | change
+    data["stages"]["sizes"] = [some | {"decode_sms": sms} for sms in sizes_sms]
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(data))
     with pytest.raises(ProfileError) as refused:
         load_profile(path)
+    assert said in str(refused.value)
     assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def test_what_is_saved_is_what_is_read(a40: Profile, tmp_path: Path) -> None:
@@ -205,12 +176,14 @@ def test_what_is_saved_is_what_is_read(a40: Profile, tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_profile_is_one_clear_line(
-    tmp_path: Path, change: dict[str, object], said: str
+    a40: Profile, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
-    path = edited(tmp_path, "a40-qwen3-0.6b", lambda data: data.update(change))
-    line = one_line(path)
-    assert said in line
-    assert str(path) in line
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(json.loads(a40.model_dump_json()) | change))
+    with pytest.raises(ProfileError, match=said) as refused:
+        load_profile(path)
+    assert "\n" not in str(refused.value)
+    assert str(path) in str(refused.value)
 
 
 def test_no_profile_of_that_name_says_which_there_are() -> None:

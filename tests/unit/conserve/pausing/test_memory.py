@@ -379,9 +379,10 @@ def test_who_begins_as_others_do_is_not_taken_for_lost_to_its_engine() -> None:
     """What it shares counts as there, beside the little of its own."""
     table = a_table(decoders=1, pausing=Pausing())
     memory_of(table).set_host_tokens(10_000)
-    for name in ("a", "b"):
+    for name in ("first", "a", "b"):
         bound(table, name, 800, NOW_S - 1, opening=Opening(chain("x")))
         ends(table, name, TurnStats(800, 20, 800, 0), NOW_S - 1)
+    table.release("first")
     start(table, "runs", 100, NOW_S)
     assert table.bind("new", 200, NOW_S) is None
     assert paused(table) == set()
