@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
@@ -26,7 +27,7 @@ from deployments import answers
 from deployments.messages import EventQuery
 from deployments.router.errors import answer_response
 from deployments.router.guard import is_here
-from deployments.table_client import TableClient, TableUnavailable
+from deployments.table_client import TABLE_UP, TableClient, TableUnavailable
 
 _GET = ["GET"]
 
