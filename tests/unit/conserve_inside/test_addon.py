@@ -286,6 +286,8 @@ from deployments.engine.inside import inside_of
 from hetero.tiers import role_tier
 settings = load({"tiers": {"x": {}}, "decoders.tier": "x"})
 inside_of("decoder", settings, role_tier(settings, settings.decoders, False))
+from conserve.addons import addon
+assert addon("another") is None
 print(loaded())
 load({"engine_scheduler": "conversation_lane"})
 print(loaded())
