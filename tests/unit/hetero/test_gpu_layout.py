@@ -109,6 +109,7 @@ def test_two_a40s_are_for_one_engine_each() -> None:
         ({}, 8, (1, 7)),
         ({"prefillers": 2}, 8, (2, 6)),
         ({"engine.tensor_parallel_size": 2}, 8, (1, 3)),
+        ({"engine.tensor_parallel_size": 2, "prefillers": 3}, 8, (3, 1)),
         ({"placement": "collocated"}, 4, (0, 4)),
         ({"decoders": 2}, 8, (1, 2)),
     ],
