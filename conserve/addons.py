@@ -7,6 +7,8 @@ package; `conserve.commands` has add-ons' commands.
 from importlib.metadata import entry_points
 from typing import Any
 
+ADDONS = ("conserve_inside", "conserve_lab", "conserve_tools")
+
 
 def offered(group: str, only: str | None = None) -> dict[str, Any]:
     """Return what the add-ons that are installed here offer in an entry-point group, by name.

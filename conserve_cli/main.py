@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from conserve.addons import missing, offered
+from conserve.addons import ADDONS, missing, offered
 from conserve.versions import installed
 from conserve_cli.surroundings import adapt
 
@@ -36,10 +36,10 @@ COMMANDS = {
 }
 
 
-# All commands in the order of the help, and the add-ons that have some of them.
+# All commands in the order of the help, and those that an add-on has.
 ORDER = ("serve", "demo", "top", "ps", "end", "drain", "bench", "doctor", "profile", "plan",
          "simulate", "keys")  # fmt: skip
-_ADDONS = dict.fromkeys(("demo", "bench", "profile", "plan", "simulate"), "conserve_lab")
+_OF_LAB = ("demo", "bench", "profile", "plan", "simulate")
 
 
 def commands() -> dict[str, tuple[str, str]]:
@@ -65,13 +65,19 @@ class LazyGroup(TyperGroup):
     # Typer does not export Click's types.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the called command instead of its stand-in for the help."""
-        if args[0] in _ADDONS and args[0] not in self._found:
-            ctx.fail(missing(args[0], _ADDONS[args[0]]))
+        if args[0] in _OF_LAB and args[0] not in self._found:
+            ctx.fail(missing(args[0], "conserve_lab"))
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest
         module, _ = self._found[name]
-        command = get_command(import_module(module).cli)
+        try:
+            command = get_command(import_module(module).cli)
+        except ModuleNotFoundError as error:
+            # An add-on's command may need another add-on.
+            if (addon := (error.name or "").partition(".")[0]) not in ADDONS:
+                raise
+            ctx.fail(missing(f"a part of {name}", addon))
         # A module may have several of these commands.
         return name, getattr(command, "commands", {}).get(name, command), rest
 

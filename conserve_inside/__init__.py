@@ -1,1 +1,1 @@
-"""What runs inside vLLM's scheduler and workers beyond what a turn needs; see README.md."""
+"""Runs inside vLLM's scheduler and workers, beyond what a turn needs; see README.md."""

@@ -1,4 +1,4 @@
-"""The application without an add-on: it serves, and refuses the add-on's settings in one line."""
+"""The application without add-ons: it serves, and refuses each one's settings in one line."""
 
 import os
 import subprocess
@@ -16,25 +16,32 @@ SERVE = [sys.executable, "-m", "conserve_cli.main", "serve"]
 SMALL = ("prefillers=0", "decoders=1", "pausing=off", "engine.dtype=float32")
 
 
-# An add-on, and a setting that only it can follow.
-@pytest.mark.parametrize(("addon", "setting"), [("conserve_tools", "environments.enabled=true")])
-def test_the_core_serves_without_an_addon(
-    machine_alone: None, tmp_path: Path, addon: str, setting: str
-) -> None:
+# A setting that only the add-on can follow.
+SETTINGS = {
+    "conserve_tools": "environments.enabled=true",
+    "conserve_inside": "engine_scheduler=conversation",
+}
+
+
+@pytest.mark.full
+def test_the_core_serves_without_any_addon(machine_alone: None, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     absent.mkdir()
-    # Every process of the application begins with this, and so lacks the add-on.
-    (absent / "sitecustomize.py").write_text(f"import sys\nsys.modules[{addon!r}] = None\n")
+    # Every process of the application begins with this, and so lacks the add-ons.
+    names = ["conserve_lab", *SETTINGS]
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in names)]
+    (absent / "sitecustomize.py").write_text("\n".join(lines))
     environment = {"PYTHONPATH": os.pathsep.join([str(absent), str(ROOT)])}
 
-    refused = subprocess.run(
-        [*SERVE, *SMALL, setting], env=os.environ | environment,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert refused.returncode != 0
-    name = setting.partition("=")[0]
-    assert f"{name} is of the add-on {addon}, which is not installed" in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
+    for addon, setting in SETTINGS.items():
+        refused = subprocess.run(
+            [*SERVE, *SMALL, setting], env=os.environ | environment,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert refused.returncode != 0
+        assert f"is of the add-on {addon}, which is not installed" in refused.stderr
+        assert refused.stderr.startswith("conserve: " + setting.partition("=")[0])
+        assert len(refused.stderr.strip().splitlines()) == 1
 
     with Launch(SMALL, tmp_path / "serve.log", environment, [*SERVE, *SMALL]) as application:
         application.wait_until_serving(URL, 0, 1, timeout_s=START_S)

@@ -93,3 +93,16 @@ def test_a_command_whose_add_on_is_missing_says_so(monkeypatch: pytest.MonkeyPat
     refused = runner.invoke(cli, ["bench", "report.json"])
     assert refused.exit_code == 2
     assert "bench is of the add-on conserve_lab, which is not installed" in refused.output
+
+
+def test_a_command_that_needs_another_missing_add_on_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in [
+        one for one in sys.modules if one.startswith(("conserve_tools", "conserve_lab"))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "conserve_tools", None)
+    refused = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["demo"])
+    assert refused.exit_code == 2
+    assert "a part of demo is of the add-on conserve_tools, which is not" in refused.output
