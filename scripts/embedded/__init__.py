@@ -2,7 +2,6 @@
 
     python -m scripts.train_tokenizer  # at 568e4430: conserve/embedded/tokenizer.json
     python -m scripts.embedded.train RUN              # 54 minutes on two cores
-    python -m scripts.embedded.probe RUN/checkpoint.pt  # meanwhile: how far it is
     python -m scripts.embedded.export RUN             # conserve/embedded/model.safetensors
     python -m scripts.embedded.evaluate               # 500 held-out tasks, on vLLM
 

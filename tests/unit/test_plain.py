@@ -42,3 +42,45 @@ def test_what_is_not_plain_is_refused(text: str, complaint: str) -> None:
 )
 def test_what_is_plain_passes(text: str) -> None:
     assert complaints(text) == []
+
+
+FIRST = {"core": {"hetero": 4000}, "tests": {"tests/core": 50}}
+ALLOWED = {"core": {"hetero": 4300}, "allowances": {"52": {"hetero": 300}}}
+
+
+@pytest.mark.parametrize(
+    ("versions", "rise"),
+    [
+        ([FIRST, {"core": {"hetero": 3900, "new": 10}, "tests": {"tests/core": 50}}], None),
+        ([FIRST, {"core": {"hetero": 4001}}], "hetero has risen from 4000 to 4001"),
+        # Raised in an earlier commit, which nobody had checked.
+        ([FIRST, {"core": {"hetero": 4001}}, FIRST], "hetero has risen from 4000 to 4001"),
+        ([FIRST, {"tests": {"tests/core": 51}}], "tests/core has risen from 50 to 51"),
+        ([FIRST, ALLOWED, ALLOWED], None),
+        ([FIRST, {**ALLOWED, "core": {"hetero": 4301}}], "hetero has risen from 4000 to 4301"),
+        # An allowance is used once.
+        (
+            [FIRST, ALLOWED, {**ALLOWED, "core": {"hetero": 4000}}, ALLOWED],
+            "hetero has risen from 4000 to 4300",
+        ),
+    ],
+)
+def test_a_budget_rises_only_by_an_issues_allowance(
+    versions: list[lint_plain.Budgets], rise: str | None
+) -> None:
+    found = [*lint_plain.risen(versions)]
+    assert [complaint for complaint in found if rise is None or rise not in complaint] == []
+    assert len(found) == (rise is not None)
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("tests/unit/conserve/test_tokenizing.py", "tests/core"),
+        ("tests/engines/conserve_lab/test_demo.py", "tests/add-ons"),
+        ("tests/unit/experiments/test_table.py", "tests/add-ons"),
+        ("tests/acceptance/clients/conftest.py", "tests/acceptance"),
+    ],
+)
+def test_tests_of_add_ons_and_acceptance_count_apart(path: str, part: str) -> None:
+    assert lint_plain.part_of_tests(Path(path), ["conserve_lab"]) == part
