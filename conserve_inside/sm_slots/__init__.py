@@ -1,5 +1,5 @@
 """An engine on leased SMs (``tiers.NAME.sm_slots``).
 
 `lease` leases them from the node's actor, `worker` runs vLLM's worker on them, and `pairs` moves
-the border between decoding's SMs and prefill's. `hetero.sm_means` knows how streams keep to SMs.
+the border between decoding's SMs and prefill's. `means` knows how streams keep to SMs.
 """

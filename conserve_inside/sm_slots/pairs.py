@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from conserve_inside.sm_slots.means import NoSms, SmMeans
 from hetero.engine_needs import GRAPH_SETS_BYTES
-from hetero.sm_means import NoSms, SmMeans
 from hetero.sm_units import Sides, SmSplit, sides
 
 

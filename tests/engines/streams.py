@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
-from hetero.sm_means import mps_runs
+from conserve_inside.sm_slots.means import mps_runs
 from tests.engines.client import Agent, Reply, prose
 
 # The fixture `figure`: name, value, unit.

@@ -8,8 +8,8 @@ import pytest
 from conserve_cli.doctor.findings import gibibytes
 from conserve_cli.doctor.machine import lockable_bytes
 from conserve_cli.doctor.software import ask_torch, try_ipc
+from conserve_inside.sm_slots.means import mps_runs
 from hetero.container import host_memory, usable_cpus
-from hetero.sm_means import mps_runs
 from tests.acceptance.gpu.card import card, printed_by, used_bytes
 from tests.checkout import ROOT
 from tests.engines.streams import Put

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from hetero.sm_means import mps_runs
+from conserve_inside.sm_slots.means import mps_runs
 from tests.acceptance.gpu.conftest import hands_over, is_replaced, new_prompt
 from tests.engines.applications import GPU, GPU_ONE, GPU_SLOTS, GPU_TWO, Application
 from tests.engines.client import engines

@@ -10,8 +10,8 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from conserve_inside.sm_slots.means import NoSms
 from conserve_inside.sm_slots.pairs import Bound, GraphSets, SlotPairs
-from hetero.sm_means import NoSms
 
 SIZES_SMS = (16, 72, 132)
 

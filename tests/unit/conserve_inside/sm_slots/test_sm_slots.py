@@ -19,15 +19,15 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from conserve_inside.sm_slots import lease as leasing
-from conserve_inside.sm_slots import pairs
+from conserve_inside.sm_slots import means, pairs
 from conserve_inside.sm_slots.lease import SLOT_WORKER, lease_of, said_of, tell_worker
+from conserve_inside.sm_slots.means import MpsPercentage, NoSms
 from conserve_inside.sm_slots.pairs import SlotPairs, slot_pairs
 from conserve_inside.sm_slots.worker import SlotWorker
 from deployments.engine.gpu_worker import EXTENSION
-from hetero import green_contexts, sm_means
+from hetero import green_contexts
 from hetero.gpus import UnknownGpu
 from hetero.green_contexts import GreenContexts
-from hetero.sm_means import MpsPercentage, NoSms
 from hetero.sm_slots import NoFreeSms, SmLease, SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
 from tests.unit.hetero.cuda_standin import CUresult, Driver
@@ -359,7 +359,7 @@ def test_without_green_contexts_the_process_is_held_by_mps(
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     plain, capture = current(), parallel_state.GraphCaptureContext
     worker = a_worker()
-    assert sm_means.os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "70"
+    assert means.os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "70"
     worker.load_model()
     # It counts in the ledger; its stream and captures are vLLM's.
     assert actor.ledger.leases()[0].owner == "decoder"

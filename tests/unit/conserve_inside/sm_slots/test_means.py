@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero import green_contexts, sm_means
+from conserve_inside.sm_slots import means
+from conserve_inside.sm_slots.means import MpsPercentage, NoSms, means_of, mps_runs, prepare
+from hetero import green_contexts
 from hetero.green_contexts import GreenContexts, SmsUnavailable
-from hetero.sm_means import MpsPercentage, NoSms, means_of, mps_runs, prepare
 from hetero.sm_units import SmSlots, sm_granularity
 from tests.unit.hetero.cuda_standin import Driver
 
@@ -67,4 +68,4 @@ def test_cpus_have_no_sms() -> None:
 
 
 def test_cuda_s_own_folder_is_looked_at_unless_another_is_named() -> None:
-    assert sm_means._pipe_directory({}) == Path("/tmp/nvidia-mps")
+    assert means._pipe_directory({}) == Path("/tmp/nvidia-mps")
