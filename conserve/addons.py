@@ -7,7 +7,8 @@ package; `conserve.commands` has add-ons' commands.
 from importlib.metadata import entry_points
 from typing import Any
 
-ADDONS = ("conserve_inside", "conserve_lab", "conserve_tools")
+INSIDE, LAB, TOOLS = "conserve_inside", "conserve_lab", "conserve_tools"
+ADDONS = (INSIDE, LAB, TOOLS)
 
 
 def offered(group: str, only: str | None = None) -> dict[str, Any]:

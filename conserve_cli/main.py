@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from conserve.addons import ADDONS, missing, offered
+from conserve.addons import ADDONS, LAB, missing, offered
 from conserve.versions import installed
 from conserve_cli.surroundings import adapt
 
@@ -66,7 +66,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the called command instead of its stand-in for the help."""
         if args[0] in _OF_LAB and args[0] not in self._found:
-            ctx.fail(missing(args[0], "conserve_lab"))
+            ctx.fail(missing(args[0], LAB))
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest

@@ -7,7 +7,6 @@ The same fields are given on the command line (``serve run conserve.app decoders
 from conserve.settings.application import (
     EMBEDDED_MODEL,
     EMBEDDED_MODELS,
-    INSIDE,
     Settings,
     SettingsError,
 )

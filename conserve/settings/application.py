@@ -6,14 +6,9 @@ from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from conserve.addons import addon, missing
-from conserve.loopback import is_loopback
 from conserve.placement import POLICIES, PlacementPolicy, PolicyName
+from conserve.settings.checks import CHECKS
 from conserve.settings.engine_arguments import (
-    ADAPTERS,
-    NOT_BESIDE_A_LANE,
-    disagreements,
-    encoders_disagree,
     without_expandable_segments,
     without_reserved,
 )
@@ -42,8 +37,6 @@ EMBEDDED_MODELS = {
 # Beyond vLLM's scheduler: AgentServe's chunks and lane, MARS's order and retention.
 MECHANISMS = ("chunks", "order", "retention", "lane")
 _JOINED = r"^(chunks|order|retention|lane)(\+(chunks|order|retention|lane))*$"
-# The add-on that has them, SM slots and the offloaded tower.
-INSIDE = "conserve_inside"
 _SCHEDULERS = {"vllm": (), "conversation": MECHANISMS[:3], "conversation_lane": MECHANISMS}
 
 
@@ -283,81 +276,10 @@ class Settings(Strict):
         return self
 
     @model_validator(mode="after")
-    def _engines_for_all_turns(self) -> Self:
-        if not self.decoders.replicas:
-            raise ValueError("decoders: give at least 1; conversations live there")
-        if not (self.prefillers.replicas or self.policy_class.keeps_later_turns):
-            raise ValueError(f"prefillers: give at least 1 with placement {self.policy_name}")
-        return self
-
-    @model_validator(mode="after")
-    def _roles_read_each_others_kv(self) -> Self:
-        if self.prefiller_replicas:
-            differing = disagreements(
-                self.engine,
-                self.prefillers.engine,
-                self.decoders.engine,
-                (self.prefillers.env, self.decoders.env),
-            )
-            if differing:
-                raise ValueError("\n".join(differing))
-        return self
-
-    @model_validator(mode="after")
-    def _encoders_have_a_use(self) -> Self:
-        if self.encoders.max_replicas is not None:
-            raise ValueError("encoders.max_replicas: encoders do not scale; set encoders.replicas")
-        if not self.encoders.replicas:
-            return self
-        if not (self.media.parts and self.media.encoded_gb):
-            name = "encoded_gb" if self.media.parts else "parts"
-            raise ValueError(
-                f"encoders: media.{name} is 0, so other engines get no images from them; set it, "
-                "or encoders=0"
-            )
-        tier = self.tiers.get(self.encoders.tier or "")
-        if tier is not None and tier.sm_slots is not None:
-            raise ValueError(
-                f"encoders.tier: {self.encoders.tier!r} has sm_slots, which encoders cannot keep "
-                "to; give them another tier"
-            )
-        differing = encoders_disagree(self.engine, self.encoders.engine, self.decoders.engine)
-        if differing:
-            raise ValueError("\n".join(differing))
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_told_apart(self) -> Self:
-        if not (self.prefiller_replicas or self.parks):
-            return self  # Nothing is stored.
-        for place, given in (
-            ("engine", self.engine),
-            ("prefillers.engine", self.prefillers.engine),
-            ("decoders.engine", self.decoders.engine),
-        ):
-            for name in ADAPTERS:
-                if given.get(name):
-                    raise ValueError(
-                        f"{place}.{name}: LMCache's keys say nothing of adapters, so one would be "
-                        "given another's KV; merge the adapter into a model of its own, or set "
-                        "prefillers=0 pausing=off, which stores none"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _gpus_are_laid_out_once(self) -> Self:
-        if self.gpus is None:
-            return self
-        if self.device == "cpu":
-            raise ValueError("gpus: device is cpu; leave one of the two out")
-        if self.tiers:
-            raise ValueError("gpus: with tiers, say by num_gpus what engines get")
-        for name in ("prefillers", "decoders", "encoders"):
-            role: RoleSettings = getattr(self, name)
-            if role.tier is not None:
-                raise ValueError(f"gpus: with {name}.tier, say by num_gpus what engines get")
-            if "num_gpus" in role.model_fields_set:
-                raise ValueError(f"{name}.num_gpus: gpus lays engines out; give one of the two")
+    def _go_together(self) -> Self:
+        for check in CHECKS:
+            if problems := [*check(self)]:
+                raise ValueError("\n".join(problems))
         return self
 
     @field_validator("keys_file", mode="after")
@@ -365,44 +287,6 @@ class Settings(Strict):
     def _whole_path(cls, value: str | None) -> str | None:
         # The router's process has a working directory of its own.
         return None if value is None else os.path.abspath(os.path.expanduser(value))
-
-    @model_validator(mode="after")
-    def _authentication_is_chosen(self) -> Self:
-        if self.keys_file is not None and self.unauthenticated:
-            raise ValueError(
-                "unauthenticated: with keys_file, requests need keys; give one of both"
-            )
-        if not (self.keys_file or self.unauthenticated or is_loopback(self.host)):
-            raise ValueError(
-                f"host: whoever reaches {self.host} could use everything, and end everybody's "
-                "conversations; make keys (`conserve keys add NAME`) and set keys_file, or set "
-                "unauthenticated=true where the network, or a gateway, keeps others out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
-        for given, needed in (("cert_file", "key_file"), ("key_file", "cert_file")):
-            if getattr(self.tls, given) and not getattr(self.tls, needed):
-                raise ValueError(f"tls.{needed}: set it beside tls.{given}, or leave both out")
-        return self
-
-    @model_validator(mode="after")
-    def _commands_are_for_somebody(self) -> Self:
-        if self.environments.enabled and self.unauthenticated and not is_loopback(self.host):
-            raise ValueError(
-                f"environments.enabled: whoever reaches {self.host} could run commands; make keys "
-                "(`conserve keys add NAME`) and set keys_file in the place of unauthenticated"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _environments_are_installed(self) -> Self:
-        for name, default in EnvironmentSettings():
-            given = getattr(self.environments, name)
-            if given != default and addon("conserve_tools") is None:
-                raise ValueError(missing(f"environments.{name}", "conserve_tools"))
-        return self
 
     @field_validator("engine_scheduler", mode="after")
     @classmethod
@@ -436,90 +320,6 @@ class Settings(Strict):
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError(f"{name!r} is no name: use letters, digits, and . _ -")
         return value
-
-    @model_validator(mode="after")
-    def _placement_has_its_settings(self) -> Self:
-        if not self.policy_class.uses_prefillers and "prefillers" in self.model_fields_set:
-            raise ValueError("prefillers: placement collocated has none; set decoders alone")
-        given = "pausing" in self.model_fields_set
-        if not self.policy_class.pauses and self.pausing and given:
-            raise ValueError(
-                f"pausing: placement {self.policy_name} has prefillers go on with histories, and "
-                "pauses none; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_runs_inside_is_installed(self) -> Self:
-        if self.runs_inside and addon(INSIDE) is None:
-            raise ValueError("\n".join(missing(what, INSIDE) for what in self.runs_inside))
-        return self
-
-    @model_validator(mode="after")
-    def _scheduler_has_its_arguments(self) -> Self:
-        if self.tpot_bound_s is not None and "chunks" not in self.mechanisms:
-            raise ValueError("tpot_bound_s: set engine_scheduler=conversation, or one with chunks")
-        if not self.mechanisms:
-            return self
-        for name, given in (
-            ("engine", self.engine),
-            ("prefillers.engine", self.prefillers.engine),
-            ("decoders.engine", self.decoders.engine),
-        ):
-            for argument in ("scheduler_cls", "scheduling_policy"):
-                if argument in given:
-                    raise ValueError(
-                        f"{name}.{argument} cannot be set: "
-                        f"engine_scheduler={self.engine_scheduler} sets it"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _lane_has_its_engine(self) -> Self:
-        if not self.prefill_lane:
-            return self
-        given = {f"engine.{name}": value for name, value in self.engine.items()}
-        for role in ("prefillers", "decoders") if self.prefillers_host else ("decoders",):
-            own: RoleSettings = getattr(self, role)
-            given |= {f"{role}.engine.{name}": value for name, value in own.engine.items()}
-        for name, value in given.items():
-            argument = name.rsplit(".", 1)[1]
-            asked_for = value is True or value not in (None, False, 1)
-            if argument in NOT_BESIDE_A_LANE and asked_for:
-                why = NOT_BESIDE_A_LANE[argument]
-                raise ValueError(
-                    f"{name} cannot be set with engine_scheduler={self.engine_scheduler}: {why}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _router_has_its_port(self) -> Self:
-        if self.port in (self.lmcache.port, self.lmcache.http_port):
-            raise ValueError(
-                f"port: {self.port} is the LMCache server's, which takes lmcache.port and the next "
-                "one; they must differ"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _scaling_has_its_settings(self) -> Self:
-        for name, role in (("prefillers", self.prefillers), ("decoders", self.decoders)):
-            if role.max_replicas is not None and role.max_replicas < role.replicas:
-                raise ValueError(
-                    f"{name}.max_replicas: {role.max_replicas} is fewer than "
-                    f"{name}.replicas, {role.replicas}"
-                )
-        if self.prefillers.max_replicas is not None:
-            if self.profile is None:
-                raise ValueError(
-                    "prefillers.max_replicas: prefillers scale by the profiled curve; set profile"
-                )
-            if not self.policy_class.only_first_prompts:
-                raise ValueError(
-                    "prefillers.max_replicas: only with placement conversation, whose prefillers "
-                    "get first turns alone"
-                )
-        return self
 
     @property
     def policy_name(self) -> PolicyName:

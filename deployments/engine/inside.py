@@ -6,9 +6,9 @@ It is asked for where `Settings.runs_inside` names a setting. Other engines do n
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from conserve.addons import addon, missing
+from conserve.addons import INSIDE, addon, missing
 from conserve.direct import Notice
-from conserve.settings import INSIDE, Settings, SettingsError
+from conserve.settings import Settings, SettingsError
 from conserve.wire import Role
 from deployments.messages import Heard, SchedulerLoad
 from hetero.sm_slots import SmLease
