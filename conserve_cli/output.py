@@ -1,16 +1,13 @@
-"""Prints for all commands: tables that pipes do not cut, refusals, progress."""
+"""Prints for all commands: tables that pipes do not cut, refusals, and ends by signals."""
 
 import contextlib
 import signal
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Width of what is no terminal. Tables take only what they need.
 _UNBOUNDED = 100_000
@@ -56,45 +53,6 @@ def refuse(problem: str, status: int = 2) -> NoReturn:
     """Print a problem in red to the standard error, and end the command with this status."""
     _errors.print(f"[red]{escape(problem)}[/red]", highlight=False, soft_wrap=True)
     raise typer.Exit(status) from None
-
-
-def given_options(context: typer.Context) -> Iterator[tuple[str, str]]:
-    """Yield the name, and the first spelling, of each option that the command line has."""
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        # The enumeration is Click's or Typer's own, depending on the version, so compare its name.
-        if source is not None and source.name == "COMMANDLINE":
-            yield name, parameter.opts[0]
-
-
-def progress_bar(*fields: str) -> Progress:
-    """Return a bar of a task's description, its count and its time, and these fields."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        *(TextColumn(f"{{task.fields[{name}]}}") for name in fields),
-        console=console,
-        transient=True,
-    )
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder that `--out` names, or end the command."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--out {folder} cannot be made: {error.strerror}")
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib, an extra of the distribution, is installed; print if it is not."""
-    found = find_spec("matplotlib") is not None
-    if not found:
-        console.print("No pictures: matplotlib is not installed (pip install matplotlib).")
-    return found
 
 
 @contextlib.contextmanager

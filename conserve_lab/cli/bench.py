@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from conserve_cli.output import can_draw, console, make_folder, progress_bar, refuse
+from conserve_cli.output import console, refuse
+from conserve_lab.cli.output import can_draw, make_folder, progress_bar
 from conserve_lab.cli.workload_options import (
     ArrivalPattern,
     MaxContextTokens,

@@ -11,10 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoscale.capacity.profile import ProfileError, load_profile
-from conserve_cli.output import console, given_options, progress_bar, refuse
+from conserve_cli.output import console, refuse
 from conserve_inside.policy.division import TBT_BOUND_S
 from conserve_lab.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from conserve_lab.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
+from conserve_lab.cli.output import given_options, progress_bar
 from conserve_lab.cli.stages import show_stages
 from conserve_lab.cli.workload_options import (
     KnownWorkload,

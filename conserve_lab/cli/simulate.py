@@ -9,13 +9,8 @@ import typer
 from rich.markup import escape
 
 from autoscale.capacity.profile import ProfileError, load_profile
-from conserve_cli.output import (
-    can_draw,
-    console,
-    make_folder,
-    progress_bar,
-    refuse,
-)
+from conserve_cli.output import console, refuse
+from conserve_lab.cli.output import can_draw, make_folder, progress_bar
 from conserve_lab.cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,

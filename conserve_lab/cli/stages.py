@@ -8,8 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoscale.capacity.profile import ProfileError, StageCurves, load_profile
-from conserve_cli.output import can_draw, console, make_folder, refuse
+from conserve_cli.output import console, refuse
 from conserve_inside.policy.division import Division, StagePlan, plan_stages
+from conserve_lab.cli.output import can_draw, make_folder
 
 # A front may have dozens of divisions.
 _ROWS = 10

@@ -33,8 +33,9 @@ from autoscale.capacity.profile import (
 )
 from autoscale.capacity.served import engine_versions
 from conserve.embedded import model_path
-from conserve_cli.output import can_draw, console, progress_bar, refuse
+from conserve_cli.output import console, refuse
 from conserve_lab.capacity import fit
+from conserve_lab.cli.output import can_draw, progress_bar
 from conserve_lab.cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_lab.cli.profile.measure import Application, MeasureError, Probe, find_application
 from conserve_lab.machine import environment
