@@ -40,7 +40,7 @@ def test_the_core_serves_without_any_addon(machine_alone: None, tmp_path: Path) 
         )  # fmt: skip
         assert refused.returncode != 0
         assert f"is of the add-on {addon}, which is not installed" in refused.stderr
-        assert refused.stderr.startswith("conserve: " + setting.partition("=")[0])
+        assert refused.stderr.startswith(setting.partition("=")[0])
         assert len(refused.stderr.strip().splitlines()) == 1
 
     with Launch(SMALL, tmp_path / "serve.log", environment, [*SERVE, *SMALL]) as application:
