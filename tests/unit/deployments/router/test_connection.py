@@ -142,14 +142,6 @@ def test_who_waits_gets_an_answer(served: tuple[Application, int]) -> None:
     assert client.sock.recv(1) == b""
 
 
-def test_who_waits_gets_a_stream(served: tuple[Application, int]) -> None:
-    application, port = served
-    client = asked(port, "/stream")
-    half_close(client)
-    application.goes_on.set()
-    assert client.getresponse().read() == b"first " + b"second " * 20 + b"hello"
-
-
 @pytest.mark.parametrize("body", [b"hello", b""], ids=["a chunk next", "the last chunk next"])
 def test_who_waits_in_the_middle_gets_the_rest(
     served: tuple[Application, int], body: bytes

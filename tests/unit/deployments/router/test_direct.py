@@ -1,12 +1,9 @@
 """A later turn goes straight to the decoder that its router remembers, and how that may end."""
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from conserve import wire
 from conserve.direct import Homes
@@ -22,6 +19,7 @@ from tests.unit.deployments.router.fakes import (
     endpoint_of,
     told_by,
 )
+from tests.unit.deployments.router.images import data_url, png
 
 FIRST = [{"role": "user", "content": "hello"}]
 LATER = [*FIRST, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "on"}]
@@ -142,10 +140,7 @@ def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
 
 
 def seen(text: str) -> dict[str, Any]:
-    picture = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(picture, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
-    image = {"type": "image_url", "image_url": {"url": url}}
+    image = {"type": "image_url", "image_url": {"url": data_url(png())}}
     return {"role": "user", "content": [{"type": "text", "text": text}, image]}
 
 

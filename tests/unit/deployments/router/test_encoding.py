@@ -1,15 +1,12 @@
 """A turn's new images go by an encoder, and no encoder's failure is the turn's."""
 
 import asyncio
-import base64
 import contextlib
-import io
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.encoders import Encoder, Encoders, node_of
@@ -30,6 +27,7 @@ from tests.unit.deployments.router.fakes import (
     exchange,
     told_by,
 )
+from tests.unit.deployments.router.images import data_url, png
 
 
 @dataclass
@@ -72,18 +70,14 @@ class Vision(FakeEngines):
         return await super().healthy(url)
 
 
-def png(colour: int) -> str:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), colour).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def body(path: str, *images: str) -> dict[str, Any]:
+def body(path: str, *colours: int) -> dict[str, Any]:
+    """A turn with an image of each colour."""
+    urls = [data_url(png(one)) for one in colours]
     if path == MESSAGES:
-        sources = [{"type": "base64", "media_type": "image/png", "data": one} for one in images]
+        sources = [{"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+                   for url in urls]  # fmt: skip
         content = [{"type": "image", "source": source} for source in sources]
         return {"messages": [{"role": "user", "content": content}], "max_tokens": 5}
-    urls = [f"data:image/png;base64,{one}" for one in images]
     if path == RESPONSES:
         content = [{"type": "input_image", "detail": "auto", "image_url": url} for url in urls]
         return {"input": [{"role": "user", "content": content}]}
@@ -111,7 +105,7 @@ def ask(endpoint: TurnEndpoint, given: dict[str, Any], path: str = CHAT) -> int:
 def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str) -> None:
     engines = Vision()
     endpoint = vision(engines, "p1", table=FakeTable(prefillers=1))
-    assert ask(endpoint, body(path, png(1), png(2), png(1)), path) == 200
+    assert ask(endpoint, body(path, 1, 2, 1), path) == 200
     assert engines.log == ["encode p1", "encode p1", "prefill p1", "decode d1"]
     _, whole = engines.got[0]
     names = [name_of(place.url) for place in places(whole, path)]
@@ -133,7 +127,7 @@ def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str
 @pytest.mark.parametrize(("nodes", "priced"), [(["d1"], 0), ([], 640)])
 def test_what_encoders_do_is_not_priced_as_an_engines_work(nodes: list[str], priced: int) -> None:
     table, engines = FakeTable(), Vision(checked=Checked([[1, 2, 3]], True, 640))
-    assert ask(vision(engines, *nodes, table=table), body(CHAT, png(1))) == 200
+    assert ask(vision(engines, *nodes, table=table), body(CHAT, 1)) == 200
     assert table.placed[-1].opening.encode_tokens == priced
 
 
@@ -143,12 +137,12 @@ def test_an_image_is_sent_once_and_text_never() -> None:
     assert ask(endpoint, {"messages": [{"role": "user", "content": "hello"}]}) == 200
     assert engines.log == ["decode d1"]
     # The second turn is on another node, and the third on the first one's.
-    assert ask(endpoint, body(CHAT, png(1))) == 200
-    assert ask(endpoint, body(CHAT, png(1), png(2))) == 200
+    assert ask(endpoint, body(CHAT, 1)) == 200
+    assert ask(endpoint, body(CHAT, 1, 2)) == 200
     assert engines.log[1:] == ["encode d2", "decode d2", "encode d3", "encode d3", "decode d3"]
     for _ in range(2):
         endpoint.table.asked.clear()  # type: ignore[attr-defined]
-        assert ask(endpoint, body(CHAT, png(1), png(2))) == 200
+        assert ask(endpoint, body(CHAT, 1, 2)) == 200
     assert engines.log[6:] == ["encode d1", "encode d1", "decode d1", "decode d1"]
 
 
@@ -156,8 +150,8 @@ def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() ->
     table, engines = FakeTable(plan={"direct": True}), Vision()
     # Where appends are never moved, such a turn does not ask the table.
     endpoint = vision(engines, "d1", table=table, placement="conversation")
-    said = body(CHAT, png(1))["messages"]
-    said += [{"role": "assistant", "content": "a"}, *body(CHAT, png(2))["messages"]]
+    said = body(CHAT, 1)["messages"]
+    said += [{"role": "assistant", "content": "a"}, *body(CHAT, 2)["messages"]]
     said += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "and?"}]
     for turns in (1, 3, 5):
         assert ask(endpoint, {"messages": said[:turns]}) == 200
@@ -168,7 +162,7 @@ def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() ->
 
 def test_of_what_a_node_has_no_second_copy_is_made() -> None:
     reader = MediaReader(Settings(encoders={"replicas": 1}))  # type: ignore[arg-type]
-    lifted = Lifted(json.dumps(body(CHAT, png(1), png(2))).encode())
+    lifted = Lifted(json.dumps(body(CHAT, 1, 2)).encode())
     own = reader.named(json.loads(lifted.raw), CHAT, lifted, None)
     assert reader.to_encode(own, CHAT, lifted) == {}
     reader.encoders.update([Encoder("e", "http://d1:9")])
@@ -182,14 +176,14 @@ def test_of_what_a_node_has_no_second_copy_is_made() -> None:
 def test_where_no_encoder_is_near_the_engine_encodes_by_itself() -> None:
     engines = Vision()
     table = FakeTable(prefillers=1)
-    assert ask(vision(engines, "d1", table=table), body(CHAT, png(1))) == 200
+    assert ask(vision(engines, "d1", table=table), body(CHAT, 1)) == 200
     assert engines.log == ["prefill p1", "decode d1"]
 
 
 def test_without_the_setting_no_image_is_kept_for_encoders() -> None:
     engines = Vision()
     endpoint = vision(engines, "d1", **{"encoders.replicas": 0})
-    assert ask(endpoint, body(CHAT, png(1))) == 200
+    assert ask(endpoint, body(CHAT, 1)) == 200
     assert engines.log == ["decode d1"]
 
 
@@ -207,11 +201,11 @@ def test_a_turn_goes_on_without_an_encoder_that_fails(
 ) -> None:
     table, engines = FakeTable(), Vision(encoder_fails=fails)
     endpoint = vision(engines, "d1", table=table)
-    assert ask(endpoint, body(CHAT, png(1))) == 200
+    assert ask(endpoint, body(CHAT, 1)) == 200
     assert engines.log == ["encode d1", "decode d1"]
     assert table.lost == lost
     table.asked.clear()
-    assert ask(endpoint, body(CHAT, png(2))) == 200
+    assert ask(endpoint, body(CHAT, 2)) == 200
     assert engines.log[2:] == ([] if passed_over else ["encode d1"]) + ["decode d1"]
 
 
@@ -219,14 +213,14 @@ def test_a_slow_encoder_is_waited_for_within_a_bound(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(prompt, "LONGEST_ENCODING_S", 0.01)
     engines = Vision(encoder_hangs=True)
     endpoint = vision(engines, "d1")
-    assert ask(endpoint, body(CHAT, png(1), png(2))) == 200
+    assert ask(endpoint, body(CHAT, 1, 2)) == 200
     assert engines.log == ["encode d1", "encode d1", "decode d1"]
 
 
 def test_an_encoder_that_died_of_a_prompt_counts_as_any_other_engine() -> None:
     table = FakeTable()
     engines = Vision(die={"d1"}, encoder_fails=EngineUnreachable("it is gone"))
-    assert ask(vision(engines, "d1", table=table), body(CHAT, png(1))) == 500
+    assert ask(vision(engines, "d1", table=table), body(CHAT, 1)) == 500
     assert table.lost == ["e-d1", "d1"]
 
 
@@ -234,7 +228,7 @@ def test_a_prompt_that_two_encoders_were_lost_with_is_not_computed() -> None:
     table, engines = FakeTable(), Vision(encoder_fails=EngineUnreachable("it is gone"))
     endpoint = vision(engines, table=table)
     endpoint.media.encoders.update(Encoder(f"e{n}", f"http://d1:9/{n}") for n in range(2))
-    assert ask(endpoint, body(CHAT, png(1), png(2))) == 500
+    assert ask(endpoint, body(CHAT, 1, 2)) == 500
     assert table.lost == ["e0", "e1"]
     assert not [done for done in engines.log if done.startswith("decode")]
 

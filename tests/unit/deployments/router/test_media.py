@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from PIL import Image
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.errors import ApiError
@@ -26,18 +24,9 @@ from deployments.router.media import (
     fetched,
     is_public,
 )
+from tests.unit.deployments.router.images import data_url, png
 
 HOST = "images.example"
-
-
-def png(colour: int = 0, size: int = 8) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (size, size), colour).save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def chat(*urls: Any, **more: Any) -> dict[str, Any]:

@@ -395,10 +395,6 @@ def test_the_page_needs_no_key_and_what_it_asks_for_does(tmp_path: Path) -> None
         assert answer.status_code == (401 if path in others else 200)
 
 
-def test_pages_of_other_names_are_refused_as_all_else() -> None:
-    assert ask(a_door(), "GET", DASHBOARD, "rebound.example").status_code == 421
-
-
 def test_the_page_is_in_the_wheel() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     package = ROOT / "deployments" / "router"

@@ -174,9 +174,6 @@ SHOWN = [{"role": "assistant", "content": "a"}]
     [
         # As clients write them who keep their own history.
         ({"role": "assistant", "content": ANSWER}, SHOWN),
-        ({"role": "assistant", "content": ANSWER, "type": None}, SHOWN),
-        ({"type": "message", "role": "assistant", "content": ANSWER, "id": None}, SHOWN),
-        ({"type": "message", "role": "assistant", "content": ANSWER, "status": None}, SHOWN),
         ({"role": "assistant", "content": ANSWER, "id": None, "status": None, "phase": None},
          SHOWN),
         ({"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}, SHOWN),
