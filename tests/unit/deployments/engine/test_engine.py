@@ -20,6 +20,11 @@ from deployments.upstream import patches
 from deployments.upstream.patch import PatchError
 
 
+class Server(EngineServer):
+    def __del__(self) -> None:
+        """Serve would await an engine's; nothing was started here."""
+
+
 @pytest.mark.parametrize("server_fails", [True, False])
 @pytest.mark.parametrize("engine_fails", [True, False])
 async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
@@ -34,10 +39,6 @@ async def test_an_engine_that_fails_for_lack_of_a_server_says_so(
     async def load(self: object, config: object, engine_cls: type) -> None:
         if engine_fails:
             raise ValueError("engine core initialization failed")
-
-    class Server(EngineServer):
-        def __del__(self) -> None:
-            """Serve would await an engine's; nothing was started here."""
 
     monkeypatch.setattr(LLMServer, "__init__", load)
     server = object.__new__(Server)
@@ -63,10 +64,6 @@ async def test_an_altered_vllm_is_refused_before_an_engine_starts(
     }[engine_scheduler]
     monkeypatch.setattr(patches, "_applied", set())
     monkeypatch.delattr(owner, name)
-
-    class Server(EngineServer):
-        def __del__(self) -> None:
-            """Serve would await an engine's; nothing was started here."""
 
     settings = load({"engine_scheduler": engine_scheduler})
     tier = SimpleNamespace(sm_slots=None)

@@ -47,14 +47,14 @@ class Uncomputing(Client):
 
 @pytest.fixture(scope="module")
 def server() -> RequestCheck:
-    return served(tokenizer_cache_mb=16)
+    return served()
 
 
 @functools.cache
-def served(tokenizer_cache_mb: int) -> RequestCheck:
+def served() -> RequestCheck:
     client = Uncomputing()
     keep_text(client.online)
-    keep_tokens(client.online, tokenizer_cache_mb)
+    keep_tokens(client.online, 16)
     app = client.app("chat", "messages", "responses", "completion")
     # As vLLM's own way to make the app ends.
     app.middleware_stack = app.build_middleware_stack()
@@ -80,7 +80,8 @@ def refused(server: RequestCheck, path: str, body: Any) -> dict[str, Any]:
 
 # --- Lengths -------------------------------------------------------------------------------------
 
-# Each word is a token; a chat's template adds some.
+# `tests/engines/http/test_refused.py` has what each API says of prompts and outputs that are too
+# long. Each word is a token; a chat's template adds some.
 PROMPTS: dict[str, Any] = {
     CHAT: lambda text: {"messages": [{"role": "user", "content": text}]},
     COMPLETIONS: lambda text: {"prompt": text},
@@ -101,58 +102,6 @@ def counted(server: RequestCheck, path: str, words: int) -> int:
     reply = post(server, wire.CHECK_PREFIX + path, body)
     assert reply.status_code == 200, reply.text
     return len(reply.json()["prompts"][0]) + words - 100
-
-
-@pytest.mark.parametrize(("stream", "tokenizer_cache_mb"), [(False, 0), (True, 16)])
-@pytest.mark.parametrize("path", PROMPTS)
-@pytest.mark.parametrize(
-    ("words", "cap", "all_fits"),
-    [
-        # The prompt alone is too long, whatever is asked for.
-        (5000, 1, None),
-        (5000, 1500, None),
-        (5000, 32_000, None),
-        (2100, 40, None),
-        # The output is: with the prompt, or alone.
-        (1000, 1500, False),
-        (2000, 100, False),
-        (3, 32_000, False),
-        (1000, 2049, False),
-        (1000, 1000, True),
-    ],
-)
-def test_prompt_and_output_are_told_apart(
-    path: str, stream: bool, tokenizer_cache_mb: int, words: int, cap: int, all_fits: bool | None
-) -> None:
-    server = served(tokenizer_cache_mb)
-    body = {**PROMPTS[path]("hello " * words), CAPS[path]: cap, "stream": stream}
-    tokens = counted(server, path, words)
-    if all_fits:
-        reply = post(server, wire.CHECK_PREFIX + path, body)
-        assert reply.status_code == 200, reply.text
-        return
-    told = refused(server, path, body)
-    message = told["message"]
-    if all_fits is None:
-        if path == MESSAGES:
-            assert message == f"prompt is too long: {tokens} tokens > {CONTEXT} maximum"
-            return
-        assert told["code"] == "context_length_exceeded"
-        assert told["param"] == next(iter(PROMPTS[path]("")))
-        assert f"{CONTEXT} tokens" in message
-        assert f"resulted in {tokens} tokens" in message
-        return
-    if path == MESSAGES and cap > CONTEXT:
-        assert message.startswith(f"max_tokens: {cap} > {CONTEXT}, which is the maximum")
-        return
-    if path == MESSAGES:
-        assert message == (
-            f"input length and `max_tokens` exceed context limit: {tokens} + {cap} > {CONTEXT}, "
-            "decrease input length or `max_tokens` and try again"
-        )
-        return
-    assert (told["code"], told["param"]) == ("invalid_value", CAPS[path])
-    assert f"at most {CONTEXT - tokens} " in message
 
 
 def test_a_chats_older_cap_is_named_too(server: RequestCheck) -> None:

@@ -44,7 +44,7 @@ def judged(path: str, body: Json) -> tuple[ClientRequest, list[list[int]]]:
     """A turn as its router understands it, and its prompts; raises ApiError as its client sees."""
     asked = read(path, {**PLAIN[path], **body})
     told = {**asked.body, "model": MODEL}
-    reply = post(served(16), wire.CHECK_PREFIX + asked.engine_path, told)
+    reply = post(served(), wire.CHECK_PREFIX + asked.engine_path, told)
     if reply.status_code != 200:
         raise from_engine(reply.status_code, reply.json())
     return asked, reply.json()["prompts"]

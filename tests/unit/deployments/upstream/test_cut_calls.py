@@ -232,14 +232,6 @@ async def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
 
 
 @pytest.mark.usefixtures("patched")
-async def test_a_response_that_is_whole_is_told_as_before() -> None:
-    told = await response(HERMES + '"}}\n</tool_call>', "stop")
-    assert told["status"] == "completed"
-    assert [one["type"] for one in told["output"]] == ["message", "function_call", "function_call"]
-    assert told["output"][2]["arguments"] == CALLS[1][1] + '"}'
-
-
-@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(
     ("arguments", "left"),
     [('{"on": true}', {"on": True}), ('{"on": [1, 2', {"on": [1, 2]}), ("", {}), ("[1", {})],

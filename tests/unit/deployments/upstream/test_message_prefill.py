@@ -1,6 +1,5 @@
 """A last message of the assistant's in Messages, by vLLM's own server."""
 
-import json
 from typing import Any
 
 import pytest
@@ -175,10 +174,3 @@ def test_an_answer_that_was_cut_is_known_when_it_is_continued() -> None:
     assert server.knows(MESSAGES, ask(HELLO, said("I say")))
     # A chat closes it, and what follows is another message.
     assert not server.knows(CHAT, ask(HELLO, said("I say")))
-
-
-@pytest.mark.usefixtures("patched")
-def test_bodies_of_other_kinds_stay_errors() -> None:
-    server = Server()
-    response = server.post(MESSAGES, json.dumps({"model": MODEL, "messages": []}).encode())
-    assert response.status_code == 400
