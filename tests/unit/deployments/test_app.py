@@ -43,26 +43,23 @@ def test_the_package_is_the_door_to_the_application() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "decoders"),
+    ("settings", "prefillers", "decoders"),
     [
-        ({}, "kv_both"),
-        ({"pausing": False}, "kv_consumer"),
+        ({"placement": "conversation"}, "kv_producer", "kv_both"),
+        ({"placement": "conversation", "pausing": False}, "kv_producer", "kv_consumer"),
         # There prefillers read what decoders have computed.
-        ({"placement": "per_turn"}, "kv_both"),
+        ({"placement": "per_turn"}, "kv_producer", "kv_both"),
+        # By default they host, and no other engine has a use for their own conversations' prompts.
+        ({}, "kv_both", "kv_both"),
+        ({"pausing": False}, "kv_both", "kv_consumer"),
     ],
 )
-def test_decoders_store_where_something_is_parked_or_read(
-    settings: dict[str, Any], decoders: str
+def test_engines_store_where_something_is_parked_or_read(
+    settings: dict[str, Any], prefillers: str, decoders: str
 ) -> None:
-    chosen = Settings(**{"placement": "conversation", **settings})
-    assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_producer", decoders)
-
-
-@pytest.mark.parametrize(("pausing", "decoders"), [(True, "kv_both"), (False, "kv_consumer")])
-def test_a_prefiller_that_hosts_stores_what_it_is_told_to(pausing: bool, decoders: str) -> None:
-    """Of its own conversations' prompts nobody else has any use."""
-    chosen = Settings(pausing=pausing)
-    assert (_kv_role("prefiller", chosen), _kv_role("decoder", chosen)) == ("kv_both", decoders)
+    chosen = Settings(**settings)
+    roles = _kv_role("prefiller", chosen), _kv_role("decoder", chosen)
+    assert roles == (prefillers, decoders)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

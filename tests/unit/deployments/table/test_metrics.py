@@ -92,13 +92,6 @@ def test_every_family_is_explained_and_named_for_its_unit(scene: Scene) -> None:
         assert families[name].type == "histogram"
 
 
-def test_an_empty_table_says_zero_and_not_nothing(scene: Scene) -> None:
-    assert scene.value("conserve_conversations", phase="reasoning") == 0
-    assert scene.value("conserve_conversations", phase="acting") == 0
-    assert scene.value("conserve_queue_length") == 0
-    assert scene.value("conserve_handoffs_total") == 0
-
-
 def test_the_window_shows_its_pressures() -> None:
     window = Window()
     scene = Scene(window)
@@ -158,25 +151,9 @@ def test_lost_engines_disappear(scene: Scene) -> None:
     assert scene.value("conserve_conversations", phase="acting") == 1
 
 
-def test_counters_and_histograms(scene: Scene) -> None:
-    metrics = scene.metrics
-    metrics.handoffs.inc()
-    metrics.handoff_tokens.inc(256)
-    metrics.turns.labels("completed").inc()
-    metrics.turns.labels("failed").inc(2)
-    metrics.engines_lost.labels("decoder").inc()
-    metrics.ended.labels("idle").inc()
-    metrics.refusals.labels("queue_full").inc()
-    metrics.ttft_s.observe(0.3)
-    metrics.tbt_s.observe(0.004)
-    assert scene.value("conserve_handoffs_total") == 1
-    assert scene.value("conserve_handoff_tokens_total") == 256
-    assert scene.value("conserve_turns_total", outcome="completed") == 1
-    assert scene.value("conserve_turns_total", outcome="failed") == 2
-    assert scene.value("conserve_engines_lost_total", role="decoder") == 1
-    assert scene.value("conserve_conversations_ended_total", reason="idle") == 1
-    assert scene.value("conserve_queue_refusals_total", reason="queue_full") == 1
-    assert scene.value("conserve_ttft_seconds_sum") == pytest.approx(0.3)
+def test_histograms_have_buckets_for_what_they_measure(scene: Scene) -> None:
+    scene.metrics.ttft_s.observe(0.3)
+    scene.metrics.tbt_s.observe(0.004)
     assert scene.value("conserve_ttft_seconds_bucket", le="0.25") == 0
     assert scene.value("conserve_ttft_seconds_bucket", le="0.5") == 1
     assert scene.value("conserve_tbt_seconds_bucket", le="0.005") == 1
@@ -184,13 +161,17 @@ def test_counters_and_histograms(scene: Scene) -> None:
 
 def test_what_may_happen_is_0_before_it_does(scene: Scene) -> None:
     """Prometheus sees no growth to the first value of a series."""
-    for name, label, value in (
-        ("turns", "outcome", "failed"),
-        ("engines_lost", "role", "decoder"),
-        ("queue_refusals", "reason", "queue_full"),
-        ("queue_refusals", "reason", "timeout"),
+    for name, labels in (
+        ("conversations", {"phase": "reasoning"}),
+        ("conversations", {"phase": "acting"}),
+        ("queue_length", {}),
+        ("handoffs_total", {}),
+        ("turns_total", {"outcome": "failed"}),
+        ("engines_lost_total", {"role": "decoder"}),
+        ("queue_refusals_total", {"reason": "queue_full"}),
+        ("queue_refusals_total", {"reason": "timeout"}),
     ):
-        assert scene.value(f"conserve_{name}_total", **{label: value}) == 0
+        assert scene.value(f"conserve_{name}", **labels) == 0, (name, labels)
 
 
 def test_two_applications_in_one_process_do_not_mix() -> None:
