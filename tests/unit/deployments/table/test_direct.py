@@ -3,13 +3,15 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from conserve.direct import Began, Ended, Report
 from conserve.histories.kinship import Opening
 from conserve.history import TurnKey
 from conserve.recognition import Chain
 from deployments.messages import TurnPlan
 from tests.unit.deployments.table.drive import STATS, Drive, engine, refusal
-from tests.unit.deployments.table.virtual_time import run
+from tests.unit.deployments.table.virtual_time import in_virtual_time
 
 ROOT, FIRST, SECOND = b"r" * 16, b"1" * 16, b"2" * 16
 
@@ -35,118 +37,108 @@ async def told(service: Drive, decoder_id: str, number: int, *events: Any) -> bo
     return await service.report(decoder_id, 1, Report(number, events, 0))
 
 
-def test_what_a_decoder_begins_and_ends_counts_once() -> None:
-    async def scenario() -> None:
-        service = await a_table()
-        plan = await bound(service)
-        assert plan.direct
-        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
-        for _ in range(2):  # Its answer was lost.
-            assert await told(service, "decoder#1", 2, Began(turn, "r")) is False
-        history = service._table.get("c")
-        assert history is not None
-        assert history.running == (turn.turn_id,)
-        for _ in range(2):
-            await told(service, "decoder#1", 3, Ended(turn, STATS, (SECOND,), True))
-        assert (history.running, history.turns) == ((), 2)
-        assert service._running.routers == {}
-        text = (await service.metrics()).decode()
-        assert 'conserve_later_turns_total{way="direct"} 1.0' in text
-        # To what it knows nothing of it says so.
-        assert await service.report("decoder#1", 2, Report(1, (), 0)) is None
-
-    run(scenario())
+@in_virtual_time
+async def test_what_a_decoder_begins_and_ends_counts_once() -> None:
+    service = await a_table()
+    plan = await bound(service)
+    assert plan.direct
+    turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+    for _ in range(2):  # Its answer was lost.
+        assert await told(service, "decoder#1", 2, Began(turn, "r")) is False
+    history = service._table.get("c")
+    assert history is not None
+    assert history.running == (turn.turn_id,)
+    for _ in range(2):
+        await told(service, "decoder#1", 3, Ended(turn, STATS, (SECOND,), True))
+    assert (history.running, history.turns) == ((), 2)
+    assert service._running.routers == {}
+    text = (await service.metrics()).decode()
+    assert 'conserve_later_turns_total{way="direct"} 1.0' in text
+    # To what it knows nothing of it says so.
+    assert await service.report("decoder#1", 2, Report(1, (), 0)) is None
 
 
-def test_an_end_is_confirmed_when_the_decoder_has_heard() -> None:
-    async def scenario() -> None:
-        service = await a_table()
-        plan = await bound(service)
-        hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
-        await asyncio.sleep(0.1)
-        ending = asyncio.ensure_future(service.release("c"))
-        notice = await hearing
+@in_virtual_time
+async def test_an_end_is_confirmed_when_the_decoder_has_heard() -> None:
+    service = await a_table()
+    plan = await bound(service)
+    hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
+    await asyncio.sleep(0.1)
+    ending = asyncio.ensure_future(service.release("c"))
+    notice = await hearing
+    assert notice is not None
+    assert notice.ended == (("c", plan.turn.incarnation),)
+    await asyncio.sleep(0.1)
+    assert not ending.done()
+    # What was begun before is of what has ended, and is not revived.
+    turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+    await service.report("decoder#1", 1, Report(2, (Began(turn, "r"),), notice.number))
+    while not ending.done():
+        notice = await service.hear("decoder#1", 1, notice.number)
         assert notice is not None
-        assert notice.ended == (("c", plan.turn.incarnation),)
-        await asyncio.sleep(0.1)
-        assert not ending.done()
-        # What was begun before is of what has ended, and is not revived.
-        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
-        await service.report("decoder#1", 1, Report(2, (Began(turn, "r"),), notice.number))
-        while not ending.done():
-            notice = await service.hear("decoder#1", 1, notice.number)
-            assert notice is not None
-            await service.report("decoder#1", 1, Report(3, (), notice.number))
-        assert await ending is True
-        assert service._table.get("c") is None
-
-    run(scenario())
+        await service.report("decoder#1", 1, Report(3, (), notice.number))
+    assert await ending is True
+    assert service._table.get("c") is None
 
 
-def test_who_moves_waits_for_the_decoder_that_it_leaves() -> None:
-    async def scenario(began: bool) -> None:
-        service = await a_table(decoders=2)
-        plan = await bound(service)
-        here = plan.decoder_id
-        history = service._table.get("c")
-        assert history is not None
-        assert service._table.memory is not None
-        service._table.memory.pause(history, "room")
-        service._table.leave(here)
-        asked = await service.unplaced("c", Chain(ROOT, None, (FIRST,)))
-        placing = await service.queued(asked, 120)
-        notice = await service.hear(here, 1, 0)
-        assert notice is not None
-        await asyncio.sleep(1)
-        assert not placing.done()
-        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
-        events = (Began(turn, "r"),) if began else ()
-        await service.report(here, 1, Report(2, events, notice.number + 1))
-        placed = service.planned(await placing)
-        # A turn that runs already has it stay.
-        assert (placed.decoder_id == here) is began
-
-    for began in (True, False):
-        run(scenario(began))
+@pytest.mark.parametrize("began", [True, False])
+@in_virtual_time
+async def test_who_moves_waits_for_the_decoder_that_it_leaves(began: bool) -> None:
+    service = await a_table(decoders=2)
+    plan = await bound(service)
+    here = plan.decoder_id
+    history = service._table.get("c")
+    assert history is not None
+    assert service._table.memory is not None
+    service._table.memory.pause(history, "room")
+    service._table.leave(here)
+    asked = await service.unplaced("c", Chain(ROOT, None, (FIRST,)))
+    placing = await service.queued(asked, 120)
+    notice = await service.hear(here, 1, 0)
+    assert notice is not None
+    await asyncio.sleep(1)
+    assert not placing.done()
+    turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+    events = (Began(turn, "r"),) if began else ()
+    await service.report(here, 1, Report(2, events, notice.number + 1))
+    placed = service.planned(await placing)
+    # A turn that runs already has it stay.
+    assert (placed.decoder_id == here) is began
 
 
-def test_a_decoder_that_is_lost_is_waited_for_no_more() -> None:
-    async def scenario() -> None:
-        service = await a_table()
-        plan = await bound(service)
-        turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
-        await told(service, "decoder#1", 2, Began(turn, "r"))
-        hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
-        ending = asyncio.ensure_future(service.release("c"))
-        await asyncio.sleep(0.1)
-        await service.engine_lost("decoder#1", "a mishap")
-        assert await ending is True
-        await hearing
-        assert await service.hear("decoder#1", 1, 0) is None
-        assert service._running.routers == {}
-
-    run(scenario())
+@in_virtual_time
+async def test_a_decoder_that_is_lost_is_waited_for_no_more() -> None:
+    service = await a_table()
+    plan = await bound(service)
+    turn = TurnKey("c", plan.turn.incarnation, plan.turn.turn_id + 1)
+    await told(service, "decoder#1", 2, Began(turn, "r"))
+    hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
+    ending = asyncio.ensure_future(service.release("c"))
+    await asyncio.sleep(0.1)
+    await service.engine_lost("decoder#1", "a mishap")
+    assert await ending is True
+    await hearing
+    assert await service.hear("decoder#1", 1, 0) is None
+    assert service._running.routers == {}
 
 
-def test_of_two_turns_that_wait_for_a_decoder_to_be_heard_one_is_placed() -> None:
-    async def scenario() -> None:
-        service = await a_table()
-        await bound(service)
-        history = service._table.get("c")
-        assert history is not None
-        assert service._table.memory is not None
-        service._table.memory.pause(history, "room")
-        await service.turn("full", 950)
-        asked = await service.unplaced("c", Chain(ROOT, None, (FIRST,)))
-        both = [await service.queued(asked, 120) for _ in range(2)]
-        notice = await service.hear("decoder#1", 1, 0)
-        assert notice is not None
-        await service.report("decoder#1", 1, Report(2, (), notice.number + 1))
-        await asyncio.sleep(1)
-        refused, waiting = sorted(both, key=lambda one: not one.done())
-        refusal(await refused, 429, "conversation_busy")
-        assert not waiting.done()
-        await service.release("full")
-        service.planned(await waiting)
-
-    run(scenario())
+@in_virtual_time
+async def test_of_two_turns_that_wait_for_a_decoder_to_be_heard_one_is_placed() -> None:
+    service = await a_table()
+    await bound(service)
+    history = service._table.get("c")
+    assert history is not None
+    assert service._table.memory is not None
+    service._table.memory.pause(history, "room")
+    await service.turn("full", 950)
+    asked = await service.unplaced("c", Chain(ROOT, None, (FIRST,)))
+    both = [await service.queued(asked, 120) for _ in range(2)]
+    notice = await service.hear("decoder#1", 1, 0)
+    assert notice is not None
+    await service.report("decoder#1", 1, Report(2, (), notice.number + 1))
+    await asyncio.sleep(1)
+    refused, waiting = sorted(both, key=lambda one: not one.done())
+    refusal(await refused, 429, "conversation_busy")
+    assert not waiting.done()
+    await service.release("full")
+    service.planned(await waiting)

@@ -13,7 +13,7 @@ from deployments.messages import EventPage, EventQuery, Prefilled, TurnTiming
 from deployments.table import views
 from deployments.table.views import listen
 from tests.unit.deployments.table.test_table import TOKENS, a_full_service, a_service
-from tests.unit.deployments.table.virtual_time import run
+from tests.unit.deployments.table.virtual_time import in_virtual_time
 
 
 async def test_what_happens_is_told_in_order() -> None:
@@ -92,20 +92,18 @@ async def test_what_happens_is_told_in_order() -> None:
     assert (await service.events(EventQuery(0))).events[0][1] == "engine_ready"
 
 
-def test_who_listens_hears_of_it_as_it_happens_or_after_a_while_that_nothing_did() -> None:
-    async def scenario() -> None:
-        service = await a_full_service()
-        newest = (await service.events(EventQuery(None))).newest
-        nothing = await service.events(EventQuery(newest, (), None, None, 10.0))
-        assert nothing == EventPage(newest, 0, [])
-        asked = EventQuery(newest, ("ended",), None, None, 10.0)
-        listening = asyncio.create_task(service.events(asked))
-        await asyncio.sleep(5)
-        assert not listening.done()
-        await service.release("full")
-        assert [kind for _, kind, _ in (await listening).events] == ["ended"]
-
-    run(scenario())
+@in_virtual_time
+async def test_who_listens_hears_of_it_as_it_happens_or_after_a_while_that_nothing_did() -> None:
+    service = await a_full_service()
+    newest = (await service.events(EventQuery(None))).newest
+    nothing = await service.events(EventQuery(newest, (), None, None, 10.0))
+    assert nothing == EventPage(newest, 0, [])
+    asked = EventQuery(newest, ("ended",), None, None, 10.0)
+    listening = asyncio.create_task(service.events(asked))
+    await asyncio.sleep(5)
+    assert not listening.done()
+    await service.release("full")
+    assert [kind for _, kind, _ in (await listening).events] == ["ended"]
 
 
 async def test_a_conversation_says_what_happened_to_it_and_nobody_elses() -> None:

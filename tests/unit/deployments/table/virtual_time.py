@@ -1,9 +1,10 @@
 """An event loop on which waiting takes no time: the clock jumps to what comes next."""
 
 import asyncio
+import functools
 import selectors
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +55,16 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
         finally:
             loop.run_until_complete(_cancel(asyncio.all_tasks(loop)))
             loop.close()
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Have a test `run`."""
+
+    @functools.wraps(test)
+    def runs(*given: Any, **more: Any) -> None:
+        run(test(*given, **more))
+
+    return runs
 
 
 async def _cancel(left: set["asyncio.Task[Any]"]) -> None:

@@ -53,12 +53,6 @@ def test_patched_it_waits() -> None:
     assert not _is_healthy(_answer(0.05, TimeoutError("lost")))
 
 
-@pytest.mark.usefixtures("patched")
-def test_patched_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hasty_client, "PING_TIMEOUT_S", 0.05)
-    assert not _is_healthy(_answer(None))
-
-
 def test_on_a_gpu_workers_wait_longer_than_schedulers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
