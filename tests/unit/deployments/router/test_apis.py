@@ -629,6 +629,9 @@ def test_the_model_is_listed_before_any_decoder_can_say_how_much_it_takes() -> N
     seen = [asgi.ask(door, "GET", "/v1/models").json()["data"][0] for _ in range(4)]
     assert [card["id"] for card in seen] == [MODEL] * 4
     assert [card["max_model_len"] for card in seen] == [None, None, 4096, 4096]
+    anthropic = {"anthropic-version": "2023-06-01"}
+    card = asgi.ask(door, "GET", f"/v1/models/{MODEL}", headers=anthropic).json()
+    assert (card["max_input_tokens"], card["max_tokens"]) == (4096, 4096)
     assert says == []
 
 

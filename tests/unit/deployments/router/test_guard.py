@@ -113,6 +113,7 @@ def test_loopback_by_any_of_its_names(name: str, port: str, listens: str) -> Non
         "rebound.example",
         "rebound.example:8000",
         "localhost.rebound.example",
+        "agent.localhost.rebound.example",
         "127.0.0.1.rebound.example",
         "0.0.0.0.rebound.example",
         "ip6-localhost.rebound.example",

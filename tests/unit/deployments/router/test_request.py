@@ -179,6 +179,16 @@ def test_a_known_clients_default_takes_what_room_there_is(
     assert json.loads(asked.raw).items() >= cap.items()
 
 
+def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
+    def asked(half: str) -> ClientRequest:
+        said = {"role": "user", "content": f"cut {half}"}
+        return read({"messages": [said], "stop": [half], "user": half})
+
+    cut, whole = asked("\ud83d"), asked("\ufffd")
+    assert cut.body == json.loads(cut.raw) == whole.body
+    assert cut.chain == whole.chain
+
+
 def test_the_table_gets_the_newest_ends() -> None:
     messages: list[dict[str, str]] = []
     for turn in range(100):
