@@ -16,16 +16,6 @@ from experiments.paper import SHAPE, Row, cold_prefill_s, saturating
 PROFILE = "a40-qwen3-0.6b"
 
 
-def test_a_profile_without_power_is_refused_before_anything_is_simulated(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(paper, "simulate")
-    with pytest.raises(SystemExit) as ended:
-        paper.main(["--profile", "cpu-embedded"])
-    assert ended.value.code == 2
-    assert "has no power" in capsys.readouterr().out
-
-
 def test_saturating_arrivals_keep_the_prefiller_busy_and_nobody_waiting() -> None:
     profile = load_profile(PROFILE)
     prefiller = Costs.of(profile, "prefiller")

@@ -17,7 +17,6 @@ from conserve_lab.peers import Options, Peer, PeerUnavailable
 from conserve_lab.report import read_report
 from experiments.suite import fleet, turns
 from experiments.suite.__main__ import main
-from experiments.suite.fleet import Room
 from tests.unit.conserve_lab.stub import Stub, served
 
 GB = 10**9
@@ -204,91 +203,3 @@ def test_with_room_for_two_each_is_up_with_the_one_that_ratios_are_to(
     assert _rows(tmp_path, "TTFET p95") == [["conserve"], ["vllm"]]
     assert "Times collocated's within the same rounds" in (tmp_path / "results.md").read_text()
     assert list(tmp_path.glob("group-2/cdf-ttft*.png"))
-
-
-def test_rates_that_are_given_need_no_conserve(tmp_path: Path, machine: Machine) -> None:
-    arguments = ("--systems", "elastic,collocated", "--against", "collocated")
-    result = _run(tmp_path, *arguments, "--rates", "20,40")
-    assert result.exit_code == 0, result.output
-    assert [event for event in machine.events if event[0] == "+"] == ["+collocated", "+elastic"]
-    rates = {report["arrivals"]["rate_per_s"] for report in _reports(tmp_path)}
-    assert rates == {20.0, 40.0}
-    assert _rows(tmp_path, "TTFET p95") == 2 * [["elastic"]]
-
-
-def test_conserve_alone_has_all_conversations_in_one_run(tmp_path: Path, machine: Machine) -> None:
-    result = _run(tmp_path, "--systems", "conserve")
-    assert result.exit_code == 0, result.output
-    (report,) = _reports(tmp_path)
-    assert report["environment"]["alternation"] is None
-    assert report["workload"]["conversations"] == 4
-    assert "conserve alone (there is no other system)." in (tmp_path / "results.md").read_text()
-
-
-def test_on_gpus_one_system_is_up_at_a_time(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Options, "gpu", True)
-    result = _run(tmp_path, "--systems", "collocated")
-    assert result.exit_code == 0, result.output
-    assert machine.most_up == 1
-    text = (tmp_path / "results.md").read_text()
-    assert "One of them was up at a time (each system's engines take whole GPUs)" in text
-
-
-def test_without_conserve_there_is_nothing_to_be_relative_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def start(*_: object) -> Iterator[Peer]:
-        raise PeerUnavailable("port 8000 is in use")
-        yield
-
-    monkeypatch.setattr(fleet, "start_apart", start)
-    result = _run(tmp_path)
-    assert result.exit_code == 1
-    assert "conserve, which all is relative to: port 8000 is in use" in result.output
-
-
-@pytest.mark.parametrize(
-    ("free_gb", "up_gb", "most_gb", "fits"),
-    [
-        # Of 20 GB, one is left to the machine: 5 are enough for one that takes 4, 4.9 are not.
-        (5.0, [4.0], 4.0, True),
-        (4.9, [4.0], 4.0, False),
-        # One that is up, and has not worked yet, comes to as much as the other.
-        (5.0, [4.0, 3.0], 4.0, False),
-        (6.0, [4.0, 3.0], 4.0, True),
-        (3.0, [], 2.0, True),
-    ],
-)
-def test_room_is_what_is_left_once_all_have_grown(
-    free_gb: float, up_gb: list[float], most_gb: float, fits: bool
-) -> None:
-    up_bytes = [round(taken * GB) for taken in up_gb]
-    room = Room(20 * GB, round(free_gb * GB), up_bytes, round(most_gb * GB))
-    assert room.fits is fits
-    assert ("one more fits" if fits else "no more fit") in room.told()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--systems", "conserve,dynamo"], "systems: no dynamo"),
-        (
-            ["--systems", "vllm", "--against", "ray_pd"],
-            "against: ray_pd is not among conserve, vllm",
-        ),
-        (["--rates", "1,b"], "--rates: '1,b': give numbers from 0"),
-        (["--rates", "1", "--systems", "vllm"], "against: conserve is not among vllm"),
-        (["--wrong-decision-rates", "2"], "wrong_decision_rate: 2.0 is not from 0 to 1"),
-        (["--data", "/nowhere"], "/nowhere: there is no such file or folder"),
-        (["--engines", "1"], "engines: 1 is too few; give at least 2"),
-        (["--cores", "0,0"], "cores: 1 different ones for 2 engines"),
-    ],
-)
-def test_wrong_options_are_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
-    result = _run(tmp_path, *arguments)
-    assert result.exit_code == 2, result.output
-    assert said in result.output
-    assert "Traceback" not in result.output
