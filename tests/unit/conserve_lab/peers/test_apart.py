@@ -1,6 +1,5 @@
 """A peer under a process of its own: what it says, and that it ends with whoever started it."""
 
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from conserve_lab.peers import Options, PeerUnavailable
-from conserve_lab.peers.apart import Apart, start_apart
+from conserve_lab.peers.apart import start_apart
 from tests.checkout import ROOT
 
 # The process as it is, with a peer that only notes when it starts and stops.
@@ -87,22 +86,3 @@ def test_why_a_peer_cannot_run_is_told() -> None:
         ):
             pass
     assert set(psutil.Process().children()) == before
-
-
-def test_a_process_and_those_below_it_are_counted() -> None:
-    burn = "import os, time; os.fork(); x = bytearray(50_000_000); t = time.process_time()\n"
-    burn += "while time.process_time() < t + 0.2: pass\n"
-    burn += "os.write(1, b'done\\n'); time.sleep(600)"
-    with (
-        subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE) as child,
-        contextlib.ExitStack() as ended,
-    ):
-        ended.callback(child.kill)
-        assert child.stdout is not None
-        assert [child.stdout.readline() for _ in range(2)] == 2 * [b"done\n"]
-        above = psutil.Process(child.pid)
-        (below,) = above.children()
-        ended.callback(below.kill)
-        apart = Apart(None, above)  # type: ignore[arg-type]
-        assert 100_000_000 < apart.memory_bytes() < 200_000_000
-        assert apart.cpu_s() >= 0.35

@@ -1,9 +1,7 @@
 """Peers: their options, what they are started with, and what is said when they cannot be."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +15,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from conserve.launch import Launch
 from conserve.settings import load
-from conserve_lab.peers import PEERS, Options, PeerUnavailable, start, systems
+from conserve_lab.peers import PEERS, Options, PeerUnavailable, pinning, start, systems
 from conserve_lab.peers.__main__ import peers
 from conserve_lab.peers.pinning import pin, share_out
 from conserve_lab.peers.plan import Part, PeerPlan, engine_arguments, free_port
-from conserve_lab.peers.running import answers, serves, until_ready, warm_up
+from conserve_lab.peers.running import answers, warm_up
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +122,19 @@ def test_cores_are_shared_out() -> None:
         share_out([3, 5], 3)
 
 
+@pytest.mark.parametrize(("written", "warned"), [("1\n", True), ("0\n", False), (None, False)])
+def test_cores_that_are_shared_out_by_session_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None, warned: bool
+) -> None:
+    file = tmp_path / "sched_autogroup_enabled"
+    if written is not None:
+        file.write_text(written)
+    monkeypatch.setattr(pinning, "_AUTOGROUP", file)
+    problem = pinning.autogroup_warning()
+    assert warned == ("kernel.sched_autogroup_enabled=0" in (problem or ""))
+    assert warned or problem is None
+
+
 @pytest.fixture
 def sleeper() -> Iterator[psutil.Process]:
     """A process with a second thread, as engines have many."""
@@ -145,38 +155,8 @@ def test_all_threads_of_an_engine_are_pinned(sleeper: psutil.Process) -> None:
     assert all(os.sched_getaffinity(thread.id) == {core} for thread in threads)
 
 
-def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
-    log = tmp_path / "part.log"
-    code = "import sys; print('first'); sys.exit('ValueError: no such flag')"
-    with (
-        Launch([], log, None, [sys.executable, "-c", code]) as launch,
-        pytest.raises(PeerUnavailable, match=r"^part ended while it started: [^\n]*$") as caught,
-    ):
-        until_ready("part", launch, log, lambda: False, deadline_s=float("inf"))
-    assert "ValueError: no such flag" in str(caught.value)
-    assert str(log) in str(caught.value)
-
-
-def test_a_process_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
-    log = tmp_path / "part.log"
-    with (
-        Launch([], log, None, [sys.executable, "-c", "import time; time.sleep(60)"]) as launch,
-        pytest.raises(PeerUnavailable, match="part was not ready in time: it said nothing"),
-    ):
-        until_ready("part", launch, log, lambda: False, deadline_s=0)
-
-
-def test_nobody_answers() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
-    assert not answers(url)
-    assert not serves(url, "model", plan)
-    with pytest.raises(PeerUnavailable, match="a first turn failed: ConnectError"):
-        warm_up(url, "model", plan, deadline_s=time.monotonic() + 60)
-
-
 class Server(ThreadingHTTPServer):
-    """Answers turns and streams tokens, as fast as it can; remembers what it was asked."""
+    """Answers turns, and remembers what it was asked."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -193,13 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.path, self.headers.get("X-Conversation-Id"), body))
         self.send_response(400 if self.server.refuses else 200)
         self.end_headers()
-        for number in range(200 if body.get("stream") else 0):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.wfile.write(b'data: {"token": %d}\n\n' % number)
-                self.wfile.flush()
-            time.sleep(0.001)
-        if not body.get("stream"):
-            self.wfile.write(json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode())
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode())
 
     def do_DELETE(self) -> None:
         self.server.seen.append(("DELETE", self.path.rpartition("/")[2], {}))
@@ -236,25 +210,6 @@ def test_a_peer_that_refuses_its_first_turn_is_not_available(server: Server) -> 
     plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
     with pytest.raises(PeerUnavailable, match=r"a first turn was refused: 400 \{"):
         warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
-
-
-def test_a_taken_port_is_refused_before_anything_starts() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(PeerUnavailable, match=f"port {port} is in use"),
-            start("vllm", Options(port=port)),
-        ):
-            pass
-
-
-def test_no_port_is_given_twice_or_could_be_an_outgoing_connections() -> None:
-    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = [free_port() for _ in range(300)]
-    assert len(set(ports)) == len(ports)
-    assert max(ports) < max(first_outgoing, 32_768)
 
 
 def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
@@ -299,13 +254,6 @@ def test_a_start_that_is_terminated_leaves_nothing() -> None:
         _, told = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in told
     assert not any(child.is_running() for child in started)
-
-
-def test_an_unknown_peer_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(
-        ValueError, match="no peer 'vlm': there are conserve, elastic, ray_serve_llm"
-    ):
-        start("vlm").__enter__()
 
 
 @pytest.mark.parametrize(
