@@ -1,6 +1,5 @@
 """Ratios and their intervals, alternating rounds, and the pictures and tables of reports."""
 
-import asyncio
 import json
 import random
 import re
@@ -18,7 +17,6 @@ from conserve_lab.compare import (
     compare,
     labels,
     ratios,
-    round_ratios,
     write_comparisons,
 )
 from conserve_lab.driver import ArrivalPlan, DriveOptions, Lag, Run
@@ -204,21 +202,6 @@ async def test_a_later_round_may_begin_with_a_failure() -> None:
     assert [run.records[0].outcome for run in runs] == ["completed", "failed"]
 
 
-async def test_a_round_that_is_stopped_is_left_out() -> None:
-    stub = Stub()
-    stop = asyncio.Event()
-
-    async with serving(stub):
-        found = await alternate(
-            [Endpoint("a", stub.url), Endpoint("b", stub.url)],
-            lambda round_: [(0.0, Planned("c", [(0.0, "one", True)]))],
-            3,
-            on_record=lambda record: stop.set() if len(stub.turns) == 3 else None,
-            stop=stop,
-        )
-    assert {len(runs) for runs in found.values()} == {1}
-
-
 def test_rounds_are_moved_apart_when_pooled() -> None:
     whole = pooled([_run("a"), _run("a", seed=1)])
     first, second = whole.records[0], whole.records[60]
@@ -242,18 +225,6 @@ def test_what_servers_and_gpus_count_is_added_up() -> None:
     # One round that is not known makes the sum unknown.
     whole = pooled([*counted, _run("a")])
     assert (whole.counters, whole.energy_j) == (None, None)
-
-
-def test_ratios_of_rounds_are_medians() -> None:
-    base, other = _alternated()
-    found = round_ratios(
-        [samples(run.records) for run in base], [samples(run.records) for run in other]
-    )
-    by_name = {(ratio.metric, ratio.statistic): ratio for ratio in found}
-    ttft = by_name["ttft", "p50"]
-    assert (ttft.kind, ttft.count) == ("rounds", 3)
-    assert ttft.ratio == pytest.approx(3.0)
-    assert (ttft.low, ttft.high) == pytest.approx((2.0, 50.0))
 
 
 def _alternated() -> tuple[list[Run], list[Run]]:

@@ -241,14 +241,6 @@ async def test_every_end_that_could_not_be_told_is_counted() -> None:
     assert {record.outcome for record in run.records} == {"completed"}
 
 
-async def test_what_the_server_counts_is_read_before_and_after() -> None:
-    stub = Stub()
-    stub.counters = lambda: f"conserve_handoffs_total {100 + len(stub.turns)}\n"
-    plan = [(0.0, Planned("c", _turns("one", "two", "three")))]
-    assert (await _drive(stub, plan)).counters == {"conserve_handoffs_total": 3.0}
-    assert (await _drive(Stub(), [(0.0, Planned("c", _turns("one")))])).counters is None
-
-
 async def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter((100.0, 130.0, None, None))
     monkeypatch.setattr("conserve_lab.driver.gpu_energy_j", lambda: next(readings))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve_lab import rounds
-from conserve_lab.rounds import Alternation, orders, told
+from conserve_lab.rounds import orders
 
 
 @given(
@@ -43,13 +43,6 @@ def test_the_order_is_drawn() -> None:
         for first, second in pairwise(names)
     }
     assert len(followed) == 12
-
-
-def test_reports_say_the_order() -> None:
-    found = Alternation("starts", 7, [["b", "a"], ["a", "b"]])
-    assert found.count == 2
-    assert told(found.describe()) == "Alternated starts: 2, seed 7, in this order: b a, a b."
-    assert told(None) is None
 
 
 def test_the_documented_examples() -> None:

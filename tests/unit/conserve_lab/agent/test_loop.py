@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 
 from conserve_lab.agent import (
     Call,
@@ -71,18 +70,6 @@ async def test_wrong_calls_are_told_and_counted() -> None:
     assert "no tool no_such_tool" in json.loads(run.messages[3]["content"])["error"]
     result = score(TASK, run)
     assert (result.right_calls, result.right_answer) == (result.calls - 1, False)
-
-
-@pytest.mark.parametrize("arguments", ["{not json", "[1, 2]"])
-async def test_arguments_that_are_no_object(arguments: str) -> None:
-    message = call_message(TASK.calls[0], "", "c")
-    message["tool_calls"][0]["function"]["arguments"] = arguments
-    run = await run_agent(
-        Scripted(message, {"role": "assistant", "content": "Sorry."}),
-        QUESTION, SESSION.schemas, SESSION.toolbox.run,
-    )  # fmt: skip
-    assert run.calls == [None]
-    assert "JSON" in json.loads(run.turns[0].results[0])["error"]
 
 
 async def test_an_agent_without_end_is_stopped() -> None:

@@ -14,7 +14,6 @@ from conserve_lab.agent import (
     is_right,
     make_session,
     stated,
-    transcript,
 )
 from conserve_lab.agent.tasks import MAX_STEPS, MIN_STEPS
 from conserve_lab.agent.words import split_of_number
@@ -24,12 +23,6 @@ SEEDS = range(60)
 
 def _sessions(split: Split) -> Iterator[Session]:
     return (make_session(seed, split, tasks=2) for seed in SEEDS)
-
-
-def test_a_seed_is_one_session() -> None:
-    assert make_session(5, "train") == make_session(5, "train")
-    assert make_session(5, "train") != make_session(6, "train")
-    assert make_session(5, "train") != make_session(5, "held-out")
 
 
 def test_the_calls_of_a_task_do_what_it_says() -> None:
@@ -114,16 +107,3 @@ def test_what_is_right() -> None:
     last = replace(task, report="last")
     assert is_right(last, last.answer)
     assert not is_right(last, task.answer)
-
-
-def test_transcripts_alternate_as_agents_do() -> None:
-    for session in _sessions("train"):
-        messages = transcript(session)
-        roles = [message["role"] for message in messages]
-        expected = ["system"]
-        for task in session.tasks:
-            expected += ["user", *(["assistant", "tool"] * len(task.calls)), "assistant"]
-        assert roles == expected
-        asked = [call["id"] for m in messages for call in m.get("tool_calls", [])]
-        assert asked == [m["tool_call_id"] for m in messages if m["role"] == "tool"]
-        assert len(set(asked)) == len(asked)

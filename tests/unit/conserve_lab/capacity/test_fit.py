@@ -206,16 +206,12 @@ def test_a_known_decode_plane_is_found_again_under_noise(
         )
 
 
-def test_a_step_that_costs_nothing_when_empty_is_refused() -> None:
+def test_a_step_that_costs_nothing_when_empty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [DecodePoint(b, b * each, 1e-3 * b) for b in (1, 2, 4) for each in (100, 200, 300)]
     with pytest.raises(FitError, match="an iteration of nothing"):
         fit_decode(points)
-
-
-def test_what_rounding_leaves_of_nothing_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the fit of these points comes out on some processors."""
+    # What rounding leaves of nothing, as on some processors, is nothing.
     monkeypatch.setattr(fit, "_not_negative", lambda *_: (1e-19, 1e-3, 0.0))
-    points = [DecodePoint(b, b * each, 1e-3 * b) for b in (1, 2, 4) for each in (100, 200, 300)]
     with pytest.raises(FitError, match="an iteration of nothing"):
         fit_decode(points)
 

@@ -101,26 +101,6 @@ def test_recorded_dialogues_stay_valid_chats(kind: str) -> None:
     assert numbers == set(range(200))
 
 
-@with_data
-def test_the_body_asks_for_a_stream_of_about_the_recorded_length() -> None:
-    def first(**settings: Any) -> Json:
-        _, script = next(
-            iter(dialogues(RECORDED, conversations=1, arrivals=Arrivals(), **settings))
-        )
-        turn = script.next(None)
-        assert turn is not None
-        assert turn.path == "/v1/chat/completions"
-        assert turn.effective is turn.output_tokens is turn.prompt_tokens is None
-        return turn.body()
-
-    body = first()
-    assert 1 <= body["max_tokens"] < 400
-    assert (body["stream"], body["temperature"]) == (True, 0)
-    assert body["stream_options"] == {"include_usage": True}
-    assert "tools" not in body
-    assert first(max_output_tokens=7)["max_tokens"] == 7
-
-
 # --- Made dialogues -------------------------------------------------------------------------------
 
 
@@ -156,6 +136,14 @@ def test_the_models_answers_take_the_place_of_the_recorded_ones(tmp_path: Path) 
     assert second.body()["messages"][2:] == [say("assistant", "no idea"), say("user", "found")]
     # The recorded call is 4 + 8 characters, the recorded text 41.
     assert [turn.body()["max_tokens"] for turn in (first, second)] == [3, 11]
+    assert first.effective is first.output_tokens is first.prompt_tokens is None
+    body = first.body() | {"messages": [], "max_tokens": 0}
+    assert body == {
+        "messages": [], "max_tokens": 0, "temperature": 0, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    ((_, script),) = make(tmp_path / "dialogues.json", max_output_tokens=7)
+    assert [turn.body()["max_tokens"] for turn in play(script, ANSWERS["text"])] == [7, 7]
 
 
 def test_a_call_gets_the_recorded_result_under_its_own_id(tmp_path: Path) -> None:
@@ -222,13 +210,6 @@ def test_gaps_are_exponential_and_of_the_seed(tmp_path: Path) -> None:
     assert found == gaps(mean_gap_s=3.0)
     assert found != gaps(mean_gap_s=3.0, seed=1)
     assert {gap_s for made in gaps(mean_gap_s=0) for gap_s in made} == {0.0}
-
-
-def test_a_turn_after_the_first_needs_an_answer(tmp_path: Path) -> None:
-    ((_, script),) = make(write(tmp_path, DIALOGUE))
-    script.next(None)
-    with pytest.raises(ValueError, match="turn 2 follows no answer"):
-        script.next(None)
 
 
 # --- Broken ones ----------------------------------------------------------------------------------

@@ -182,21 +182,6 @@ def said_to_share(one: TurnRequest, two: TurnRequest) -> int:
     return tokens
 
 
-def test_the_body_forces_the_output_length(tmp_path: Path) -> None:
-    (made,) = all_turns(replay(session_file(tmp_path, call(0, [1, 2])))).values()
-    body = made[0].body()
-    assert set(body.pop("prompt")) <= set(VOCABULARY)
-    assert made[0].path == "/v1/completions"
-    assert body == {
-        "max_tokens": 5,
-        "min_tokens": 5,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
 def test_no_output_becomes_one_token_and_is_counted(tmp_path: Path) -> None:
     workload = replay(session_file(tmp_path, call(0, [1], out=0), call(5, [1], out=7)))
     (made,) = all_turns(workload).values()
@@ -338,26 +323,22 @@ def schedule(workload: Workload) -> tuple[list[float], list[list[float]]]:
     return [at_s for at_s, _ in planned], [gaps_s for _, gaps_s in planned]
 
 
-def test_sub_agents_start_and_are_waited_for_as_recorded(family: Path) -> None:
-    arrivals, gaps_s = schedule(replay(family))
-    assert arrivals == [0, 3, 3, 53]
-    assert gaps_s == [[0, 48, 8], [0, 10], [0, 30], [0]]
-
-
-def test_a_parent_waits_less_for_a_sub_agent_whose_gaps_are_cut(family: Path) -> None:
-    arrivals, gaps_s = schedule(replay(family, max_gap_s=4.0))
-    # The longer one, whose gap of 30 s is 4 s, ends 15 s after the parent's call; 4 s follow.
-    assert gaps_s == [[0, 19, 4], [0, 4], [0, 4], [0]]
-    assert arrivals == [0, 3, 3, 24]
-    _, gaps_s = schedule(replay(family, scale_gaps=0.0))
-    assert gaps_s[0] == [0, 10, 0]
-
-
-def test_calls_of_fewer_tokens_are_taken_to_last_less_long(family: Path) -> None:
-    arrivals, gaps_s = schedule(replay(family, scale_tokens=0.5))
-    # Each call lasts 1 s of 2: the longer sub-agent ends 2 s sooner after the parent's call.
-    assert gaps_s == [[0, 46, 8], [0, 10], [0, 30], [0]]
-    assert arrivals == [0, 2, 2, 49]
+@pytest.mark.parametrize(
+    ("changes", "arrivals", "gaps_s"),
+    [
+        ({}, [0, 3, 3, 53], [[0, 48, 8], [0, 10], [0, 30], [0]]),
+        # The longer one, whose gap of 30 s is 4 s, ends 15 s after the parent's call; 4 s follow.
+        ({"max_gap_s": 4.0}, [0, 3, 3, 24], [[0, 19, 4], [0, 4], [0, 4], [0]]),
+        # Its two calls of 2 s are followed by the 6 s until it ends.
+        ({"scale_gaps": 0.0}, [0, 2, 2, 14], [[0, 10, 0], [0, 0], [0, 0], [0]]),
+        # Each call lasts 1 s of 2: the longer sub-agent ends 2 s sooner after the parent's call.
+        ({"scale_tokens": 0.5}, [0, 2, 2, 49], [[0, 46, 8], [0, 10], [0, 30], [0]]),
+    ],
+)
+def test_sub_agents_start_and_are_waited_for_as_recorded(
+    family: Path, changes: Json, arrivals: list[float], gaps_s: list[list[float]]
+) -> None:
+    assert schedule(replay(family, **changes)) == (arrivals, gaps_s)
 
 
 def test_sessions_and_sub_agents_come_in_order_of_arrival(family: Path) -> None:

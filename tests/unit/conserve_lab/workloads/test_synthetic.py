@@ -1,6 +1,6 @@
 """Drawn conversations have the presets' numbers, and prompts of exactly the drawn lengths."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -89,22 +89,21 @@ def test_the_papers_numbers() -> None:
     assert plan.output_tokens == Spread(33, 62, 141)
 
 
-def test_every_number_of_a_preset_can_be_set() -> None:
-    for field in fields(SMALL):
-        shape = replace(PRESETS["react"], **{field.name: getattr(SMALL, field.name)})
-        assert getattr(shape, field.name) == getattr(SMALL, field.name)
-    fixed = replace(SMALL, turns=Spread(4, 4, 4))
-    assert {len(made) for made in drawn(make(fixed))} == {4}
-
-
 def test_each_prompt_goes_on_from_the_one_before() -> None:
     for made in drawn(make(SMALL)):
         bodies = [turn.body() for turn in made]
         for turn, body in zip(made, bodies, strict=True):
             assert len(body["prompt"]) == turn.prompt_tokens
-            assert body["max_tokens"] == body["min_tokens"] == turn.output_tokens
-            assert body["ignore_eos"] is True
             assert set(body["prompt"]) <= set(VOCABULARY)
+            assert body | {"prompt": []} == {
+                "prompt": [],
+                "max_tokens": turn.output_tokens,
+                "min_tokens": turn.output_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
         for before, now, turn in zip(bodies, bodies[1:], made[1:], strict=False):
             assert turn.reused_tokens == len(before["prompt"])
             assert now["prompt"][: turn.reused_tokens] == before["prompt"]

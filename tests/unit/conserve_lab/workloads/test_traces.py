@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from conserve_lab.workloads import Arrivals, WorkloadError, recorded
 from conserve_lab.workloads.traces import RecordedSession, read_session, recordings
@@ -57,18 +55,6 @@ def refused(path: Path) -> str:
     assert str(path) in message
     assert "\n" not in message
     return message
-
-
-def test_plain_and_compressed_files_are_the_same(tmp_path: Path) -> None:
-    plain = write(tmp_path, SESSION)
-    packed = tmp_path / "packed.json.gz"
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert [found.name for found in recordings(tmp_path)] == [str(plain), str(packed)]
-    one, two = read(plain), read(packed)
-    assert [call.prompt_tokens for call in one.calls] == [130, 200]
-    assert [(call.kept_blocks, call.new_blocks.tolist()) for call in one.calls] == [
-        (call.kept_blocks, call.new_blocks.tolist()) for call in two.calls
-    ]
 
 
 def change(*path: str | int, **fields: Any) -> Callable[[Json], None]:
@@ -164,10 +150,16 @@ def test_files_are_read_as_people_bring_them(
     assert {read_session(recording).name for recording in reversed(found)} == {"trace_1"}
 
 
-# Single wrong fields of calls are drawn below.
 BROKEN = [
     (drop("id"), "broken.json", "`id`; recorded sessions are read in the format of kv-cache"),
+    (drop("t", "requests", 0), "requests[0]", "`t`"),
+    (change("requests", 0, t=-1), "requests[0]", ".t`"),
+    (change("requests", 0, **{"in": 0}), "requests[0]", ".in`"),
     (change("requests", 2, out=1.5), "requests[2]", ".out`"),
+    (change("requests", 1, "requests", 0, out=-1), "requests[1].requests[0]", ".out`"),
+    (change("requests", 2, out=2**53), "requests[2]", ".out`"),
+    (change("requests", 2, api_time=-0.5), "requests[2]", ".api_time`"),
+    (change("requests", 0, stop=3), "requests[0]", ".stop`"),
     (change("requests", 0, hash_ids=[1, -2]), "requests[0]", "hash_ids[1]`"),
     (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
     (change("requests", 2, hash_ids=[1, 2, 3, 4, 5]), "requests[2]", "hash_ids has 5 blocks"),
@@ -223,39 +215,3 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         recordings(tmp_path / "missing.json")
     with pytest.raises(WorkloadError, match="name a folder or files"):
         recordings([])
-
-
-REQUIRED = ("type", "t", "in", "out")
-WRONG: dict[str, st.SearchStrategy[Any]] = {
-    "type": st.text().filter(lambda kind: kind not in ("n", "s", "subagent")),
-    "t": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text() | st.none(),
-    "in": st.integers(max_value=0) | st.text() | st.floats(0.1, 0.9) | st.none(),
-    "out": st.integers(max_value=-1) | st.text() | st.none() | st.integers(min_value=2**53),
-    "hash_ids": st.lists(st.integers(0, 99), min_size=5)
-    | st.lists(st.none() | st.text(), min_size=1)
-    | st.text()
-    | st.integers(),
-    "stop": st.integers() | st.lists(st.text()),
-    "api_time": st.floats(max_value=0, exclude_max=True, allow_infinity=False) | st.text(),
-}
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_any_wrong_field_of_any_call_is_refused_by_record(
-    tmp_path: Path, data: st.DataObject
-) -> None:
-    place = data.draw(st.sampled_from([(0,), (2,), (1, 0), (1, 1)]))
-    field = data.draw(st.sampled_from(sorted(WRONG)))
-    session = json.loads(json.dumps(SESSION))
-    record: Any = session
-    for index in place:
-        record = record["requests"][index]
-    if field in REQUIRED and data.draw(st.booleans()):
-        del record[field]
-    else:
-        record[field] = data.draw(WRONG[field])
-    message = refused(write(tmp_path, session))
-    assert ".".join(f"requests[{index}]" for index in place) in message

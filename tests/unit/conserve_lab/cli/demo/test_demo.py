@@ -31,11 +31,9 @@ def _kept() -> Demonstration:
     return Demonstration(turns=[*_rows("a"), *_rows("b", "d2")], answers=answers, handoffs=2)
 
 
-def test_all_as_promised() -> None:
+def test_each_broken_promise_is_named() -> None:
     assert _kept().verdict(conversations=2, turns=3) == []
 
-
-def test_each_broken_promise_is_named() -> None:
     missing = Demonstration(turns=_rows("a"))
     assert any("1 conversations" in wrong for wrong in missing.verdict(2, 3))
 
@@ -85,24 +83,6 @@ def test_the_json_has_the_documented_shape(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_table_tells_calls_answers_and_ttfet_in_80_columns() -> None:
-    told = Demonstration(turns=_rows("agent-12 (no id)", "abcdefgh"), handoffs=1)
-    told.turns[0] = replace(
-        told.turns[0], prompt_tokens=12_345, ttft_s=12.345, does="get_price([bold]lamp)"
-    )
-    told.answers.append(AgentAnswer("agent-12 (no id)", "It is 7.", 1.5, right=True))
-    told.answers.append(AgentAnswer("b", "It is [8].", None, right=False))
-    console = Console(width=80, record=True, file=io.StringIO())
-    report(told, console)
-    text = console.export_text()
-    first = ["agent-12*", "1", "12,345", "-", "896", "12,345", "abcd", "get_price([bold]lamp)"]
-    assert first in [line.split() for line in text.splitlines()]
-    assert "1 handoff, 0 moves, 0 errors." in text
-    assert "1.50 s" in text
-    assert "It is [8]. (wrong)" in text
-    assert "images" not in text
-
-
 def _looked() -> Demonstration:
     """Two conversations of three turns about the same two screens, the second after the first."""
     rows = [
@@ -113,22 +93,27 @@ def _looked() -> Demonstration:
         )
         for row in [*_rows("a"), *_rows("b (no id)", "d2")]
     ]
-    rows[0] = replace(rows[0], node_images=1, does="click(144, 80)")
+    rows[0] = replace(rows[0], node_images=1, ttft_s=12.345, does="click([bold]144, 80)")
     rows[3] = replace(rows[3], node_images=2)
-    return Demonstration(turns=rows, handoffs=2, images=2, clicks=4, hits=3)
+    answers = [AgentAnswer("a", "It is 7.", 1.5, True), AgentAnswer("b", "It is [8].", None, False)]
+    return Demonstration(rows, answers, handoffs=2, images=2, clicks=4, hits=3)
 
 
-def test_images_are_shown_by_where_they_came_from_in_80_columns() -> None:
+def test_the_table_tells_calls_answers_and_where_images_came_from_in_80_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     report(_looked(), console)
     lines = [line.split() for line in console.export_text().splitlines()]
     head = "agent turn images enc node prompt own LMCache TTFT on does"
     assert head.split() in lines
-    assert ["a", "1", "1", "1", "1", "1,000", "-", "896", "500", "d1", "click(144,", "80)"] in lines
+    first = ["a", "1", "1", "1", "1", "1,000", "-", "896", "12,345", "d1", "click([bold]144,"]
+    assert [*first, "80)"] in lines
     assert ["b*", "1", "1", "-", "2", "1,000", "-", "896", "500", "d2"] in lines
     told = " ".join(word for line in lines for word in line)
     assert "2 screens, 10 images in all prompts: 2 encoded, 3 from the node's memory." in told
     assert "3 of 4 clicks on the highlighted button." in told
+    assert "2 handoffs, 0 moves, 0 errors." in told
+    assert "1.50 s" in told
+    assert "It is [8]. (wrong)" in told
 
 
 def test_stages_are_shown_where_engines_tell_of_them() -> None:
