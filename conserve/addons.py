@@ -37,6 +37,6 @@ def addon(name: str) -> Any:
 def missing(what: str, name: str) -> str:
     """Return the sentence that refuses a part of an add-on that is not installed."""
     return (
-        f"{what} is of the add-on {name}, which is not installed here; install ConServe with it "
+        f"{what} needs the add-on {name}, which is not installed here; install ConServe with it "
         "(make install, or pip install in its repository)"
     )

@@ -24,6 +24,6 @@ def room_policies(queue_timeout_s: float, *, pauses: bool) -> RoomPolicies:
     """Return the policies for turns that may wait for ``queue_timeout_s``."""
     if not pauses:
         return RoomPolicies(None, FirstCome(), None)
-    # Late: simulated, whoever takes room from those who work is soon asked for it back.
+    # Pausing waits for most of it: simulated, what takes room from active histories soon loses it.
     patient_s = patience_s(queue_timeout_s)
     return RoomPolicies(Pausing(patience_s=patient_s), Levels(rise_s=patient_s / 5), Window())

@@ -1,6 +1,7 @@
 """The ``conserve`` command, which loads a subcommand when it is called."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -47,7 +48,9 @@ def commands() -> dict[str, tuple[str, str]]:
     found = dict(COMMANDS)
     for of_addon in offered("conserve.commands").values():
         found |= of_addon
-    return dict(sorted(found.items(), key=lambda item: ORDER.index(item[0])))
+    # Others' commands come last.
+    places = {name: place for place, name in enumerate(ORDER)}
+    return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(ORDER))))
 
 
 class LazyGroup(TyperGroup):
@@ -74,10 +77,11 @@ class LazyGroup(TyperGroup):
         try:
             command = get_command(import_module(module).cli)
         except ModuleNotFoundError as error:
-            # An add-on's command may need another add-on.
-            if (addon := (error.name or "").partition(".")[0]) not in ADDONS:
+            # An add-on's command may need another add-on. An error within one is not hidden.
+            needed = (error.name or "").partition(".")[0]
+            if needed not in ADDONS or find_spec(needed) is not None:
                 raise
-            ctx.fail(missing(f"a part of {name}", addon))
+            ctx.fail(missing(name, needed))
         # A module may have several of these commands.
         return name, getattr(command, "commands", {}).get(name, command), rest
 

@@ -3,7 +3,7 @@
 `python scripts/lint_plain.py` fails where a package is over its line budget
 (`scripts/line_budgets.toml`), where a budget has risen, where docstrings are more than 15 % of a
 package's lines, where a docstring begins with a clause, where prose has one of the phrases that
-CONTRIBUTING.md replaces, where a function takes more than six positional parameters, and where a
+CONTRIBUTING.md names, where a function takes more than six positional parameters, and where a
 remote call names its method by a string. `--table` prints the lines of each package and checks
 nothing.
 """

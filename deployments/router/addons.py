@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from conserve.addons import addon, missing, offered
+from conserve.addons import TOOLS, addon, missing, offered
 from conserve.errors import ApiError
 from conserve.settings import Settings
 
 # Paths of add-ons, with a name for what they have and the code of their refusal: a router without
 # the add-on says which one has them.
-_THEIRS = {
-    "conserve_tools": (
+_PATHS = {
+    TOOLS: (
         "/v1/conversations/{id:path}/environments", "an environment for tools",
         "environments_disabled",
     ),
@@ -71,7 +71,7 @@ def parts(application: str, deployment: str, settings: Settings) -> list[RouterP
     found: list[RouterPart] = [
         one.router_part(application, deployment, settings) for one in _addons()
     ]
-    absent = (name for name in _THEIRS if addon(name) is None)
+    absent = (name for name in _PATHS if addon(name) is None)
     return found + [Absent(name) for name in absent]
 
 
@@ -83,7 +83,7 @@ class Absent:
     """Refuses the paths of an add-on that is not installed."""
 
     def __init__(self, name: str) -> None:
-        self._path, what, code = _THEIRS[name]
+        self._path, what, code = _PATHS[name]
         self._refusal = ApiError(404, missing(what, name), code, final=True)
 
     def routes(self) -> list[Route]:

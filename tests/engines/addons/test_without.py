@@ -39,7 +39,7 @@ def test_the_core_serves_without_any_addon(machine_alone: None, tmp_path: Path) 
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert refused.returncode != 0
-        assert f"is of the add-on {addon}, which is not installed" in refused.stderr
+        assert f"needs the add-on {addon}, which is not installed" in refused.stderr
         assert refused.stderr.startswith(setting.partition("=")[0])
         assert len(refused.stderr.strip().splitlines()) == 1
 

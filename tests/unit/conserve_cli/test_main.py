@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conserve import addons
+from conserve_cli import main
 from conserve_cli.main import ORDER, cli, commands
 
 # Runs the command, then tells what was imported for it on the last line of the standard error.
@@ -92,7 +93,7 @@ def test_a_command_whose_add_on_is_missing_says_so(monkeypatch: pytest.MonkeyPat
     assert " bench " not in shown
     refused = runner.invoke(cli, ["bench", "report.json"])
     assert refused.exit_code == 2
-    assert "bench is of the add-on conserve_lab, which is not installed" in refused.output
+    assert "bench needs the add-on conserve_lab, which is not installed" in refused.output
 
 
 def test_a_command_that_needs_another_missing_add_on_says_so(
@@ -105,4 +106,10 @@ def test_a_command_that_needs_another_missing_add_on_says_so(
     monkeypatch.setitem(sys.modules, "conserve_tools", None)
     refused = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["demo"])
     assert refused.exit_code == 2
-    assert "a part of demo is of the add-on conserve_tools, which is not" in refused.output
+    assert "demo needs the add-on conserve_tools, which is not" in refused.output
+
+
+def test_another_add_ons_commands_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {"mine": ("somewhere", "A command.")}
+    monkeypatch.setattr(main, "offered", lambda group: {"another": mine})
+    assert list(commands())[-2:] == ["keys", "mine"]

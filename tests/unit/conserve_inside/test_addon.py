@@ -254,7 +254,7 @@ def test_without_it_its_settings_are_refused_in_a_sentence_each(
     with pytest.raises(SettingsError) as refused:
         load(given)
     assert refused.value.problems == tuple(
-        f"{name} is of the add-on conserve_inside, which is not installed here; install ConServe "
+        f"{name} needs the add-on conserve_inside, which is not installed here; install ConServe "
         "with it (make install, or pip install in its repository)"
         for name in names
     )
@@ -264,7 +264,7 @@ def test_a_node_whose_image_lacks_it_says_so(monkeypatch: pytest.MonkeyPatch) ->
     settings = load({"engine_scheduler": "conversation"})
     monkeypatch.setattr("conserve.addons.entry_points", lambda **_: ())
     tier = role_tier(settings, settings.decoders, False)
-    with pytest.raises(SettingsError, match=r"^engine_scheduler=conversation is of the add-on"):
+    with pytest.raises(SettingsError, match=r"^engine_scheduler=conversation needs the add-on"):
         inside_of("decoder", settings, tier)
 
 

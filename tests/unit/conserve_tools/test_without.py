@@ -11,7 +11,7 @@ from deployments.router import addons
 from deployments.start_checks import require_startable
 from tests.unit.conserve_tools.test_routes import all_are_refused
 
-MISSING = "is of the add-on conserve_tools, which is not installed here"
+MISSING = "needs the add-on conserve_tools, which is not installed here"
 
 
 @pytest.fixture(autouse=True)
