@@ -56,6 +56,7 @@ class LaneStandIn(StandIn):
         lane.notes = noted
 
     def _configure(self, config: Any) -> None:
+        super()._configure(config)
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="LaneAlone",

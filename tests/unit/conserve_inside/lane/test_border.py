@@ -24,9 +24,10 @@ from conserve_inside.sm_slots import pairs
 from conserve_inside.sm_slots.pairs import Bound
 from tests.unit.conserve_inside.lane.stand_in import LaneStandIn
 from tests.unit.conserve_inside.scheduler.play import POLICIES, play
-from tests.unit.conserve_inside.scheduler.stand_in import StandIn, words
+from tests.unit.conserve_inside.scheduler.stand_in import StandIn
 from tests.unit.conserve_inside.scheduler.test_commands import Core
 from tests.unit.conserve_inside.sm_slots.test_sm_slots import of_the_whole_gpu
+from tests.unit.deployments.engine.stepping import words
 from tests.unit.hetero.cuda_standin import Driver
 
 SIZES_SMS = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -56,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Pairs:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_both_have_all_sms_where_they_are_alone(made: Pairs, kind: str) -> None:
-    engine = LaneStandIn(kind, policies=POLICIES)
+    engine = LaneStandIn(kind=kind, policies=POLICIES)
     play(engine, seed=0)
     engine.end()
     # Until the worker has said which sizes there are, nothing is decided.
@@ -74,7 +75,7 @@ def test_both_have_all_sms_where_they_are_alone(made: Pairs, kind: str) -> None:
 
 def test_shares_of_a_profile_are_the_same_parts_of_the_engines_sms(made: Pairs) -> None:
     shares = stage_shares(Settings(profile="a6000-cogagent"))
-    engine = LaneStandIn("sync", policies=POLICIES | {"stages": shares})
+    engine = LaneStandIn(policies=POLICIES | {"stages": shares})
     play(engine, seed=0)
     engine.end()
     beside = {sms for computes, job, sms in engine.borders if computes and job and sms}
@@ -85,7 +86,7 @@ def test_shares_of_a_profile_are_the_same_parts_of_the_engines_sms(made: Pairs) 
 
 def test_late_steps_beside_the_lane_get_more_sms(made: Pairs) -> None:
     chance = random.Random(0)
-    engine = LaneStandIn("sync", policies=POLICIES, step_s=0.04)
+    engine = LaneStandIn(policies=POLICIES, step_s=0.04)
     for number in range(2):
         engine.add(f"decode{number}", words(chance, 40), 200)
     for _ in range(6):
@@ -109,7 +110,7 @@ async def test_nothing_is_decided_or_held_where_nothing_moves() -> None:
     assert await _asked(StandIn(), 40, 600.0) is None
     assert "for_s" in (await _asked(StandIn(), 40, 601.0))["error"]
     assert "json" in (await _asked(StandIn(), 40, 600.0, "text/plain"))["error"]
-    engine = LaneStandIn("sync", policies=POLICIES)
+    engine = LaneStandIn(policies=POLICIES)
     assert await _asked(engine, 40, 600.0) == []
     play(engine, seed=0, conversations=4)
     engine.end()
@@ -218,7 +219,7 @@ async def test_a_held_border_stays_where_it_is_until_it_is_released_or_its_time_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pairs, "_pairs", of_the_whole_gpu(Driver()))
-    engine, chance = LaneStandIn("sync", policies=POLICIES), random.Random(0)
+    engine, chance = LaneStandIn(policies=POLICIES), random.Random(0)
 
     def turn(name: str) -> tuple[set[int | None], int]:
         """The borders while a prompt within the budget comes beside a decode; how often by lane."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.conserve_inside.lane.stand_in import LaneStandIn
 from tests.unit.conserve_inside.scheduler.play import POLICIES, play
-from tests.unit.conserve_inside.scheduler.stand_in import words
+from tests.unit.deployments.engine.stepping import words
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -19,7 +19,7 @@ def test_nothing_is_lost(kind: str, fails: float) -> None:
     for seed in range(24):
         if seed >= 6 and done > 20 and aborted and preempted:
             break
-        engine = LaneStandIn(kind, policies=POLICIES, fails=fails, seed=seed)
+        engine = LaneStandIn(kind=kind, policies=POLICIES, fails=fails, seed=seed)
         seen = play(engine, seed)
         aborted, preempted = aborted + seen.aborted, preempted + seen.preempted
         policy = engine.scheduler.lane.policy
@@ -34,7 +34,7 @@ def test_nothing_is_lost(kind: str, fails: float) -> None:
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_blocks_that_are_freed_while_the_lane_writes_show(kind: str) -> None:
     """The check above would notice."""
-    engine = LaneStandIn(kind, policies=POLICIES)
+    engine = LaneStandIn(kind=kind, policies=POLICIES)
     chance = random.Random(0)
     for number in range(2):
         engine.add(f"decode{number}", words(chance, 40), 60)

@@ -4,7 +4,8 @@ import random
 from dataclasses import dataclass
 
 from conserve_inside.scheduler.commands import Observe, Pin, Release, obey
-from tests.unit.conserve_inside.scheduler.stand_in import StandIn, words
+from tests.unit.conserve_inside.scheduler.stand_in import StandIn
+from tests.unit.deployments.engine.stepping import words
 
 POLICIES = {
     "feedback": {"quota_tokens": 256, "age_s": 0.5, "window_s": 5.0},

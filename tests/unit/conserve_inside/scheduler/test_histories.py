@@ -8,7 +8,8 @@ import pytest
 from conserve.wire import engine_told
 from conserve_inside.scheduler.commands import Observe, Pin, Release, obey
 from deployments.messages import SchedulerLoad
-from tests.unit.conserve_inside.scheduler.stand_in import BLOCK_TOKENS, StandIn, words
+from tests.unit.conserve_inside.scheduler.stand_in import StandIn
+from tests.unit.deployments.engine.stepping import BLOCK_TOKENS, words
 
 CHANCE = random.Random(1)
 
@@ -33,7 +34,8 @@ def cached_blocks(engine: StandIn, *keys: str) -> list[int]:
 
 
 def held(hold_s: float, blocks: int = 41, kind: str = "sync") -> StandIn:
-    return StandIn(kind, blocks, {"retention": {"hold_s": hold_s, "longest_s": 1e6}})
+    kept = {"retention": {"hold_s": hold_s, "longest_s": 1e6}}
+    return StandIn(kind=kind, blocks=blocks, policies=kept)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -50,7 +52,7 @@ def test_a_history_is_found_after_others_have_filled_the_cache(kind: str) -> Non
 
 
 def test_vllm_by_itself_has_lost_it() -> None:
-    engine = StandIn("vllm", 41)
+    engine = StandIn(kind="vllm", blocks=41)
     history = engine.turn("mine", tokens(10))
     for other in range(6):
         engine.turn(f"other{other}", tokens(12))
@@ -61,7 +63,7 @@ def test_vllm_by_itself_has_lost_it() -> None:
 
 def test_without_retention_nothing_is_kept() -> None:
     for mechanisms, kept in ((("order", "retention"), 10), (("order",), 0)):
-        engine = StandIn("sync", 41, {"mechanisms": mechanisms})
+        engine = StandIn(blocks=41, policies={"mechanisms": mechanisms})
         engine.turn("mine", tokens(10))
         assert load(engine).pinned_blocks == kept
 

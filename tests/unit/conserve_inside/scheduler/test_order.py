@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.conserve_inside.scheduler.stand_in import BLOCK_TOKENS, StandIn, words
+from tests.unit.conserve_inside.scheduler.stand_in import StandIn
+from tests.unit.deployments.engine.stepping import BLOCK_TOKENS, words
 
 
 def latency_s(engine: StandIn, name: str) -> float:
@@ -17,7 +18,7 @@ def mixed(kind: str, policies: dict[str, object] | None = None) -> tuple[float, 
     """Six light conversations beside three heavy ones, two at a time: the light ones' mean time a
     turn, and the heavy ones' longest."""
     engine = StandIn(
-        kind, blocks=600, policies=policies or {}, max_num_seqs=2, step_tokens=512,
+        kind=kind, blocks=600, policies=policies or {}, max_num_seqs=2, step_tokens=512,
         step_s=0.005, token_s=2e-4,
     )  # fmt: skip
     chance = random.Random(7)
@@ -56,7 +57,7 @@ def test_light_conversations_wait_less_for_heavy_ones_which_wait_little_longer()
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_what_a_client_gives_as_priority_changes_nothing(kind: str) -> None:
-    engine = StandIn(kind, max_num_seqs=1)
+    engine = StandIn(kind=kind, max_num_seqs=1)
     for number in range(4):
         engine.add(f"r{number}", range(number, number + 40), priority=-number)
         engine.now_s += 0.001
@@ -68,7 +69,7 @@ def test_what_a_client_gives_as_priority_changes_nothing(kind: str) -> None:
 def preempted(kind: str, served: str | None) -> set[str]:
     """Who is preempted of three that grow into each other's room: 20 blocks are too few for all."""
     policies = {"feedback": {"footprints": ()}, "retention": {"hold_s": 0.0}}
-    engine = StandIn(kind, blocks=21, max_num_seqs=3, policies=policies)
+    engine = StandIn(kind=kind, blocks=21, max_num_seqs=3, policies=policies)
     if served is not None:
         engine.scheduler.queue.serve(served, 60_000, 0, 0.0)
     engine.add("small", range(100), 100, "small")
@@ -90,7 +91,7 @@ def test_the_lowest_level_is_preempted_and_of_equals_the_largest(kind: str) -> N
 
 def longest_gap_s(kind: str, **more: Any) -> float:
     engine = StandIn(
-        kind, blocks=300, step_tokens=2_048, token_s=1e-4,
+        kind=kind, blocks=300, step_tokens=2_048, token_s=1e-4,
         policies={} if kind == "vllm" else {"chunks": {"late_s": 0.05}, **more},
     )  # fmt: skip
     for number in range(4):

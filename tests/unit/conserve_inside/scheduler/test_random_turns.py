@@ -16,7 +16,7 @@ KINDS = ("sync", "async")
 def played(kind: str, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        seen.update(asdict(play(StandIn(kind, policies=POLICIES), seed)))
+        seen.update(asdict(play(StandIn(kind=kind, policies=POLICIES), seed)))
     return seen
 
 
@@ -42,7 +42,7 @@ def test_a_token_in_the_wrong_place_is_found(kind: str) -> None:
             if tokens and tokens[0] == 333:
                 tokens[0] = 334
 
-    engine = StandIn(kind, policies=POLICIES, spoil=spoil)
+    engine = StandIn(kind=kind, policies=POLICIES, spoil=spoil)
     with pytest.raises(AssertionError, match="wrong tokens"):
         play(engine, 0)
 

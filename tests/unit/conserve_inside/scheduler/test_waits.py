@@ -22,7 +22,7 @@ def waited(engine: StandIn, name: str) -> tuple[float | None, str | None]:
     ],
 )
 def test_who_waits_is_told_what_for(kind: str, limits: dict[str, Any], reason: str) -> None:
-    engine = StandIn(kind, step_s=0.02, **limits)
+    engine = StandIn(kind=kind, step_s=0.02, **limits)
     engine.add("first", range(160), 30, "first")
     engine.step()
     engine.add("second", range(1, 161), 4, "second")

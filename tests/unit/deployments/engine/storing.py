@@ -17,8 +17,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from conserve import wire
 from deployments.engine.stores import groups_that_give_up
-from tests.unit.conserve_inside.scheduler.stand_in import BLOCK_TOKENS, StandIn
 from tests.unit.deployments.engine.connectors import scheduler_half, worker_half
+from tests.unit.deployments.engine.stepping import BLOCK_TOKENS, SteppedEngine
 
 CHUNK_TOKENS = 64
 # Of the layers that have one: a request gives up blocks that are further back.
@@ -43,13 +43,12 @@ class Copy:
 
 
 @dataclass
-class Storing(StandIn):
+class Storing(SteppedEngine):
     """An engine that stores every prompt.
 
     Args:
         takes_steps: a store reads so many steps after it has begun.
         window: whether there is a layer with a sliding window.
-        two_in_flight: whether a step is scheduled while another one runs.
         found_tokens: what the server has of a prompt, by request.
         fail: requests whose loads fail.
 
@@ -59,10 +58,8 @@ class Storing(StandIn):
         loaded: requests whose loads have begun, each time.
     """
 
-    kind: str = "vllm"
     takes_steps: int = 3
     window: bool = False
-    two_in_flight: bool = False
     found_tokens: dict[str, int] = field(default_factory=dict)
     fail: set[str] = field(default_factory=set)
     copies: list[Copy] = field(default_factory=list)
@@ -72,7 +69,6 @@ class Storing(StandIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._depth = 2 if self.two_in_flight else 1
         self.memory: dict[tuple[int, int], Any] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._tokens: dict[str, Any] = {}
@@ -81,9 +77,6 @@ class Storing(StandIn):
         self.front, self.back = self._connector()
         self.scheduler.connector = self.front
         self.front.bind_gpu_block_pool(self.pool)
-
-    def _configure(self, config: Any) -> None:
-        config.scheduler_config.async_scheduling = self.two_in_flight
 
     def _groups(self) -> list[Any]:
         groups = super()._groups()

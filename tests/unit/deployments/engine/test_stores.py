@@ -21,7 +21,7 @@ from conserve.late_kv import HANGS_S, LOST_S
 from conserve.wire import OVERDUE
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import StoresReport, groups_that_give_up
-from tests.unit.conserve_inside.scheduler.stand_in import words
+from tests.unit.deployments.engine.stepping import words
 from tests.unit.deployments.engine.storing import CHUNK_TOKENS, Storing
 from tests.unit.deployments.waiting import eventually
 
