@@ -154,32 +154,21 @@ def test_images_are_encoded_beside_decodes_once_each_and_in_order(
     assert times["another"].encode_s == 0
 
 
-def test_decodes_go_on_while_an_image_is_encoded(
+def test_decodes_go_on_while_an_image_is_encoded_and_nothing_else_is_in_the_lane(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = engine.thread._forward._runner
     execute, steps, had = runner.execute_model, list[str](), list[int]()
+    lane, seen = engine.lane, list[tuple[Any, int]]()
 
     def stepping(scheduled: Any, *args: Any) -> Any:
         steps.extend(_name(one) for one in scheduled.num_scheduled_tokens)
         return execute(scheduled, *args)
 
     monkeypatch.setattr(runner, "execute_model", stepping)
-    _between_layers(engine, monkeypatch, lambda: had.append(steps.count("decodes")))
-    _decode(engine)
-    engine.add("sees", _text(1, 20), 4, images=[_image(1)])
-    engine.drain()
-    assert len(had) == _LAYERS
-    assert had == list(range(had[0], had[0] + _LAYERS)), "a token for each layer"
-
-
-def test_nothing_else_is_in_the_lane_meanwhile(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[Any, int]] = []
-    lane = engine.lane
 
     def look() -> None:
+        had.append(steps.count("decodes"))
         seen.append((lane.policy.current, lane.policy.waiting))
 
     _between_layers(engine, monkeypatch, look)
@@ -188,6 +177,8 @@ def test_nothing_else_is_in_the_lane_meanwhile(
     engine.step()
     engine.add("reads", _text(2, 300, images=0), 4)
     engine.drain()
+    assert len(had) == _LAYERS
+    assert had == list(range(had[0], had[0] + _LAYERS)), "a token for each layer"
     assert {current for current, _ in seen} == {None}
     assert max(waiting for _, waiting in seen) == 1
     assert engine.ended >= {"sees", "reads"}

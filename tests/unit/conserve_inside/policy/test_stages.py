@@ -30,11 +30,6 @@ def route(stages: Stages, name: str, tokens: int = 1_000, decoding: bool = True)
 # --- Shares ---------------------------------------------------------------------------------------
 
 
-def test_the_papers_shares_reach_their_least_with_four_pending() -> None:
-    sms = {stage: [share.decode_sms(n) for n in range(1, 6)] for stage, share in SHARES.items()}
-    assert sms == {"encode": [24, 20, 16, 12, 12], "prefill": [30, 24, 18, 12, 12]}
-
-
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 50), st.integers(0, 100))
 def test_decodes_have_fewer_sms_the_more_is_pending(
     least_sms: int, more_sms: int, per_request_sms: int, pending: int
@@ -67,29 +62,6 @@ def test_beside_an_image_a_long_prompt_waits_for_the_lane_though_nothing_decodes
     stages.encodes("image")
     assert route(stages, "text", decoding=False) == "wait"
     assert route(stages, "short", BUDGET_TOKENS, decoding=False) == "inline"
-
-
-def test_text_does_not_keep_images_waiting_for_ever() -> None:
-    stages = Stages(PrefillLane(longest_wait_s=1_000.0))
-    stages.wants("first image")
-    stages.wants("second image")
-    jobs = []
-    for number in range(12):
-        name = f"text {number}"
-        if route(stages, name) == "lane":
-            stages.takes(name, 1_000)
-            assert stages.next_encode() is None
-            stages.prefills.ends(name, "done")
-            jobs.append("text")
-            continue
-        begins = stages.next_encode()
-        assert begins is not None
-        stages.encodes(begins)
-        stages.encoded()
-        stages.forget(begins)
-        jobs.append(begins)
-    row = ["text"] * MOST_PREFILLS
-    assert jobs == [*row, "first image", *row, "second image", "text", "text"]
 
 
 def test_prefills_do_not_wait_for_an_encode_that_has_no_room() -> None:

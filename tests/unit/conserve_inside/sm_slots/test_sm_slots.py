@@ -90,6 +90,7 @@ def of_the_whole_gpu(driver: Driver) -> SlotPairs:
 def test_the_sides_divide_the_sms_and_each_has_all_alone(current: Callable[[], Stream]) -> None:
     driver = Driver()
     made = of_the_whole_gpu(driver)
+    calls = len(driver.calls)
     assert made.sizes_sms == (16, 32, 40, 56, 72, 80, 96, 112, 120, 132)
     for size in made.sizes_sms[:-1]:
         bound = made.bind(size)
@@ -104,6 +105,10 @@ def test_the_sides_divide_the_sms_and_each_has_all_alone(current: Callable[[], S
     assert made.bind(1_000).decode_sms == 132
     assert len(driver.streams[made.bind(0).lane_stream.handle]) == 132
     assert len(driver.streams[made.bind(132).decode_stream.handle]) == 132
+    # Moving makes no context.
+    streams = {made.bind(size).decode_stream for size in (*made.sizes_sms, 0, *made.sizes_sms)}
+    assert len(streams) == 10
+    assert len(driver.calls) == calls
 
 
 def test_work_that_was_begun_comes_first_on_the_new_side(current: Callable[[], Stream]) -> None:
@@ -119,15 +124,6 @@ def test_work_that_was_begun_comes_first_on_the_new_side(current: Callable[[], S
     again = made.bind(72)
     assert again == second == made.bound
     assert len(second.decode_stream.waited_for) == 1
-
-
-def test_rebinding_makes_no_context(current: Callable[[], Stream]) -> None:
-    driver = Driver()
-    made = of_the_whole_gpu(driver)
-    calls = len(driver.calls)
-    streams = {made.bind(size).decode_stream for size in (*made.sizes_sms, 0, *made.sizes_sms)}
-    assert len(streams) == 10
-    assert len(driver.calls) == calls
 
 
 @pytest.mark.parametrize("means", [MpsPercentage(), NoSms()])

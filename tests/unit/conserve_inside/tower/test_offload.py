@@ -21,7 +21,6 @@ from conserve_inside.tower import offload as module
 from conserve_inside.tower.offload import (
     LayerMissing,
     OffloadedTower,
-    following,
     layers_of_tower,
     offload,
 )
@@ -106,27 +105,6 @@ def test_no_layer_is_copied_that_its_slot_has(size: tuple[int, int]) -> None:
     # All layers of a slot that several share, once each.
     users = {slot: len(range(slot, count, kept)) for slot in range(kept)}
     assert Counter(copied) == {slot: users[slot] for slot in users if users[slot] > 1}
-
-
-@given(sizes)
-def test_vllms_rule_for_language_models_is_noticed_where_it_is_wrong(size: tuple[int, int]) -> None:
-    """It overwrites a slot that is still needed where K does not divide L."""
-    count, kept = size
-    layers, alone = stack(count), stack(count)
-    OffloadedTower(layers, kept, CPU)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "following", lambda layer, k, n: (layer + k) % n)
-        if count % kept == 0:
-            assert [encoded(layers, n) for n in range(3)] == [encoded(alone, n) for n in range(3)]
-            return
-        with pytest.raises(LayerMissing, match=r"layer \d+ of the vision tower does not run"):
-            encoded(layers, 1)
-
-
-def test_the_rule_is_the_papers() -> None:
-    assert [following(layer, 2, 5) for layer in range(5)] == [2, 3, 4, 1, 0]
-    assert [following(layer, 3, 6) for layer in range(6)] == [3, 4, 5, 0, 1, 2]
-    assert [following(layer, 4, 5) for layer in range(5)] == [4, 1, 2, 3, 0]
 
 
 def test_a_copy_that_could_not_begin_is_no_layer() -> None:
