@@ -34,6 +34,11 @@ def test_service_counts_over_turns_and_is_forgotten_with_time() -> None:
     assert queue.service_tokens("c", 0.0) == 0
 
 
+def test_without_ageing_nobody_rises() -> None:
+    queue = FeedbackQueue(CAPACITY, age_s=math.inf)
+    assert queue.level("c", CAPACITY, 1e9, 0.0) == 3
+
+
 @given(
     st.integers(0, CAPACITY),
     st.floats(0, 1e6),

@@ -64,6 +64,29 @@ def test_beside_an_image_a_long_prompt_waits_for_the_lane_though_nothing_decodes
     assert route(stages, "short", BUDGET_TOKENS, decoding=False) == "inline"
 
 
+def test_text_does_not_keep_images_waiting_for_ever() -> None:
+    stages = Stages(PrefillLane(longest_wait_s=1_000.0))
+    stages.wants("first image")
+    stages.wants("second image")
+    jobs = []
+    for number in range(12):
+        name = f"text {number}"
+        if route(stages, name) == "lane":
+            stages.takes(name, 1_000)
+            assert stages.next_encode() is None
+            stages.prefills.ends(name, "done")
+            jobs.append("text")
+            continue
+        begins = stages.next_encode()
+        assert begins is not None
+        stages.encodes(begins)
+        stages.encoded()
+        stages.forget(begins)
+        jobs.append(begins)
+    row = ["text"] * MOST_PREFILLS
+    assert jobs == [*row, "first image", *row, "second image", "text", "text"]
+
+
 def test_prefills_do_not_wait_for_an_encode_that_has_no_room() -> None:
     stages = Stages(PrefillLane())
     stages.wants("image")

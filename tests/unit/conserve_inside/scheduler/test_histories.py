@@ -151,6 +151,7 @@ def test_pinned_by_command_it_is_kept_for_so_long() -> None:
 
 def test_a_turns_end_says_what_stays_of_its_history() -> None:
     engine = held(3.0)
+    engine.now_s += 100.0
     engine.add("mine.1", tokens(8), 4, "mine")
     engine.add("nobodys", tokens(8), 4)
     engine.drain()
