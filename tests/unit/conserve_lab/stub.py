@@ -104,31 +104,27 @@ async def refuse(request: web.Request, response: web.StreamResponse) -> None:
     await response.write(b'{"error": {"message": "full; try again later"}}')
 
 
-async def break_off(request: web.Request, response: web.StreamResponse) -> None:
-    """Close the connection in the middle of a stream."""
-    await response.prepare(request)
-    await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
-    assert request.transport is not None
-    request.transport.close()
+def streams(*parts: dict[str, Any], end: str = "done") -> Behaviour:
+    """Stream these events, and end with ``[DONE]``, without it, or with a closed connection.
+
+    Args:
+        end: ``done``, ``silent`` or ``closed``.
+    """
+
+    async def answer(request: web.Request, response: web.StreamResponse) -> None:
+        await response.prepare(request)
+        for part in parts:
+            await say(response, part)
+        if end == "closed":
+            await forget(request, response)
+        elif end == "done":
+            await response.write(b"data: [DONE]\n\n")
+
+    return answer
 
 
-async def end_early(request: web.Request, response: web.StreamResponse) -> None:
-    """End a stream well, but without saying so."""
-    await response.prepare(request)
-    await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
-
-
-async def give_up(request: web.Request, response: web.StreamResponse) -> None:
-    """End a stream well, and say that the engine broke the answer off."""
-    await response.prepare(request)
-    await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": "abort"}]})
-    await response.write(b"data: [DONE]\n\n")
-
-
-async def say_nothing(request: web.Request, response: web.StreamResponse) -> None:
-    """End a stream well that had nothing in it."""
-    await response.prepare(request)
-    await response.write(b"data: [DONE]\n\n")
+def token(finish_reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "x", "finish_reason": finish_reason}]}
 
 
 async def forget(request: web.Request, response: web.StreamResponse) -> None:
@@ -137,18 +133,10 @@ async def forget(request: web.Request, response: web.StreamResponse) -> None:
     request.transport.close()
 
 
-async def report_error(request: web.Request, response: web.StreamResponse) -> None:
-    """Say in the stream that it failed."""
-    await response.prepare(request)
-    await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
-    await say(response, {"error": {"message": "the decoder was lost"}})
-    await response.write(b"data: [DONE]\n\n")
-
-
 async def hang(request: web.Request, response: web.StreamResponse) -> None:
     """Send one token and then nothing."""
     await response.prepare(request)
-    await say(response, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
+    await say(response, token())
     await asyncio.sleep(60)
 
 

@@ -13,16 +13,15 @@ from conserve_lab.records import Answer, TurnRecord, TurnRequest
 from tests.unit.conserve_lab.stub import (
     Planned,
     Stub,
-    break_off,
-    end_early,
     forget,
-    give_up,
     hang,
     refuse,
-    report_error,
-    say_nothing,
     serving,
+    streams,
+    token,
 )
+
+LOST = {"error": {"message": "the decoder was lost"}}
 
 
 async def _drive(
@@ -134,11 +133,15 @@ async def test_headers_are_the_peers_own() -> None:
     ("behaviour", "error", "tokens"),
     [
         (refuse, "HTTP 429: full; try again later", 0),
-        (break_off, "broken stream: ", 1),
-        (end_early, "broken stream: it ended without [DONE]", 1),
-        (report_error, "error event: the decoder was lost", 1),
-        (give_up, "given up: the server ended it with finish_reason 'abort'", 1),
-        (say_nothing, "empty stream: it has neither output nor a finish_reason", 0),
+        (streams(token(), end="closed"), "broken stream: ", 1),
+        (streams(token(), end="silent"), "broken stream: it ended without [DONE]", 1),
+        (streams(token(), LOST), "error event: the decoder was lost", 1),
+        (
+            streams(token("abort")),
+            "given up: the server ended it with finish_reason 'abort'",
+            1,
+        ),
+        (streams(), "empty stream: it has neither output nor a finish_reason", 0),
         (forget, "connection: ", 0),
     ],
 )

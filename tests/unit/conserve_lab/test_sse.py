@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,41 +63,46 @@ def test_a_completion() -> None:
     assert stream.error is None
 
 
-def test_a_token_without_text_yet_is_output() -> None:
-    assert _read(_event(_text("")), _event(_text("é"))).token_times_s == [0.0, 1.0]
-    chat = _read(_event(_delta(role="assistant", content="")), _event(_delta(content="")))
-    assert chat.token_times_s == [1.0]
+ROLE = _delta(role="assistant", content="")
+SILENT_END = [_text("Hi"), _text("", "stop")]
+TWO_TOKENS: Chunk = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+SECOND_CHOICE: Chunk = {"choices": [{"index": 1, "text": "no", "finish_reason": "stop"}]}
 
 
-def test_the_role_and_the_end_of_a_chat_answer_are_no_output() -> None:
-    chunks = [
-        _delta(role="assistant", content=""),
-        _delta(content="Hi"),
-        _delta("stop", content=""),
-        _delta("stop"),
-        USAGE,
-    ]
+@pytest.mark.parametrize(
+    ("chunks", "times_s", "content", "finish_reason"),
+    [
+        # A token without text yet is output. The role and the end of a chat answer are not.
+        ([_text(""), _text("é")], [0, 1], "é", None),
+        ([ROLE, _delta(content="")], [1], "", None),
+        (
+            [ROLE, _delta(content="Hi"), _delta("stop", content=""), _delta("stop")],
+            [1],
+            "Hi",
+            "stop",
+        ),
+        # An end-of-sequence token has no text. It is output where usage counts it.
+        ([*SILENT_END, TWO_TOKENS, "[DONE]"], [0, 1], "Hi", "stop"),
+        ([*SILENT_END, USAGE, "[DONE]"], [0], "Hi", "stop"),
+        ([*SILENT_END, "[DONE]"], [0], "Hi", "stop"),
+        ([_text("Hi"), _text("!", "length"), TWO_TOKENS, "[DONE]"], [0, 1], "Hi!", "length"),
+        # Only the first choice is read, and nothing after the end.
+        ([SECOND_CHOICE, _text("yes")], [1], "yes", None),
+        ([_text("a"), "[DONE]", _text("b")], [0], "a", None),
+    ],
+)
+def test_what_counts_as_output(
+    chunks: list[Chunk | str], times_s: list[float], content: str, finish_reason: str | None
+) -> None:
     stream = _read(*map(_event, chunks))
-    assert stream.token_times_s == [1.0]
-    assert stream.finish_reason == "stop"
-    assert not stream.done
-
-
-def test_an_end_of_sequence_token_is_output_without_text() -> None:
-    usage: Chunk = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
-    chunks = [_text("Hi"), _text("", "stop"), usage, "[DONE]"]
-    assert _read(*map(_event, chunks)).token_times_s == [0.0, 1.0]
-    # Without a count, or with another one, it is not known to be one.
-    assert _read(*map(_event, (chunks[0], chunks[1], "[DONE]"))).token_times_s == [0.0]
-    assert _read(*map(_event, (chunks[0], chunks[1], USAGE, "[DONE]"))).token_times_s == [0.0]
-    # Nor where it came with text.
-    shown = (_text("Hi"), _text("!", "length"), usage, "[DONE]")
-    assert _read(*map(_event, shown)).token_times_s == [0.0, 1.0]
+    assert stream.token_times_s == times_s
+    assert (stream.answer.content, stream.finish_reason) == (content, finish_reason)
+    assert stream.done == ("[DONE]" in chunks)
 
 
 def test_reasoning_is_output_but_no_content() -> None:
     for field in ("reasoning", "reasoning_content"):
-        chunks = [_delta(role="assistant"), _delta(**{field: "hm"}), _delta(content="4")]
+        chunks = [ROLE, _delta(**{field: "hm"}), _delta(content="4")]
         stream = _read(*map(_event, chunks))
         assert stream.token_times_s == [1.0, 2.0]
         assert (stream.reasoning, stream.answer.content) == ("hm", "4")
@@ -121,14 +127,6 @@ def test_tool_calls_are_put_together() -> None:
     )
 
 
-def test_only_the_first_choice_is_read() -> None:
-    other = {"choices": [{"index": 1, "text": "no", "finish_reason": "stop"}]}
-    stream = _read(_event(other), _event(_text("yes")))
-    assert stream.answer.content == "yes"
-    assert stream.token_times_s == [1.0]
-    assert stream.finish_reason is None
-
-
 def test_an_error_event_ends_the_answer() -> None:
     error = {"error": {"message": "the decoder\nwas lost", "type": "server_error"}}
     stream = _read(_event(_text("a")), _event(error), _event(_text("b")), _event("[DONE]"))
@@ -144,12 +142,6 @@ def test_what_is_no_completion_is_an_error() -> None:
         stream = _read(_event(payload))
         assert stream.error is not None
         assert payload in stream.error
-
-
-def test_nothing_counts_after_the_end() -> None:
-    stream = _read(_event(_text("a")) + _event("[DONE]") + _event(_text("b")))
-    assert stream.done
-    assert stream.answer.content == "a"
 
 
 def test_events_follow_the_format() -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from conserve_lab.simulate import Cluster, System
 from conserve_lab.simulate.cluster import opening
 from conserve_lab.simulate.engine import EngineTurn
 from conserve_lab.simulate.run import NAMES, EngineCounts, make_system, serve
-from conserve_lab.simulate.shared import SharedPrefixes, Stretch
+from conserve_lab.simulate.shared import SharedPrefixes
 from tests.unit.conserve_lab.simulate.scenes import LoneEngine, Scripted
 
 BLOCK = 4
@@ -59,66 +58,13 @@ def leading(wanted: Iterable[Cell], here: Iterable[Cell]) -> int:
     return count
 
 
-prefixes = st.builds(parts, st.sampled_from(sorted(SYSTEMS)), st.integers(0, 45))
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("take"), prefixes, st.integers(0, 50)),
-            st.tuples(st.just("leave"), st.integers(0, 5), st.none()),
-            st.tuples(st.just("drop"), st.integers(1, 30), st.none()),
-        ),
-        max_size=30,
-    )
-)
-@settings(max_examples=150, deadline=None)
-def test_every_token_is_held_once_and_the_longest_unused_go_first(steps: list[Any]) -> None:
-    """Turns take, compute and leave prefixes, and idle tokens are dropped, one by one."""
-    idle: dict[str | Stretch, int] = {}
-    shared = SharedPrefixes(BLOCK, idle)
-    turns: list[tuple[tuple[SharedPrefix, ...], list[Cell]]] = []
-    computed: set[Cell] = set()
-    unused: list[Cell] = []  # The longest unused first.
-    for what, one, tokens in steps:
-        if what == "take":
-            prefix, wanted = shared.whole_blocks(one), cells(one)
-            held = {cell for _, others in turns for cell in others}
-            woken, new = shared.take(prefix)
-            assert woken == len([cell for cell in wanted if cell in unused])
-            assert new == len([cell for cell in wanted if cell not in held and cell not in unused])
-            unused = [cell for cell in unused if cell not in wanted]
-            turns.append((prefix, wanted))
-            # A turn computes what follows upon what is there.
-            upto = max(tokens, leading(wanted, computed))
-            shared.computed(prefix, upto)
-            computed |= set(wanted[:upto])
-        elif what == "leave" and turns:
-            prefix, mine = turns.pop(one % len(turns))
-            held = {cell for _, others in turns for cell in others}
-            left = [cell for cell in reversed(mine) if cell not in held]
-            kept = [cell for cell in left if cell in computed]
-            assert shared.leave(prefix) == (len(kept), len(left) - len(kept))
-            unused += kept
-        elif what == "drop":
-            dropped = 0
-            while idle and dropped < one:
-                oldest = next(iter(idle))
-                assert isinstance(oldest, Stretch)
-                tokens = min(idle[oldest], one - dropped)
-                idle[oldest] -= tokens
-                if not idle[oldest]:
-                    del idle[oldest]
-                shared.drop(oldest, tokens)
-                dropped += tokens
-            assert dropped == min(one, len(unused))
-            computed -= set(unused[:dropped])
-            unused = unused[dropped:]
-        assert sum(idle.values()) == len(unused)
-        for system, (_, whole) in SYSTEMS.items():
-            wanted = cells(parts(system, whole))
-            found = shared.found(shared.whole_blocks(parts(system, whole)))
-            assert found == whole_blocks(leading(wanted, computed))
+def test_a_turn_that_has_computed_less_takes_nothing_from_what_others_have() -> None:
+    shared = SharedPrefixes(BLOCK, {})
+    prefix = shared.whole_blocks(parts(11, 40))
+    for computed in (40, 20):
+        shared.take(prefix)
+        shared.computed(prefix, computed)
+    assert shared.found(prefix) == 40
 
 
 class _EveryToken:
