@@ -111,24 +111,6 @@ async def test_unloaded_runs_one_at_a_time_without_gaps() -> None:
     assert records[1].planned_s == records[0].ended_s
 
 
-async def test_headers_are_the_peers_own() -> None:
-    stub = Stub(models=["other"])
-    await _drive(
-        stub,
-        [(0.0, Planned("c", _turns("one")))],
-        model="other",
-        conversation_headers=("x-session-id", "x-user"),
-        headers={"Authorization": "Bearer key"},
-        release=False,
-    )
-    headers = stub.turns[0].headers
-    assert (headers["x-session-id"], headers["x-user"]) == ("c", "c")
-    assert headers["Authorization"] == "Bearer key"
-    assert "X-Conversation-Id" not in headers
-    assert stub.released == []
-    assert "cache_salt" not in stub.turns[0].body
-
-
 @pytest.mark.parametrize(
     ("behaviour", "error", "tokens"),
     [
@@ -259,6 +241,17 @@ async def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -
         ("https://gpu.example.org", False),
     ):
         assert Endpoint("s", url).is_here is here
+
+
+async def test_a_peer_may_have_its_model_chosen_and_be_told_of_no_end() -> None:
+    stub = Stub(models=["other", "first"])
+    names = ("x-session-id", "x-user")
+    plan = [(0.0, Planned("c", _turns("one")))]
+    await _drive(stub, plan, model="first", conversation_headers=names, release=False)
+    (seen,) = stub.turns
+    assert seen.body["model"] == "first"
+    assert [seen.headers[name] for name in names] == ["c", "c"]
+    assert stub.released == []
 
 
 async def test_an_endpoint_without_models_asks_for_a_name() -> None:

@@ -76,6 +76,8 @@ def test_one_endpoint(tmp_path: Path) -> None:
     salts = {seen.body["cache_salt"] for seen in stub.turns}
     assert len(salts) == 2
     assert len({seen.headers["x-session-id"] for seen in stub.turns}) == 6
+    assert not any("X-Conversation-Id" in seen.headers for seen in stub.turns)
+    assert {seen.headers["Authorization"] for seen in stub.turns} == {"Bearer secret"}
     assert (tmp_path / "records.parquet").stat().st_size > 0
 
 
@@ -151,22 +153,26 @@ def test_several_endpoints_alternate_and_compare(tmp_path: Path) -> None:
 
 def test_an_earlier_reference_is_used(tmp_path: Path) -> None:
     with served(Stub()) as stub:
-        call = ["run", f"s={stub.url}", *QUICK, "--conversations", "2"]
-        first = _bench(*call, "--unloaded", "1", "--out", tmp_path / "1")
-        assert first.exit_code == 0, first.output
+        call = ["run", f"s={stub.url}", *QUICK, "--conversations", "2", "--seed"]
+        assert _bench(*call, "0", "--unloaded", "0", "--out", tmp_path / "none").exit_code == 0
+        assert _bench(*call, "1", "--unloaded", "1", "--out", tmp_path / "given").exit_code == 0
         before = len(stub.turns)
-        given = tmp_path / "1/s.json"
-        second = _bench(
-            *call, "--reference", given, "--slo-multiple", "10", "--out", tmp_path / "2"
-        )
-        assert second.exit_code == 0, second.output
-        assert len(stub.turns) - before == len(read_records(tmp_path / "2/records.jsonl"))
-    bounds = [read_report(tmp_path / folder / "s.json").objectives for folder in "12"]
-    assert bounds[0] is not None
-    assert bounds[1] is not None
-    assert bounds[1].bounds_s == pytest.approx(
-        {metric: 2 * bound_s for metric, bound_s in bounds[0].bounds_s.items()}
-    )
+        reference = ["--reference", tmp_path / "given/s.json", "--slo-multiple", "10"]
+        assert _bench(*call, "1", *reference, "--out", tmp_path / "same").exit_code == 0
+        assert len(stub.turns) - before == len(read_records(tmp_path / "same/records.jsonl"))
+        assert _bench(*call, "2", *reference, "--out", tmp_path / "other").exit_code == 0
+        refused = _bench(*call, "2", "--reference", tmp_path / "none/s.json", "--out", tmp_path)
+    given, same, other = (read_report(tmp_path / f"{n}/s.json") for n in ("given", "same", "other"))
+    assert given.objectives is not None
+    twice = {metric: 2 * bound_s for metric, bound_s in given.objectives.bounds_s.items()}
+    for report in (same, other):
+        assert report.objectives is not None
+        assert report.objectives.bounds_s == pytest.approx(twice)
+    # Of other conversations, bounds are of use, times of single conversations are not.
+    assert other.unloaded is not None
+    assert other.unloaded.served_s == {}
+    assert refused.exit_code == 2
+    assert "was made without an unloaded run" in " ".join(refused.output.split())
 
 
 def test_ctrl_c_still_reports(tmp_path: Path) -> None:
@@ -251,23 +257,6 @@ def test_a_stop_during_the_reference_has_nothing_to_report(tmp_path: Path) -> No
     assert result.exit_code == 130, result.output
     assert "Stopped before there was anything to report." in result.output
     assert len(stub.turns) == 1
-
-
-def test_a_reference_of_other_conversations(tmp_path: Path) -> None:
-    with served(Stub()) as stub:
-        call = ["run", f"s={stub.url}", *QUICK, "--conversations", "2", "--seed"]
-        assert _bench(*call, "0", "--unloaded", "0", "--out", tmp_path / "0").exit_code == 0
-        assert _bench(*call, "1", "--unloaded", "1", "--out", tmp_path / "1").exit_code == 0
-        given = ["--reference", tmp_path / "1/s.json", "--out", tmp_path / "2"]
-        assert _bench(*call, "2", *given).exit_code == 0
-        report = read_report(tmp_path / "2/s.json")
-        # Bounds are of use, times of single conversations are not.
-        assert report.objectives is not None
-        assert report.unloaded is not None
-        assert report.unloaded.served_s == {}
-        refused = _bench(*call, "2", "--reference", tmp_path / "0/s.json", "--out", tmp_path)
-    assert refused.exit_code == 2
-    assert "was made without an unloaded run" in " ".join(refused.output.split())
 
 
 def test_the_server_is_asked_what_it_handed_off(tmp_path: Path) -> None:
