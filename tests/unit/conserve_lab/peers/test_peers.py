@@ -15,12 +15,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from conserve.launch import Launch
 from conserve.settings import load
 from conserve_lab.peers import PEERS, Options, PeerUnavailable, pinning, start, systems
 from conserve_lab.peers.__main__ import peers
 from conserve_lab.peers.pinning import pin, share_out
 from conserve_lab.peers.plan import Part, PeerPlan, engine_arguments, free_port
-from conserve_lab.peers.running import answers, warm_up
+from conserve_lab.peers.running import answers, until_ready, warm_up
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,15 @@ def test_all_threads_of_an_engine_are_pinned(sleeper: psutil.Process) -> None:
     threads = sleeper.threads()
     assert len(threads) == 2
     assert all(os.sched_getaffinity(thread.id) == {core} for thread in threads)
+
+
+def test_a_process_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
+    log = tmp_path / "part.log"
+    with (
+        Launch([], log, None, [sys.executable, "-c", "import time; time.sleep(60)"]) as launch,
+        pytest.raises(PeerUnavailable, match="part was not ready in time: it said nothing"),
+    ):
+        until_ready("part", launch, log, lambda: False, deadline_s=0)
 
 
 class Server(ThreadingHTTPServer):

@@ -91,12 +91,12 @@ def _looked() -> Demonstration:
             images=min(row.turn, 2),
             encoded_images=int(row.conversation == "a" and row.turn < 3),
         )
-        for row in [*_rows("a"), *_rows("b (no id)", "d2")]
+        for row in [*_rows("a", "abcdefgh"), *_rows("b (no id)", "d2")]
     ]
     rows[0] = replace(rows[0], node_images=1, ttft_s=12.345, does="click([bold]144, 80)")
     rows[3] = replace(rows[3], node_images=2)
     answers = [AgentAnswer("a", "It is 7.", 1.5, True), AgentAnswer("b", "It is [8].", None, False)]
-    return Demonstration(rows, answers, handoffs=2, images=2, clicks=4, hits=3)
+    return Demonstration(rows, answers, handoffs=1, images=2, clicks=4, hits=3)
 
 
 def test_the_table_tells_calls_answers_and_where_images_came_from_in_80_columns() -> None:
@@ -105,15 +105,17 @@ def test_the_table_tells_calls_answers_and_where_images_came_from_in_80_columns(
     lines = [line.split() for line in console.export_text().splitlines()]
     head = "agent turn images enc node prompt own LMCache TTFT on does"
     assert head.split() in lines
-    first = ["a", "1", "1", "1", "1", "1,000", "-", "896", "12,345", "d1", "click([bold]144,"]
+    first = ["a", "1", "1", "1", "1", "1,000", "-", "896", "12,345", "abcd", "click([bold]144,"]
     assert [*first, "80)"] in lines
     assert ["b*", "1", "1", "-", "2", "1,000", "-", "896", "500", "d2"] in lines
     told = " ".join(word for line in lines for word in line)
     assert "2 screens, 10 images in all prompts: 2 encoded, 3 from the node's memory." in told
     assert "3 of 4 clicks on the highlighted button." in told
-    assert "2 handoffs, 0 moves, 0 errors." in told
+    assert "1 handoff, 0 moves, 0 errors." in told
     assert "1.50 s" in told
     assert "It is [8]. (wrong)" in told
+    report(_kept(), console)
+    assert "images" not in console.export_text()
 
 
 def test_stages_are_shown_where_engines_tell_of_them() -> None:
