@@ -92,7 +92,7 @@ def test_recorded_sessions(tmp_path: Path) -> None:
             "--data", DATA / "claude-code-traces", "--conversations", "1",
             "--scale-tokens", "0.05", "--max-gap", "0",
             "--max-context-tokens", "8000", "--arrivals", "together", "--no-plots",
-            "--unloaded", "0", "--no-cache-salt", "--out", tmp_path,
+            "--unloaded", "0", "--no-cache-salt", "--no-release", "--out", tmp_path,
         )  # fmt: skip
     assert result.exit_code == 0, result.output
     records = read_records(tmp_path / "records.jsonl")
@@ -106,6 +106,7 @@ def test_recorded_sessions(tmp_path: Path) -> None:
     assert planned == sent
     assert len(planned) > 1
     assert not any("cache_salt" in seen.body for seen in stub.turns)
+    assert stub.released == []
     assert read_report(tmp_path / "stub.json").objectives is None
 
 

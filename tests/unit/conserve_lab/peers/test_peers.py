@@ -222,6 +222,11 @@ def test_a_peer_that_refuses_its_first_turn_is_not_available(server: Server) -> 
         warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
 
 
+def test_no_port_is_given_twice() -> None:
+    ports = [free_port() for _ in range(300)]
+    assert len(set(ports)) == len(ports)
+
+
 def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

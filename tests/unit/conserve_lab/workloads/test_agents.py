@@ -1,5 +1,6 @@
 """Agents at work, with models that do right and wrong."""
 
+import json
 from typing import Any
 
 import pytest
@@ -57,8 +58,11 @@ def test_wrong_answers_are_told_and_do_not_stop_it() -> None:
     assert script.right == [False, False]
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1}', "[1]", "{"])
-def test_calls_that_no_tool_takes_get_an_error_and_end(arguments: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [('{"a": 1}', "no tool nope"), ("[1]", "no JSON object"), ("{", "are no JSON: ")],
+)
+def test_calls_that_no_tool_takes_get_an_error_and_end(arguments: str, said: str) -> None:
     (script,) = _scripts(agents(conversations=1, arrivals=TOGETHER, tasks=1, seed=3))
     call = {"id": "c", "type": "function", "function": {"name": "nope", "arguments": arguments}}
     turn = script.next(None)
@@ -69,7 +73,7 @@ def test_calls_that_no_tool_takes_get_an_error_and_end(arguments: str) -> None:
         if turn is not None:
             last = turn.body()["messages"][-1]
             assert last["role"] == "tool"
-            assert "error" in last["content"]
+            assert said in json.loads(last["content"])["error"]
     assert 2 < turns < 20
     assert script.right == [False]
 
