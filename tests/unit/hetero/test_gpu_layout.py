@@ -83,14 +83,6 @@ def test_parts_do_not_add_up_to_more_than_a_gpu() -> None:
     assert usable <= 0.92 * H100
 
 
-def test_whatever_starts_first_the_sizes_are_the_same() -> None:
-    """They follow from the card's size: nothing in them is measured."""
-    first, _ = laid_out(PAPER, 1, H100)
-    assert all("kv_cache_memory_bytes" in own.engine for own in (first.prefillers, first.decoders))
-    second, _ = laid_out(PAPER, 1, H100)
-    assert first == second
-
-
 def test_two_a40s_are_for_one_engine_each() -> None:
     settings, plans = laid_out({}, 2, A40)
     assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [
@@ -241,11 +233,6 @@ def test_all_kv_that_vllm_offers_may_be_set() -> None:
     kv = H100 - 2 * GIB - WEIGHTS - LARGE_RESERVE
     _, (decoder,) = laid_out({"engine.kv_cache_memory_bytes": kv}, 1, H100)
     assert decoder.kv_bytes == kv > int(H100 * 0.92) - WEIGHTS - LARGE_RESERVE
-
-
-def test_engines_on_gpus_of_their_own_are_told_nothing() -> None:
-    settings, _ = laid_out({}, 2, None, None)
-    assert settings.decoders.engine == {}
 
 
 @pytest.mark.parametrize(

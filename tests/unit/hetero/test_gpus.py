@@ -167,19 +167,6 @@ def test_a_cap_ends_with_the_keeper(machine: Machine, keeper: GpuKeeper, tmp_pat
     assert not [*(tmp_path / "power").glob("*.json")]
 
 
-def test_slots_of_an_engine_that_falls_silent_are_free(machine: Machine, keeper: GpuKeeper) -> None:
-    gpu = machine.gpus[0].id
-    keeper.beat(EngineUse("dead", (gpu,)), 0.0)
-    keeper.beat(EngineUse("alive", (gpu,)), 0.0)
-    keeper.sm_ledger.lease_slots(gpu, "dead", 7)
-    kept = keeper.sm_ledger.lease_slots(gpu, "alive", 2)
-    with pytest.raises(NoFreeSms):
-        keeper.sm_ledger.lease_slots(gpu, "alive", 2)
-    keeper.beat(EngineUse("alive", (gpu,)), SILENCE_S)
-    keeper.tick(SILENCE_S + 1)
-    assert keeper.sm_ledger.leases() == [kept]
-
-
 def test_an_engine_leases_before_it_beats_and_keeps_it_by_beating(
     machine: Machine, keeper: GpuKeeper
 ) -> None:

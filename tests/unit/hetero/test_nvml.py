@@ -69,30 +69,6 @@ def test_mig_devices_belong_to_their_gpu(machine: Machine, nvml: Nvml) -> None:
         nvml.utilisation(whole.uuid)
 
 
-def test_power_is_in_watts(machine: Machine, nvml: Nvml) -> None:
-    gpu = machine.gpus[0]
-    machine.load(gpu, 251.5)
-    power = nvml.power(gpu.id)
-    assert (power.draw_w, power.limit_w, power.default_w) == (251.5, 300, 300)
-    assert (power.min_w, power.max_w) == (100, 300)
-    nvml.set_limit_w(gpu.id, 200.0)
-    assert gpu.limit_mw == 200_000
-    assert nvml.limit_w(gpu.id) == 200
-    assert nvml.draw_w(gpu.id) == 200  # The limit holds.
-    assert machine.gpus[1].limit_mw == 300_000
-
-
-def test_energy_advances_with_power_and_time(machine: Machine, nvml: Nvml) -> None:
-    gpu = machine.gpus[0]
-    before_j = nvml.energy_j(gpu.id)
-    machine.load(gpu, 250)
-    machine.advance(10)
-    assert nvml.energy_j(gpu.id) - before_j == pytest.approx(2500)
-    nvml.set_limit_w(gpu.id, 100)
-    machine.advance(10)
-    assert nvml.energy_j(gpu.id) - before_j == pytest.approx(3500)
-
-
 def test_it_says_what_a_gpu_does(machine: Machine, nvml: Nvml) -> None:
     gpu = machine.gpus[0]
     gpu.utilisation, gpu.temperature, gpu.used_bytes = 73, 61, 5 << 30
@@ -102,20 +78,6 @@ def test_it_says_what_a_gpu_does(machine: Machine, nvml: Nvml) -> None:
     assert nvml.memory_used_bytes(gpu.id) == 5 << 30
     assert [one.pid for one in nvml.processes(gpu.id)] == [4242, 4243]
     assert nvml.processes(machine.gpus[1].id) == []
-
-
-def test_what_is_not_permitted_says_what_is_needed(machine: Machine, nvml: Nvml) -> None:
-    machine.gpus[0].denied = 1
-    with pytest.raises(NoPermission, match="CAP_SYS_ADMIN"):
-        nvml.set_limit_w(machine.gpus[0].id, 200)
-    assert machine.gpus[0].limit_mw == 300_000
-
-
-def test_what_a_gpu_does_not_offer_is_told_apart(machine: Machine, nvml: Nvml) -> None:
-    machine.gpus[0].unsupported |= standin.NO_ENERGY
-    with pytest.raises(NotSupported):
-        nvml.energy_j(machine.gpus[0].id)
-    assert nvml.draw_w(machine.gpus[0].id) == 30
 
 
 def test_a_gpu_that_falls_off_the_bus_is_lost_and_may_come_back(
@@ -171,14 +133,6 @@ def test_without_a_library_there_is_no_driver(tmp_path: Path) -> None:
         check=True,
     )
     assert "no NVIDIA driver here" in done.stdout
-
-
-def test_another_process_sees_the_same_gpus(machine: Machine) -> None:
-    uuid = machine.gpus[1].id
-    probe = f"from hetero.nvml import Nvml\nNvml().set_limit_w({uuid!r}, 150)"
-    environment = machine.environment()
-    subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env=environment, check=True)
-    assert machine.gpus[1].limit_mw == 150_000
 
 
 def test_every_error_has_a_message_of_its_own() -> None:

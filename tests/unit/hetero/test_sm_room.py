@@ -91,12 +91,6 @@ def test_what_may_not_fit_is_refused_with_the_sum(arguments: dict[str, Any], sai
         require_slots(load(arguments))
 
 
-@pytest.mark.parametrize("slots", [0, 11, 3.5])
-def test_a_gpu_has_ten(slots: float) -> None:
-    with pytest.raises(SettingsError, match=r"tiers\.x\.sm_slots"):
-        load({"tiers": {"x": {"sm_slots": slots}}})
-
-
 def test_a_command_line_reaches_them() -> None:
     chosen = load({"tiers.x.sm_slots": "3", "decoders.tier": "x"})
     assert role_tier(chosen, chosen.decoders, gpu=True) == RoleTier("x", sm_slots=3)

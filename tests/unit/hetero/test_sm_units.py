@@ -64,15 +64,6 @@ def test_a_slot_has_at_least_its_tenths_and_no_unit_too_many(gpu: SmSlots) -> No
     assert (gpu.sizes[0], gpu.sizes[SM_SLOTS]) == (0, gpu.sm_count)
 
 
-@given(GPUS, st.data())
-def test_the_largest_slot_that_fits(gpu: SmSlots, data: st.DataObject) -> None:
-    sms = data.draw(st.integers(0, gpu.sm_count))
-    slot = gpu.within(sms)
-    assert gpu.sizes[slot] <= sms
-    assert slot == SM_SLOTS or gpu.sizes[slot + 1] > sms
-    assert gpu.within(gpu.sm_count) == SM_SLOTS
-
-
 def test_an_h100_is_sixteen_units_of_eight_and_four_sms_that_the_last_has_too() -> None:
     gpu = SmSlots(132, sm_granularity((9, 0)))
     assert (gpu.split.units, gpu.split.unit_sms, gpu.split.rest_sms) == (16, 8, 4)
