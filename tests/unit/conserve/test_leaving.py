@@ -24,13 +24,6 @@ def test_a_decoder_that_leaves_keeps_its_conversations_and_gets_no_new_one() -> 
     assert [one.id for one in table.accepting_decoders] == ["d2"]
 
 
-def test_when_all_leave_nothing_is_placed() -> None:
-    table = a_table(prefillers=2)
-    table.leave("d1")
-    table.leave("d2")
-    assert table.bind("c", 100, 0) is None
-
-
 def test_a_prefiller_that_leaves_gets_no_prompt() -> None:
     table = a_table(prefillers=2)
     table.leave("p1")

@@ -60,10 +60,12 @@ def test_a_turn_longer_than_the_idle_time_is_not_ended() -> None:
 
 def test_one_whose_turn_was_lost_with_its_decoder_is_not_spared() -> None:
     table = a_table()
+    turn(table, "c", tails=TAILS)
     start(table, "c", now_s=0)
     assert table.expire(IDLE_S) == []
     table.remove_decoder("d1")
     assert [c.id for c in table.expire(IDLE_S)] == ["c"]
+    assert table.recognise(chain("c", TAILS), "c") is None
 
 
 def test_an_idle_time_shorter_than_a_period_is_kept_to() -> None:
@@ -97,11 +99,3 @@ def test_the_table_does_not_grow_by_decoders_that_come_and_go() -> None:
         table.add_decoder("d1", 1000, account)
     assert listed(table) == ["c"]
     assert [c.id for c in table.expire(1 + IDLE_S)] == ["c"]
-
-
-def test_unbound_ones_end_too() -> None:
-    table = a_table()
-    turn(table, "c", now_s=0, tails=TAILS)
-    table.remove_decoder("d1")
-    assert [c.id for c in table.expire(IDLE_S)] == ["c"]
-    assert table.recognise(chain("c", TAILS), "c") is None

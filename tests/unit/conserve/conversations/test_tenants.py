@@ -29,18 +29,6 @@ def test_a_turn_a_promise_and_a_conversation_count_until_they_end() -> None:
     assert has(table, "two") == (0, 60, 1)
 
 
-def test_with_a_decoder_its_turns_and_tokens_go_and_conversations_stay() -> None:
-    table = a_table(decoders=1)
-    start(table, "one\ta", 100)
-    start(table, "one\ta")
-    turn(table, "one\tb", 50)
-    table.remove_decoder("d1")
-    assert has(table, "one") == (0, 0, 2)
-    table.add_decoder("d2", 1000)
-    start(table, "one\ta", 70)
-    assert has(table, "one") == (1, 70, 2)
-
-
 def test_a_decoder_that_leaves_takes_its_tokens_along() -> None:
     table = a_table(decoders=1)
     turn(table, "one\ta", 50)

@@ -61,17 +61,6 @@ def test_a_late_end_of_an_earlier_incarnation_changes_nothing() -> None:
     assert new.advance(table, 300)
 
 
-def test_ended_in_mid_turn() -> None:
-    table = a_table()
-    running = start(table, "c", 100)
-    assert table.release("c") is not None
-    assert held(table)["d1"] == (0, 0)
-    assert table.prefillers["p1"].queued_tokens == 0
-    assert table.reasoning == 0
-    assert not running.advance(table, 100, TAILS)
-    assert "c" not in table
-
-
 def test_a_turn_that_another_decoder_begins_by_itself_does_not_count() -> None:
     table = a_table()
     first = turn(table, "c")
