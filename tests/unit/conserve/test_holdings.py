@@ -1,5 +1,7 @@
 """A decoder's own account of what it holds."""
 
+import pytest
+
 from conserve import identity
 from conserve.histories.points import mark
 from conserve.history import History, TurnKey, TurnStats
@@ -23,14 +25,6 @@ def after_one_turn() -> Holdings:
     return holdings
 
 
-def test_a_turn_under_way_is_reported_as_running() -> None:
-    holdings = Holdings()
-    holdings.begin(TurnKey("c", 7, 1))
-    held = the_only(holdings)
-    assert (held.id, held.incarnation, held.running, held.turns) == ("c", 7, (1,), 0)
-    assert held.running
-
-
 def test_a_completed_turn_leaves_tokens_and_tails() -> None:
     held = the_only(after_one_turn())
     assert held.held_tokens == 120
@@ -42,28 +36,25 @@ def test_a_completed_turn_leaves_tokens_and_tails() -> None:
     assert held.created_s <= held.last_used_s
 
 
-def test_a_later_turn_replaces_them() -> None:
+@pytest.mark.parametrize(
+    ("stats", "tails", "left"),
+    [
+        (LATER, (b"u" * 16,), (180, 2, (mark(b"u" * 16),))),
+        # It was cut: its tokens are there, and no turn.
+        (LATER, (), (180, 1, MARKS)),
+        # It was refused.
+        (None, (), (120, 1, MARKS)),
+    ],
+)
+def test_a_later_turn_replaces_what_it_leaves(
+    stats: TurnStats | None, tails: tuple[bytes, ...], left: tuple[int, int, tuple[bytes, ...]]
+) -> None:
     holdings = after_one_turn()
     holdings.begin(TurnKey("c", 7, 2))
-    holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True)
+    assert (the_only(holdings).incarnation, the_only(holdings).running) == (7, (2,))
+    holdings.finish(TurnKey("c", 7, 2), stats, tails, completed=bool(tails))
     held = the_only(holdings)
-    assert (held.held_tokens, held.turns, held.tails) == (180, 2, (mark(b"u" * 16),))
-
-
-def test_a_turn_that_was_cut_leaves_its_tokens_but_no_turn() -> None:
-    holdings = after_one_turn()
-    holdings.begin(TurnKey("c", 7, 2))
-    holdings.finish(TurnKey("c", 7, 2), LATER, (), completed=False)
-    held = the_only(holdings)
-    assert (held.held_tokens, held.turns, held.tails) == (180, 1, MARKS)
-
-
-def test_a_refused_later_turn_changes_nothing() -> None:
-    holdings = after_one_turn()
-    holdings.begin(TurnKey("c", 7, 2))
-    holdings.finish(TurnKey("c", 7, 2), None, (), completed=False)
-    held = the_only(holdings)
-    assert (held.held_tokens, held.turns, held.tails) == (120, 1, MARKS)
+    assert (held.held_tokens, held.turns, held.tails) == left
     assert not held.running
 
 
@@ -71,7 +62,7 @@ def test_the_latest_turn_that_ended_is_told() -> None:
     holdings = after_one_turn()
     holdings.begin(TurnKey("c", 7, 2))
     holdings.begin(TurnKey("c", 7, 3))
-    assert the_only(holdings).finished == 1
+    assert (the_only(holdings).finished, the_only(holdings).running) == (1, (2, 3))
     holdings.finish(TurnKey("c", 7, 3), None, (), completed=False)
     holdings.finish(TurnKey("c", 7, 2), LATER, (), completed=True)
     assert the_only(holdings).finished == 3
@@ -158,13 +149,6 @@ def test_what_lmcache_has_of_one_that_comes_back_is_what_was_prefilled_last() ->
     holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True)
     assert holdings.stored_tokens("c") == LATER.prompt_tokens
     holdings.begin(TurnKey("c", 7, 3))
-    assert holdings.stored_tokens("c") == LATER.prompt_tokens
-
-
-def test_a_turn_that_was_parked_has_left_more_in_lmcache() -> None:
-    holdings = after_one_turn()
-    holdings.begin(TurnKey("c", 7, 2))
-    holdings.finish(TurnKey("c", 7, 2), LATER, (b"u" * 16,), completed=True, parked=True)
     assert holdings.stored_tokens("c") == LATER.prompt_tokens
 
 

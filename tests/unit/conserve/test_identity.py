@@ -73,33 +73,6 @@ def test_every_name_is_understood_and_trimmed(source: Source) -> None:
     assert ask(source, " task 7/a \t") == "task 7/a"
 
 
-def test_names_are_these_in_this_order() -> None:
-    assert [named(source) for source in SOURCES] == [
-        "header:X-Conversation-Id",
-        "header:x-session-id",
-        "header:session-id",
-        "header:X-Dynamo-Session-ID",
-        "header:x-claude-code-session-id",
-        "header:X-SMG-Routing-Key",
-        "body:conversation_id",
-        "body:program_id",
-        "body:session_id",
-        "body:job_id",
-        "header:x-session-affinity",
-        "header:x-opencode-session",
-        "header:x-opencode-session-id",
-        "header:x-litellm-session-id",
-        "header:agent-session-id",
-        "header:x-deepseek-harness-session-id",
-        "header:thread-id",
-        "header:session_id",
-        "body:vllm_xargs.agentic_context",
-        "body:metadata.session_id",
-        "body:metadata.user_id",
-        "body:prompt_cache_key",
-    ]
-
-
 def test_the_first_in_that_order_wins() -> None:
     # A stated header spares the body.
     assert explicit_id({"x-session-id": "a"}, {"conversation_id": 7}) == "a"

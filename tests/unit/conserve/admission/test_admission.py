@@ -79,13 +79,6 @@ def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
     assert len(admission.line) == 1
 
 
-def test_a_conversation_waits_once() -> None:
-    admission = Admission(a_table(decoders=0), 8, 60)
-    admission.enter("c", 10, 0.0)
-    with pytest.raises(ValueError, match="waits already"):
-        admission.enter("c", 10, 1.0)
-
-
 def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -> None:
     """It was thought lost, and its conversation's turn was queued; the KV is still there."""
     table = a_table(decoders=1)

@@ -46,15 +46,6 @@ def test_levels_grow_geometrically_and_the_last_has_no_end(served: int, level: i
     assert Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S).level(served) == level
 
 
-def test_who_has_been_served_less_goes_first_and_of_a_level_who_came_first() -> None:
-    line = a_line()
-    line.join("much", 10, 0.0, served_tokens=5000)
-    line.join("new", 9000, 1.0)
-    line.join("some", 10, 2.0, served_tokens=250)
-    line.join("newer", 1, 3.0, served_tokens=99)
-    assert keys(line, 4.0) == ["new", "newer", "some", "much"]
-
-
 def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:
     line = a_line()
     old = line.join("old", 10, 0.0, served_tokens=5000)

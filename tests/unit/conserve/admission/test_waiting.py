@@ -18,6 +18,8 @@ def test_first_in_first_out_whatever_the_length() -> None:
     assert list(line.tickets(100)) == [ticket]
     for key, tokens in [("short", 1), ("middle", 50)]:
         line.join(key, tokens, now_s=100)
+    with pytest.raises(QueueFull, match=r"^3 conversations wait"):
+        line.join("late", 1, now_s=100)
     assert waiting(line) == ["long", "short", "middle"]
     left = line.leave("short")
     assert left is not None
@@ -27,22 +29,12 @@ def test_first_in_first_out_whatever_the_length() -> None:
     assert waiting(line) == ["long", "middle", "new"]
 
 
-def test_the_line_is_bounded() -> None:
-    line = WaitingLine(limit=2, timeout_s=60)
-    line.join("a", 1, now_s=0)
-    line.join("b", 1, now_s=10)
-    with pytest.raises(QueueFull) as refused:
-        line.join("c", 1, now_s=20)
-    assert refused.value.limit == 2
-    assert "2 conversations wait" in str(refused.value)
-    assert waiting(line) == ["a", "b"]
-
-
 def test_who_is_refused_learns_when_a_place_is_free() -> None:
     line = WaitingLine(limit=1, timeout_s=30)
     line.join("a", 1, now_s=0)
     with pytest.raises(QueueFull) as refused:
         line.join("b", 1, now_s=20)
+    assert (refused.value.limit, waiting(line)) == (1, ["a"])
     # The head leaves at 30 s at the latest, which is after 10 s.
     assert 10 <= refused.value.retry_after_s <= 11
     assert str(refused.value) == (

@@ -20,7 +20,6 @@ from tests.unit.conserve.recognition.messages import (
     Message,
     never_busy,
     random_answer,
-    said,
     text_of,
 )
 
@@ -108,52 +107,6 @@ def test_imperfect_echoes_are_recognised_on_every_turn(seed: int, many: int) -> 
             if not answer["tool_calls"]:
                 history.append({"role": "user", "content": text_of(rng)})
     assert server.opened == many
-
-
-def test_100_conversations_that_begin_alike_never_mix() -> None:
-    rng = random.Random(1)
-    server = Server()
-    histories: list[list[Message]] = [[SYSTEM, USER] for _ in range(100)]
-    ids: list[str | None] = [None] * 100
-    for turn in range(8):
-        for n in rng.sample(range(100), 100):
-            assert server.recognise(histories[n]) == ids[n]
-            answer = said(f"answer {turn} to {n}")
-            ids[n] = server.finish(ids[n], histories[n], answer)
-            histories[n] += [answer, {"role": "user", "content": "go on"}]
-    assert len(set(ids)) == server.opened == 100
-
-
-def test_100_conversations_with_equal_answers_never_merge() -> None:
-    # All run at once: each turn must find a conversation of its own.
-    server = Server()
-    history = [SYSTEM, USER]
-    for turn in range(5):
-        running: set[str] = set()
-        for _ in range(100):
-            id = server.recognise(history, running.__contains__)
-            assert (id is None) == (turn == 0)
-            assert id not in running
-            running.add(id or server.finish(None, history, said("same")))
-        assert len(running) == 100
-        for id in running:
-            server.finish(id, history, said("same"))
-        history = [*history, said("same"), USER]
-    assert server.opened == 100
-
-
-def test_equal_conversations_one_after_another_never_merge() -> None:
-    # The first to continue moves on at once; the second must get the one that is left.
-    server = Server()
-    ids = [server.finish(None, [USER], said("same")) for _ in range(3)]
-    following = [USER, said("same"), USER]
-    seen = []
-    for n in range(3):
-        id = server.recognise(following)
-        assert id is not None
-        seen.append(server.finish(id, following, said(f"answer {n}")))
-    assert sorted(seen) == ids
-    assert server.recognise(following) is None
 
 
 @pytest.mark.skipif(not TRAJECTORIES.exists(), reason=f"no recorded conversations at {DATA}")
