@@ -18,20 +18,11 @@ VARIABLE = "CONSERVE_STANDIN_NVML"
 NO_ENERGY, NO_MIG, NO_CORES, NO_POWER, NO_UTILISATION = 1, 2, 4, 8, 16
 
 _INTEGERS = (
-    *("load_mw", "limit_mw", "default_mw", "min_mw", "max_mw", "energy_uj", "settled_us"),
-    *(
-        "memory_bytes",
-        "used_bytes",
-        "reserved_bytes",
-        "cores",
-        "major",
-        "minor",
-        "utilisation",
-        "temperature",
-    ),
-    *("mig_enabled", "mig_devices", "mig_sms", "lost", "denied", "unsupported", "set_calls"),
-    *("fail_set", "processes"),
-)
+    "load_mw", "limit_mw", "default_mw", "min_mw", "max_mw", "energy_uj", "settled_us",
+    "memory_bytes", "used_bytes", "reserved_bytes", "cores", "major", "minor", "utilisation",
+    "temperature", "mig_enabled", "mig_devices", "mig_sms", "lost", "denied", "unsupported",
+    "set_calls", "fail_set", "processes",
+)  # fmt: skip
 
 
 class StandInGpu(ctypes.Structure):

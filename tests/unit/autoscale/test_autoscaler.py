@@ -62,30 +62,6 @@ def test_a_capped_prefiller_takes_longer() -> None:
     assert load.need(0, 1).replicas == pytest.approx(1.5 * 0.61)
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    held=st.floats(0, 1e7),
-    waiting=st.floats(0, 1e6),
-    more=st.floats(0, 1e6),
-    arrivals=st.integers(0, 30),
-)
-def test_decoders_needed_grow_with_every_signal(
-    held: float, waiting: float, more: float, arrivals: int
-) -> None:
-    def need(held: float, waiting: float, arrivals: int, lifetime_s: float) -> float:
-        flow = ConversationFlow(60)
-        flow.ended(lifetime_s, 9_000)
-        for _ in range(arrivals):
-            flow.arrived(1)
-        return flow.need(Pool(100_000, held, waiting), 2).replicas
-
-    plain = need(held, waiting, arrivals, 30)
-    assert need(held + more, waiting, arrivals, 30) >= plain
-    assert need(held, waiting + more, arrivals, 30) >= plain
-    assert need(held, waiting, arrivals + 1, 30) >= plain
-    assert need(held, waiting, arrivals, 60) >= plain
-
-
 def test_occupancy_or_inequality_2_whichever_needs_more() -> None:
     flow = ConversationFlow(10)
     for _ in range(20):
@@ -148,26 +124,6 @@ def test_a_constant_signal_changes_the_number_at_most_once(
     start = min(max(start, limits.least), limits.most)
     seen = [start, *run(limits, start, [needed] * 30)]
     assert sum(a != b for a, b in pairwise(seen)) <= 1
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    limits=limits,
-    current=st.integers(1, 35),
-    changed_s=st.none() | st.floats(0, 200),
-    low_since_s=st.none() | st.floats(0, 200),
-    needs=st.tuples(needs, needs),
-)
-def test_more_is_never_answered_with_less(
-    limits: Limits,
-    current: int,
-    changed_s: float | None,
-    low_since_s: float | None,
-    needs: tuple[float, float],
-) -> None:
-    before = Scaling(current, changed_s, low_since_s)
-    few, many = (scale(limits, before, need, 200.0).replicas for need in sorted(needs))
-    assert few <= many
 
 
 @settings(max_examples=50, deadline=None)

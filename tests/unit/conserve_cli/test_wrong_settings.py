@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -176,9 +175,7 @@ def test_a_name_that_is_none_is_one_line_with_the_one_that_is(name: str, tmp_pat
             "zzz: no such setting; docs/settings.md has all, and vLLM's engine arguments are given "
             "as engine.NAME",
         ),
-        ("engine.block_size=0", "engine.block_size: give a whole number from 1 on"),
         ("engine.model=x", "engine.model cannot be set: use `model`"),
-        ("lmcache.port=8000", "port: 8000 is the LMCache server's, which takes lmcache.port and"),
         ("decoders", "'decoders' is not a setting; write name=value."),
         ("=3", "'=3' is not a setting; write name=value."),
         ("config=/no/such.yaml", "config: /no/such.yaml cannot be read: No such file or directory"),
@@ -256,7 +253,6 @@ def test_nothing_heavy_is_loaded_for_a_refusal(command: str) -> None:
         "import sys\nfrom conserve_cli.main import cli\ntry:\n    cli(sys.argv[1:])\nfinally:\n"
         "    print(*sorted({name.split('.')[0] for name in sys.modules}))"
     )
-    began_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", script, command, "decoders=three"],
         capture_output=True, text=True, check=False, timeout=120,
@@ -264,8 +260,6 @@ def test_nothing_heavy_is_loaded_for_a_refusal(command: str) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert not {"ray", "vllm", "torch", "lmcache"} & set(done.stdout.split())
-    # It takes one second; loading an engine takes ten.
-    assert time.monotonic() - began_s < 60
 
 
 def test_a_file_reaches_the_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

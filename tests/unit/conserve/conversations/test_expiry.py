@@ -3,6 +3,7 @@
 import copy
 
 from conserve.conversations import ConversationTable
+from conserve.conversations.ledger import RECENT_S, Activity
 from conserve.placement import ConversationPlacement
 from tests.unit.conserve.conversations.scene import (
     IDLE_S,
@@ -99,3 +100,13 @@ def test_the_table_does_not_grow_by_decoders_that_come_and_go() -> None:
         table.add_decoder("d1", 1000, account)
     assert listed(table) == ["c"]
     assert [c.id for c in table.expire(1 + IDLE_S)] == ["c"]
+
+
+def test_nothing_is_kept_of_those_that_were_idle_for_long() -> None:
+    activity = Activity()
+    for number in range(1000):
+        activity.idle(f"c{number}", float(number))
+    assert len(activity._idle_s) == RECENT_S
+    activity.idle("c980", 999.0)
+    # Since less than half a minute: c986 to c999, and the one that became idle anew.
+    assert activity.acting(1015.0) == 15

@@ -185,20 +185,6 @@ def test_what_runs_is_not_displaced_and_nothing_is_in_vain() -> None:
     assert table.take_displaced() == []
 
 
-def test_fifty_sub_agents_count_as_what_they_are() -> None:
-    """One system part, which counts once, and 400 tokens of each of them."""
-    table = a_table(decoders=1, capacity_tokens=100_000)
-    system = b"s" * 16
-    for number in range(50):
-        own = chain(f"agent {number}")._replace(system=system)
-        bound(table, f"{NAME}\t\t{number}", 1400, own, system_tokens=1000)
-    assert held(table)["d1"] == (1000 + 50 * 400, 50)
-    # A side call of 420 leaves what they hold.
-    side = bound(table, NAME, 420, chain("side"))
-    assert Turn.last(table, NAME).advance(table, 420)
-    assert held(table)[side.decoder_id] == (1000 + 50 * 400 + 430, 51)
-
-
 def test_an_engine_that_has_lost_it_corrects_the_account() -> None:
     table = a_table(decoders=1, capacity_tokens=100_000)
     a_history(table, NAME, [1000, 2000], "x")
