@@ -377,6 +377,9 @@ def test_a_placement_brings_its_policy_and_its_engines() -> None:
     assert policy(paper) == ConversationPlacement()
     assert not paper.prefillers_host
     assert policy(load({"placement": "conversation:9"})) == ConversationPlacement(9)
+    assert policy(load({"placement": "collocated"})) == CollocatedPlacement()
+    per_turn = policy(load({"placement": "per_turn:1"}))
+    assert per_turn.prefill_later_turn([Prefiller("p")]) == "p"
     pausing = room_policies(20, pauses=True).pausing
     assert pausing is not None
     assert (pausing.mark, pausing.patience_s) == (1.0, 50 / 3)
@@ -392,27 +395,28 @@ def test_a_papers_system_is_a_set_of_settings_that_others_come_before(like: str)
     assert nested.prefillers.replicas == chosen.prefillers.replicas
 
 
-def test_turns_park_where_conversations_are_paused() -> None:
-    assert load({}).parks
-    assert not load({"pausing": False}).parks
-    assert not load({"placement": "elastic", "pausing": False}).parks
-    assert not load({"placement": "full_disaggregation"}).parks
-    collocated = load({"placement": "collocated", "decoders": 3})
-    assert policy(collocated) == CollocatedPlacement()
-    assert collocated.prefiller_replicas == 0
-    assert collocated.parks
-    assert not load({"placement": "collocated", "pausing": False}).parks
-    alone = load({"prefillers": 0, "decoders": 1})
-    assert alone.parks
-    assert (alone.prefiller_replicas, alone.prefillers_host, alone.moves_turns) == (
-        0,
-        False,
-        False,
-    )
-    assert load({"placement": "conversation"}).parks
-    per_turn = load({"placement": "per_turn:1", "prefillers": 2})
-    assert per_turn.prefiller_replicas == 2
-    assert policy(per_turn).prefill_later_turn([Prefiller("p")]) == "p"
+@pytest.mark.parametrize(
+    ("line", "parks", "moves", "prefillers"),
+    [
+        ("", True, True, 1),
+        ("placement=elastic", True, True, 1),
+        ("placement=elastic pausing=off", False, False, 1),
+        ("placement=conversation", True, False, 1),
+        ("placement=full_disaggregation", False, False, 1),
+        ("placement=per_turn:1 prefillers=2", False, False, 2),
+        ("placement=collocated decoders=3", True, False, 0),
+        ("placement=collocated pausing=off", False, False, 0),
+        ("prefillers=0 decoders=1", True, False, 0),
+        ("prefillers=0 decoders=2", True, True, 0),
+    ],
+)
+def test_turns_park_where_conversations_are_paused_and_move_where_others_can_read_them(
+    line: str, parks: bool, moves: bool, prefillers: int
+) -> None:
+    settings = load(given(line))
+    assert (settings.parks, settings.moves_turns) == (parks, moves)
+    assert settings.prefiller_replicas == prefillers
+    assert not (settings.prefillers_host and not prefillers)
 
 
 @pytest.mark.parametrize(
@@ -484,20 +488,6 @@ def test_a_certificate_makes_the_address_https(monkeypatch: pytest.MonkeyPatch) 
     assert (load({}).scheme, load({}).tls.files) == ("http", None)
     secured = load({"tls.cert_file": "tls.crt", "tls.key_file": "tls.key"})
     assert (secured.scheme, secured.tls.files) == ("https", ("/usr/tls.crt", "/usr/tls.key"))
-
-
-@pytest.mark.parametrize(
-    ("line", "moves"),
-    [
-        ("placement=elastic", True),
-        ("placement=elastic pausing=off", False),
-        ("placement=conversation", False),
-        ("prefillers=0 decoders=1", False),
-        ("prefillers=0 decoders=2", True),
-    ],
-)
-def test_turns_move_where_their_history_can_be_read_elsewhere(line: str, moves: bool) -> None:
-    assert load(given(line)).moves_turns is moves
 
 
 @pytest.mark.parametrize(

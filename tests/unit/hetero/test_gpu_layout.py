@@ -83,21 +83,10 @@ def test_parts_do_not_add_up_to_more_than_a_gpu() -> None:
     assert usable <= 0.92 * H100
 
 
-def test_two_a40s_are_for_one_engine_each() -> None:
-    settings, plans = laid_out({}, 2, A40)
-    assert [(one.role, one.replicas, one.num_gpus) for one in plans] == [
-        ("prefiller", 1, 1),
-        ("decoder", 1, 1),
-    ]
-    # It measures by itself; 41.4 GiB less weights and 3.2 of reserve are some 22.9 GiB.
-    assert settings.decoders.engine == {}
-    assert plans[1].kv_tokens == (int(A40 * 0.92) - WEIGHTS - RESERVE) // TOKEN == 167_107
-    assert not plans[1].fixed
-
-
 @pytest.mark.parametrize(
     ("asked", "gpus", "engines"),
     [
+        ({}, 2, (1, 1)),
         ({}, 8, (1, 7)),
         ({"prefillers": 2}, 8, (2, 6)),
         ({"engine.tensor_parallel_size": 2}, 8, (1, 3)),

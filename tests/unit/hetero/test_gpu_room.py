@@ -36,32 +36,45 @@ def test_enough_is_nothing_to_speak_of(arguments: dict[str, Any], nodes: list[fl
     assert short_of_gpus(load(arguments), [node(gpus) for gpus in nodes]) == []
 
 
-def test_the_sum_is_said_with_what_to_do() -> None:
-    (said,) = short_of_gpus(load({"decoders": 3}), [node(1), node(1)])
-    assert "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 2" in said
-    assert said.endswith("ask for fewer engines, or have engines share them (gpus=2)")
+TWO_WORKERS = {"engine.tensor_parallel_size": 2, "decoders": 1}
 
 
-def test_engines_of_several_workers_are_not_advised_to_share() -> None:
-    """They are refused if they do."""
-    (said,) = short_of_gpus(load({"engine.tensor_parallel_size": 2, "decoders": 1}), [node(2)])
-    assert said.endswith(
-        "= 4 are asked for, and Ray has 2; ask for fewer engines, or fewer GPUs for "
-        "each (engine.tensor_parallel_size)"
-    )
-
-
-def test_an_engine_is_on_one_node() -> None:
-    arguments = {"engine.tensor_parallel_size": 4, "decoders": 1, "placement": "collocated"}
-    (said,) = short_of_gpus(load(arguments), [node(2), node(2)])
-    assert "1 decoder x 4 = 4 are asked for, and Ray has 4, which do not hold them" in said
-
-
-def test_a_part_is_of_one_gpu() -> None:
-    arguments = {"prefillers.num_gpus": 0.6, "decoders.num_gpus": 0.6, "decoders": 2}
-    (said,) = short_of_gpus(load(arguments), [node(2)])
-    assert "= 1.8 are asked for, and Ray has 2, which do not hold them" in said
-    assert "gpus=" not in said
+@pytest.mark.parametrize(
+    ("arguments", "nodes", "said"),
+    [
+        (
+            {"decoders": 3},
+            [1, 1],
+            "1 prefiller x 1 + 3 decoders x 1 = 4 are asked for, and Ray has 2; ask for fewer "
+            "engines, or have engines share them (gpus=2)",
+        ),
+        # Engines of several workers are refused if they share.
+        (
+            TWO_WORKERS,
+            [2],
+            "= 4 are asked for, and Ray has 2; ask for fewer engines, or fewer GPUs for each "
+            "(engine.tensor_parallel_size)",
+        ),
+        # An engine is on one node.
+        (
+            {**TWO_WORKERS, "engine.tensor_parallel_size": 4, "placement": "collocated"},
+            [2, 2],
+            "1 decoder x 4 = 4 are asked for, and Ray has 4, which do not hold them",
+        ),
+        # A part is of one GPU.
+        (
+            {"prefillers.num_gpus": 0.6, "decoders.num_gpus": 0.6, "decoders": 2},
+            [2],
+            "= 1.8 are asked for, and Ray has 2, which do not hold them",
+        ),
+    ],
+)
+def test_the_sum_is_said_with_what_to_do(
+    arguments: dict[str, Any], nodes: list[float], said: str
+) -> None:
+    (found,) = short_of_gpus(load(arguments), [node(gpus) for gpus in nodes])
+    assert said in found
+    assert ("gpus=" in found) == ("gpus=" in said)
 
 
 def test_gpus_of_another_tier_do_not_count() -> None:

@@ -165,18 +165,6 @@ def planned(
     return plans.planned(arguments, node(cards, memory / GIB, free), shape=shape)
 
 
-def test_kv_gets_what_images_leave() -> None:
-    _, found = planned({"pausing": False})
-    for one in found.engines:
-        assert one.kv_bytes == (one.budget_bytes or 0) - needs_of(one).fixed_bytes
-    _, without = planned({"pausing": False, "engine.limit_mm_per_prompt": {"video": 0}})
-    less = of_tower(QWEN).cache_bytes - of_tower(QWEN, **WITHOUT_VIDEOS).cache_bytes
-    least, more = found.engines[0], without.engines[0]
-    assert (more.kv_bytes or 0) - (least.kv_bytes or 0) == (
-        needs_of(least).reserve_bytes - needs_of(more).reserve_bytes + less
-    )
-
-
 def test_videos_that_take_most_of_a_card_are_named() -> None:
     _, found = planned({})
     (said,) = found.notes
