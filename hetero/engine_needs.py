@@ -142,11 +142,12 @@ def require_longest(what: str, kv_bytes: int, needs: Needs) -> None:
     """Raise `SettingsError` if KV space does not hold the longest sequence, as vLLM does."""
     if kv_bytes >= needs.least_kv_bytes:
         return
-    tokens = int(kv_bytes / needs.kv_token_bytes) // 16 * 16
+    tokens = max(0, int(kv_bytes / needs.kv_token_bytes) // 16 * 16)
+    shorter = f"set engine.max_model_len={tokens}, or more KV space" if tokens else "give it more"
     raise SettingsError(
         f"{what}: {gib(kv_bytes)} GiB hold {tokens:,} tokens, and vLLM does not start with less "
         f"than the longest sequence's {needs.least_tokens:,}, which take "
-        f"{gib(needs.least_kv_bytes)} GiB; set engine.max_model_len={tokens}, or more KV space"
+        f"{gib(needs.least_kv_bytes)} GiB; {shorter}"
     )
 
 

@@ -141,10 +141,17 @@ def test_layers_with_windows_take_less_than_is_counted() -> None:
     assert "decoder: room for some" in said
 
 
-def test_a_kv_space_that_is_set_too_small_is_refused() -> None:
-    said = r"decoders: engine.kv_cache_memory_bytes: 2.0 GiB hold 14,560 tokens, .* 40,960"
-    with pytest.raises(SettingsError, match=said):
-        made({**ALONE, "engine.kv_cache_memory_bytes": 2 * GIB}, node())
+@pytest.mark.parametrize(
+    ("kv_bytes", "said"),
+    [
+        (2 * GIB, "2.0 GiB hold 14,560 tokens, .* 40,960.*; set engine.max_model_len=14560"),
+        # No length of a sequence helps.
+        (2**20, "0.0 GiB hold 0 tokens, .*; give it more$"),
+    ],
+)
+def test_a_kv_space_that_is_set_too_small_is_refused(kv_bytes: int, said: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^decoders: engine.kv_cache_memory_bytes: {said}"):
+        made({**ALONE, "engine.kv_cache_memory_bytes": kv_bytes}, node())
 
 
 def test_a_model_that_is_not_known_is_no_obstacle_where_engines_measure() -> None:
