@@ -27,7 +27,7 @@ COMMANDS = {
     "end": ("conserve_cli.running", "End a conversation of a running application."),
     "drain": (
         "conserve_cli.running",
-        "Have an engine's conversations move to others, and give it nothing new.",
+        "Move an engine's conversations to others, and give it nothing new.",
     ),
     "doctor": (
         "conserve_cli.doctor.command",

@@ -138,7 +138,7 @@ def drain(
     url: Url = _URL,
     key: Key = None,
 ) -> None:
-    """Have an engine's conversations move to others between turns, and give it nothing new.
+    """Move an engine's conversations to others between turns, and give it nothing new.
 
     Its process stays, and so does this state until the engine or the conversation table ends.
     """

@@ -84,7 +84,7 @@ class Table(Protocol):
         """Remove an engine that a router cannot reach."""
 
     async def drain(self, engine_id: str) -> int | messages.Refusal | None:
-        """Have an engine's conversations move; returns how many it has left, None: no such one."""
+        """Move an engine's conversations; return how many it has left, None: no such engine."""
 
     async def health(self) -> answers.Alive:
         """Count the engines of each role that are alive, and those that start, by what they do."""

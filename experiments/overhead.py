@@ -76,7 +76,7 @@ class WarmTurns:
     round_ttft_s: list[float] = field(default_factory=list)
 
     async def take(self, agent: Agent) -> None:
-        """Have an agent take a warm turn, which counts."""
+        """Take a warm turn as this agent, and count it."""
         answer = await agent.warm_turn()
         self.latency_s.append(answer.ended_s - answer.sent_s)
         self.ttft_s.append(answer.ttft_s)
@@ -124,7 +124,7 @@ def compare(experiment: Experiment, systems: Mapping[str, str]) -> None:
 async def measure(
     experiment: Experiment, systems: Mapping[str, str], load: Load
 ) -> dict[str, WarmTurns]:
-    """Have systems take turns under one load, round after round."""
+    """Measure the systems in turn under one load, round after round."""
     options = experiment.options
     shape = Shape(first_words=options.first_words, output_tokens=options.output_tokens)
     results = {name: WarmTurns() for name in systems}

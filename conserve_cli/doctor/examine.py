@@ -1,4 +1,4 @@
-"""Has every node of a Ray cluster examined, and tries the connections between them."""
+"""Examines every node of a Ray cluster, and tries the connections between them."""
 
 import socket
 import threading

@@ -99,7 +99,7 @@ class Examined(Protocol):
 
 
 def check_addons(settings: Settings) -> Iterator[Finding]:
-    """Have the add-ons that are installed on this node check it."""
+    """Yield the findings of the add-ons that are installed on this node."""
     for addon in offered("conserve.addons").values():
         if isinstance(addon, Examined):
             yield from addon.findings(settings)

@@ -21,7 +21,7 @@ class OffloadedTowerCache(NodeEncoderCache):
 
 
 def prepare_worker(vllm_config: VllmConfig) -> None:
-    """Have this process load its model with most layers of the tower in host memory."""
+    """Make this process load its model with most layers of the tower in host memory."""
     require_seams("tower_loading")
     require_plain_layers(vllm_config.compilation_config)
     kept = vllm_config.ec_transfer_config.get_from_extra_config(TOWER_LAYERS, None)

@@ -1,4 +1,4 @@
-"""What a GPU does with slots, without an engine: ``python -m tests.acceptance.gpu.on_slots CHECK``.
+"""Shows what slots do on a GPU: ``python -m tests.acceptance.gpu.on_slots CHECK``, without engines.
 
 Each check is a process of its own, as engines are, and prints one line of JSON.
 """
