@@ -9,6 +9,7 @@ from conserve.settings import Settings
 from conserve_tools import root
 
 if TYPE_CHECKING:
+    from conserve_cli.doctor.findings import Finding
     from conserve_tools.routes import EnvironmentPaths
     from deployments.router.addons import Described
 
@@ -17,7 +18,11 @@ class ToolsAddon:
     """Takes the seats of `deployments.start_checks`, `deployments.router` and the doctor."""
 
     require_startable = staticmethod(root.require_root)
-    findings = staticmethod(root.findings)
+
+    def findings(self, settings: Settings) -> "list[Finding]":
+        from conserve_tools.doctor import findings
+
+        return findings(settings)
 
     def described(self) -> "Described":
         from conserve_tools.routes import DESCRIBED

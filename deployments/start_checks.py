@@ -5,19 +5,18 @@ That the engines fit is for `deployments.gpu_plans`, and that vLLM takes their a
 """
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from autoscale.capacity.served import with_profile
-from conserve.addons import offered
+from conserve.addons import TOOLS, addon
 from conserve.settings import Settings, SettingsError
 from deployments.model_files import require_files
 from deployments.router.access import require_keys
 from deployments.router.certificate import require_certificate
 
 
-@runtime_checkable
 class Checked(Protocol):
-    """An add-on that needs something of the machine on which the application starts."""
+    """The add-on `conserve_tools`, which needs a folder on the machine of the start."""
 
     def require_startable(self, settings: Settings) -> None:
         """Raise `SettingsError` if that is missing."""
@@ -26,11 +25,12 @@ class Checked(Protocol):
 def require_startable(settings: Settings) -> None:
     """Check the files that the settings name; raises `SettingsError` with all that is wrong."""
     problems: list[str] = []
-    checks: tuple[Callable[[Settings], object], ...] = (
+    checks: list[Callable[[Settings], object]] = [
         require_keys, require_certificate, with_profile, require_files,
-        *(one.require_startable for one in offered("conserve.addons").values()
-          if isinstance(one, Checked)),
-    )  # fmt: skip
+    ]  # fmt: skip
+    tools: Checked | None = addon(TOOLS)
+    if tools is not None:
+        checks.append(tools.require_startable)
     for check in checks:
         try:
             check(settings)

@@ -5,9 +5,9 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from conserve.addons import offered
+from conserve.addons import TOOLS, addon
 from conserve.settings import Settings, SettingsError
 from conserve_cli.doctor.compiler import check_compiler
 from conserve_cli.doctor.findings import Finding
@@ -91,18 +91,16 @@ def check_node(settings: Settings, place: Place | None = None) -> Iterator[Findi
         yield from check_listeners(settings)
 
 
-@runtime_checkable
 class Examined(Protocol):
-    """An add-on that judges what it has left on a node."""
+    """The add-on `conserve_tools`, which judges what it has left on a node."""
 
     def findings(self, settings: Settings) -> list[Finding]: ...
 
 
-def check_addons(settings: Settings) -> Iterator[Finding]:
-    """Yield the findings of the add-ons that are installed on this node."""
-    for addon in offered("conserve.addons").values():
-        if isinstance(addon, Examined):
-            yield from addon.findings(settings)
+def check_addons(settings: Settings) -> list[Finding]:
+    """Return the add-on's findings; none where it is not installed."""
+    tools: Examined | None = addon(TOOLS)
+    return [] if tools is None else tools.findings(settings)
 
 
 def _crowd(settings: Settings, here: float, everywhere: float) -> Crowd:

@@ -1,28 +1,18 @@
-"""The seat of add-ons in a router: paths, their description, and a beat.
-
-An add-on of the entry-point group `conserve.addons` takes this seat if it is a `RouterAddon`.
-"""
+"""The seat of the add-on `conserve_tools` in a router: paths, their description, and a beat."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from conserve.addons import TOOLS, addon, missing, offered
+from conserve.addons import TOOLS, addon, missing
 from conserve.errors import ApiError
 from conserve.settings import Settings
 
-# Paths of add-ons, with a name for what they have and the code of their refusal: a router without
-# the add-on says which one has them.
-_PATHS = {
-    TOOLS: (
-        "/v1/conversations/{id:path}/environments", "an environment for tools",
-        "environments_disabled",
-    ),
-}  # fmt: skip
+_PATH = "/v1/conversations/{id:path}/environments"
 
 
 class RouterPart(Protocol):
@@ -52,7 +42,6 @@ class Described:
     parameters: dict[str, Any]
 
 
-@runtime_checkable
 class RouterAddon(Protocol):
     """An add-on with paths of its own."""
 
@@ -63,35 +52,28 @@ class RouterAddon(Protocol):
 
 
 def described() -> list[Described]:
-    return [one.described() for one in _addons()]
+    found: RouterAddon | None = addon(TOOLS)
+    return [] if found is None else [found.described()]
 
 
 def parts(application: str, deployment: str, settings: Settings) -> list[RouterPart]:
-    """Return add-ons' parts of a router; for one that is not installed, a part that says so."""
-    found: list[RouterPart] = [
-        one.router_part(application, deployment, settings) for one in _addons()
-    ]
-    absent = (name for name in _PATHS if addon(name) is None)
-    return found + [Absent(name) for name in absent]
-
-
-def _addons() -> list[RouterAddon]:
-    return [one for one in offered("conserve.addons").values() if isinstance(one, RouterAddon)]
+    """Return the add-on's part of a router; where it is not installed, a part that says so."""
+    found: RouterAddon | None = addon(TOOLS)
+    return [Absent() if found is None else found.router_part(application, deployment, settings)]
 
 
 class Absent:
     """Refuses the paths of an add-on that is not installed."""
 
-    def __init__(self, name: str) -> None:
-        self._path, what, code = _PATHS[name]
-        self._refusal = ApiError(404, missing(what, name), code, final=True)
-
     def routes(self) -> list[Route]:
-        methods = ["GET", "POST", "DELETE"]
-        paths = (self._path, self._path + "/{rest:path}")
-        return [Route(path, self._refuse, methods=methods) for path in paths]
+        return [
+            Route(_PATH, self._refuse, methods=["GET", "POST"]),
+            Route(_PATH + "/{env}", self._refuse, methods=["GET", "DELETE"]),
+            Route(_PATH + "/{env}/run", self._refuse, methods=["POST"]),
+        ]
 
     def beat(self) -> None: ...
 
     async def _refuse(self, request: Request) -> Response:
-        raise self._refusal
+        what = missing("an environment for tools", TOOLS)
+        raise ApiError(404, what, "environments_disabled", final=True)

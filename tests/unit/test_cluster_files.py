@@ -47,7 +47,9 @@ def test_all_that_is_installed_is_copied(name: str) -> None:
         assert (ROOT / here).exists()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    wanted = {package.rstrip("*") for package in packages} | {"pyproject.toml"}
+    wanted = {one.name for package in packages for one in ROOT.glob(package) if one.is_dir()}
+    assert "conserve_inside" in wanted
+    wanted.add("pyproject.toml")
     wanted |= {project["project"]["readme"], *project["project"]["license-files"]}
     wanted |= {"Makefile", *(f"requirements-{kind}.txt" for kind in _set_ups(name))}
     assert wanted <= set(mounts.values())

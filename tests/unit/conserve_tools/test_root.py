@@ -30,7 +30,7 @@ def test_a_folder_of_others_is_not_used(root: Path) -> None:
 
 
 def found(root: Path) -> list[Finding]:
-    return [*check_addons(load({"environments.root": str(root)}))]
+    return check_addons(load({"environments.root": str(root)}))
 
 
 def test_the_doctor_warns_of_what_no_application_manages(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Here:
         # Other programs on this machine are not its own.
         put(psutil, "net_connections", lambda kind: [])
         put(listeners, "is_free", lambda host, port: True)
-        put(node, "check_addons", lambda settings: ())
+        put(node, "check_addons", lambda settings: [])
         for module in (node, software):
             put(module, "installed", self._installed)
         put(software, "ask_torch", lambda: self.torch)
