@@ -276,12 +276,12 @@ class TableClient(ActorClient):
         """Find the newest deployment's table: it has taken over from those before."""
         while self._actor is None:
             newest = max(self._name.alive(), default="")
-            if newest < self._name:
-                # The table's implementation is for the process that makes it alone.
+            if newest >= self._name:
+                with contextlib.suppress(ValueError):  # The table has just ended.
+                    self._actor = ray.get_actor(newest, namespace="serve")
+            if self._actor is None and newest <= self._name:
+                # Only a process that makes the table loads its implementation.
                 from deployments.table.actor import make_table
 
                 self._actor = make_table(self._name, self._settings)
-            else:
-                with contextlib.suppress(ValueError):  # It has just ended.
-                    self._actor = ray.get_actor(newest, namespace="serve")
         return self._actor

@@ -1,6 +1,6 @@
 """Binds histories to decoders, and has others make room for them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 
 from conserve.conversations.turns import Turns
@@ -15,7 +15,6 @@ from conserve.recognition import Digest
 _TRIED = 2
 
 
-@dataclass(eq=False)
 class Binding(Turns):
     """Asks the policy where histories go, and binds them there.
 
@@ -23,8 +22,7 @@ class Binding(Turns):
         recomputed_tokens: tokens of paused histories' prompts that prefillers have computed again.
     """
 
-    recomputed_tokens: int = field(default=0, init=False)
-    _displaced: list[History] = field(default_factory=list, init=False)
+    recomputed_tokens = 0
 
     def begin(
         self,

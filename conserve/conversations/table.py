@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from conserve.conversations.binding import Binding
 from conserve.history import History, TurnKey
@@ -14,7 +13,6 @@ from conserve.placement import Decoder, Prefiller
 MEMORY_ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-@dataclass(eq=False)
 class ConversationTable(Binding):
     """Bindings of live conversations to decoders.
 
@@ -23,11 +21,6 @@ class ConversationTable(Binding):
     not complete. When a decoder is lost, its histories stay, unbound, and their next turns bind
     again. Ending a turn twice changes nothing.
     """
-
-    # Of a predecessor: where its histories were bound, until they are again, and those of which
-    # turns run.
-    _homes: dict[str, str] = field(default_factory=dict, init=False)
-    _running: dict[str, list[History]] = field(default_factory=dict, init=False)
 
     # --- what is there -----------------------------------------------------------------------
 

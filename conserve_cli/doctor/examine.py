@@ -142,14 +142,15 @@ def _nodes() -> list[_Node]:
 
 def _silent(node: str, error: Exception) -> Finding:
     said = str(error).strip().splitlines()[-1]
-    to_do = "install conserve there, in the environment that Ray runs in"
+    to_do = "install the same conserve there, in the environment that Ray runs in"
     return wrong("node", f"cannot be examined: {said}", to_do, node)
 
 
 def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
     """Add each node's clock relative to the first one's, and the nodes that it cannot reach."""
     clocks = [_clock(node.probe) for node, _ in answered]
-    listeners = [ray.get(node.probe.listens.remote()) for node, _ in answered]
+    asked = [node.probe.listens.remote() for node, _ in answered]
+    listeners = ray.get(asked, timeout=_NODE_TIMEOUT_S)
     facts = []
     for index, (node, report) in enumerate(answered):
         others = [place for place in range(len(listeners)) if place != index]

@@ -72,7 +72,7 @@ def is_ours(command_line: str) -> bool:
 # Owners by command line; the first match counts.
 _OWNERS = (
     (r"^ray::ServeReplica:[^:]*:Router", "router"),
-    (r"^ray::ServeReplica:[^:]*:(decoder|prefiller)", "engine"),
+    (r"^ray::ServeReplica:[^:]*:(decoder|encoder|prefiller)", "engine"),
     (r" -m (lmcache\.cli\.main|deployments\.node\.lmcache_main) server ", "LMCache"),
     (r"^VLLM::| -m vllm\.| -m multiprocessing\.\S* .*vllm", "vLLM"),
     (r"^ray::|/ray/core/src/ray/|/ray/(_private|dashboard|autoscaler|util/client)/", "Ray"),

@@ -5,12 +5,13 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Protocol
 
-from conserve.addons import TOOLS, addon
+from conserve.addons import INSIDE, TOOLS, addon
 from conserve.settings import Settings, SettingsError
 from conserve_cli.doctor.compiler import check_compiler
-from conserve_cli.doctor.findings import Finding
+from conserve_cli.doctor.findings import Finding, wrong
 from conserve_cli.doctor.gpus import check_gpus, find_driver
 from conserve_cli.doctor.listeners import check_listeners, check_ports
 from conserve_cli.doctor.machine import check_machine
@@ -39,7 +40,7 @@ class Comparable:
     """The facts by which nodes are compared."""
 
     name: str
-    versions: dict[str, str]  # Of Python and of the installed packages.
+    versions: dict[str, str]  # Of Python, of installed packages, and whether conserve_inside is.
     string_hash: int  # Of a fixed string, in a process with the engines' hash seed.
     clock_ahead_s: float = 0.0  # Of the asking node's clock.
     clock_error_s: float = 0.0  # Half the shortest round trip.
@@ -54,8 +55,12 @@ class NodeReport:
 
 def examine_node(settings: Settings, place: Place) -> NodeReport:
     """Examine this node, within seconds."""
-    versions = {name: found.version for name, found in installed().items()}
-    facts = Comparable(place.name, {"Python": platform.python_version(), **versions}, string_hash())
+    versions = {"Python": platform.python_version()}
+    versions |= {name: found.version for name, found in installed().items()}
+    # Engines need it wherever they are; the other add-ons do not.
+    if find_spec(INSIDE) is not None:
+        versions[INSIDE] = "installed"
+    facts = Comparable(place.name, versions, string_hash())
     findings = [replace(finding, node=place.name) for finding in check_node(settings, place)]
     return NodeReport(findings, facts)
 
@@ -99,8 +104,12 @@ class Examined(Protocol):
 
 def check_addons(settings: Settings) -> list[Finding]:
     """Return the add-on's findings; none where it is not installed."""
-    tools: Examined | None = addon(TOOLS)
-    return [] if tools is None else tools.findings(settings)
+    try:
+        tools: Examined | None = addon(TOOLS)
+        return [] if tools is None else tools.findings(settings)
+    except Exception as error:
+        # What the other checks have found is still told.
+        return [wrong(TOOLS, f"cannot be examined: {error!r}", "install conserve anew")]
 
 
 def _crowd(settings: Settings, here: float, everywhere: float) -> Crowd:

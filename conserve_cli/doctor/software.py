@@ -268,7 +268,13 @@ def _nvcc() -> Iterator[Finding]:
         slow = "none: attention on Blackwell, KV in FP8 before Hopper and weights in FP8 are slower"
         yield ok("nvcc", slow)
         return
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, check=False, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        yield warning("nvcc", f"{nvcc} does not answer", "mend it, or hide it from PATH")
+        return
     found = re.search(r"release (\d+)\.(\d+)", done.stdout)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     said = ".".join(map(str, version))

@@ -13,7 +13,7 @@ TURN = "conserve.turn"
 # The member with what marks in its body stand for; see `conserve.media.Lifted`.
 MEDIA = "conserve.media"
 _SMALL_BYTES = 16 * 1024
-# Joined at a time, between other turns' tokens.
+# Longer bodies are joined in a thread, beside other turns' tokens.
 _PIECE_BYTES = 256 * 1024
 
 

@@ -272,9 +272,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if getattr(self, "engine", None) is not None:
             # Ray ends workers at once, and LMCache's server would keep their memory mapped.
             await self._give_back("KV space", self._workers.shutdown(), REAPED_S)
-        if getattr(self, "_inside", None) is not None:
-            await self._inside.ended(self._give_back)
-        await super().__del__()
+        try:
+            if getattr(self, "_inside", None) is not None:
+                await self._inside.ended(self._give_back)
+        finally:
+            await super().__del__()
 
     async def _give_back(self, what: str, call: Awaitable[None], missed_s: float) -> None:
         """Wait for a call that frees something which else is free when the engine is missed."""

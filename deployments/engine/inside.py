@@ -1,6 +1,6 @@
 """The seat of the add-on `conserve_inside`: what runs inside vLLM beyond what a turn needs.
 
-It is asked for where `Settings.runs_inside` names a setting. Other engines do not load it.
+All engines of an application ask for it where `Settings.runs_inside` names a setting.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

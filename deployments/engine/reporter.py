@@ -84,7 +84,11 @@ class Reporter:
                 self._unknown()
                 continue
             self.desk.hear(notice, asked_s)
-            self.obey(notice)
+            try:
+                self.obey(notice)
+            except Exception:
+                # An engine that hears no more notices would keep what the table has given away.
+                logger.exception("decoder %s: a notice was not obeyed", self.engine_id)
             self._due.set()
 
     async def _answered(

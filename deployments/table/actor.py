@@ -1,6 +1,7 @@
 """The actor that keeps the table: it takes over from earlier deployments' tables as it starts.
 
-Only the process that makes it and its own load this module, and so the table's implementation.
+Its own process loads this module, and so the table's implementation, and so do those that find no
+table and make one.
 """
 
 import contextlib

@@ -75,7 +75,7 @@ class Listeners:
         return not left
 
     def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
-        """Take a report; returns what `TableService.report` does."""
+        """Take a report; returns what `Table.report` does."""
         if not self._notices.is_current(decoder_id, registration):
             return None
         for event in report.events if self._notices.is_new(decoder_id, report.number) else ():

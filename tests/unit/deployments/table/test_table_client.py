@@ -1,28 +1,54 @@
-"""A caller's end of a table that does not answer."""
+"""How others find the table's actor."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from conserve.settings import Settings
-from deployments.detached import Patience
-from deployments.table_client import Table, TableClient, TableUnavailable
+from deployments import table_client
+from deployments.table import actor
+from deployments.table.actor import TableActor
+from deployments.table_client import Table, TableClient, TableName
 
 
-class _Silent:
-    """An actor that lives, and answers no call."""
-
-    def __getattr__(self, name: str) -> "_Silent":
-        return self
-
-    def remote(self, *arguments: Any) -> "asyncio.Future[None]":
-        return asyncio.get_running_loop().create_future()
+def test_every_call_of_the_protocol_is_the_actors_own() -> None:
+    calls = [name for name in vars(Table) if not name.startswith("_")]
+    assert len(calls) > 20
+    assert [name for name in calls if getattr(TableActor, name) is getattr(Table, name)] == []
 
 
-async def test_a_table_that_lives_and_does_not_answer_holds_nobody_up() -> None:
-    """An engine's report, for which the end of an answer waits, gives up after a while."""
-    client = TableClient("app", "1", Settings())
-    client._actor = _Silent()
-    with pytest.raises(TableUnavailable, match="did not answer within"):
-        await asyncio.wait_for(client._ask(Patience(answer_s=0.05), Table.report), 5)
+@pytest.mark.parametrize(
+    ("listed", "ended", "found"),
+    [
+        ([], [], "made 2"),
+        (["1"], [], "made 2"),
+        (["1", "2"], [], "found 2"),
+        # A table may be listed for a while after its end.
+        (["2"], ["2"], "made 2"),
+        (["2", "3"], [], "found 3"),
+        (["2", "3"], ["3"], "found 2"),
+    ],
+)
+def test_the_newest_table_is_found_or_this_deployments_is_made(
+    listed: list[str], ended: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings()
+    own = TableName.of("app", "2", settings)
+    names = {one: f"{own.removesuffix('2')}{one}" for one in "123"}
+    there = [names[one] for one in listed]
+    gone = [names[one] for one in ended]
+
+    def get_actor(name: str, namespace: str) -> str:
+        if name in gone:
+            if not name.endswith("2"):
+                there.remove(name)
+            raise ValueError(name)
+        return f"found {name[-1]}"
+
+    def make(name: str, settings: Any) -> str:
+        return f"made {name[-1]}"
+
+    monkeypatch.setattr(table_client, "listed", lambda prefix: there)
+    monkeypatch.setattr(table_client.ray, "get_actor", get_actor)
+    monkeypatch.setattr(actor, "make_table", make)
+    assert TableClient("app", "2", settings)._connect() == found
