@@ -86,7 +86,9 @@ def test_what_the_settings_ask_for_is_not_told(
     assert_finds(check_listeners(asked), ("warning", "router's ports", f"listens on {left}, which"))
     listen(monkeypatch, (7, "0.0.0.0" if host == "0.0.0.0" else "192.0.2.1", 8000))
     assert len(unwell(check_listeners(asked))) == (host == "localhost")
-    # They ask for no other process there.
+    # They ask for no other port, and for no other process there.
+    listen(monkeypatch, (7, "0.0.0.0", 41000))
+    assert len(unwell(check_listeners(asked))) == 1
     listen(monkeypatch, (8, "0.0.0.0", 8000))
     assert len(unwell(check_listeners(asked))) == 1
 

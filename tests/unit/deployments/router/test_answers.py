@@ -153,6 +153,8 @@ async def test_every_error_is_as_described(client: Client) -> None:
     await client("POST", ENVIRONMENTS, 501, json={"kind": "container", "image": "a"})
     await client("GET", ENVIRONMENTS + "/other", 404)
     await client("POST", "/v1/messages", 400, json={})
+    for unnamed in ({}, {"program_id": "a\nb"}):
+        await client("POST", "/programs/release", 400, json=unnamed)
     await client("GET", "/v1/messages", 405)
     await client("GET", "/nowhere", 404)
     assert "starting" in (await client("GET", "/ready", 503))["reason"]

@@ -632,6 +632,8 @@ def test_the_model_is_listed_before_any_decoder_can_say_how_much_it_takes() -> N
     anthropic = {"anthropic-version": "2023-06-01"}
     card = asgi.ask(door, "GET", f"/v1/models/{MODEL}", headers=anthropic).json()
     assert (card["max_input_tokens"], card["max_tokens"]) == (4096, 4096)
+    assert card["display_name"] == MODEL
+    assert asgi.ask(door, "GET", "/v1/models", headers=anthropic).json()["has_more"] is False
     assert says == []
 
 
