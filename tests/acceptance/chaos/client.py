@@ -122,7 +122,7 @@ class Clients:
                 try:
                     response = await self.http.delete(f"{self.url}/v1/conversations/{name}")
                 except httpx.TransportError as error:
-                    self.tally.broken(name, _why(error), streaming=False)
+                    self.tally.broken(name, f"{error!r} from {error.__cause__!r}", streaming=False)
                 else:
                     # A table that was lost knows nothing of conversations that were bound nowhere.
                     if response.status_code in (200, 404):
@@ -220,7 +220,7 @@ class Clients:
                 assert done, "a stream ended without a word"
                 return Reply("".join(texts), name, tokens)
         except httpx.TransportError as error:
-            self.tally.broken(conversation.key, _why(error), streaming)
+            self.tally.broken(conversation.key, f"{error!r} from {error.__cause__!r}", streaming)
             raise Again from error
 
     def _refused(self, key: str, status: int, raw: bytes) -> None:
@@ -247,14 +247,6 @@ class Clients:
             await asyncio.sleep(for_s)
             writer.close()
             await writer.wait_closed()
-
-
-def _why(error: BaseException) -> str:
-    """Say which errors caused it: a reset by the router, or a connection that the client closed."""
-    causes = [repr(error)]
-    while (error := error.__cause__ or error.__context__) is not None:  # type: ignore[assignment]
-        causes.append(repr(error))
-    return " from ".join(causes)
 
 
 def _whole(name: str, raw: bytes) -> Reply:
