@@ -2,7 +2,6 @@
 
 import math
 from itertools import islice, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,22 +32,6 @@ def test_the_seed_decides() -> None:
 def test_even_arrivals_and_all_at_once() -> None:
     assert first(Arrivals("even", 4.0), 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert first(Arrivals("together"), 4) == [0.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"rate_per_s": 0}, "rate is 0 conversations/s; give one above 0"),
-        ({"rate_per_s": -2.5}, r"rate is -2\.5 conversations/s"),
-        ({"rate_per_s": math.nan}, "rate is nan"),
-        ({"rate_per_s": math.inf}, "rate is inf"),
-        ({"pattern": "bursts"}, "'bursts'; choose one of poisson, even, together"),
-        ({"seed": -1}, "seed is -1"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(WorkloadError, match=problem):
-        Arrivals(**settings)
 
 
 def test_choosing_repeats_nothing_before_all_were_chosen() -> None:

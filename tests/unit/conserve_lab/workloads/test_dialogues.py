@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from conserve_lab.records import Answer, TurnRequest
 from conserve_lab.workloads import Arrivals, Workload, WorkloadError, dialogues
 from conserve_lab.workloads.dialogues import NO_RESULT, RecordedTurn, continuation
-from tests.checkout import DATA
-
-RECORDED = DATA / "tau-bench" / "gpt-4o-airline.json.gz"
 
 Json = dict[str, Any]
-
-with_data = pytest.mark.skipif(not RECORDED.exists(), reason=f"no recorded dialogues at {DATA}")
 
 
 def called(name: str, arguments: str, call_id: str = "") -> Json:
@@ -59,49 +54,6 @@ def check_chat(messages: list[Json]) -> None:
             assert isinstance(message["content"], str)
     assert not open_calls
     assert messages[-1]["role"] in ("user", "tool")
-
-
-# --- The recordings -------------------------------------------------------------------------------
-
-
-ANSWERS: dict[str, Callable[[int], Answer]] = {
-    "text": lambda turn: Answer(f"answer {turn}"),
-    "nothing": lambda turn: Answer(""),
-    "a call": lambda turn: Answer("", (called("look", '{"x": 1}', f"id{turn}"),)),
-    "calls": lambda turn: Answer("so:", (called("look", "{}"), called("find", '{"y": [2]}'))),
-    "no call": lambda turn: Answer("", (called("look", '{"x": '),)),
-}
-
-
-@with_data
-@pytest.mark.parametrize("kind", sorted(ANSWERS))
-def test_recorded_dialogues_stay_valid_chats(kind: str) -> None:
-    with gzip.open(RECORDED, "rt") as file:
-        recorded = [entry["traj"] for entry in json.load(file)]
-    workload = dialogues(RECORDED, conversations=200, arrivals=Arrivals("together"))
-    numbers = set()
-    for _, script in workload:
-        number = int(script.conversation.rpartition("-")[2])
-        numbers.add(number)
-        messages = recorded[number]
-        turns = play(script, ANSWERS[kind])
-        assert len(turns) == sum(message["role"] == "assistant" for message in messages)
-        last = turns[-1].body()["messages"]
-        check_chat(last)
-        # All that was said by others before the last answer is there, in order.
-        answered = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        text = "\n".join(message["content"] or "" for message in last)
-        at = 0
-        for message in messages[:answered]:
-            if message["role"] != "assistant":
-                at = text.index(message["content"], at) + len(message["content"])
-        # Nobody's history is rewritten.
-        for before, now in pairwise(turn.body()["messages"] for turn in turns):
-            assert now[: len(before)] == before
-    assert numbers == set(range(200))
-
-
-# --- Made dialogues -------------------------------------------------------------------------------
 
 
 def say(role: str, content: str | None, **fields: Any) -> Json:
@@ -143,16 +95,7 @@ def test_the_models_answers_take_the_place_of_the_recorded_ones(tmp_path: Path) 
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     ((_, script),) = make(tmp_path / "dialogues.json", max_output_tokens=7)
-    assert [turn.body()["max_tokens"] for turn in play(script, ANSWERS["text"])] == [7, 7]
-
-
-def test_a_call_gets_the_recorded_result_under_its_own_id(tmp_path: Path) -> None:
-    ((_, script),) = make(write(tmp_path, DIALOGUE))
-    _, second = play(script, lambda _: Answer("", (called("other", "{}", "own"),)))
-    assert second.body()["messages"][2:] == [
-        say("assistant", None, tool_calls=[called("other", "{}", "own")]),
-        say("tool", "found", tool_call_id="own"),
-    ]
+    assert [turn.body()["max_tokens"] for turn in play(script, lambda _: Answer("a"))] == [7, 7]
 
 
 def test_calls_and_results_need_not_match() -> None:
@@ -200,7 +143,7 @@ def test_gaps_are_exponential_and_of_the_seed(tmp_path: Path) -> None:
 
     def gaps(**settings: Any) -> list[list[float]]:
         workload = make(path, conversations=100, **settings)
-        return [[t.gap_s for t in play(script, ANSWERS["text"])] for _, script in workload]
+        return [[t.gap_s for t in play(script, lambda _: Answer("a"))] for _, script in workload]
 
     found = gaps(mean_gap_s=3.0)
     assert {first for first, *_ in found} == {0.0}
@@ -212,24 +155,13 @@ def test_gaps_are_exponential_and_of_the_seed(tmp_path: Path) -> None:
     assert {gap_s for made in gaps(mean_gap_s=0) for gap_s in made} == {0.0}
 
 
-# --- Broken ones ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("messages", "place", "problem"),
     [
         ([*DIALOGUE[:2], {"content": "x"}], "[1].traj[2]", "`role`"),
-        ([say("robot", "x")], "[1].traj[0]", "'robot'"),
-        ([say("user", 7)], "[1].traj[0]", ".content`"),  # type: ignore[arg-type]
-        ([say("user", None)], "[1].traj[0]", "has no content"),
-        ([say("user", "x"), say("assistant", None)], "[1].traj[1]", "neither content nor"),
-        ([say("user", "x"), say("assistant", "y", tool_calls=[{}])], "[1].traj[1]", "`function`"),
-        ([say("assistant", "x")], "[1].traj[0]", "nothing before it"),
         ([*DIALOGUE[:3], say("assistant", "x")], "[1].traj[3]", "as the one before it"),
-        ([say("user", "x"), say("system", "y")], "[1].traj[1]", "not the first one"),
         ([say("user", "x"), say("tool", "y")], "[1].traj[1]", "answers no call"),
         ([say("user", "x")], "[1].traj", "no assistant message"),
-        ([], "[1].traj", "no assistant message"),
     ],
 )
 def test_a_broken_dialogue_is_named(
@@ -246,11 +178,7 @@ def test_a_broken_dialogue_is_named(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "is empty"),
-        (b"[]", "has no dialogues"),
         (b"{}", "missing required field `traj`; dialogues are read in the format of tau-bench"),
-        (b'{"traj": []}\n{"messages": []}', "line 1: .*no assistant message"),
-        (b"[{}]", r"`traj` - at `\$\[0\]`"),
         (b"[", "is not JSON"),
         (gzip.compress(b"[]" * 99, mtime=0)[:-4], "cannot be read"),
     ],
@@ -260,5 +188,3 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) ->
     path.write_bytes(content)
     with pytest.raises(WorkloadError, match=rf"broken\.json\.gz.*{problem}"):
         make(path)
-    with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
-        make(tmp_path / "missing.json")

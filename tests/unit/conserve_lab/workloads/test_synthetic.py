@@ -74,21 +74,6 @@ def test_the_numbers_are_those_of_the_preset(name: str) -> None:
     assert all(made[0].gap_s == 0 for made in conversations)
 
 
-def test_the_papers_numbers() -> None:
-    """ConServe, sections 3 and 5.1; AgentServe, table I (Qwen2.5-7B)."""
-    conserve, react, plan = (PRESETS[name] for name in ("conserve", "react", "plan-and-execute"))
-    assert conserve.first_prompt_tokens.mean == 15_000
-    assert conserve.turns.mean * conserve.output_tokens.mean == 1_000
-    assert 100 <= conserve.append_tokens.mean < 1_000
-    for shape in (react, plan):
-        spread = shape.first_prompt_tokens
-        assert (spread.low, spread.high) == (2_500, 3_500)
-    assert react.append_tokens == Spread(30, 56, 127)
-    assert react.output_tokens == Spread(21, 45, 127)
-    assert plan.append_tokens == Spread(125, 251, 421)
-    assert plan.output_tokens == Spread(33, 62, 141)
-
-
 def test_each_prompt_goes_on_from_the_one_before() -> None:
     for made in drawn(make(SMALL)):
         bodies = [turn.body() for turn in made]
@@ -161,14 +146,3 @@ def test_what_does_not_fit_the_context_is_left_out_and_counted() -> None:
     assert 0 < cut < 100
     with pytest.raises(WorkloadError, match="no conversation's first turn fits into 20 tokens"):
         make(SMALL, max_context_tokens=20)
-
-
-def test_wrong_distributions_are_refused() -> None:
-    for numbers in ((5, 4, 9), (5, 10, 9), (0, 1, 2), (3, float("nan"), 4)):
-        with pytest.raises(WorkloadError, match="spread"):
-            Spread(*numbers)
-    for times in ((0.0, 1.0), (2.0, 1.0), (1.0, float("inf"))):
-        with pytest.raises(WorkloadError, match="latency"):
-            Latency(*times)
-    with pytest.raises(WorkloadError, match="shared_tokens"):
-        replace(SMALL, shared_tokens=-1)

@@ -45,13 +45,10 @@ def read(path: Path) -> RecordedSession:
 
 
 def refused(path: Path) -> str:
-    """The error's message; every way to a workload gives the same one."""
+    """Return the error's message."""
     with pytest.raises(WorkloadError) as error:
         read(path)
-    with pytest.raises(WorkloadError) as again:
-        recorded(path, sessions=1, arrivals=Arrivals(), vocabulary=range(100))
     message = str(error.value)
-    assert message == str(again.value)
     assert str(path) in message
     assert "\n" not in message
     return message
@@ -103,14 +100,11 @@ READ: list[tuple[Callable[[Json], None], Json]] = [
     (change("requests", 0, stop=None), {"tools": [None, ""]}),
     (drop("hash_ids", "requests", 2), {"blocks": [(0, [1, 2]), (0, [])], "without ids": 1}),
     (change("requests", 0, hash_ids=None, **{"in": 9}), {"blocks": [(0, []), (0, [1, 2, 3])]}),
-    (change("requests", 2, hash_ids=[1, 2, 3, 4]), {}),
     (change(hash_id_scope="local"), {"same ids": True}),
-    (change(hash_id_scope="global"), {"same ids": True}),
     (change("requests", 1, agent_id="é 1"), {"sub": (0, 5.0, 9.0, "__1")}),
     (change(requests=[CALL, LIKE_AIPERF, LATER]),
      {"sub": (0, 9.0, 13.0, "agent_001"), "starts": [0.0, 6.0]}),
     (change("requests", 1, requests=[]), NO_SUB),
-    (drop("requests", "requests", 1), NO_SUB),
     (change(requests=[SUB_AGENT, CALL, LATER]), NO_SUB),
     (change(id="../é\n" + "x" * 99), {"name": "..___" + "x" * 75}),
 ]  # fmt: skip
@@ -152,26 +146,11 @@ def test_files_are_read_as_people_bring_them(
 
 BROKEN = [
     (drop("id"), "broken.json", "`id`; recorded sessions are read in the format of kv-cache"),
-    (drop("t", "requests", 0), "requests[0]", "`t`"),
-    (change("requests", 0, t=-1), "requests[0]", ".t`"),
-    (change("requests", 0, **{"in": 0}), "requests[0]", ".in`"),
-    (change("requests", 2, out=1.5), "requests[2]", ".out`"),
     (change("requests", 1, "requests", 0, out=-1), "requests[1].requests[0]", ".out`"),
-    (change("requests", 2, out=2**53), "requests[2]", ".out`"),
-    (change("requests", 2, api_time=-0.5), "requests[2]", ".api_time`"),
-    (change("requests", 0, stop=3), "requests[0]", ".stop`"),
-    (change("requests", 0, hash_ids=[1, -2]), "requests[0]", "hash_ids[1]`"),
     (change("requests", 0, hash_ids=[1]), "requests[0]", "1 blocks, but 130 tokens (in) are 2"),
-    (change("requests", 2, hash_ids=[1, 2, 3, 4, 5]), "requests[2]", "hash_ids has 5 blocks"),
     (change("requests", 0, type="x\ny"), "requests[0]", "'x y'"),
     (change("requests", 0, t=11), "requests[2]", "t is 10 s, before the call above it (11 s)"),
-    (change("requests", 1, duration_ms=-1), "requests[1]", ".duration_ms`"),
     (change(requests=[]), "requests", "is empty"),
-    (change(requests=[CALL, [1]]), "requests[1]", "Expected `object`, got `array`"),
-    (change(requests={}), "broken.json", "`$.requests`"),
-    (change(block_size=0), "broken.json", "`$.block_size`"),
-    (change(system_tokens=-1), "broken.json", "`$.system_tokens`"),
-    (change(hash_id_scope="x"), "broken.json", "`$.hash_id_scope`"),
 ]
 
 
@@ -190,28 +169,12 @@ def test_a_broken_record_is_named(
     ("content", "problem"),
     [
         (b"", "is empty"),
-        (b" \n", "is empty"),
         (b"{", "is not JSON"),
-        (b'{"id": nan}', "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
         (b'{"x": ' + b"[" * 100_000, "is not JSON"),
-        (b"[]", "Expected `object`, got `array`"),
-        (gzip.compress(b"", mtime=0), "is empty"),
         (gzip.compress(json.dumps(SESSION).encode(), mtime=0)[:-9], "cannot be read"),
-        (gzip.compress(b"x" * 99, mtime=0)[:12] + b"garbage", "cannot be read"),
-        (b"\x1f\x8bno gzip at all", "cannot be read"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "broken.json.gz"
     path.write_bytes(content)
     assert problem in refused(path)
-
-
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="has no recordings"):
-        recordings(tmp_path)
-    with pytest.raises(WorkloadError, match=r"missing\.json is no file"):
-        recordings(tmp_path / "missing.json")
-    with pytest.raises(WorkloadError, match="name a folder or files"):
-        recordings([])
