@@ -1,27 +1,23 @@
 """Peers: their options, what they are started with, and what is said when they cannot be."""
 
 import json
-import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
+from aiohttp import web
 
-from conserve.launch import Launch
 from conserve.settings import load
-from conserve_lab.peers import PEERS, Options, PeerUnavailable, pinning, start, systems
-from conserve_lab.peers.__main__ import peers
-from conserve_lab.peers.pinning import pin, share_out
+from conserve_lab.peers import PEERS, Options, PeerUnavailable, start, systems
+from conserve_lab.peers.pinning import share_out
 from conserve_lab.peers.plan import Part, PeerPlan, engine_arguments, free_port
-from conserve_lab.peers.running import answers, until_ready, warm_up
+from conserve_lab.peers.running import answers, warm_up
+from tests.unit.conserve_lab.stub import Stub, refuse, served
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +29,7 @@ def router_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"engines": 0}, "engines: 0"),
-        ({"port": 80}, "port: 80"),
-        ({"wrong_decision_rate": 1.5}, "wrong_decision_rate: 1.5"),
-        ({"chunk_tokens": 0}, "chunk_tokens: 0"),
-        ({"timeout_s": 0}, "timeout_s: 0"),
-        ({"device": "tpu"}, "device: 'tpu'"),
-        ({"model": ""}, "model"),
         ({"engine": {"kv_transfer_config": {}}}, "engine.kv_transfer_config"),
-        ({"engine": {"dtype": object()}}, "engine"),
         ({"engines": 2, "cores": (0,)}, "cores: 1 different ones for 2 engines"),
         ({"engines": 1, "cores": (4096,)}, "cores: [4096] are not among"),
     ],
@@ -109,13 +97,6 @@ def test_elastic_is_what_a_user_starts() -> None:
         assert "max_num_batched_tokens" not in arguments
 
 
-def test_vllms_router_says_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systems, "_ROUTER_INSTALLED", Path("/nowhere"))
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PeerUnavailable, match=r"make \.clients/vllm-router/\.installed"):
-        PEERS["vllm_router"](Options())
-
-
 def test_cores_are_shared_out() -> None:
     assert share_out([3, 5], 2) == [[3], [5]]
     assert share_out([3, 5], 1) == [[3, 5]]
@@ -123,108 +104,28 @@ def test_cores_are_shared_out() -> None:
         share_out([3, 5], 3)
 
 
-@pytest.mark.parametrize(("written", "warned"), [("1\n", True), ("0\n", False), (None, False)])
-def test_cores_that_are_shared_out_by_session_are_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None, warned: bool
-) -> None:
-    file = tmp_path / "sched_autogroup_enabled"
-    if written is not None:
-        file.write_text(written)
-    monkeypatch.setattr(pinning, "_AUTOGROUP", file)
-    problem = pinning.autogroup_warning()
-    assert warned == ("kernel.sched_autogroup_enabled=0" in (problem or ""))
-    assert warned or problem is None
+async def _say_yes(request: web.Request, response: web.StreamResponse) -> None:
+    await response.prepare(request)
+    await response.write(b'{"choices": [{"message": {"content": "yes"}}]}')
 
 
-@pytest.fixture
-def sleeper() -> Iterator[psutil.Process]:
-    """A process with a second thread, as engines have many."""
-    code = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
-    code += "; print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield psutil.Process(process.pid)
-        process.kill()
-
-
-def test_all_threads_of_an_engine_are_pinned(sleeper: psutil.Process) -> None:
-    core = max(os.sched_getaffinity(0))
-    assert pin([sleeper], [core]) == [[core]]
-    threads = sleeper.threads()
-    assert len(threads) == 2
-    assert all(os.sched_getaffinity(thread.id) == {core} for thread in threads)
-
-
-def test_a_process_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
-    log = tmp_path / "part.log"
-    with (
-        Launch([], log, None, [sys.executable, "-c", "import time; time.sleep(60)"]) as launch,
-        pytest.raises(PeerUnavailable, match="part was not ready in time: it said nothing"),
-    ):
-        until_ready("part", launch, log, lambda: False, deadline_s=0)
-
-
-class Server(ThreadingHTTPServer):
-    """Answers turns, and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.seen: list[tuple[str, str | None, dict[str, Any]]] = []
-        self.refuses = False
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.path, self.headers.get("X-Conversation-Id"), body))
-        self.send_response(400 if self.server.refuses else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": "yes"}}]}).encode())
-
-    def do_DELETE(self) -> None:
-        self.server.seen.append(("DELETE", self.path.rpartition("/")[2], {}))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """A server on a thread of its own."""
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def test_warming_up_is_conversations_of_two_turns_on_every_engine(server: Server) -> None:
+def test_warming_up_is_conversations_of_two_turns_on_every_engine() -> None:
     plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=1, decoders=1, releases=True)
-    warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
-    turns = [(name, body) for path, name, body in server.seen if path == "/v1/chat/completions"]
-    names = {name for name, _ in turns}
+    with served(Stub(choose=lambda body: _say_yes)) as stub:
+        warm_up(stub.url, "stub-model", plan, deadline_s=time.monotonic() + 60)
+    names = {turn.headers["X-Conversation-Id"] for turn in stub.turns}
     assert len(names) == 12
-    assert [len(body["messages"]) for _, body in turns] == [1, 3] * 12
-    assert {name for path, name, _ in server.seen if path == "DELETE"} == names
+    assert [len(turn.body["messages"]) for turn in stub.turns] == [1, 3] * 12
+    assert set(stub.released) == names
 
 
-def test_a_peer_that_refuses_its_first_turn_is_not_available(server: Server) -> None:
-    server.refuses = True
+def test_a_peer_that_refuses_its_first_turn_is_not_available() -> None:
     plan = PeerPlan((Part("x", ("x",)),), {}, prefillers=0, decoders=1)
-    with pytest.raises(PeerUnavailable, match=r"a first turn was refused: 400 \{"):
-        warm_up(server.url, "model", plan, deadline_s=time.monotonic() + 60)
-
-
-def test_no_port_is_given_twice() -> None:
-    ports = [free_port() for _ in range(300)]
-    assert len(set(ports)) == len(ports)
+    with (
+        served(Stub(choose=lambda body: refuse)) as stub,
+        pytest.raises(PeerUnavailable, match=r"a first turn was refused: 429 \{"),
+    ):
+        warm_up(stub.url, "stub-model", plan, deadline_s=time.monotonic() + 60)
 
 
 def test_a_peer_that_dies_while_it_starts_takes_its_other_processes_along(
@@ -271,16 +172,33 @@ def test_a_start_that_is_terminated_leaves_nothing() -> None:
     assert not any(child.is_running() for child in started)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["vlm"], "no peer 'vlm'"),
-        (["vllm", "--cores", "a"], "--cores a: not numbers"),
-        (["vllm", "--engine", "dtype"], "--engine dtype: not NAME=VALUE"),
-        (["vllm", "--engine", "model=x"], "engine.model cannot be set"),
-    ],
-)
-def test_a_wrong_command_is_one_line_and_status_2(arguments: list[str], said: str) -> None:
-    shown = CliRunner().invoke(peers, ["start", *arguments])
-    assert shown.exit_code == 2
-    assert said in " ".join(shown.output.split())
+_NOTED = """
+import contextlib, sys
+from pathlib import Path
+from conserve_lab.peers import apart, Peer
+
+@contextlib.contextmanager
+def start(name, options, tell):
+    try:
+        yield Peer(name, "http://127.0.0.1:1", "model", None, True, {})
+    finally:
+        Path(sys.argv[2]).write_text("stopped")
+
+apart.start = start
+apart.main()
+"""
+
+
+def test_a_peer_in_a_process_of_its_own_stops_when_its_caller_is_gone(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    command = [sys.executable, "-c", _NOTED, "vllm", str(note)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(asdict(Options(engines=1))).encode() + b"\n")
+        child.stdin.flush()
+        assert "peer" in json.loads(child.stdout.readline())
+        assert not note.exists()
+        child.stdin.close()
+        assert child.wait(60) == 0
+    assert note.read_text() == "stopped"
