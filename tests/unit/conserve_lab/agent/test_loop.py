@@ -2,17 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
-
-import httpx
-import openai
 
 from conserve_lab.agent import (
     Call,
     Message,
     Reply,
     Schema,
-    client_complete,
     make_session,
     run_agent,
     score,
@@ -80,44 +75,3 @@ async def test_an_agent_without_end_is_stopped() -> None:
     assert len(run.turns) == 3
     assert run.answer is None
     assert not score(TASK, run).right_answer
-
-
-async def test_the_official_client_is_asked_greedily() -> None:
-    """Tools, options and history go out; headers, usage and the calls come back, put together."""
-    call = call_message(TASK.calls[0], "So.", "c1")["tool_calls"][0]
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    deltas: list[dict[str, Any]] = [
-        {"role": "assistant", "content": ""},
-        {"content": "So"},
-        {"content": "."},
-        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": name}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": arguments[:5]}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": arguments[5:]}}]},
-    ]
-    choices: list[list[dict[str, Any]]] = [[{"index": 0, "delta": delta}] for delta in deltas]
-    choices[-1][0]["finish_reason"] = "tool_calls"
-    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-    events = [{"choices": choice} for choice in choices] + [{"choices": [], "usage": usage}]
-    common = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-    lines = [f"data: {json.dumps(common | event)}\n\n" for event in events]
-    seen: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        headers = {"content-type": "text/event-stream", "x-conversation-id": "a"}
-        return httpx.Response(200, headers=headers, text="".join([*lines, "data: [DONE]\n\n"]))
-
-    transport: Any = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    async with openai.AsyncOpenAI(
-        base_url="http://unused/v1", api_key="unused", http_client=transport
-    ) as client:
-        reply = await client_complete(client, "m", max_tokens=9)(QUESTION, SESSION.schemas)
-    sent = json.loads(seen[0].content)
-    assert sent["messages"] == QUESTION
-    assert sent["tools"] == list(SESSION.schemas)
-    assert (sent["model"], sent["temperature"], sent["max_tokens"]) == ("m", 0, 9)
-    assert reply.message == call_message(TASK.calls[0], "So.", "c1")
-    assert reply.info["headers"]["x-conversation-id"] == "a"
-    assert reply.info["usage"] == usage
-    assert reply.info["finish_reason"] == "tool_calls"
-    assert reply.info["ttft_s"] > 0

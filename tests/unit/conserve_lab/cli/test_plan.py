@@ -1,13 +1,9 @@
-import re
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner, Result
 
-from conserve_lab.capacity.demand import DemandError
 from conserve_lab.cli import plan as module
 from conserve_lab.cli.plan import cli, planned_turns
-from conserve_lab.workloads import PRESETS, Arrivals, Workload, agents, recorded, synthetic
+from conserve_lab.workloads import PRESETS, Arrivals, Workload, recorded, synthetic
 from tests.checkout import DATA
 
 TRACES = DATA / "claude-code-traces"
@@ -40,32 +36,6 @@ def test_a_profile_of_another_kind_of_cpu_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert named("cpu-embedded")
     assert not named("a40-qwen3-0.6b")
-
-
-def test_a_single_rate_is_also_shown_ten_times_over() -> None:
-    done = run("--rate", "0.5", "--conversations", "20")
-    rates = [line.split()[0] for line in done.output.splitlines() if line.count("%") == 4]
-    assert rates == ["0.5", "1", "2.5", "5"]
-    several = run("--rate", "0.5", "--rate", "3", "--conversations", "20")
-    rates = [line.split()[0] for line in several.output.splitlines() if line.count("%") == 4]
-    assert rates == ["0.5", "3"]
-
-
-def test_alternatives_are_the_profiles_caps() -> None:
-    done = run("--conversations", "20")
-    assert done.exit_code == 0, done.output
-    assert "capped at 200 W" in words(done)
-
-
-def test_rates_that_are_too_high_end_no_plan() -> None:
-    done = run("--conversations", "20", "--rate", "1e5")
-    assert done.exit_code == 0, done.output
-    assert "At 100000 conversations/s: " in words(done)
-    assert re.search(r"Not possible, 1e\+06 conversations/s: [0-9,]+ \w+ would be", words(done))
-    rows = [line.split() for line in done.output.splitlines()]
-    assert ["1e+06", *6 * "-"] in rows
-    # The rate that was asked for is another matter.
-    assert run("--conversations", "5", "--rate", "1e9").exit_code == 2
 
 
 def test_rates_of_recorded_sessions_are_planned_with_their_sub_agents(
@@ -106,52 +76,14 @@ def test_stages_are_planned_as_in_the_paper() -> None:
     assert "at up to 0.612 requests/s" in words(done)
 
 
-def test_stages_that_no_size_keeps_within_the_bound_are_said() -> None:
-    done = stages("--tbt-bound", "0.01")
-    assert "No size keeps a decode step within 10 ms: decodes always have the largest, 48 SMs" in (
-        words(done)
-    )
-
-
-def test_the_picture_of_stages_is_drawn(tmp_path: Path) -> None:
-    done = stages("--out", str(tmp_path / "pictures"))
-    assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
-        "stages.png",
-        "stages.svg",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--stages"], "profile a40-qwen3-0.6b has no stages: the times of encode, prefill"),
-        (["--stages", "--profile", "nope"], "profile nope cannot be read"),
-        (["--stages", "--rate", "1"], "--rate does not go with --stages"),
-        (["--tbt-bound", "0.1"], "--tbt-bound is for a plan of stages; add --stages"),
-    ],
-)
-def test_stages_that_cannot_be_planned_are_one_clear_line(arguments: list[str], said: str) -> None:
-    refused = run(*arguments)
-    assert refused.exit_code == 2
-    assert said in words(refused)
-    assert len(refused.output.strip().splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--profile", "nope"], "profile nope cannot be read"),
-        (["--rate", "0"], "the rate is 0 conversations/s; give one above 0"),
-        (["--headroom", "-1"], "the headroom is -1"),
         (["--first-tokens", "400000"], "no number of decoders serves it"),
         (["--first-tokens", "many"], "--first-tokens many: write LOW:MEAN:HIGH"),
-        (["--turns", "5:2:9"], "--turns 5:2:9: a spread of 5 to 9 with the mean 2.0 is none"),
-        (["--tool-latency", "soon"], "--tool-latency soon: write P50:P95"),
+        (["--stages"], "--conversations does not go with --stages"),
         (["--workload", "agents"], "its lengths are not known before it runs"),
-        (["--workload", "recorded"], "needs --data PATH"),
-        (["--conversations", "0"], "0 conversations are asked for"),
-        (["--provision", "guess"], "give saturation or rate"),
         (["--workload", "recorded", "--data", ".", "--turns", "3"], "for the workload synthetic"),
     ],
 )
@@ -175,9 +107,3 @@ def test_turns_are_those_that_bench_sends() -> None:
             assert turn.new_tokens + turn.cached_tokens == request.prompt_tokens
             assert turn.cached_tokens == request.reused_tokens
             assert turn.output_tokens == request.output_tokens
-
-
-def test_a_workload_that_does_not_say_its_lengths_is_refused() -> None:
-    workload = agents(conversations=1, arrivals=Arrivals())
-    with pytest.raises(DemandError, match="does not say how long its turns are"):
-        list(planned_turns(workload))

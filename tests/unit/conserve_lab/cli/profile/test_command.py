@@ -1,7 +1,6 @@
 import asyncio
 import json
 import random
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,10 +18,10 @@ from typer.testing import CliRunner
 from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
 from conserve import wire
 from conserve_lab.capacity import fit
-from conserve_lab.capacity.fit import DecodePoint, MixedPoint, PrefillPoint, TurnPoint
+from conserve_lab.capacity.fit import DecodePoint, MixedPoint, PrefillPoint
 from conserve_lab.cli.profile import command as module
 from conserve_lab.cli.profile import measure
-from conserve_lab.cli.profile.command import _batched_tokens, _median, cli, make_grid
+from conserve_lab.cli.profile.command import _median, cli, make_grid
 from conserve_lab.cli.profile.measure import (
     Application,
     MeasuredEngine,
@@ -55,22 +54,6 @@ def test_what_is_measured_fits_the_engine_and_makes_a_curve(
     assert len({count for count, _ in grid.decodes}) >= 3
 
 
-@pytest.mark.parametrize(
-    ("longest", "capacity", "batch", "said"),
-    [
-        (900, 100_000, 8, "prompts of up to 900 tokens are too short"),
-        (8192, 100_000, 2, "a curve needs 3 of each"),
-        (8192, 1_000, 8, "a curve needs 3 of each"),
-    ],
-)
-def test_too_few_points_for_a_curve_are_refused_before_anything_is_measured(
-    longest: int, capacity: int, batch: int, said: str
-) -> None:
-    with pytest.raises(MeasureError, match=said) as refused:
-        make_grid(longest, capacity, batch)
-    assert "\n" not in str(refused.value)
-
-
 def _application(batched: int | None = None, capacity: int = 400_000) -> Application:
     engines = (
         MeasuredEngine("e", role, "http://127.0.0.1:9", capacity, batched)
@@ -82,15 +65,10 @@ def _application(batched: int | None = None, capacity: int = 400_000) -> Applica
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--name", "a b"], "a profile cannot be called 'a b'"),
         (["--out", "my profile.json"], "a profile cannot be called 'my profile'"),
-        (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token is 0; give a number above 0"),
-        (["--kv-bytes-per-token", "-4"], "--kv-bytes-per-token is -4"),
         (["--kv-bytes-per-token", "nan"], "--kv-bytes-per-token is nan"),
         (["--largest-batch", "2"], "a curve needs 3 of each"),
         (["--out", "file/p.json"], "cannot be written"),
-        (["--out", "folder.json"], "it is a folder; name a file in it"),
-        (["--vocabulary", "7"], "give two token ids, as in 1000:4000"),
     ],
 )
 def test_what_would_fail_after_measuring_is_refused_before(
@@ -104,7 +82,6 @@ def test_what_would_fail_after_measuring_is_refused_before(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    (tmp_path / "folder.json").mkdir()
     monkeypatch.setattr(module, "find_application", find)
     monkeypatch.setattr(module, "Probe", measured)
     given = ["http://a", "--kv-bytes-per-token", "1024", "--out", "p.json", *arguments]
@@ -166,35 +143,9 @@ def test_what_was_measured_is_kept_in_a_folder_that_was_not_there(
     assert not out.exists()
 
 
-def test_the_tokens_of_a_step_are_recorded_as_the_application_says_them() -> None:
-    all_roles = dict.fromkeys(("prefiller", "decoder", "collocated"), 2048)
-    assert _batched_tokens(_application(2048), None) == all_roles
-    assert _batched_tokens(_application(2048), 512) == dict.fromkeys(all_roles, 512)
-    assert _batched_tokens(_application(None), None) == {}
-    unlike = replace(_application(2048), decoder=_application(1024).decoder)
-    assert _batched_tokens(unlike, None) == {"prefiller": 2048, "decoder": 1024}
-
-
 def test_repeated_points_are_one_with_the_median_time() -> None:
     points = [PrefillPoint(128, 0, seconds) for seconds in (0.3, 0.1, 9.0)]
     assert _median(points) == PrefillPoint(128, 0, 0.3)
-    turns = [TurnPoint(9, 0, 8, engines_s, 2 * engines_s) for engines_s in (9.0, 0.1, 0.3)]
-    assert _median(turns) == TurnPoint(9, 0, 8, 0.3, 0.6)
-    assert _median([DecodePoint(1, 2, 0.5)]) == DecodePoint(1, 2, 0.5)
-    stages = [fit.StagePoint(16, 0.1 * n, 1.0 / n) for n in (1, 2, 5)]
-    assert _median(stages) == fit.StagePoint(16, 0.2, 0.5)
-
-
-def test_an_address_at_which_nothing_answers_is_one_line_and_no_file(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        # Bound and not listening: connections are refused.
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        done = CliRunner().invoke(cli, [url, "--out", str(tmp_path / "p.json")])
-    assert done.exit_code == 2
-    assert f"nothing answers at {url}" in done.output
-    assert len(done.output.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
 
 
 async def _found(about: dict[str, object]) -> Application:
@@ -214,13 +165,6 @@ async def _found(about: dict[str, object]) -> Application:
     application.add_routes([web.get(path, answer) for path in said])
     async with TestServer(application) as server:
         return await find_application(str(server.make_url("/")))
-
-
-@pytest.mark.parametrize("batched", [None, 0, 2048])
-async def test_an_application_may_say_how_many_tokens_a_step_has(batched: int | None) -> None:
-    found = await _found({} if batched is None else {"max_batched_tokens": batched})
-    expected = batched or None
-    assert (found.prefiller.batched_tokens, found.decoder.batched_tokens) == (expected, expected)
 
 
 async def test_prefillers_that_host_are_not_measured() -> None:
@@ -440,7 +384,6 @@ def test_a_cap_is_added_with_what_it_costs(tmp_path: Path, monkeypatch: pytest.M
     [
         ({"origin": "measured"}, 300.0, "300 W are set now; set a lower cap"),
         ({}, 220.0, "is not measured; measure one without --add-cap"),
-        ({"origin": "measured", "power": ()}, 220.0, "has no power"),
         ({"origin": "measured", "model": "other"}, 220.0, "is of the model other"),
     ],
 )
@@ -476,16 +419,6 @@ class _LaneProbe:
         return fit.StagePoint(sms, (pixels or tokens) / 1_000, (sms + bool(pixels)) / 1_000)
 
 
-async def test_why_stages_are_not_measured_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for sizes_sms, sees, said in (
-        (None, True, "the decoder has no lane (engine_scheduler=conversation_lane)"),
-        ([16, 32, 132], False, "m reads no images"),
-        ([], True, "the decoder has no SMs to divide (sm_slots of its tier, on a GPU)"),
-    ):
-        assert await module._stage_sizes(_application(), _LaneProbe(sizes_sms), sees) == []
-        assert capsys.readouterr().out == f"Stages were not measured: {said}.\n"
-
-
 @pytest.mark.parametrize("failure", [None, fit.FitError("why"), asyncio.CancelledError()])
 async def test_stages_are_measured_at_each_place_and_then_the_border_is_released(
     failure: BaseException | None, capsys: pytest.CaptureFixture[str]
@@ -508,11 +441,6 @@ async def test_stages_are_measured_at_each_place_and_then_the_border_is_released
     else:
         assert "Stages were not measured: why." in capsys.readouterr().out
     assert probe.held[-1] == 0
-
-
-async def test_a_decoder_without_a_scheduler_of_ours_has_no_border() -> None:
-    async with _probe([]) as probe:
-        assert await probe.border() is None
 
 
 async def test_a_stage_is_timed_by_the_engines_account_beside_four_answers() -> None:

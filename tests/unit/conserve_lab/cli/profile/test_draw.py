@@ -18,7 +18,6 @@ from conserve_lab.cli.profile.draw import (
     one_limit_w,
     parse_energy,
 )
-from conserve_lab.cli.profile.measure import MeasureError
 from deployments.table.engine_metrics import ENERGY
 from deployments.table.metrics import Rows
 from hetero.energy import EnergyBook, EngineEnergy, GpuReading
@@ -135,21 +134,9 @@ async def test_joules_that_stand_still_are_no_power() -> None:
             await DrawMeter(url).mean_w("decoder", lambda: asyncio.sleep(0.05), phase_s=1)
 
 
-async def test_what_fails_while_power_is_measured_is_not_swallowed() -> None:
-    async def refused() -> None:
-        raise MeasureError("a prompt of 128 tokens was refused")
-
-    async with Application(Gpu("decoder")).serving() as url:
-        with pytest.raises(MeasureError, match="was refused"):
-            await DrawMeter(url).mean_w("decoder", refused, phase_s=2)
-    with pytest.raises(MeasureError, match="does not answer"):
-        await DrawMeter(url).energy()
-
-
 @pytest.mark.parametrize(
     ("gpus", "decoders", "said"),
     [
-        ([], 0, "no GPU of both roles"),
         ([Gpu("decoder")], 1, "no GPU of both roles"),
         ([Gpu("prefiller"), Gpu("decoder", limit_w=200)], 1, "is 300 W and the decoder's 200"),
         # Joules of several engines cannot be told apart.
