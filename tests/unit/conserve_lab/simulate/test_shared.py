@@ -165,59 +165,6 @@ def test_an_engine_finds_and_drops_what_one_that_knows_every_token_does(
         assert real.engine.evicted_tokens == brute.evicted
 
 
-@given(
-    st.integers(200, 500),
-    st.lists(
-        st.tuples(
-            st.integers(0, 7),  # Which conversation.
-            st.integers(1, 45),  # What of its prompt is that of others.
-            st.integers(1, 40),  # What comes after.
-            st.integers(1, 80),  # What is put out.
-            st.floats(0, 0.4),  # How long after the one before it comes.
-            st.floats(0, 2),  # For how long its KV is pinned then.
-        ),
-        min_size=1,
-        max_size=25,
-    ),
-)
-@settings(max_examples=60, deadline=None)
-def test_whatever_comes_an_engine_holds_no_more_than_it_can_and_leaves_nothing_behind(
-    capacity_tokens: int, turns: list[tuple[int, int, int, int, float, float]]
-) -> None:
-    """Turns that decode beside others, are sent back, and come while others' KV is pinned."""
-    real = LoneEngine(capacity_tokens, block_tokens=BLOCK)
-    engine, now_s = real.engine, 0.0
-    works: list[EngineTurn] = []
-    for number, shared, after, output, gap_s, pinned_s in turns:
-        now_s += gap_s
-        real.run(now_s)
-        name, system = f"c{number}", sorted(SYSTEMS)[number % len(SYSTEMS)]
-        over = [work for work, _ in real.ended]
-        if any(work.conversation == name for work in works if work not in over):
-            continue
-        if engine.holds(name):
-            engine.pin(name, now_s + pinned_s)
-            real.check()
-        head = min(shared, SYSTEMS[system][1])
-        works.append(EngineTurn(name, head + after, output, shared=parts(system, head)))
-        engine.submit(works[-1], now_s)
-        real.check()
-    real.run()
-    assert {work for work, _ in real.ended} == set(works)
-    for number in range(8):
-        engine.forget(f"c{number}")
-    assert engine.active_tokens == 0
-    # Nothing but the shared prefixes is left; one as large as the engine has them go.
-    assert engine.idle_tokens <= len({cell for prefix in _everybodys() for cell in cells(prefix)})
-    engine.submit(EngineTurn("large", capacity_tokens - 1, 1), real.now_s)
-    real.run()
-    assert (engine.active_tokens, engine.idle_tokens) == (0, capacity_tokens)
-
-
-def _everybodys() -> list[tuple[SharedPrefix, ...]]:
-    return [parts(system, whole) for system, (_, whole) in SYSTEMS.items()]
-
-
 # --- In a cluster ---------------------------------------------------------------------------------
 
 COMMON = (SharedPrefix(1, 1_000), SharedPrefix(2, 4_000))
@@ -268,15 +215,6 @@ def test_room_is_asked_for_what_a_decoder_does_not_hold() -> None:
             admitted = cluster.table.bind(name, 5_120, 0.0, opening=opening(name, shared, True))
             refused.append(admitted is None)
     assert refused == [False, False, False, True]
-
-
-def test_a_prefix_that_is_one_of_several_lengths_is_counted_by_its_length() -> None:
-    whole, cut = opening("a", COMMON, True), opening("b", COMMON[:1], True)
-    assert whole is not None
-    assert cut is not None
-    assert (whole.system_tokens, cut.system_tokens) == (4_000, 1_000)
-    assert whole.system != cut.system
-    assert opening("c", (), True) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

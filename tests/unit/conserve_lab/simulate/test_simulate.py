@@ -10,8 +10,8 @@ import pytest
 
 from autoscale.capacity.profile import load_profile
 from conserve_lab.metrics import Tally
-from conserve_lab.records import Answer, TurnRecord, TurnRequest
-from conserve_lab.simulate import Cluster, Costs, SimulationError, System
+from conserve_lab.records import TurnRecord
+from conserve_lab.simulate import Cluster, Costs, System
 from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
 from conserve_lab.simulate.run import EngineCounts, make_system
 from tests.unit.conserve_lab.simulate.scenes import COSTS, Scripted, drawn
@@ -374,18 +374,6 @@ def test_a_turn_that_no_engine_holds_fails_alone() -> None:
     assert [record.outcome for record in records] == ["completed", "failed", "completed"]
     assert "300000" in (records[1].error or "")
     assert not len(cluster.table)
-
-
-def test_a_workload_without_lengths_is_refused_in_one_line() -> None:
-    class Chat:
-        conversation = "chat"
-
-        def next(self, answer: Answer | None) -> TurnRequest | None:
-            return TurnRequest(0.0, "/v1/chat/completions", dict)
-
-    with pytest.raises(SimulationError, match="does not say how long") as refused:
-        _run(_system(), [(0.0, Chat())])
-    assert "\n" not in str(refused.value)
 
 
 # --- Profiles and metrics -------------------------------------------------------------------------

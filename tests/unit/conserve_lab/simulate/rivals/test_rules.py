@@ -4,23 +4,6 @@ from conserve_lab.simulate.rivals import Program, make_rival
 from tests.unit.conserve_lab.simulate.rivals.stub import StubEngine
 
 
-def test_each_turn_goes_to_the_least_loaded_engine() -> None:
-    engines = {"a": StubEngine(turns=2), "b": StubEngine(turns=1)}
-    rival = make_rival("vllm", engines)
-    program = Program("p", engine_id="a")
-    assert rival.route(program, 0.0) == "b"
-    engines["b"].turns = 3
-    assert rival.route(program, 0.0) == "a"
-
-
-def test_with_affinity_a_program_stays_where_it_began() -> None:
-    engines = {"a": StubEngine(turns=2), "b": StubEngine(turns=1)}
-    for name in ("affinity", "ttl", "attained"):
-        rival = make_rival(name, engines)
-        assert rival.route(Program("new"), 0.0) == "b"
-        assert rival.route(Program("old", engine_id="a"), 0.0) == "a"
-
-
 def test_a_program_leaves_an_engine_with_far_more_turns_than_another() -> None:
     engines = {"a": StubEngine(turns=2), "b": StubEngine(turns=1)}
     rival = make_rival("sticky", engines)
