@@ -233,14 +233,8 @@ async def test_energy_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -
         assert (await _drive(Stub(), [(0.0, Planned("c", _turns("one")))])).energy_j == expected
     with pytest.raises(StopIteration):
         next(readings)
-    for url, here in (
-        ("http://127.0.0.1:8000", True),
-        ("http://[::1]:8000", True),
-        ("http://localhost/x", True),
-        ("http://10.1.2.3:8000", False),
-        ("https://gpu.example.org", False),
-    ):
-        assert Endpoint("s", url).is_here is here
+    assert Endpoint("s", "http://localhost/x").is_here
+    assert not Endpoint("s", "http://10.1.2.3:8000").is_here
 
 
 async def test_a_peer_may_have_its_model_chosen_and_be_told_of_no_end() -> None:
@@ -254,28 +248,6 @@ async def test_a_peer_may_have_its_model_chosen_and_be_told_of_no_end() -> None:
     assert stub.released == []
 
 
-async def test_an_endpoint_without_models_asks_for_a_name() -> None:
-    with pytest.raises(EndpointError, match="lists no model"):
-        await _drive(Stub(models=[]), [(0.0, Planned("c", _turns("one")))])
-
-
-async def test_what_a_script_raises_ends_the_run() -> None:
-    class Broken(Planned):
-        def next(self, answer: Answer | None) -> TurnRequest | None:
-            if answer is not None:
-                raise LookupError("no such answer")
-            return super().next(answer)
-
-    with pytest.raises(LookupError, match="no such answer"):
-        await _drive(Stub(), [(0.0, Broken("c", _turns("one")))])
-
-
-async def test_arrivals_out_of_order_are_refused() -> None:
-    plan = [(1e-3, Planned("a", _turns("one"))), (0.0, Planned("b", _turns("one")))]
-    with pytest.raises(ValueError, match=r"b arrives at 0 s, after one that arrives at 0\.001 s"):
-        await _drive(Stub(), plan)
-
-
 async def test_a_server_that_does_not_keep_to_lengths_is_noticed() -> None:
     class Longer(Planned):
         def next(self, answer: Answer | None) -> TurnRequest | None:
@@ -283,18 +255,3 @@ async def test_a_server_that_does_not_keep_to_lengths_is_noticed() -> None:
             return request and replace(request, output_tokens=5)
 
     assert (await _drive(Stub(), [(0.0, Longer("c", _turns("one", "two")))])).wrong_lengths == 2
-
-
-async def test_many_conversations_and_the_progress() -> None:
-    stub = Stub()
-    plan = [(n * 1e-4, Planned(f"c{n}", _turns("one", "two"))) for n in range(200)]
-    seen: list[Progress] = []
-
-    async with serving(stub):
-        records = (await drive(_endpoint(stub), iter(plan), on_progress=seen.append)).records
-    assert len(records) == len(stub.turns) == 400
-    assert len({(record.conversation, record.turn) for record in records}) == 400
-    last = seen[-1]
-    assert (last.arrived, last.open, last.turns, last.failures) == (200, 0, 400, 0)
-    assert last.ttft_p50_s is not None
-    assert last.ttfet_p50_s is not None

@@ -275,8 +275,3 @@ def test_cache_shares_are_of_what_is_known() -> None:
     assert result.reusable_share == pytest.approx(200 / 400)
     assert result.servers == {"d2": 1}
     assert evaluate(turns[2:]).cached_share is None
-
-
-def test_nothing_to_evaluate() -> None:
-    with pytest.raises(ValueError, match="no turns"):
-        evaluate([])

@@ -1,13 +1,11 @@
 """In which order systems take turns, and what reports say of it."""
 
-import doctest
 from collections import Counter
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve_lab import rounds
 from conserve_lab.rounds import orders
 
 
@@ -43,9 +41,3 @@ def test_the_order_is_drawn() -> None:
         for first, second in pairwise(names)
     }
     assert len(followed) == 12
-
-
-def test_the_documented_examples() -> None:
-    result = doctest.testmod(rounds)
-    assert result.attempted >= 1
-    assert result.failed == 0

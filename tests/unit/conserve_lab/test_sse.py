@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve_lab.sse import AnswerStream, EventSplitter, error_message
+from conserve_lab.sse import AnswerStream, EventSplitter
 
 Chunk = dict[str, Any]
 
@@ -153,13 +153,6 @@ def test_events_follow_the_format() -> None:
         b"data: cut off",
     ]
     assert EventSplitter().feed(b"".join(lines)) == [b"one", b"two\n lines"]
-
-
-def test_error_messages_of_any_shape() -> None:
-    assert error_message({"error": {"message": "no such model"}}) == "no such model"
-    assert error_message({"message": "m"}) == "m"
-    assert error_message({"detail": "Not Found"}) == "{'detail': 'Not Found'}"
-    assert error_message("") == "an error without a message"
 
 
 _CHUNKS = st.lists(

@@ -1,6 +1,5 @@
 """What is counted of whole sessions, and the search for the most agents."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from conserve_lab.records import TurnRecord
 from experiments import corpus
-from experiments.corpus import Found, Run, cells, found_in, most_agents
+from experiments.corpus import Found, Run, found_in, most_agents
 
 RUN = Run("data", "h100-qwen3-8b", "conserve", 1, 0, 0, 0)
 
@@ -51,12 +50,6 @@ def test_a_live_answers_tokens_are_timed_one_by_one() -> None:
     assert found_in([turn], -1.0, 10.0).token_s == 0.5
 
 
-def test_where_nothing_ends_there_is_no_figure() -> None:
-    found = found_in([], 0.0, 10.0)
-    assert math.isnan(found.ttft_s[0])
-    assert cells(found)[:4] == ["", "", "", ""]
-
-
 @pytest.mark.parametrize("most", [1, 3, 37, 300])
 def test_bisection_finds_the_most_agents_that_keep_each_objective(
     most: int, monkeypatch: pytest.MonkeyPatch
@@ -72,10 +65,3 @@ def test_bisection_finds_the_most_agents_that_keep_each_objective(
     assert 0.95 * most - 1 <= first <= most
     assert 0.95 * min(2 * most, 511) - 1 <= second <= 2 * most
     assert power_w == 10.0 * first
-
-
-def test_no_agent_is_served_where_turns_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = (0.0, 0.0)
-    refused = Found(1, 1, 1, 1.0, 1.0, two, two, two, two, 0.0)
-    monkeypatch.setattr(corpus, "simulate", lambda run: (refused, None))
-    assert most_agents(RUN) == [(0, None), (0, None)]

@@ -2,19 +2,13 @@
 
 import pytest
 
-from experiments.harness import paired_ratio, percentile, rounds
+from experiments.harness import paired_ratio, rounds
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
     ratio, low, high = paired_ratio([1.5, 2.2, 4.4], [1.0, 2.0, 4.0])
     assert ratio == pytest.approx(1.1)
     assert (low, high) == pytest.approx((1.1, 1.5))
-
-
-def test_a_percentile_is_one_of_the_values() -> None:
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert percentile([3.0, 1.0, 2.0], 0.95) == 3.0
-    assert percentile([7.0], 0.95) == 7.0
 
 
 def test_each_round_has_everything_once_in_an_order_of_its_own() -> None:

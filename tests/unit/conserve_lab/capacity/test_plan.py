@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
-from conserve_lab.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
+from conserve_lab.capacity.demand import Demand, PlannedTurn, measure_demand
 from conserve_lab.capacity.plan import PlanError, RoleProfiles, conversation_cost, make_plan
 from conserve_lab.cli.plan import planned_turns
 from conserve_lab.simulate.run import EngineCounts, make_system, serve
@@ -155,44 +155,11 @@ def test_conversations_that_mostly_wait_are_told_and_so_is_what_that_costs() -> 
     assert f"asks for {plan.decoders} decoders, their work for {work_alone}." in said
 
 
-def test_prompts_beyond_the_profiled_lengths_are_told() -> None:
-    long = measure_demand([conversation(first=50_000, turns=1)])
-    (said,) = make_plan(long, PROFILES, 0.1).assumptions_broken
-    assert "the profile's curve ends at 32,768" in said
-
-
 def test_a_conversation_that_no_decoder_holds_is_one_clear_line() -> None:
     demand = measure_demand([conversation(), conversation(first=310_000, turns=1)])
     with pytest.raises(PlanError, match=r"holds 310,100 tokens .* room for 300,000") as refused:
         make_plan(demand, PROFILES, 1)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("rate_per_s", [0.0, -1.0, math.nan, math.inf])
-def test_a_rate_that_is_none_is_refused(rate_per_s: float) -> None:
-    with pytest.raises(PlanError, match="give one above 0"):
-        make_plan(one_turn_of(1_000, 100), PROFILES, rate_per_s)
-
-
-def test_a_rate_beyond_any_cluster_is_refused() -> None:
-    with pytest.raises(PlanError, match="prefillers would be needed; ask for a lower rate"):
-        make_plan(one_turn_of(15_000, 100), PROFILES, 1e9)
-
-
-@pytest.mark.parametrize(
-    ("conversations", "said"),
-    [
-        ([], "nothing in it: no conversation"),
-        ([[]], "has no turns"),
-        ([[PlannedTurn(100, 0, 0)]], "no output tokens"),
-        ([[PlannedTurn(0, 0, 10)]], "no input tokens"),
-    ],
-)
-def test_a_workload_with_nothing_in_it_is_refused(
-    conversations: list[list[PlannedTurn]], said: str
-) -> None:
-    with pytest.raises(DemandError, match=said):
-        measure_demand(conversations)
 
 
 def test_capped_decoders_draw_less_and_appends_take_longer() -> None:
@@ -247,18 +214,6 @@ def test_utilisation_is_a_share_and_no_less_than_in_full_batches(
     share = few.rate_per_s * (demand.output_tokens * lone_s + few.cost.appends_s)
     if share * few.cost.lifetime_s < 0.01 * few.decoders:
         assert few.decoder_utilisation == pytest.approx(share / few.decoders, rel=0.02)
-
-
-def test_memory_is_said_to_ask_for_what_memory_needs() -> None:
-    """Also where throughput asks for more."""
-    patient = measure_demand([conversation(1_000, append=2_000, output=5, gap_s=20)])
-    roomy = RoleProfiles(A40, _with(kv_capacity_tokens=5_000_000))
-    plan = make_plan(patient, roomy, 20)
-    assert plan.binding == "throughput"
-    memory = math.ceil(plan.needed_memory)
-    assert memory < plan.decoders
-    said = next(said for said in plan.assumptions_broken if "wait for tools" in said)
-    assert f"memory asks for {memory} decoders, their work for {plan.decoders}." in said
 
 
 def test_watts_are_the_roles_busy_and_idle_shares() -> None:
