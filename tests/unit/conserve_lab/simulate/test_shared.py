@@ -165,6 +165,15 @@ def test_an_engine_finds_and_drops_what_one_that_knows_every_token_does(
         assert real.engine.evicted_tokens == brute.evicted
 
 
+def test_a_preempted_turn_releases_what_it_shares() -> None:
+    real = LoneEngine(1_000, block_tokens=BLOCK)
+    for name in ("a", "b"):
+        real.engine.submit(EngineTurn(name, 440, 300, shared=parts(11, 40)), 0.0)
+    real.run()
+    assert real.engine.preemptions == 1
+    assert real.engine.active_tokens == 0
+
+
 # --- In a cluster ---------------------------------------------------------------------------------
 
 COMMON = (SharedPrefix(1, 1_000), SharedPrefix(2, 4_000))

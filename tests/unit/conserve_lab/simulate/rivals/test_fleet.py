@@ -12,7 +12,7 @@ from conserve_lab.simulate import Cluster, System
 from conserve_lab.simulate.fleet import Fleet
 from conserve_lab.simulate.rivals import RivalName
 from conserve_lab.simulate.run import EngineCounts, make_cluster, make_system
-from tests.unit.conserve_lab.simulate.scenes import COSTS, drawn
+from tests.unit.conserve_lab.simulate.scenes import COSTS, Scripted, drawn
 
 _RIVALS: tuple[RivalName, ...] = get_args(RivalName)
 _TIGHT = replace(COSTS, capacity_tokens=60_000)
@@ -112,6 +112,28 @@ def test_kept_for_longer_more_is_found() -> None:
         return sum(one.cached_tokens or 0 for one in records)
 
     assert found(0.0) < found(10.0)
+
+
+def test_who_has_had_little_overtakes_who_has_had_much() -> None:
+    """One with 20 s behind it waits for room; a new one comes after it, and goes first."""
+    small = replace(COSTS, capacity_tokens=12_000)
+    plan = [
+        (0.0, Scripted([(2_000, 0, 2_000, 0.0), (5_000, 4_000, 10, 2.0)], "old")),
+        (18.0, Scripted([(8_000, 0, 1_500, 0.0)], "runs")),
+        (25.0, Scripted([(5_000, 0, 10, 0.0)], "new")),
+    ]
+
+    def order(rival: RivalName) -> list[str]:
+        fresh = [(at_s, replace(script, at=0)) for at_s, script in plan]
+        _, records = _run(_system(rival, small, engines=1), fresh)
+        return [
+            one.conversation
+            for one in sorted(records, key=lambda one: one.ended_s)
+            if (one.conversation, one.turn) in {("old", 2), ("new", 1)}
+        ]
+
+    assert order("affinity") == ["old", "new"]
+    assert order("attained") == ["new", "old"]
 
 
 # --- Closed loops ---------------------------------------------------------------------------------

@@ -130,3 +130,11 @@ def test_who_is_resumed_goes_where_most_room_is_the_longest_first() -> None:
         ("p2500", "small"),
         ("p1000", "large"),
     ]
+
+
+def test_who_has_waited_for_half_an_hour_goes_on_regardless() -> None:
+    rival = _one_engine(10_000, reasoning("there", 9_000))
+    late = reasoning("late", 5_000, turns=1)
+    assert rival.route(late, 0.0) is None
+    assert list(rival.check(1_799.0)) == []
+    assert list(rival.check(1_800.0)) == [(late, "e")]
