@@ -251,19 +251,6 @@ def test_ideal_times_are_estimated_from_tokens() -> None:
     assert unloaded.ideal_s(seen) == unloaded.served_s["a"]
 
 
-def test_a_fit_has_no_negative_part() -> None:
-    # The longer the prompt, the quicker: noise that must not become a negative cost.
-    turns = [
-        _turn("a", n, 10.0 * n, [10.0 * n + 0.1], 10.0 * n + 4 - n, prompt_tokens=n * 100,
-              reused_tokens=0, last=n == 3)
-        for n in (1, 2, 3)
-    ]  # fmt: skip
-    unloaded = reference(turns)
-    assert min(unloaded.fixed_s, unloaded.per_new_token_s, unloaded.per_output_token_s) >= 0
-    turns[0].conversation = "b"
-    assert unloaded.ideal_s(turns[:1]) > 0
-
-
 def test_cache_shares_are_of_what_is_known() -> None:
     turns = [
         _turn("a", 1, 0.0, [1.0], 2.0, cached_tokens=0, reused_tokens=0),

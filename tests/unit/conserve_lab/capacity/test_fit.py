@@ -215,11 +215,6 @@ def test_what_turns_take_beyond_their_engines_is_found_again(drift: float) -> No
     assert found.quality.points == 8
 
 
-def test_turns_are_never_quicker_than_their_engines() -> None:
-    quick = fit_overhead(turns(-0.0001, -0.0002))
-    assert (quick.direct_s, quick.handed_off_s) == (0, 0)
-
-
 def test_turns_that_take_now_this_and_now_that_have_no_overhead() -> None:
     points = turns(0.004, 0.011)
     wild = [replace(one, seconds=one.seconds * (1 + 3 * (i % 2))) for i, one in enumerate(points)]

@@ -238,12 +238,3 @@ def test_overflow_is_the_poisson_tail_beyond_the_slots(
         term *= mean / (count + 1)
     assert plan.overflow_share == pytest.approx(1 - below, abs=1e-9)
     assert least <= plan.overflow_share <= most
-
-
-def test_overflow_of_a_large_cluster_is_quick_and_sane() -> None:
-    plan = make_plan(measure_demand([conversation(gap_s=60)]), PROFILES, 10_000, provision="rate")
-    assert plan.overflow_share == 0
-    tight = make_plan(
-        measure_demand([conversation(gap_s=60)]), PROFILES, 10_000, headroom=0, provision="rate"
-    )
-    assert tight.overflow_share == pytest.approx(0.5, abs=0.02)

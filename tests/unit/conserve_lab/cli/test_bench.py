@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -277,25 +276,6 @@ def test_without_matplotlib_there_are_no_pictures(
     assert result.exit_code == 0, result.output
     assert "pip install matplotlib" in result.output
     assert (tmp_path / "s.json").exists()
-
-
-def test_it_is_a_command_of_conserve_and_of_no_other(tmp_path: Path) -> None:
-    script = (
-        "import sys; from conserve_cli.main import cli; loaded = set(sys.modules)\n"
-        "assert not any(name.startswith(('conserve_lab', 'matplotlib')) for name in loaded)\n"
-        "cli(sys.argv[1:], prog_name='conserve')"
-    )
-
-    def conserve(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", script, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    helped = conserve("bench", "run", "--help")
-    assert helped.returncode == 0, helped.stderr
-    assert "conserve bench run [OPTIONS]" in helped.stdout
-    refused = conserve("bench", "run", URL, "--rate", "-1")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("the arrival rate is -1")
 
 
 URL = "http://127.0.0.1:9"

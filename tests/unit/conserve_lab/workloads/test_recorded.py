@@ -181,6 +181,13 @@ def said_to_share(one: TurnRequest, two: TurnRequest) -> int:
     return tokens
 
 
+def test_no_output_becomes_one_token_and_is_counted(tmp_path: Path) -> None:
+    workload = replay(session_file(tmp_path, call(0, [1], out=0), call(5, [1], out=7)))
+    (made,) = all_turns(workload).values()
+    assert [turn.output_tokens for turn in made] == [1, 7]
+    assert workload.counts["outputs_lengthened"] == 1
+
+
 def test_an_edited_history_that_comes_back_is_the_same_tokens(tmp_path: Path) -> None:
     path = session_file(
         tmp_path, call(0, [1, 2, 3]), call(9, [1, 4, 5]), call(19, [1, 2, 3, 6]), call(29, [1, 2])

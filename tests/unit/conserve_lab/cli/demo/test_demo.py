@@ -112,6 +112,9 @@ def test_a_word_chooses_agents_that_see(
     given: list[str], model: str, scheduler: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, ...]] = []
+    seen = _kept()
+    # Only placement=conversation promises a handoff.
+    seen.turns[0] = replace(seen.turns[0], lmcache_tokens=0)
 
     @contextlib.contextmanager
     def launched(settings: Settings, arguments: list[str], *_: object) -> Iterator[Any]:
@@ -122,10 +125,11 @@ def test_a_word_chooses_agents_that_see(
 
     async def converse(*given: Any, seeing: bool) -> Demonstration:
         told.append((given[1], "sees" if seeing else ""))
-        return _kept()
+        return seen
 
     monkeypatch.setattr(command, "laid_out", lambda settings: settings)
     monkeypatch.setattr(command, "launched", launched)
     monkeypatch.setattr(command, "converse", converse)
-    CliRunner().invoke(command.cli, given)
+    done = CliRunner().invoke(command.cli, [*given, "--conversations", "2", "--turns", "3"])
+    assert done.exit_code == 0, done.output
     assert told == [(model, scheduler), (asked, "sees" if "vision" in given else "")]
