@@ -11,7 +11,7 @@ import ray
 
 from conserve.direct import Notice, Report
 from conserve.events import Kind
-from conserve.history import TurnKey, TurnStats
+from conserve.history import TurnKey
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
@@ -61,7 +61,7 @@ class Table(Protocol):
     async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
 
-    async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
+    async def abandon(self, turn: TurnKey) -> None:
         """End a turn that did not complete."""
 
     async def observe(self, timing: messages.TurnTiming) -> None:
@@ -200,7 +200,7 @@ class TableClient(ActorClient):
 
     def abandon(self, plan: messages.TurnPlan) -> None:
         """End a turn that got to no decoder."""
-        self._tell(Table.abandon, plan.turn, None, None)
+        self._tell(Table.abandon, plan.turn)
 
     def observe(self, timing: messages.TurnTiming) -> None:
         self._tell(Table.observe, timing)

@@ -170,7 +170,7 @@ class Placing:
             if not pending.waits:  # Else another call places it.
                 self.room.settle(pending)
         if pending.given_up or history is None:
-            self.running.abandon(admitted.turn, None, None)
+            self.running.abandon(admitted.turn)
             return refusals.UNAVAILABLE
         self.accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         prefiller_id = admitted.placement.prefiller_id
@@ -214,7 +214,7 @@ class Placing:
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
                 # This call is being ended, and only it knows of the turn.
-                self.running.abandon(granted.result().turn, None, None)
+                self.running.abandon(granted.result().turn)
             raise
         finally:
             pending.granted = None

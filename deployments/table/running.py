@@ -89,7 +89,9 @@ class RunningTurns:
         self.room.admit()
         return still_has
 
-    def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
+    def abandon(
+        self, turn: TurnKey, decoder_id: str | None = None, stats: TurnStats | None = None
+    ) -> None:
         if turn in self.routers:
             # Decoder and router may both tell of it.
             self.accounts.cut(turn, decoder_id, stats)
@@ -111,7 +113,7 @@ class RunningTurns:
         """End the turns of a lost router; decoders report those that got to them."""
         for turn, router in list(self.routers.items()):
             if router == router_id:
-                self.abandon(turn, None, None)
+                self.abandon(turn)
 
     def engine_lost(self, engine_id: str) -> None:
         """End the turns of a lost engine, which reports them no more."""

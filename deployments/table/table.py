@@ -217,7 +217,9 @@ class TableService(Table):
     async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
         self._running.prefilled(plan, done)
 
-    async def abandon(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
+    async def abandon(
+        self, turn: TurnKey, decoder_id: str | None = None, stats: TurnStats | None = None
+    ) -> None:
         self._running.abandon(turn, decoder_id, stats)
 
     async def observe(self, timing: messages.TurnTiming) -> None:

@@ -38,7 +38,7 @@ async def test_what_happens_is_told_in_order() -> None:
     plan = await service.later()
     # Its decoder and its router may both say so.
     for _ in range(2):
-        await service.abandon(plan.turn, "decoder#1", None)
+        service._running.abandon(plan.turn, "decoder#1")
     await service.engine_lost("decoder#1", "as it happens")
 
     page = await service.events(EventQuery(began))

@@ -371,7 +371,7 @@ async def test_a_cut_first_turn_counts_only_if_the_conversation_can_go_on(named:
     service = await a_service()
     asked = await service.unplaced("task-42" if named else None)
     plan = await service.placed(asked, TOKENS)
-    await service.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
+    service._running.abandon(plan.turn, "decoder#1", TurnStats(TOKENS, 5, 0, 512))
     shown = await service.conversation(asked.history_id)
     assert (shown is not None) is named
     heard = await service.beat("decoder#1")
@@ -387,7 +387,7 @@ async def test_a_cut_later_turn_ends_nothing() -> None:
     stats = TurnStats(TOKENS, 5, 0, 512)
     await service.ends(first, stats, (b"t" * 16,))
     second = await service.later(None, Chain(b"r" * 16, None, [b"t" * 16]))
-    await service.abandon(second.turn, "decoder#1", stats)
+    service._running.abandon(second.turn, "decoder#1", stats)
     assert await service.conversation(asked.history_id) is not None
 
 
@@ -424,7 +424,7 @@ async def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool
     await service.placed(beside, 10)
     await service.forgo("c", chat.claim)
     if bound:
-        await service.abandon(placed.turn, None, None)
+        await service.abandon(placed.turn)
     again = await service.later("c", None)
     assert again.turn.history_id == beside
 

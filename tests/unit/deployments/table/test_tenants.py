@@ -99,7 +99,7 @@ async def test_conversations_count_while_they_are_bound_yet_and_until_they_end()
     await end(service, first)
     assert isinstance(await begin(service, "a", acme), TurnPlan)
     # A first turn that leaves nothing is no conversation.
-    await service.abandon(second.turn, None, None)
+    await service.abandon(second.turn)
     assert isinstance(await begin(service, "c", acme), Unplaced)
 
 
