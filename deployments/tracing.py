@@ -6,7 +6,6 @@ Nothing here loads OpenTelemetry, which comes with vLLM.
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from conserve.settings import Settings
@@ -50,14 +49,13 @@ def traced_environment(settings: Settings, role: Role) -> dict[str, str]:
 class CollectorLost(logging.Filter):
     """Says once a minute that spans are lost, in the place of all that OpenTelemetry says of it."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._clock = clock
         self._told_s: float | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if self._told_s is None or now_s - self._told_s >= _TELL_EVERY_S:
             self._told_s = now_s
             logger.warning(

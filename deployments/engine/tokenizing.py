@@ -124,9 +124,7 @@ def _removing(marks: TextMarks, backend: Tokenizer) -> Tokenizer:
     return made
 
 
-def keep_tokens(
-    renderer: Any, most_mb: int = KEPT_MB, salted_only: bool = False
-) -> TokenCache | None:
+def keep_tokens(renderer: Any, salted_only: bool = False) -> TokenCache | None:
     """Have an engine's HTTP app keep the tokens of what it has tokenized, apart by ``cache_salt``.
 
     With ``salted_only`` nothing is kept or found for a request without a salt. Returns None if
@@ -134,7 +132,7 @@ def keep_tokens(
     """
     inner = renderer.renderer
     tokenizer = inner.tokenizer
-    if not most_mb or tokenizer is None:
+    if tokenizer is None:
         return None
     try:
         pieces, encode = cut_by(tokenizer)
@@ -145,7 +143,7 @@ def keep_tokens(
         # A tokenizer's own code may raise anything, and the engine can do without.
         logger.warning("prompts are tokenized as a whole; please report this:", exc_info=True)
         return None
-    cache = TokenCache(pieces, encode, most_mb * 10**6)
+    cache = TokenCache(pieces, encode, KEPT_MB * 10**6)
     whole = inner._tokenize_prompt_async
     in_pieces = make_async(cache.tokens, executor=inner._executor)
 

@@ -122,37 +122,33 @@ async def try_handoff(
     store: Callable[[], Awaitable[None]],
     load: Callable[[], Awaitable[None]],
     tokens: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
 ) -> float | None:
     """Return the seconds by which a prompt takes longer when it is handed over.
 
     The engine computes a prompt of ``tokens`` tokens, computes and stores another one, forgets it
     and loads it. None if no load has found anything.
     """
-    here_s = await _beside_steps_s(meter, compute, clock)
-    away_s = await _beside_steps_s(meter, store, clock)
+    here_s = await _beside_steps_s(meter, compute)
+    away_s = await _beside_steps_s(meter, store)
     loads_s = []
     for _ in range(_LOADS):
         if not await forget(client):
             continue
-        before, began_s = meter.prompt_tokens, clock()
+        before, began_s = meter.prompt_tokens, time.monotonic()
         await load()
         # Keys are found some milliseconds after a prompt is stored: until then it is computed.
         if meter.prompt_tokens - before < tokens:
-            loads_s.append(clock() - began_s)
+            loads_s.append(time.monotonic() - began_s)
     if not loads_s:
         return None
     return max(0.0, away_s - here_s) + min(loads_s)
 
 
-async def _beside_steps_s(
-    meter: LoadMeter, ask: Callable[[], Awaitable[None]], clock: Callable[[], float]
-) -> float:
+async def _beside_steps_s(meter: LoadMeter, ask: Callable[[], Awaitable[None]]) -> float:
     """Return the seconds that a request takes beside its iterations."""
-    before_s, began_s = meter.steps_s, clock()
+    before_s, began_s = meter.steps_s, time.monotonic()
     await ask()
-    return clock() - began_s - (meter.steps_s - before_s)
+    return time.monotonic() - began_s - (meter.steps_s - before_s)
 
 
 async def forget(client: Any) -> bool:

@@ -78,11 +78,6 @@ class Arena:
         self._waits = waits
         self._paused_until_s = 0.0
 
-    def close(self) -> None:
-        self._counts.release()
-        self._map.close()
-        os.close(self._file)
-
     def get(self, key: bytes) -> bytes | None:
         """Return a copy of a key's data; None if they are not there."""
         with self._locked() as locked:

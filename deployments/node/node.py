@@ -336,7 +336,6 @@ class CacheDirectory:
     def __init__(self, seen: SeenCaches) -> None:
         self._seen = seen
         self._own: dict[str, Any] | None = None
-        self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
         """Listen on loopback; return the server's ``--coordinator-url``."""
@@ -349,15 +348,11 @@ class CacheDirectory:
                 web.delete("/instances/{id}", self._deregister),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
         return f"http://{host}:{port}"
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
 
     async def _list(self, request: web.Request) -> web.Response:
         others = [_described(cache) for cache in self._seen.current(time.monotonic())]

@@ -18,7 +18,6 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from conserve import apis
-from conserve.direct import Homes
 from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from conserve.wire import TURN_SILENCE_S
@@ -63,7 +62,6 @@ class FrontDoor:
 
     Args:
         addons: add-ons' parts of this router.
-        homes: a memory of where histories live; None: an empty one.
 
     Attributes:
         encoders: those that its turns have.
@@ -80,7 +78,6 @@ class FrontDoor:
         table: TableClient,
         router_id: str,
         addons: Iterable[RouterPart] = (),
-        homes: Homes | None = None,
     ) -> None:
         self.refusing = False
         self._access = Access(settings)
@@ -91,9 +88,7 @@ class FrontDoor:
         # How long prompt plus output may be; None until a decoder has said so.
         self._max_model_len: int | None = None
         upstream = Upstream(TURN_SILENCE_S)
-        turns = TurnEndpoint(
-            settings, table, upstream, router_id, Homes() if homes is None else homes
-        )
+        turns = TurnEndpoint(settings, table, upstream, router_id)
         stored = turns.stored
         self.encoders = turns.media.encoders
         tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)

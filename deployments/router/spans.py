@@ -73,10 +73,6 @@ class Spans:
         )
         return TurnSpan(self._tracer, span, zero_ns, scope["path"], self._model)
 
-    def flush(self) -> None:
-        """Send all spans that have ended, and wait for the collector."""
-        self._processor.force_flush()
-
 
 class TurnSpan:
     """The span of one turn under way; with `headers`, an engine's spans become its children."""

@@ -36,5 +36,4 @@ PATCH = Patch(
     upstream="not reported: graph_capture could take a stream again, as until vLLM 0.29",
     process="engine",
     device="cuda",
-    used_by="conserve_inside/sm_slots",
 )

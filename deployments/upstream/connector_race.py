@@ -35,5 +35,4 @@ PATCH = Patch(
     why="of replicas that start together, one fails to load and starts again",
     upstream="not reported: _initialize_registry (kv_transfer/factory.py) looks, then registers",
     process="server",
-    used_by="deployments/engine/replica.py",
 )

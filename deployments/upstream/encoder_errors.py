@@ -105,5 +105,4 @@ PATCH = Patch(
     why="one image on which an encoder fails ends the engine, with all its turns and its KV",
     upstream="vllm#55546, vllm#43473, vllm#52654",
     process="engine",
-    used_by="deployments/engine/vision/connector.py",
 )

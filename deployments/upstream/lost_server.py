@@ -66,5 +66,4 @@ PATCH = Patch(
     why="answers stop for as long as a message may take, whenever an LMCache server is killed",
     upstream="not reported: at EVENT_DISCONNECTED pending_futures wait (near: LMCache#4642)",
     process="connector",
-    used_by="deployments/engine/lmcache_connector.py",
 )

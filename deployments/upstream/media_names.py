@@ -39,5 +39,4 @@ PATCH = Patch(
     why="each turn decodes and hashes its history's images, which the node's cache does not know",
     upstream="not reported: Messages and Responses ignore an image's uuid, unlike Chat Completions",
     process="server",
-    used_by="deployments/engine/http_server.py",
 )

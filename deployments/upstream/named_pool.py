@@ -59,5 +59,4 @@ PATCH = Patch(
     process="connector",
     device="cpu",
     apply=accept,
-    used_by="deployments/node/lmcache_main.py",
 )

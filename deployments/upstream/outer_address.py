@@ -55,5 +55,4 @@ PATCH = Patch(
     why="anyone who reaches the machine by its network can have Ray run code",
     upstream="not reported: take 127.0.0.1 as a node's address on Linux (near: ray PR #59852)",
     process="ray",
-    used_by="deployments/app.py",
 )

@@ -47,8 +47,8 @@ class Patch:
         ends: how to see that it is no longer needed. Empty: its first test fails.
         process: where it is applied.
         device: the engines that need it; None: all.
-        apply: changes this process. None: `used_by` reaches for the seams by itself.
-        used_by: the part of the product that does; it calls `require` before.
+        apply: changes this process. None: the part of the product that reaches for the seams
+            calls `require` before.
         without: the setting that does without it, for the error; empty if there is none.
     """
 
@@ -61,7 +61,6 @@ class Patch:
     ends: str = ""
     device: Device | None = None
     apply: Callable[[], None] | None = None
-    used_by: str = ""
     without: str = ""
 
     @property

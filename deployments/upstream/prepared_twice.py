@@ -48,5 +48,4 @@ PATCH = Patch(
     why="a turn with large images waits for them to be prepared a second time",
     upstream="not reported: let the sender cache take items that the processor-only cache has",
     process="server",
-    used_by="deployments/engine/http_server.py",
 )

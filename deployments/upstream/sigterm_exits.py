@@ -30,5 +30,4 @@ PATCH = Patch(
     why="a signal to a router's process cuts its clients' streams",
     upstream="not reported: let actors handle SIGTERM by themselves (near: ray-project/ray#15282)",
     process="router",
-    used_by="deployments/router/router.py",
 )

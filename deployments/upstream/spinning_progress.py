@@ -38,5 +38,4 @@ PATCH = Patch(
     why="with several nodes, an idle LMCache server takes a whole core",
     upstream="not reported: nixl_agent.__init__ (ai-dynamo/nixl) hard-codes pthrDelay = 0",
     process="lmcache",
-    used_by="deployments/node/lmcache_main.py",
 )

@@ -56,5 +56,4 @@ PATCH = Patch(
     why="one request's schema holds up all streams of its engine, for as long as it takes",
     upstream="vllm#54003, vllm#17313 (compile grammars off the event loop, within bounds)",
     process="server",
-    used_by="deployments/engine/grammars.py",
 )

@@ -30,6 +30,5 @@ PATCH = Patch(
     upstream="not reported: let scheduler_cls expose utility methods, as for workers' extensions",
     process="engine",
     ends="AsyncLLM has a call for schedulers",
-    used_by="conserve_inside/scheduler/commands.py",
     without="engine_scheduler=vllm",
 )

@@ -47,7 +47,8 @@ def keeping(tokenizer: Any = None, cached: bool = True) -> OnlineRenderer:
         tokenizer.name_or_path = f"/none/of/{hash(tokenizer.chat_template)}"
     made = plainly.renderer(tokenizer)
     keep_text(made)
-    keep_tokens(made, 16 if cached else 0)
+    if cached:
+        keep_tokens(made)
     return made
 
 

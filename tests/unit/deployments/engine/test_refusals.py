@@ -28,7 +28,6 @@ from tests.unit.deployments.upstream.originals import unpatched
 
 CONTEXT = 2048
 U = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "f"}}
 
 patched = unpatched(prompt_lengths.PATCH, then=True)
 
@@ -54,7 +53,7 @@ def server() -> RequestCheck:
 def served() -> RequestCheck:
     client = Uncomputing()
     keep_text(client.online)
-    keep_tokens(client.online, 16)
+    keep_tokens(client.online)
     app = client.app("chat", "messages", "responses", "completion")
     # As vLLM's own way to make the app ends.
     app.middleware_stack = app.build_middleware_stack()
@@ -200,58 +199,36 @@ WRONG: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("stop", {"stop": 5}, STRING_OR_LIST),
         ("stop.1", {"stop": ["a", 5]}, STRING),
         ("messages.2.content", {"messages": [U, U, U | {"content": 5}]}, STRING_OR_LIST),
-        ("messages.1.content", {"messages": [U, {"role": "system", "content": 5}]}, STRING_OR_LIST),
-        ("messages.0.tool_call_id",
-         {"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}, STRING),
-        (f"{PART}.text", said({"type": "text", "text": 5}), STRING),
-        (f"{PART}.text", said({"type": "text"}), REQUIRED),
-        (PART, said("x"), OBJECT),
         (f"{PART}.type", said({"text": "x"}), REQUIRED),
         (f"{PART}.type", said({"type": "smell"}),
          "must be 'text', 'image_url', 'input_audio' or 'file'"),
-        (f"{PART}.image_url", url("http://x"), OBJECT),
         (f"{PART}.image_url.url", url({"url": 5}), STRING),
         (f"{TOOL_CALL}.function.name",
          called(id="a", type="function", function=CALL | {"name": 5}), STRING),
         (f"{TOOL_CALL}.function", called(id="a", type="function"), REQUIRED),
-        (f"{TOOL_CALL}.type", called(id="a", type="call", function=CALL),
-         "must be 'function' or 'custom'"),
         ("tools.0.function", {"tools": [{"type": "function"}]}, REQUIRED),
-        ("tools.1", {"tools": [TOOL, 5]}, OBJECT),
         ("temperature", {"temperature": "hot"}, "must be a number"),
         ("stream", {"stream": "perhaps"}, "must be true or false"),
         ("logit_bias.5", {"logit_bias": {"5": "a"}}, "must be a number"),
         ("seed", {"seed": 2**63}, f"must be less than or equal to {2**63 - 1}"),
-        ("reasoning_effort", {"reasoning_effort": "huge"},
-         "must be 'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or 'max'"),
         ("response_format.type", formatted({"type": "poem"}),
          "must be 'text', 'json_object', 'json_schema' or 'structural_tag'"),
-        ("response_format", formatted("json"), OBJECT),
-        ("response_format.json_schema", schema(5), OBJECT),
         ("response_format.json_schema.name", schema({"name": 5}), STRING),
-        ("response_format.json_schema.name", schema({}), REQUIRED),
     ],
     COMPLETIONS: [
         ("stop", {"stop": 5}, STRING_OR_LIST),
         ("prompt", {"prompt": {"a": 1}}, "must be a list or a string"),
-        ("echo", {"echo": "x"}, "must be true or false"),
     ],
     MESSAGES: [
         ("stop_sequences", {"stop_sequences": 5}, LIST),
-        ("stop_sequences.0", {"stop_sequences": [5]}, STRING),
         ("", {"stop_sequences": [""]}, "stop_sequences cannot contain an empty string."),
         ("system", {"system": 5}, STRING_OR_LIST),
         ("system.0.text", {"system": [{"type": "text", "text": 5}]}, STRING),
         ("messages.0.role", {"messages": [{"role": "pope", "content": "x"}]},
          "must be 'user', 'assistant' or 'system'"),
-        ("messages.0.content", {"messages": [{"role": "user", "content": 5}]}, STRING_OR_LIST),
-        (f"{PART}.text", said({"type": "text", "text": 5}), STRING),
         (f"{PART}.type", said({"type": "scent"}), f"must be {BLOCKS}'redacted_thinking'"),
-        (f"{PART}.content", said({"type": "tool_result", "tool_use_id": "a", "content": 5}),
-         STRING_OR_LIST),
         (f"{PART}.input", said(USE | {"input": "x"}, role="assistant"), OBJECT),
         ("tools.0.input_schema", {"tools": [{"name": "a"}]}, REQUIRED),
-        ("tool_choice", {"tool_choice": "auto"}, OBJECT),
         ("", {"tool_choice": {"type": "tool"}}, "tool_choice.name is required when type is 'tool'"),
         ("max_tokens", {"max_tokens": None}, "must be an integer"),
     ],
@@ -260,19 +237,11 @@ WRONG: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("input.0.arguments", {"input": [ITEM | {"arguments": 5}]}, STRING),
         ("input.0.content.0.text",
          {"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}, STRING),
-        ("input.0.output",
-         {"input": [{"type": "function_call_output", "call_id": "x", "output": 5}]},
-         STRING_OR_LIST),
         ("tools.0.name", {"tools": [{"type": "function"}]}, REQUIRED),
-        ("tools.0.search_context_size",
-         {"tools": [{"type": "web_search", "search_context_size": "huge"}]},
-         "must be 'low', 'medium' or 'high'"),
         ("tool_choice", {"tool_choice": "perhaps"},
          "must be 'none', 'auto', 'required' or an object"),
         ("text.format.type", {"text": {"format": {"type": "poem"}}},
          "must be 'text', 'json_schema' or 'json_object'"),
-        ("text.format.name", {"text": {"format": {"type": "json_schema"}}}, REQUIRED),
-        ("truncation", {"truncation": "x"}, "must be 'auto' or 'disabled'"),
     ],
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -51,7 +51,7 @@ def plain() -> OnlineRenderer:
 @pytest.fixture
 def kept() -> tuple[OnlineRenderer, TokenCache]:
     made = renderer()
-    cache = keep_tokens(made, 16)
+    cache = keep_tokens(made)
     assert cache is not None
     return made, cache
 
@@ -130,7 +130,7 @@ def test_what_is_only_counted_is_not_kept(kept: tuple[OnlineRenderer, TokenCache
 
 def test_where_there_are_keys_nothing_is_kept_without_a_salt(plain: OnlineRenderer) -> None:
     made = renderer()
-    cache = keep_tokens(made, 16, salted_only=True)
+    cache = keep_tokens(made, salted_only=True)
     assert cache is not None
     for _ in range(2):
         assert chat(made, HISTORY) == chat(plain, HISTORY)
@@ -181,40 +181,12 @@ def test_what_is_added_to_a_prompt_is_added(plain: OnlineRenderer) -> None:
     begin = ("<s>", backend.token_to_id("<s>"))
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
     made = renderer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert keep_tokens(made, 16) is not None
+    assert keep_tokens(made) is not None
     text = f"{LONG}<|im_end|>{LONG}"
     for special in (True, False, True):
         found = completion(made, text, add_special_tokens=special)
         assert found == backend.encode(text, add_special_tokens=special).ids
         assert (found[0] == begin[1]) == special
-
-
-def test_offsets_are_those_of_the_whole(
-    plain: OnlineRenderer, kept: tuple[OnlineRenderer, TokenCache]
-) -> None:
-    def offsets(which: OnlineRenderer) -> Any:
-        request = ChatCompletionRequest(model="m", messages=HISTORY, return_token_offsets=True)
-        _, (prompt,) = asyncio.run(which.render_chat(request))
-        return prompt.get("prompt_token_offsets")
-
-    chat(kept[0], HISTORY)
-    assert offsets(kept[0]) == offsets(plain)
-
-
-def test_without_memory_nothing_is_kept() -> None:
-    made = renderer()
-    tokenize = made.renderer._tokenize_prompt_async
-    assert keep_tokens(made, 0) is None
-    assert made.renderer._tokenize_prompt_async is tokenize
-
-
-@pytest.mark.parametrize("make", [kinds.byte_level, kinds.sentence_piece, kinds.word_piece])
-def test_other_tokenizers(make: Any) -> None:
-    backend: Tokenizer = make()
-    made = renderer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    cache = keep_tokens(made, 16)
-    assert cache is not None
-    assert cache.tokens(LONG + "<|im_end|> a") == backend.encode(LONG + "<|im_end|> a").ids
 
 
 class Unlike(PreTrainedTokenizerFast):
@@ -270,5 +242,5 @@ def test_what_cannot_be_cut_is_tokenized_as_a_whole(tokenizer: Any) -> None:
     made = renderer()
     made.renderer.tokenizer = tokenizer
     tokenize = made.renderer._tokenize_prompt_async
-    assert keep_tokens(made, 16) is None
+    assert keep_tokens(made) is None
     assert made.renderer._tokenize_prompt_async is tokenize

@@ -1,5 +1,7 @@
 """What a handoff costs an engine, as tried at its start: whatever else takes the machine."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from conserve.placement import Step
@@ -52,9 +54,10 @@ class Engine:
         self.meter.took([Step(lasted_s, new_tokens, new_tokens**2)], self.now_s)
 
     async def tried(self) -> float | None:
-        return await try_handoff(
-            self, self.meter, self.compute, self.store, self.load, TOKENS, clock=lambda: self.now_s
-        )
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deployments.engine.warm_up.time", clock)
+            return await try_handoff(self, self.meter, self.compute, self.store, self.load, TOKENS)
 
 
 @pytest.mark.parametrize("slow", [[1.0, 1.0], [2.0, 1.0], [1.0, 2.0]])

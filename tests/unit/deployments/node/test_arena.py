@@ -75,7 +75,7 @@ def test_the_newest_are_there_and_nothing_else_is_ever_read(
             assert read(late, known) in (None, data_of((known, size), size))
         assert read(late, name) is not None
     for one in (*writers, reader):
-        one.close()
+        os.close(one._file)
     os.close(int(made.rpartition("/")[2]))
 
 

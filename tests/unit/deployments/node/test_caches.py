@@ -57,7 +57,6 @@ async def test_lmcache_finds_other_nodes_servers_there() -> None:
         instances = await asyncio.to_thread(controller._fetch_instances)
         assert [instance.instance_id for instance in instances] == ["other"]
         controller._http_client.close()
-    await directory.stop()
 
 
 def _controller(url: str, instance_id: str, advertise_url: str) -> Any:

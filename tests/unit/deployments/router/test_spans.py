@@ -1,7 +1,6 @@
 """The trace of a turn, as a collector has it; and that turns need no collector."""
 
 import asyncio
-import logging
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from conserve import wire
 from deployments.messages import Checked, Prefilled, TurnTiming
 from deployments.router.spans import Spans
 from deployments.router.upstream import TRACE_HEADERS, Upstream
-from deployments.tracing import CollectorLost
 from tests.collector import Collector, Span
 from tests.unit.deployments.router.fakes import (
     STREAMED,
@@ -89,7 +87,7 @@ def a_turn(
     before = len(collector.spans)
     both = FakeTable(prefillers=1), engines
     exchange(both, body, headers=headers, **{"tracing.endpoint": collector.url})
-    made[-1].flush()
+    made[-1]._processor.force_flush()
     return collector.spans[before:]
 
 
@@ -217,22 +215,6 @@ def test_a_dead_collector_holds_up_no_turn(
             spans.begin(scope, time.perf_counter()).end(timing)
         # Nothing waited for the collector, which has answered nothing yet.
         assert len(queue) > queue.maxlen / 2
-
-
-def test_a_dead_collector_is_told_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    times = iter((0.0, 1.0, 59.0, 61.0))
-    lost = CollectorLost("http://c:4318/v1/traces", lambda: next(times))
-    record = logging.LogRecord("otel", logging.ERROR, "", 0, "Failed: %s", ("gone",), None)
-    logging.getLogger("ray.serve").addHandler(caplog.handler)
-    try:
-        for _ in range(4):
-            assert not lost.filter(record)
-    finally:
-        logging.getLogger("ray.serve").removeHandler(caplog.handler)
-    told = [one.getMessage() for one in caplog.records]
-    assert len(told) == 2
-    assert "http://c:4318/v1/traces" in told[0]
-    assert told[0].endswith("Failed: gone")
 
 
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
