@@ -18,15 +18,12 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms.cpu import CpuPlatform
 
-import conserve
 from conserve.settings import Settings, SettingsError, load
 from deployments import app as building
 from deployments.app import (
     _kv_role,
     _require_cuda_build,
-    _say_nothing_gained,
     _with_parsers,
-    app,
     llm_arguments,
     placement_options,
 )
@@ -36,10 +33,6 @@ from hetero.gpu_layout import with_counts, with_memory
 from hetero.host_memory import chunk_tokens
 from hetero.model_shape import shape_of
 from tests.unit.hetero.shapes import QWEN3_8B
-
-
-def test_the_package_is_the_door_to_the_application() -> None:
-    assert conserve.app is app
 
 
 @pytest.mark.parametrize(
@@ -116,14 +109,6 @@ def test_replicas_are_placed_as_ray_serve_llm_would(
     assert ours == theirs
 
 
-def test_a_model_that_is_to_be_compiled_on_a_cpu_is() -> None:
-    def environment(**engine: Any) -> Any:
-        return _config(False, engine=engine)["runtime_env"]["env_vars"]
-
-    assert environment()["TORCH_COMPILE_DISABLE"] == "1"
-    assert "TORCH_COMPILE_DISABLE" not in environment(enforce_eager=False)
-
-
 def test_an_engine_on_a_part_of_a_gpu_asks_for_no_more() -> None:
     """Its core has the replica's environment, by which alone vLLM learns of the part."""
     shared = _config(decoders={"num_gpus": 0.65})
@@ -148,14 +133,6 @@ def test_a_kv_space_in_bytes_is_taken_on_cpus(monkeypatch: pytest.MonkeyPatch) -
     assert variables(decoders=own)[name] == "3"
     source = inspect.getsource(CpuPlatform.check_and_update_config)
     assert source.index(name) < source.index("kv_cache_memory_bytes = kv_cache_space")
-
-
-def test_engines_are_told_how_many_wait_on_a_node() -> None:
-    settings = load({"model": "m"})
-    for waiting, expected in ((0, None), (6, "6")):
-        arguments = llm_arguments("decoder", settings, settings.decoders, True, waiting)
-        variables = arguments["runtime_env"]["env_vars"]
-        assert variables.get("CONSERVE_WAITING_PROCESSES") == expected
 
 
 @pytest.mark.parametrize(
@@ -204,18 +181,6 @@ def test_what_the_plan_tells_engines_reaches_vllm() -> None:
     # vLLM takes both by these names.
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert {"kv_cache_memory_bytes", "gpu_memory_utilization"} <= fields & set(arguments)
-
-
-def test_what_gains_nothing_on_cpus_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "ray.serve"):
-        _say_nothing_gained(load({"tiers": {"a": {"sm_slots": 3}, "b": {}}, "decoders.tier": "b"}))
-        assert caplog.messages == []
-        _say_nothing_gained(load({"tiers": {"a": {"sm_slots": 3}}, "decoders.tier": "a"}))
-        _say_nothing_gained(load({"media.tower_layers": 2}))
-    assert caplog.messages == [
-        "decoders: tiers.a.sm_slots does nothing on CPUs",
-        "media.tower_layers saves no memory on CPUs: layers are copied within it",
-    ]
 
 
 def test_a_torch_without_cuda_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,8 @@ def planned(folder: Path, config: dict[str, Any], **asked: Any) -> tuple[Setting
     [
         ({}, {}, "float32", "float32: ONEDNN_MAX_CPU_ISA=AVX2 leaves out"),
         ({}, {"engine.dtype": "bfloat16"}, "bfloat16", "bfloat16 as set; ONEDNN_MAX_CPU_ISA=AVX2"),
-        ({}, {"engine.dtype": "half"}, "half", "half as set"),
         ({}, {"decoders.engine.dtype": "bfloat16"}, None, "bfloat16 as set"),
         ({"quantization_config": {"bits": 4}}, {}, "bfloat16", "the model is quantised; ONEDNN"),
-        ({}, {"engine.quantization": "fp8"}, "bfloat16", "bfloat16: the model is quantised"),
         ({"num_hidden_layers": 0}, {}, "bfloat16", "bfloat16: model: its config.json has no num"),
     ],
 )
@@ -72,10 +70,3 @@ def test_encoders_are_refused_for_a_model_that_reads_text_only(tmp_path: Path) -
     assert planned(tmp_path, SEES, encoders=1)[0].encoders.replicas == 1
     with pytest.raises(SettingsError, match="reads text only, so there is nothing to encode; set"):
         planned(tmp_path, READS, encoders=1)
-
-
-def test_layers_of_a_tower_are_refused_for_a_model_that_has_none(tmp_path: Path) -> None:
-    asked = {"media.tower_layers": 2}
-    assert planned(tmp_path, SEES, **asked)[0].media.tower_layers == 2
-    with pytest.raises(SettingsError, match=r"tower_layers: .* so it has no vision tower; unset"):
-        planned(tmp_path, READS, **asked)

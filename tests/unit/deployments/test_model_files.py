@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from conserve.embedded import model_path
-from conserve.settings import EMBEDDED_MODELS, load
+from conserve.settings import load
 from deployments.model_files import model_shape
 from hetero.model_shape import ModelUnknown
 from tests.unit.hetero.planned import written
@@ -49,22 +48,6 @@ def test_how_large_an_image_may_be_is_in_the_processors_files(folder: Path) -> N
     assert image(**{"engine.mm_processor_kwargs.max_pixels": 640 * 784}) == 640
 
 
-def test_with_neither_they_are_computed(folder: Path) -> None:
-    assert model_shape(load({"model": str(folder)})).estimated
-
-
-@pytest.mark.parametrize("model", EMBEDDED_MODELS)
-def test_embedded_models_leave_nothing_to_their_classes_defaults(model: str) -> None:
-    copied = load({"model": str(model_path(name=EMBEDDED_MODELS[model]))})
-    assert model_shape(copied) == model_shape(load({"model": model}))
-
-
-def test_the_embedded_model_is_measured() -> None:
-    shape = model_shape(load({}))
-    assert not shape.estimated
-    assert 1_000_000 < shape.weights_bytes < 100_000_000
-
-
 def test_the_cache_of_the_hub_is_looked_into(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,8 +78,3 @@ def test_what_is_not_to_be_had_is_said(model: str, monkeypatch: pytest.MonkeyPat
         model_shape(load({"model": model}))
     assert f"config.json of {model!r} cannot be read" in str(caught.value)
     assert "download the model, and give its folder or its id" in str(caught.value)
-
-
-def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnknown, match=r"config\.json cannot be read"):
-        model_shape(load({"model": str(tmp_path)}))

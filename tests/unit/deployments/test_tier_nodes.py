@@ -76,13 +76,6 @@ def test_the_wait_has_a_bound(cluster: Cluster, caplog: pytest.LogCaptureFixture
     assert cluster.asked[-1] == ([], None)
 
 
-def test_nothing_is_asked_where_every_role_has_a_place(cluster: Cluster) -> None:
-    kinds = load({"tiers": {"a": {"accelerator_type": "A40"}}, "decoders": {"tier": "a"}})
-    tier_nodes.wait_for_nodes(kinds, False, 0.0)  # Without GPUs there are no kinds of them.
-    tier_nodes.wait_for_nodes(load({}), True, 0.0)
-    assert cluster.asked == []
-
-
 def test_too_few_gpus_are_refused_with_the_sum(cluster: Cluster) -> None:
     """Serve would wait for them for ever."""
     with pytest.raises(SettingsError) as caught:
@@ -92,11 +85,3 @@ def test_too_few_gpus_are_refused_with_the_sum(cluster: Cluster) -> None:
     assert "gpus=4" in said
     tier_nodes.wait_for_nodes(load({"decoders": 4}), False, 0.0)  # On CPUs nobody wants any.
     assert cluster.asked == []
-
-
-def test_gpus_that_are_to_join_are_asked_for_each(cluster: Cluster) -> None:
-    cluster.joins[3] = node("10.0.0.2", {"GPU": 1.0})
-    tier_nodes.wait_for_nodes(load({"decoders": 4}), True, 60.0)
-    (wanted, _), (nothing, _) = cluster.asked
-    assert wanted == [{"CPU": 1, "GPU": 1}] * 5
-    assert nothing == []

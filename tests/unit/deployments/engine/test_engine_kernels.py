@@ -3,7 +3,6 @@
 import inspect
 import logging
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,17 +12,12 @@ from typing import Any
 import pytest
 import torch
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
-from vllm.utils import deep_gemm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor.multiproc_executor import WorkerProc
-from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from deployments.engine import engine_kernels
@@ -34,7 +28,6 @@ from deployments.engine.engine_kernels import (
     observe_tools,
     require_cuda_ops,
 )
-from tests.checkout import ROOT
 
 SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
@@ -200,58 +193,6 @@ def test_vllm_has_the_switches_and_they_are_on(bare: pytest.MonkeyPatch) -> None
         assert getattr(envs, name) is False
 
 
-def test_vllms_sampler_is_flashinfers_unless_it_is_switched_off(bare: pytest.MonkeyPatch) -> None:
-    """By vLLM's own question, which both of its samplers ask, on a GPU that FlashInfer supports."""
-    _on_cuda(bare)
-    bare.setattr(
-        type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(9, 0)
-    )
-    # Of more than 16 SMs. It does not ask for a compiler.
-    bare.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    bare.setattr(type(current_platform), "num_compute_units", lambda *_, **__: 132)
-    backend: Any = ModuleType("vllm.v1.attention.backends.flashinfer")
-    backend.FlashInferBackend = SimpleNamespace(supports_compute_capability=lambda _: True)
-    bare.setitem(sys.modules, backend.__name__, backend)
-    assert flashinfer_sampler_supported()
-    bare.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    assert not flashinfer_sampler_supported()
-
-
-def test_vllm_uses_deep_gemm_unless_it_is_switched_off(bare: pytest.MonkeyPatch) -> None:
-    """On a GPU that DeepGEMM supports, and with its package, which comes with vLLM."""
-    bare.setattr(type(current_platform), "support_deep_gemm", lambda *_: True)
-    bare.setattr(deep_gemm, "has_deep_gemm", lambda: True)
-    asks = inspect.unwrap(deep_gemm.is_deep_gemm_supported)
-    assert asks()
-    bare.setenv("VLLM_USE_DEEP_GEMM", "0")
-    assert not asks()
-
-
-def test_vllm_has_deep_gemm_compute_experts_unless_it_is_switched_off(
-    bare: pytest.MonkeyPatch,
-) -> None:
-    """By vLLM's choice of kernels for mixtures of experts in FP8, all of which would do."""
-    able = SimpleNamespace(is_supported_config=lambda *_: (True, None))
-    bare.setattr(fp8, "backend_to_kernel_cls", lambda _: [able])
-    bare.setattr(
-        fp8, "_get_priority_backends",
-        lambda *_: [
-            fp8.Fp8MoeBackend.DEEPGEMM, fp8.Fp8MoeBackend.VLLM_CUTLASS, fp8.Fp8MoeBackend.TRITON,
-            fp8.Fp8MoeBackend.BATCHED_DEEPGEMM, fp8.Fp8MoeBackend.BATCHED_VLLM_CUTLASS,
-        ],
-    )  # fmt: skip
-    parallel = SimpleNamespace(use_batched_activation_format=False)
-    config: Any = SimpleNamespace(moe_parallel_config=parallel, moe_backend="auto")
-
-    def chosen() -> fp8.Fp8MoeBackend:
-        return fp8.select_fp8_moe_backend(config, None, None)[0]
-
-    assert chosen() is fp8.Fp8MoeBackend.DEEPGEMM
-    for name, value in DEEP_GEMM.items():
-        bare.setenv(name, value)
-    assert chosen() is fp8.Fp8MoeBackend.TRITON
-
-
 @pytest.mark.parametrize(
     ("where", "later"),
     [
@@ -266,11 +207,6 @@ def test_vllm_loads_plugins_in_each_process_before_it_reads_the_switches(
     source = inspect.getsource(where)
     loads = source.index("load_general_plugins()")
     assert later is None or loads < source.index(later)
-
-
-def test_a_worker_process_reads_the_switches_for_good_after_its_model_is_loaded() -> None:
-    source = inspect.getsource(WorkerProc.__init__)
-    assert source.index("init_worker") < source.index("enable_envs_cache()")
 
 
 @pytest.mark.parametrize(
@@ -297,28 +233,6 @@ def test_memory_that_cannot_be_shared_is_not_used(
     assert os.environ[name] == (given if expected is None else expected)
 
 
-def test_pytorch_reads_it_when_it_first_allocates() -> None:
-    """So a plugin, which runs once PyTorch is loaded, is in time."""
-    code = (
-        "import os, torch; from conserve.engines import allocator_environment\n"
-        "os.environ.update(allocator_environment(os.environ))\n"
-        "print(torch._C._accelerator_getAllocatorSettings())"
-    )
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.strip() == "expandable_segments:False", done.stderr
-
-
-def test_vllm_itself_would_refuse_it_or_not_notice() -> None:
-    """What the plugin prevents; if this fails, vLLM has mended it."""
-    source = inspect.getsource(VllmConfig._verify_kv_transfer_compat)
-    assert '"PYTORCH_CUDA_ALLOC_CONF"' in source
-    assert "PYTORCH_ALLOC_CONF" not in source
-
-
 def test_a_pytorch_that_they_do_not_load_with_is_refused_in_a_line() -> None:
     """Really so here: it has no CUDA."""
     with pytest.raises(RuntimeError) as refused:
@@ -328,8 +242,3 @@ def test_a_pytorch_that_they_do_not_load_with_is_refused_in_a_line() -> None:
     assert "LMCache 0.5.6" in line
     assert "PyTorch 2.13.0+cpu" in line
     assert "Install torch==2.13.0" in line
-
-
-def test_where_they_load_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lmcache.cuda_ops", ModuleType("lmcache.cuda_ops"))
-    require_cuda_ops()

@@ -349,15 +349,6 @@ def _metadata(step: int, *stores: str, images: Any = None, **more: str) -> Any:
     return SimpleNamespace(requests=requests, notes=notes)
 
 
-def test_a_registration_without_an_answer_says_where_the_reason_is(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = Mock(side_effect=ConnectionError)
-    monkeypatch.setattr(LMCacheMPConnector, "register_kv_caches", refused)
-    with pytest.raises(RuntimeError, match=r"log of its node's actor has the reason.*CUDA IPC"):
-        worker.connector.register_kv_caches({})
-
-
 def test_kv_of_an_image_that_could_not_be_encoded_is_not_stored(
     either_worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

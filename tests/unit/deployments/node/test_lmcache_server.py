@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from deployments.node.lmcache_server import (
     LMCacheServer,
     choose_address,
     lmcache_command,
-    new_node_cache,
-    require_nixl,
-    sockets,
     wait_for_server,
 )
 from deployments.node.node import (
@@ -67,12 +63,6 @@ def test_several_nodes_are_noticed(
 ) -> None:
     settings = load(given).on_nodes(alive)
     assert (settings.nodes, settings.engine_host) == (nodes, host)
-
-
-def test_the_admin_interface_has_the_next_port_or_a_free_one_too() -> None:
-    assert load({"lmcache": {"port": 7000}}).lmcache.http_port == 7001
-    settings = load({"lmcache": {"port": 0}})
-    assert (settings.lmcache.port, settings.lmcache.http_port) == (0, 0)
 
 
 # --- addresses and command lines -----------------------------------------------------------------
@@ -132,23 +122,9 @@ def test_each_worker_on_a_gpu_has_a_thread_that_copies_for_it(workers: int, thre
     assert GPU_THREADS not in lmcache_command(2.0, 256, LOOPBACK, gpu=False)
 
 
-def test_lmcache_knows_what_it_is_told() -> None:
-    """And has one thread for all workers on GPUs, unless it is told otherwise."""
-    parser = ArgumentParser()
-    add_mp_server_args(parser)
-    assert parser.parse_args([GPU_THREADS, "8"]).max_gpu_workers == 8
-    assert parser.parse_args([]).max_workers == 1
-
-
 def test_the_admin_interface_has_no_token_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a")
     assert "RAY_AUTH_TOKEN" not in lmcache_server.lmcache_environment()
-
-
-def test_the_servers_own_memory_can_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    expected = "expandable_segments:False"
-    assert lmcache_server.lmcache_environment()["PYTORCH_CUDA_ALLOC_CONF"] == expected
 
 
 def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
@@ -162,15 +138,6 @@ def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
     assert command["--p2p-advertise-url"] == "10.0.0.2:41000"
     assert command["--coordinator-url"] == "http://127.0.0.1:5"
     assert float(command["--p2p-load-timeout"]) == 10
-
-
-def test_open_ports_are_chosen_where_nobody_listens() -> None:
-    lmcache = LMCacheSettings(port=0)
-    address = choose_address(Settings(nodes="several", lmcache=lmcache), "127.0.0.1")
-    assert address.port != address.http_port
-    for port in (address.port, address.http_port):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
 
 
 async def test_a_port_that_another_program_keeps_is_named_soon(
@@ -219,17 +186,6 @@ async def test_a_server_that_hangs_is_killed_and_not_its_successor() -> None:
     assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("said", "nodes"), [("0\n", [0]), ("0-1\n", [0, 1]), ("0,2-3", [0, 2, 3]), ("", []), (None, [])]
-)
-def test_sockets_are_those_nodes_that_have_cpus(
-    said: str | None, nodes: list[int], tmp_path: Path
-) -> None:
-    if said is not None:
-        (tmp_path / "has_cpu").write_text(said)
-    assert sockets(tmp_path / "has_cpu") == nodes
-
-
 def test_memory_lies_on_all_sockets_in_turn() -> None:
     """By Linux's own account of a process that has asked for it, and then for memory."""
     code = (
@@ -251,19 +207,6 @@ def test_open_ports_are_neither_the_routers_nor_the_same(monkeypatch: pytest.Mon
         assert {address.port, address.http_port} == {20_000, 20_002}
 
 
-def test_every_run_of_a_server_is_another_cache() -> None:
-    first, second = new_node_cache(LOOPBACK), new_node_cache(LOOPBACK)
-    assert first.id != second.id
-    assert first.port == second.port == 7610
-    assert 7610 not in (first.transfer_port, second.transfer_port)
-
-
-def test_sharing_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmcache_server, "NIXL", "conserve_no_such_module")
-    with pytest.raises(RuntimeError, match=r"pip install '.\[nodes\]'"):
-        require_nixl()
-
-
 # --- what servers are told -----------------------------------------------------------------------
 
 
@@ -275,11 +218,3 @@ def test_a_silent_node_is_forgotten_and_one_whose_server_is_down_at_once() -> No
     seen.saw("b", OTHER, 200.0)
     seen.saw("b", None, 200.1)
     assert seen.current(200.1) == []
-
-
-def test_a_restarted_server_takes_its_predecessors_place() -> None:
-    seen = SeenCaches()
-    successor = NodeCache("b2", OTHER.host, OTHER.port, 42000)
-    seen.saw("b", OTHER, 1.0)
-    seen.saw("b", successor, 2.0)
-    assert seen.current(2.0) == [successor]

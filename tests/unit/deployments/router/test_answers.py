@@ -3,7 +3,6 @@
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 
 from conserve.pausing import ToolReport
@@ -166,11 +165,3 @@ async def test_an_application_without_engines_is_not_healthy(world: World) -> No
     client = Client(service, world.service)
     health = {"status": "unavailable", "prefillers": 0, "decoders": 0}
     assert await client("GET", "/health", 503) == health
-
-
-def test_a_field_too_many_or_too_few_is_seen() -> None:
-    health = {"status": "ok", "prefillers": 1, "decoders": 1}
-    check("GET", "/health", 200, health)
-    for wrong in ({**health, "more": 1}, {"status": "ok", "prefillers": 1}):
-        with pytest.raises(jsonschema.ValidationError):
-            check("GET", "/health", 200, wrong)

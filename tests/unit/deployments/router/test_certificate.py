@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from conserve import launch
 from conserve.settings import Settings, SettingsError, load
 from deployments.router import certificate
-from deployments.router.certificate import Certificate, CertificateError, require_certificate
+from deployments.router.certificate import CertificateError, require_certificate
 from deployments.router.router import server_config
 from tests.unit.deployments.asgi import listening
 
@@ -211,13 +211,6 @@ def test_a_bad_certificate_is_logged_once_and_the_old_one_stays(
     assert name_shown(port) == "third"
 
 
-def test_plain_http_is_not_answered(served: tuple[Application, int]) -> None:
-    _, port = served
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b"HTTP" not in client.recv(100)
-
-
 def test_the_command_finds_its_own_application(
     served: tuple[Application, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,27 +220,3 @@ def test_the_command_finds_its_own_application(
     monkeypatch.setattr(launch.json, "loads", lambda body: found.append(body) or {"decoders": 2})
     assert launch.health(f"https://127.0.0.1:{port}") == {"decoders": 2}
     assert found == [b"https rest"]
-
-
-def test_files_are_looked_at_every_two_seconds(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not by each connection that begins."""
-    now_s = [0.0]
-    monkeypatch.setattr(certificate.time, "monotonic", lambda: now_s[0])
-    read = Certificate((str(files.cert), str(files.key)))
-
-    class Connection:
-        context: Any = None
-
-    def shown() -> Any:
-        connection: Any = Connection()
-        read._choose(connection, None, read.context)
-        return connection.context
-
-    first = shown()
-    files.write(issued("second"))
-    now_s[0] = 1.9
-    assert shown() is first
-    now_s[0] = 2.0
-    assert shown() is not first

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,7 +15,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.router.router import Connection
 from tests.unit.deployments import asgi
-from tests.unit.deployments.router.test_certificate import Files, trusting
 
 # In which a connection is looked after several times.
 WHILE_S = 0.5
@@ -200,25 +198,6 @@ def test_requests_in_a_row_are_all_answered(served: tuple[Application, int]) -> 
     assert read.index(b"one") < read.index(b"two")
 
 
-def test_a_connection_without_a_request_is_closed(served: tuple[Application, int]) -> None:
-    _, port = served
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-        client.shutdown(socket.SHUT_WR)
-        assert client.recv(100) == b""
-
-
-def test_older_clients_are_sent_nothing_that_they_do_not_know(
-    served: tuple[Application, int],
-) -> None:
-    """In HTTP/1.0 the first line is the answer's, so who ends its side has left."""
-    application, port = served
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-        client.sendall(b"POST /whole HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
-        client.shutdown(socket.SHUT_WR)
-        assert client.recv(100) == b""
-    assert application.left.wait(MISSED_S)
-
-
 # --- Offers of other protocols --------------------------------------------------------------------
 
 SETTINGS = "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"
@@ -264,22 +243,3 @@ def test_an_offer_is_ignored(served: tuple[Application, int], offer: str, piece:
     with socket.create_connection(("127.0.0.1", port), timeout=MISSED_S) as client:
         answers = exchanged(client, sent + asking("X: 1", "4") + asking(offer, "5"), piece)
     assert answers == [b"200 one", b"200 two", b"200 ", b"200 4", b"200 5", b"200 last"]
-
-
-def test_an_offer_is_ignored_over_tls(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    options = {"ssl_certfile": str(files.cert), "ssl_keyfile": str(files.key)}
-    with listening("asyncio", **options) as (application, port):
-        application.goes_on.set()
-        with (
-            socket.create_connection(("127.0.0.1", port), timeout=MISSED_S) as raw,
-            trusting(files).wrap_socket(raw, server_hostname="localhost") as client,
-        ):
-            answers = exchanged(client, asking(OFFERS[0], "one", "chunked"), 10**6)
-    assert answers == [b"200 one", b"200 last"]
-
-
-def test_an_offer_hides_no_wrong_request(served: tuple[Application, int]) -> None:
-    with socket.create_connection(("127.0.0.1", served[1]), timeout=MISSED_S) as client:
-        (answer,) = exchanged(client, asking(OFFERS[0] + "\r\nTransfer-Encoding: x"), 10**6)
-    assert answer.startswith(b"400 ")

@@ -164,25 +164,6 @@ def test_waits_pauses_and_tools_begin_and_end(tmp_path: Path) -> None:
     assert found["waiting"] == 0
 
 
-def test_a_slow_turn_says_why(tmp_path: Path) -> None:
-    turn = first_turn()
-    turn[3][1]["why"] = "waited 2.1 s for a prefill"
-    found = told(tmp_path, *turn)
-    assert found["slow"] == ["waited 2.1 s for a prefill"]
-    assert found["conversations"]["c"]["histories"][0]["turns"][0]["why"] == found["slow"][0]
-
-
-def test_histories_of_a_conversation_have_lanes_of_their_own(tmp_path: Path) -> None:
-    other = [(one, {**of, "history": 77}) for one, of in first_turn("b")]
-    found = told(tmp_path, *first_turn(), *other, event("ended", 20, reason="released"))
-    one, two = found["conversations"]["c"]["histories"]
-    assert (one["engine"], two["engine"]) == (None, "b")
-    assert found["conversations"]["c"]["ended"] is None
-    ended = event("ended", 21, history=77, reason="released")
-    found = told(tmp_path, *first_turn(), *other, event("ended", 20, reason="released"), ended)
-    assert found["conversations"]["c"]["ended"] == 21
-
-
 def test_what_was_missed_ends_what_was_open_and_a_list_says_what_lives(tmp_path: Path) -> None:
     listed = {
         "id": "d", "phase": "acting", "turns": 3, "held_tokens": 200, "decoder": "b", "moves": 0,
@@ -216,14 +197,3 @@ def test_a_turn_whose_end_no_table_tells_does_not_run_for_ever(tmp_path: Path) -
     (history,) = found["conversations"]["c"]["histories"]
     assert (history["phase"], history["engine"]) == ("idle", "a")
     assert [turn["outcome"] for turn in history["turns"]] == ["completed", "end unknown"]
-
-
-def test_what_is_old_is_forgotten(tmp_path: Path) -> None:
-    ended = [*first_turn(), event("ended", 20, reason="idle")]
-    assert told(tmp_path, *ended, ("trim", 300))["conversations"].keys() == {"c"}
-    found = told(tmp_path, *ended, *first_turn("b", "d"), ("trim", 2000))
-    assert found["conversations"].keys() == {"d"}
-    (history,) = found["conversations"]["d"]["histories"]
-    assert history["segments"] == []
-    assert history["homes"] == [["b", 10, None]]
-    assert found["turns"] == []

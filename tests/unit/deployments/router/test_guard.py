@@ -62,13 +62,7 @@ def test_json_is_heard(kind: str) -> None:
     "kind",
     [
         None,
-        "",
-        "text/plain",
-        "application/x-www-form-urlencoded",
         "multipart/form-data; x=application/json",
-        "text/plain; application/json",
-        "application/jsonp",
-        "text/x+json",
         "application/ json",
     ],
 )
@@ -85,17 +79,10 @@ def test_what_does_not_say_that_it_is_json_is_refused(kind: str | None, host: st
     "name",
     [
         "localhost",
-        "LOCALHOST",
-        "localhost.",
-        "127.0.0.1",
         "127.1.2.3",
         "[::1]",
         "[::ffff:127.0.0.1]",
         "0.0.0.0",
-        "[::]",
-        "ip6-localhost",
-        "ip6-loopback",
-        "localhost6",
         "agent.localhost",
     ],
 )
@@ -111,17 +98,10 @@ def test_loopback_by_any_of_its_names(name: str, port: str, listens: str) -> Non
     "name",
     [
         "rebound.example",
-        "rebound.example:8000",
-        "localhost.rebound.example",
         "agent.localhost.rebound.example",
         "127.0.0.1.rebound.example",
-        "0.0.0.0.rebound.example",
-        "ip6-localhost.rebound.example",
-        "notlocalhost",
         "rebound-localhost",
         "localhost@rebound.example",
-        "0.0.0.0@rebound.example",
-        "rebound.example/localhost",
         "[",
         "",
         "é",
@@ -178,15 +158,6 @@ EXPOSED = (
     "X-Conversation-Id, X-Conserve-Decoder, X-Conserve-Unserved-Tools, X-Conserve-Ignored-Fields, "
     "X-Request-Id, Request-Id, Retry-After, X-Should-Retry"
 )
-
-
-def test_a_preflight_that_asks_for_less_or_for_a_private_network() -> None:
-    asked = {name: value for name, value in PREFLIGHT.items() if not name.endswith("-headers")}
-    found = cors(answer(asked, "OPTIONS"))
-    assert "allow-headers" not in found
-    assert "allow-private-network" not in found
-    asked["access-control-request-private-network"] = "true"
-    assert cors(answer(asked, "OPTIONS"))["allow-private-network"] == "true"
 
 
 def test_a_preflight_of_another_origin_or_name_is_refused() -> None:
@@ -266,12 +237,9 @@ def test_names_that_the_operator_allows() -> None:
     ("method", "path", "host", "status"),
     [
         ("POST", "/programs/release", "rebound.example", 421),
-        ("GET", "/metrics", "rebound.example", 421),
         # Routes match with a line break at the end, and what compares paths does not.
         ("GET", "/metrics\n", "127.0.0.1", 404),
         ("GET", "/v1/chat/completions\n", "127.0.0.1", 404),
-        ("GET", "/v1/engines\r", "127.0.0.1", 404),
-        ("GET", "/\u2028", "127.0.0.1", 404),
     ],
 )
 def test_it_stands_before_every_path(method: str, path: str, host: str, status: int) -> None:

@@ -1,6 +1,5 @@
 """The OpenAPI document: every path is in it, it is valid, it says what becomes of each field."""
 
-import json
 import re
 from typing import Any
 
@@ -21,7 +20,6 @@ from conserve.settings import Settings
 from deployments.engine.http_server import describe
 from deployments.router import addons
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.interface import SCHEMAS
 from deployments.router.openapi import document
 from deployments.router.upstream import EngineUnreachable, Upstream
 from tests.unit.deployments.asgi import ask
@@ -76,35 +74,6 @@ def test_it_is_valid(whole: dict[str, Any]) -> None:
         operation.ok()  # Every reference in it leads somewhere.
 
 
-def test_a_turn_leads_to_its_conversation(whole: dict[str, Any]) -> None:
-    operations = {
-        operation["operationId"]: {
-            each["$ref"].rsplit("/", 1)[1] for each in operation["parameters"]
-        }
-        for path in whole["paths"].values()
-        for operation in path.values()
-    }
-    assert len(operations) == sum(len(path) for path in whole["paths"].values())
-    for path in TURN_PATHS:
-        links = whole["paths"][path]["post"]["responses"]["200"]["links"]
-        assert {link["operationId"] for link in links.values()} <= set(operations)
-        assert links["end"]["parameters"] == {"id": "$response.header.x-conversation-id"}
-
-
-def test_it_holds_what_is_referred_to_and_no_more(
-    whole: dict[str, Any], engines_own: dict[str, Any]
-) -> None:
-    text = json.dumps(whole)
-    for name in whole["components"]["schemas"]:
-        assert f'"#/components/schemas/{name}"' in text
-    assert "ChatCompletionRequest" in whole["components"]["schemas"]
-    # Of two schemas with one name, vLLM's is lost. No request refers to its form of an error.
-    assert SCHEMAS.keys() & engines_own["components"]["schemas"].keys() == {"AnthropicError"}
-    # vLLM's form of an error is not what clients get.
-    assert "ErrorInfo" in engines_own["components"]["schemas"]
-    assert "ErrorInfo" not in whole["components"]["schemas"]
-
-
 @pytest.mark.parametrize("path", TURN_PATHS)
 def test_it_says_what_becomes_of_a_turns_fields(whole: dict[str, Any], path: str) -> None:
     schema = request_schema(whole, path)
@@ -131,27 +100,6 @@ def test_every_header_that_is_understood_is_in_it(whole: dict[str, Any]) -> None
     hinted = {hint.name for hint in NAMES if not hint.in_body}
     understood = {*HEADERS, *AGENT_HEADERS, *hinted, FINAL_HEADER, "x-request-id"}
     assert set(names) == {name.lower() for name in understood}
-
-
-def test_tokens_are_asked_for_by_model_and_nothing_of_conversations(whole: dict[str, Any]) -> None:
-    schemas = whole["components"]["schemas"]
-    body = whole["paths"]["/tokenize"]["post"]["requestBody"]["content"]["application/json"]
-    kinds = {one["$ref"].rsplit("/", 1)[1] for one in body["schema"]["anyOf"]}
-    assert kinds == {"TokenizeCompletionRequest", "TokenizeChatRequest"}
-    for name in (*kinds, "DetokenizeRequest"):
-        assert schemas[name]["properties"]["model"]["enum"] == [MODEL]
-        assert not {"session_id", "metadata", "kv_transfer_params"} & set(
-            schemas[name]["properties"]
-        )
-    tokens = schemas["DetokenizeRequest"]["properties"]["tokens"]
-    assert (tokens["maxItems"], tokens["items"]["maximum"]) == (131_072, 2**31 - 1)
-
-
-def test_a_prompt_is_needed(whole: dict[str, Any]) -> None:
-    schema = request_schema(whole, "/v1/completions")
-    assert "prompt" in schema["required"]
-    assert {"type": "null"} not in schema["properties"]["prompt"]["anyOf"]
-    assert request_schema(whole, "/v1/chat/completions")["properties"]["messages"]["minItems"] == 1
 
 
 def test_an_engine_is_asked_once(

@@ -144,10 +144,6 @@ def test_another_machine_is_not_told_of_what_it_cannot_reach() -> None:
     assert [targets for targets, _ in listed("10.0.0.9")] == [["10.0.0.7:41003"]]
 
 
-def test_without_engines_the_list_is_empty() -> None:
-    assert get("/metrics/targets", StubTable(engines=[])).json() == []
-
-
 @pytest.mark.parametrize("answers_in_s", [None, 60.0])
 def test_a_scrape_is_answered_in_time_without_the_table(answers_in_s: float | None) -> None:
     """Prometheus would drop what comes later, and know nothing of the router."""
@@ -266,11 +262,9 @@ async def test_a_stream_ends_with_its_router() -> None:
 @pytest.mark.parametrize(
     ("query", "headers", "asked"),
     [
-        ("after=5", {}, (5, (), None, None)),
         ("after=5", {"last_event_id": "17"}, (17, (), None, None)),
         ("kind=pause&kind=restore", {}, (None, ("pause", "restore"), None, None)),
         ("conversation=c%20d", {}, (None, (), None, "c d")),
-        ("tenant=acme", {}, (None, (), "acme", None)),
         ("tenant=acme&conversation=c", {}, (None, (), "acme", "acme\tc")),
     ],
 )
@@ -288,8 +282,6 @@ async def test_a_listener_says_of_what_it_wants_to_hear(
     ("query", "says"),
     [
         ("after=-1", "after"),
-        ("after=²", "after"),
-        ("after=" + "9" * 19, "after"),
         ("kind=x", "kind"),
     ],
 )
@@ -376,15 +368,6 @@ def test_the_page_may_load_and_ask_its_own_server_alone() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", text)
     page = (FOLDER / "index.html").read_text()
     assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?! type=\"module\" src=)", page)
-
-
-def test_all_files_of_the_page_are_served() -> None:
-    assert {file.name for file in FOLDER.iterdir()} == {"index.html", *DASHBOARD_FILES}
-
-
-@pytest.mark.parametrize("path", ["/index.html", "/../operators.py", "/x.js"])
-def test_nothing_else_is_served_below_it(path: str) -> None:
-    assert ask(a_door(), "GET", DASHBOARD + path).status_code == 404
 
 
 def test_the_page_needs_no_key_and_what_it_asks_for_does(tmp_path: Path) -> None:

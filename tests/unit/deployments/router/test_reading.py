@@ -39,41 +39,6 @@ def test_no_half_is_left_and_all_else_stays(body: Any, escaped: bool) -> None:
     assert json.loads(whole_characters(raw)) == expected(json.loads(text))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain",
-        "😀",
-        r"\\ud83d is a backslash and letters",
-        r"\\\\ud83d too",
-        r"a pair: \ud83d\ude00",
-        r"several: \uD83D\uDE00\ud83d\ude01",
-        r"\u00e9\n\"\/",
-    ],
-)
-def test_what_is_whole_stays_as_it_is_written(text: str) -> None:
-    raw = f'{{"a": "{text}"}}'.encode()
-    assert whole_characters(raw) is raw or whole_characters(raw) == raw
-    assert json.loads(whole_characters(raw)) == json.loads(raw)
-
-
-@pytest.mark.parametrize(
-    ("text", "whole"),
-    [
-        (r"\ud83d", "\ufffd"),
-        (r"\uDE00", "\ufffd"),
-        (r"\ud83d\ud83d\ude00", "\ufffd😀"),
-        (r"\ude00\ud83d", "\ufffd\ufffd"),
-        (r"\\\ud83d.", "\\\ufffd."),
-        (r"cut \ud83d", "cut \ufffd"),
-        (r"\ud83d\n", "\ufffd\n"),
-        (r"\ud83d\u00e9", "\ufffdé"),
-    ],
-)
-def test_a_half_becomes_one_replacement_character(text: str, whole: str) -> None:
-    assert json.loads(whole_characters(f'["{text}"]'.encode())) == [whole]
-
-
 @pytest.mark.parametrize("raw", [b"", b"\xed\xa0", b"{\xff\xed\xa0\xbd", b'{"a": \\ud83d', b"\\"])
 def test_what_is_no_json_stays_none(raw: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
@@ -127,13 +92,10 @@ def test_a_compressed_body_is_read(coding: str, raw: bytes) -> None:
             f"longer than {LIMIT} bytes",
         ),
         ("gzip", GZIP[:-1], 400, "not one whole"),
-        ("gzip", GZIP + b"x", 400, "not one whole"),
         ("gzip", GZIP + GZIP, 400, "not one whole"),
         ("gzip", GZIP[:-8] + b"\0" * 8, 400, "is not gzip"),
-        ("gzip", BODY, 400, "is not gzip"),
         ("deflate", BODY, 400, "is not deflate"),
         ("zstd", BODY, 415, "'zstd' is not served; send gzip, deflate, or none"),
-        ("gzip, gzip", gzip.compress(GZIP, mtime=0), 415, "send gzip"),
     ],
 )
 def test_a_compressed_body_is_refused(coding: str, raw: bytes, status: int, said: str) -> None:

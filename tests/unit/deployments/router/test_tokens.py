@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect, Request
 
 from conserve import budget
-from conserve.apis import COUNT_INPUT, COUNT_TOKENS, TOKEN_PATHS
+from conserve.apis import COUNT_TOKENS
 from conserve.errors import ApiError
 from conserve.media import name_of
-from conserve.settings import Settings
 from deployments.answers import Engine
 from deployments.router import tokens
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.media import MediaReader
-from deployments.router.stored import StoredResponses
-from deployments.router.tokens import TokensEndpoint, by_leisure
+from deployments.router.tokens import by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
 from tests.unit.deployments.asgi import exchanged, told
 from tests.unit.deployments.router.fakes import Keys, a_door
@@ -97,13 +93,11 @@ def sized(length: int, token_strs: Any) -> dict[str, Any]:
     ("path", "body"),
     [
         ("/tokenize", {"prompt": "hello", "model": "conserve-embedded"}),
-        ("/tokenize", {"prompt": ""}),
         ("/tokenize", HELLO),
         ("/tokenize", {**HELLO, "tools": [], "return_token_strs": True}),
         ("/tokenize", sized(STRS_BYTES, True)),
         *(("/tokenize", sized(STRS_BYTES + 1, no)) for no in (False, None, 0)),
         ("/detokenize", {"tokens": [5, 6]}),
-        ("/detokenize", {"tokens": []}),
         (COUNT_TOKENS, {**HELLO, "model": "conserve-embedded"}),
     ],
 )
@@ -116,30 +110,18 @@ def test_an_engine_answers_what_it_is_sent(engines: Engines, path: str, body: An
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": ["a", "b"]}, 400, "prompt"),
-        ("/tokenize", {"prompt": [5]}, 400, "prompt"),
-        ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"prompt": "a", "messages": [5]}, 400, "messages"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": "a", "model": 5}, 400, "model"),
         ("/tokenize", {"prompt": "a", "x": 2**70}, 400, "x"),
         ("/tokenize", {"prompt": "a", "x": nested(64)}, 400, "x"),
         ("/tokenize", {**HELLO, "tools": [{}] * 513}, 400, "tools"),
         ("/tokenize", {"messages": HELLO["messages"] * 6145}, 400, "messages"),
         ("/tokenize", sized(STRS_BYTES + 1, True), 400, "return_token_strs"),
-        ("/tokenize", sized(STRS_BYTES + 1, "yes"), 400, "return_token_strs"),
         ("/tokenize", {"prompt": "a" * budget.MOST_TOKENIZE_BYTES}, 413, None),
-        ("/tokenize", b"{", 400, None),
         ("/tokenize", '{"prompt": "a"}'.encode("utf-16"), 400, None),
-        ("/detokenize", {}, 400, "tokens"),
-        ("/detokenize", {"tokens": "5"}, 400, "tokens"),
-        ("/detokenize", {"tokens": ["5"]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [True]}, 400, "tokens"),
         *(("/detokenize", {"tokens": [odd]}, 400, "tokens") for odd in (-1, 5.0, None, [5])),
         ("/detokenize", {"tokens": [2**31]}, 400, "tokens"),
         ("/detokenize", {"tokens": [5] * 131_073}, 400, "tokens"),
         ("/detokenize", {"tokens": [5], "x": [[]] * 20_000}, 400, None),
-        ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
     ],
 )
 def test_what_costs_too_much_or_is_no_request_gets_to_no_engine(
@@ -160,37 +142,6 @@ def test_what_no_turn_may_be_is_not_counted_either(engines: Engines) -> None:
         # In the shape of its API.
         assert answer["type"] == "error"
     assert engines.asked == []
-
-
-def test_a_refusal_that_took_long_is_held_back(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[int] = []
-
-    async def hold_back(error: ApiError, arrived_s: float) -> None:
-        held.append(error.status)
-
-    monkeypatch.setattr(tokens, "hold_back", hold_back)
-    paths = (*TOKEN_PATHS, COUNT_INPUT)
-    for path in paths:
-        assert asked(path, {"model": 5})[0] == 400
-    assert held == [400] * len(paths)
-    assert engines.asked == []
-
-
-def test_as_much_as_is_allowed_is_served(engines: Engines) -> None:
-    around = len(json.dumps({"prompt": ""}))
-    assert asked("/tokenize", {"prompt": "a" * (budget.MOST_TOKENIZE_BYTES - around)})[0] == 200
-    assert asked("/detokenize", {"tokens": [2**31 - 1] * 131_072})[0] == 200
-    assert len(engines.asked) == 2
-
-
-def test_an_engines_refusal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ApiError(400, "chat_template is not allowed", param="chat_template")
-    use(monkeypatch, Engines(error=error))
-    status, answer = asked("/tokenize", HELLO)
-    assert status == 400
-    assert answer == error.body()
 
 
 def test_another_engine_is_asked_where_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,17 +188,6 @@ async def test_few_are_asked_for_at_a_time_and_few_wait(
     assert engines.most_at_a_time == 2
 
 
-async def test_nobody_waits_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_WAIT_S", 0.01)
-    door = a_door(a_table())
-    engines.answers.clear()
-    under_way = [asyncio.ensure_future(post(door, "/tokenize", HELLO)) for _ in range(2)]
-    await asyncio.wait_for(engines.full.wait(), 10)
-    assert (await post(door, "/tokenize", HELLO))[0] == 429
-    engines.answers.set()
-    await asyncio.gather(*under_way)
-
-
 async def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     engines: Engines, tmp_path: Path
 ) -> None:
@@ -265,16 +205,3 @@ async def test_a_key_is_needed_and_its_tenants_media_are_its_own(
     assert sent["image_url"]["url"].endswith(pixel)
     assert name_of(sent["image_url"]["url"]) is not None
     assert "uuid" not in sent
-
-
-async def test_nothing_is_asked_for_a_client_that_left(engines: Engines) -> None:
-    settings, table, upstream = Settings(), a_table(), Upstream(5)
-    stored = StoredResponses(settings, table, upstream)
-    endpoint = TokensEndpoint(settings, table, upstream, stored, MediaReader(settings))
-
-    async def left() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
-
-    with pytest.raises(ClientDisconnect):
-        await endpoint.serve(Request({"type": "http", "path": "/tokenize", "headers": []}, left))
-    assert engines.asked == []

@@ -1,10 +1,10 @@
 """What `/metrics` says."""
 
 import pytest
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from autoscale.autoscaler import Autoscaler, Need, Scaling, Wanted
+from autoscale.autoscaler import Autoscaler
 from conserve.admission import Admission, Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
@@ -13,13 +13,10 @@ from conserve.history import TurnStats
 from conserve.pausing import Pausing, ToolReport
 from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
-from deployments.messages import EngineInfo
-from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
+from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS
 from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
 from deployments.table.registry import Registry
 from deployments.table.tenant_metrics import NAMED_TENANTS, TENANTS, TOKENS, TenantCounts
-from hetero.energy import EnergyBook, EngineEnergy, GpuReading
-from tests.unit.hetero.test_energy import said
 
 # A name without one of these counts things; things that are counted are named in the plural.
 UNITS = (
@@ -139,26 +136,6 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
     assert scene.value("conserve_decoder_held_tokens", decoder="d2") == 0
 
 
-def test_lost_engines_disappear(scene: Scene) -> None:
-    scene.table.add_decoder("d", 1000)
-    scene.table.add_prefiller("p")
-    scene.table.bind("a", 300, now_s=1)
-    scene.table.remove_decoder("d")
-    scene.table.remove_prefiller("p")
-    assert scene.value("conserve_decoder_held_tokens", decoder="d") is None
-    assert scene.value("conserve_prefiller_queued_tokens", prefiller="p") is None
-    # The conversation itself lives on.
-    assert scene.value("conserve_conversations", phase="acting") == 1
-
-
-def test_histograms_have_buckets_for_what_they_measure(scene: Scene) -> None:
-    scene.metrics.ttft_s.observe(0.3)
-    scene.metrics.tbt_s.observe(0.004)
-    assert scene.value("conserve_ttft_seconds_bucket", le="0.25") == 0
-    assert scene.value("conserve_ttft_seconds_bucket", le="0.5") == 1
-    assert scene.value("conserve_tbt_seconds_bucket", le="0.005") == 1
-
-
 def test_what_may_happen_is_0_before_it_does(scene: Scene) -> None:
     """Prometheus sees no growth to the first value of a series."""
     for name, labels in (
@@ -172,31 +149,6 @@ def test_what_may_happen_is_0_before_it_does(scene: Scene) -> None:
         ("queue_refusals_total", {"reason": "timeout"}),
     ):
         assert scene.value(f"conserve_{name}", **labels) == 0, (name, labels)
-
-
-def test_two_applications_in_one_process_do_not_mix() -> None:
-    one, other = Scene(), Scene()
-    one.metrics.handoffs.inc()
-    assert other.value("conserve_handoffs_total") == 0
-
-
-def test_odd_engine_ids_survive_the_text_format(scene: Scene) -> None:
-    odd = 'default#Decoder#a"b\\c'
-    scene.table.add_decoder(odd, 10)
-    assert scene.value("conserve_decoder_capacity_tokens", decoder=odd) == 10
-
-
-def test_replicas_are_told_with_the_signal_that_decides(scene: Scene) -> None:
-    for name in ("d1", "d2", "d3"):
-        leaving = name == "d3"
-        info = EngineInfo(name, "decoder", "http://d", 1, 1000, 900, leaving=leaving)
-        scene.registry.add(info, 0.0)
-    assert scene.value("conserve_replicas", role="decoder") == 2
-    assert scene.value("conserve_leaving_replicas", role="decoder") == 1
-    assert scene.value("conserve_wanted_replicas", role="decoder") == 3
-    assert "conserve_needed_replicas" in scene.families()
-    scene.autoscaler.wanted["decoder"] = Wanted(Scaling(3), Need(2.4, "occupancy"))
-    assert scene.value("conserve_needed_replicas", role="decoder", signal="occupancy") == 2.4
 
 
 def samples(rows: Rows[TenantCounts]) -> dict[tuple[str, ...], float]:
@@ -246,47 +198,3 @@ def test_tokens_are_counted_by_tenant_and_by_where_they_came_from() -> None:
         ("conserve_tokens_total", "", "cached"): 0,
         ("conserve_tokens_total", "", "output"): 5,
     }
-
-
-def test_tokens_of_more_tenants_than_are_named_are_summed_up() -> None:
-    counts = TenantCounts(UsageBook())
-    for number in range(NAMED_TENANTS + 5):
-        counts.spent(f"t{number}", TurnStats(10, 1, 0, 0), 0)
-    found = samples(Rows(TOKENS, counts))
-    assert len(found) == 3 * (NAMED_TENANTS + 1)
-    assert found["conserve_tokens_total", "other", "computed"] == 50
-
-
-def text(book: EnergyBook) -> str:
-    registry = CollectorRegistry()
-    registry.register(Rows(ENERGY, book, has_gpus))
-    return generate_latest(registry).decode()
-
-
-def test_gpus_have_power_energy_and_tokens_per_joule() -> None:
-    book = EnergyBook()
-    assert text(book) == ""
-    book.report("p", "prefiller", "fast", said(0), 0.0)
-    book.report("d", "decoder", "slow", said(0), 0.0)
-    book.report("p", "prefiller", "fast", said(100), 1.0)
-    book.report("d", "decoder", "slow", said(300, integrated=True), 1.0)
-    book.computed("p", 500)
-    book.computed("d", 300)
-    shown = text(book)
-    for line in (
-        'conserve_gpu_power_watts{gpu="GPU-1",role="prefiller",tier="fast"} 250.0',
-        'conserve_gpu_power_cap_watts{gpu="GPU-1",role="prefiller",tier="fast"} 200.0',
-        'conserve_gpu_energy_joules_total{phase="tail",role="decoder",tier="slow"} 300.0',
-        'conserve_gpu_energy_joules_total{phase="cold_prefill",role="prefiller",tier="fast"} 100.0',
-        'conserve_tier_tokens_per_joule{tier="fast"} 5.0',
-        'conserve_tier_tokens_per_joule{tier="slow"} 1.0',
-        'conserve_computed_tokens_total{tier="fast"} 500.0',
-        "conserve_tokens_per_joule 2.0",
-        "conserve_gpu_energy_integrated 1.0",
-    ):
-        assert line in shown
-    assert "power_cap_refused{" not in shown
-    refusal = GpuReading("GPU-2", "A40", 1.0, None, None, None, refusal="NoPermission")
-    book.report("e", "decoder", "slow", EngineEnergy(0, "1", False, (refusal,)), 1.0)
-    wanted = 'power_cap_refused{gpu="GPU-2",reason="NoPermission",role="decoder",tier="slow"} 1.0'
-    assert wanted in text(book)

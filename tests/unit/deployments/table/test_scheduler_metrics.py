@@ -1,7 +1,5 @@
 """What engines' schedulers tell is shown while their engines live."""
 
-import msgspec
-
 from conserve.placement.load import EngineLoad
 from deployments.messages import SchedulerLoad
 from tests.unit.deployments.table.drive import engine
@@ -63,26 +61,3 @@ async def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
         assert await service.says(f"conserve_engine_{line}"), line
     await service.engine_lost("d", "it died")
     assert b"conserve_engine_waiting" not in await service.metrics()
-
-
-async def test_a_lane_is_shown_where_there_is_one() -> None:
-    lane = {
-        "lane_waiting": 2,
-        "lane_running": 1,
-        "lane_tokens": 700,
-        "lane_prefills": {"done": 5, "failed": 1},
-        "lane_computed_tokens": 9_000,
-    }
-    service = await a_service("d")
-    await service.beat("d", None, None, LOAD)
-    assert b"conserve_engine_lane" not in await service.metrics()
-    await service.beat("d", None, None, msgspec.structs.replace(LOAD, **lane))
-    for line in (
-        'lane_waiting{engine="d"} 2.0',
-        'lane_running{engine="d"} 1.0',
-        'lane_tokens{engine="d"} 700.0',
-        'lane_prefills_total{engine="d",outcome="done"} 5.0',
-        'lane_prefills_total{engine="d",outcome="failed"} 1.0',
-        'lane_computed_tokens_total{engine="d"} 9000.0',
-    ):
-        assert await service.says(f"conserve_engine_{line}"), line

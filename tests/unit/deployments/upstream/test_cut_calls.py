@@ -215,14 +215,6 @@ async def test_each_choice_ends_as_it_ended(order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("asked", [{"tools": None, "tool_choice": "none"}, {"tool_choice": "none"}])
-async def test_without_tools_there_is_text(asked: Json) -> None:
-    (choice,) = await Engine().chat(HERMES, **asked)
-    assert (choice["finish_reason"], calls_in(choice)) == ("length", [])
-    assert choice["message"]["content"] == HERMES
-
-
-@pytest.mark.usefixtures("patched")
 async def test_a_response_has_the_call_and_is_incomplete(parser: str) -> None:
     told = await response(ANSWERS[parser], "length", parser)
     assert told["status"] == "incomplete"
@@ -252,17 +244,3 @@ def test_half_a_call_in_a_message_has_as_much_of_its_input_as_there_is(
     assert message.stop_reason == "max_tokens"
     (block,) = message.content
     assert (block.name, block.input) == ("look", left)
-
-
-@pytest.mark.usefixtures("patched")
-async def test_a_parser_that_fails_leaves_the_answer_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine()
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("not in one piece")
-
-    monkeypatch.setattr(engine.chats.parser_cls, "parse_delta", fails)
-    (choice,) = await engine.chat(HERMES)
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", HERMES)
