@@ -370,10 +370,10 @@ def _prepare(nodes: list[int]) -> None:
     interleave(nodes)
 
 
-def sockets(file: Path = Path("/sys/devices/system/node/has_cpu")) -> list[int]:
+def sockets() -> list[int]:
     """Return the NUMA nodes with CPUs; a GPU's memory may be a node, too, and is left out."""
     try:
-        said = file.read_text()
+        said = Path("/sys/devices/system/node/has_cpu").read_text()
     except OSError:
         return []
     parts = (part.partition("-") for part in said.strip().split(",") if part)

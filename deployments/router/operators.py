@@ -47,16 +47,15 @@ class Probes:
     While it is `draining`, load balancers send no more requests here.
     """
 
-    def __init__(self, settings: Settings, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._versions = answers.Versions(**installed(), model=settings.model_id)
-        self._now_s = now_s
         self._heard_s: float | None = None
         self._can_serve = False
         self.draining = False
 
     def heard(self, can_serve: bool | None) -> None:
         """Note that the table answers; None: it does not know yet whether turns can be served."""
-        self._heard_s = self._now_s()
+        self._heard_s = time.monotonic()
         if can_serve is not None:
             self._can_serve = can_serve
 
@@ -66,7 +65,7 @@ class Probes:
             return "draining: this router ends once it has served what it has"
         if self._heard_s is None:
             return "starting: the conversation table has not answered yet"
-        if self._now_s() - self._heard_s > SILENCE_S:
+        if time.monotonic() - self._heard_s > SILENCE_S:
             return f"the conversation table has not answered for {SILENCE_S:g} s"
         return None if self._can_serve else "no decoder can serve turns now"
 

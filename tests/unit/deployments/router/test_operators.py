@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -63,9 +64,12 @@ def test_one_that_drains_is_not_ready_and_lives() -> None:
     assert probed(door, "/live").status_code == 200
 
 
-def test_a_table_that_is_silent_or_starts_again_counts_only_after_a_while() -> None:
+def test_a_table_that_is_silent_or_starts_again_counts_only_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = [0.0]
-    probes = Probes(Settings(), lambda: now_s[0])
+    monkeypatch.setattr(operators, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    probes = Probes(Settings())
     assert "starting" in str(probes.not_ready())
     probes.heard(None)
     assert "no decoder" in str(probes.not_ready())
