@@ -148,8 +148,11 @@ async def test_outputs_of_several_tokens_are_put_out_together_again(tokenizer: A
     [
         {"n": 2, "temperature": 0.7},
         {"logprobs": 1},
+        {"prompt_logprobs": 1},
         {"structured_outputs": StructuredOutputsParams(json={"type": "object"})},
         {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"bad_words": ["no"]},
         {"seed": 7, "temperature": 0.7},
         {"extra_args": {"of_a_logits_processor": 1}},
         {"detokenize": False},

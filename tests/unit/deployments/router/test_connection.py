@@ -198,6 +198,18 @@ def test_requests_in_a_row_are_all_answered(served: tuple[Application, int]) -> 
     assert read.index(b"one") < read.index(b"two")
 
 
+def test_older_clients_are_sent_nothing_that_they_do_not_know(
+    served: tuple[Application, int],
+) -> None:
+    """In HTTP/1.0 the first line is the answer's, so who ends its side has left."""
+    application, port = served
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(b"POST /whole HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100) == b""
+    assert application.left.wait(MISSED_S)
+
+
 # --- Offers of other protocols --------------------------------------------------------------------
 
 SETTINGS = "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"
