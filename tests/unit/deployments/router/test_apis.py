@@ -197,6 +197,14 @@ def test_a_response_goes_on_with_its_conversation_whichever_history_it_is_of() -
     assert asked.explicit_id == "conv-1"
 
 
+def test_a_response_that_is_named_in_escapes_is_not_passed_over() -> None:
+    """It is looked for as it is written, and an engine would read it all the same."""
+    raw = rb'{"input": "b", "previous\u005fresponse_id": "resp_1"}'
+    with pytest.raises(ApiError, match="without escapes") as error:
+        asgi.read_turn(RESPONSES, raw)
+    assert (error.value.status, error.value.param) == (400, "previous_response_id")
+
+
 def answered(store: ResponseStore, id_: str, given: Any, *output: Json) -> list[Json]:
     """Keep a response with items; the items, with their ids."""
     items = [{**item, "id": item_id(id_, item["type"], place)} for place, item in enumerate(output)]

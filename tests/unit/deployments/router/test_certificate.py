@@ -211,6 +211,13 @@ def test_a_bad_certificate_is_logged_once_and_the_old_one_stays(
     assert name_shown(port) == "third"
 
 
+def test_plain_http_is_not_answered(served: tuple[Application, int]) -> None:
+    _, port = served
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"HTTP" not in client.recv(100)
+
+
 def test_the_command_finds_its_own_application(
     served: tuple[Application, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

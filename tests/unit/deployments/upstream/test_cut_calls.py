@@ -244,3 +244,17 @@ def test_half_a_call_in_a_message_has_as_much_of_its_input_as_there_is(
     assert message.stop_reason == "max_tokens"
     (block,) = message.content
     assert (block.name, block.input) == ("look", left)
+
+
+@pytest.mark.usefixtures("patched")
+async def test_a_parser_that_fails_leaves_the_answer_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not in one piece")
+
+    monkeypatch.setattr(engine.chats.parser_cls, "parse_delta", fails)
+    (choice,) = await engine.chat(HERMES)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", HERMES)
