@@ -83,11 +83,6 @@ def test_a_change_is_shown() -> None:
     assert "-    return 1\n+    return 2" in difference
 
 
-def test_a_seam_that_is_not_even_here_is_no_verdict() -> None:
-    with pytest.raises(LookupError, match="has no far:Motor"):
-        list(verdicts(Source(HERE.get), Source(HERE.get), ["far:Motor"]))
-
-
 def test_a_wheel_that_is_there_is_read_without_unpacking(tmp_path: Path) -> None:
     import zipfile
 

@@ -46,19 +46,6 @@ def test_what_differs_between_machines_may_do_either(outcome: Outcome) -> None:
     assert kept_by_the_engine({"a": outcome}, listed) == []
 
 
-def test_the_engine_is_not_blamed_for_what_it_can() -> None:
-    outcomes = {"a": FAILED, "b": PASSED, "c": PASSED}
-    (line,) = kept_by_the_engine(outcomes, LISTED)
-    assert line.startswith("b: ")
-
-
-def test_a_case_has_one_reason(tmp_path: Path) -> None:
-    file = tmp_path / "list.toml"
-    file.write_text('[[listed]]\nreason = "r"\nengine = true\ncases = ["a", "b", "a"]\n')
-    with pytest.raises(ValueError, match="twice: a"):
-        read(file)
-
-
 @pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)
 def test_the_docs_have_each_reason_and_how_many_cases_it_is_for(file: Path) -> None:
     text = (ROOT / "docs" / "apis.md").read_text()
@@ -70,7 +57,3 @@ def test_the_docs_have_each_reason_and_how_many_cases_it_is_for(file: Path) -> N
 def test_the_tests_are_of_the_version_that_engines_run() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"vllm=={vllm_suite.VERSION}" in project["optional-dependencies"]["cuda"]
-
-
-def test_each_file_of_vllm_is_tried_or_left_out() -> None:
-    assert not set(vllm_suite.FILES) & set(vllm_suite.LEFT_OUT)

@@ -56,20 +56,6 @@ def test_the_python_examples_parse() -> None:
         ast.parse(example)
 
 
-def test_the_python_examples_ask_for_the_model_that_is_served() -> None:
-    """Whichever the section before had them start."""
-    assert "conserve-embedded" not in "".join(_blocks("python"))
-    assert "model = client.models.list().data[0].id" in _blocks("python")[0]
-
-
-def test_environments_are_named_by_what_makes_them() -> None:
-    """A command that is shown after `make install-gpu` runs in `.venv-gpu`."""
-    for text in _blocks(""):
-        if "make install-gpu" in text:
-            assert ".venv-gpu/bin/" in text
-            assert ".venv/bin/" not in text
-
-
 def test_every_command_of_make_exists() -> None:
     """A target that the README names is in the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

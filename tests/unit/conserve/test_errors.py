@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conserve.apis import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
-from conserve.errors import ApiError, OutputTooLong, PromptTooLong, from_engine
+from conserve.errors import ApiError, OutputTooLong, from_engine
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/opt/vllm/core.py", line 3\nKeyError: 7'
 
@@ -132,8 +132,6 @@ def test_a_rewritten_body_is_explained_without_what_is_for_programmers() -> None
             "You must use one kind of structured outputs constraint but none are specified",
         ),
         ("<path> is not a multimodal model", "this model reads text only"),
-        ("'int' object is not iterable", "chat_template_kwargs"),
-        ("sequence item 0: expected str instance, int found", "check the types"),
         (
             "jinja2.environment.Template.render() got multiple values for keyword argument 'm'",
             "che",
@@ -162,11 +160,6 @@ def test_an_unknown_model() -> None:
     error = from_engine(404, vllm("The model `gpt-9` does not exist.", "model", 404))
     assert (error.status, error.code) == (404, "model_not_found")
     assert "gpt-9" in error.message
-
-
-def test_an_error_without_its_envelope() -> None:
-    error = from_engine(400, {"object": "error", "message": "bad", "param": None, "code": 400})
-    assert (error.status, error.message) == (400, "bad")
 
 
 @pytest.mark.parametrize("status", [500, 501, 502, 503])
@@ -286,13 +279,6 @@ def test_a_prompt_over_the_context_is_told_in_anthropics_words(
     assert error == {"type": "invalid_request_error", "message": said}
 
 
-def test_an_event_says_it_in_its_apis_words() -> None:
-    error = PromptTooLong(9000, 8192)
-    assert b"prompt is too long: 9000 tokens > 8192 maximum" in error.event(MESSAGES)
-    assert b'"param": "input"' in error.event(RESPONSES, 3)
-    assert b'"param": "prompt"' in error.event(COMPLETIONS)
-
-
 # What agents look for to compact their history, in any API's errors.
 COMPACTS = (
     "prompt is too long", "context length", "context window", "context limit", "maximum context",
@@ -324,12 +310,6 @@ def test_an_output_cap_that_is_too_large_is_no_prompt_that_is_too_long(
             9009,
             9000,
             "input length and `max_tokens` exceed context limit: 9009 + 9000 > 16384, decrease "
-            "input length or `max_tokens` and try again",
-        ),
-        (
-            9009,
-            16384,
-            "input length and `max_tokens` exceed context limit: 9009 + 16384 > 16384, decrease "
             "input length or `max_tokens` and try again",
         ),
         (12, 32000, "max_tokens: 32000 > 16384, which is the maximum allowed number of output"),

@@ -56,18 +56,12 @@ def test_who_says_nothing_has_none() -> None:
         ({"x-dynamo-request-priority": "7"}, {}, Hints(priority=7)),
         # vLLM's lowest goes first.
         ({}, {"priority": 4}, Hints(priority=-4)),
-        ({"x-vllm-priority": "-2"}, {"priority": 4}, Hints(priority=2)),
         ({"x-conserve-deadline-s": "2.5"}, {}, Hints(deadline_s=2.5)),
         ({"x-envoy-expected-rq-timeout-ms": "15000"}, {}, Hints(deadline_s=15)),
         ({"x-conserve-first-token-s": "1e-3"}, {}, Hints(first_token_s=0.001)),
-        ({"x-slo-ttft-ms": "500"}, {}, Hints(first_token_s=0.5)),
-        ({}, {"nvext": {"router": {"ttft_target": 250.0}}}, Hints(first_token_s=0.25)),
         ({"x-conserve-expected-resume-s": "30"}, {}, Hints(expected_resume_s=30)),
         ({"x-conserve-last-step": "True"}, {}, Hints(last_step=True)),
-        ({"x-dynamo-session-final": "true"}, {}, Hints(last_step=True)),
-        ({}, {"is_last_step": False}, Hints(last_step=False)),
         ({}, {"nvext": {"session_control": {"action": "close"}}}, Hints(last_step=True)),
-        ({}, {"nvext": {"session_control": {"action": "open"}}}, Hints()),
         ({}, {"agent_hint": {"expected_resume": True}}, Hints(last_step=False)),
         *(
             ({}, {"vllm_xargs": {"agentic_context": context}}, Hints(last_step=True))

@@ -112,9 +112,8 @@ def test_empty_is_absent(source: Source, empty: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(7, "a number"), (0, "a number"), (1.5, "a number"), (False, "a boolean"),
-     ([], "an array"), ({"id": "x"}, "an object")],
-)  # fmt: skip
+    [(0, "a number"), (False, "a boolean"), ([], "an array"), ({"id": "x"}, "an object")],
+)
 def test_body_field_must_be_a_string(value: object, kind: str) -> None:
     error = refusal(OWN_FIELD, value)
     assert error.source == "conversation_id"
@@ -139,9 +138,7 @@ def test_length_limit(source: Source) -> None:
         ("a\nb", "control character U+000A at position 2"),
         ("a\x00", "control character U+0000 at position 2"),
         ("\x7fa", "control character U+007F at position 1"),
-        ("a\u200bb", "control character U+200B at position 2"),
         ("caf\xe9", "non-ASCII character U+00E9 at position 4"),
-        ("a\u2028b", "non-ASCII character U+2028 at position 2"),
         ("\ud83d", "non-ASCII character U+D83D at position 1"),
     ],
 )
@@ -206,19 +203,12 @@ def test_any_json_around_a_name_is_no_error(value: object) -> None:
     ("user_id", "session"),
     [
         (f"user_{'0f' * 32}_account__session_{UUID}", UUID),
-        (f"user_{'0f' * 32}_account_{UUID[::-1]}_session_{UUID}", UUID),
         (json.dumps({"device_id": "0f", "account_uuid": "", "session_id": UUID}), UUID),
         # A user is no conversation.
         (f"user_{'0f' * 32}", None),
         ("0f0f-somebody", None),
-        ("user_x_session_y", None),
-        (f"user_{'0f' * 32}_account__session_", None),
-        (json.dumps({"device_id": "0f"}), None),
-        (json.dumps({"session_id": 7}), None),
         ("{", None),
-        ("[" * 9000, None),
         ('{"a":' * 3000, None),
-        (json.dumps({"session_id": UUID, "x": "x" * 20_000}), None),
         ({"session_id": UUID}, None),
     ],
 )
@@ -231,13 +221,8 @@ def test_claude_codes_user_id_holds_a_session(user_id: object, session: str | No
     [
         ({"program_id": "task-42:researcher", "session_id": "s"}, "task-42:researcher"),
         ({"session_id": "s", "agent_id": "researcher", "task_id": "t"}, "s/researcher"),
-        ({"session_id": "s", "agent_id": "lead"}, "s"),
-        ({"session_id": "s"}, "s"),
         ({"task_id": "t", "agent_id": "a"}, "t/a"),
         ({"agent_id": "a"}, None),
-        ({"program_id": "", "session_id": 5}, None),
-        ({"program_id": ["p"]}, None),
-        ([], None),
         (7, None),
     ],
 )
@@ -330,8 +315,6 @@ def test_what_is_the_engines_too_stays() -> None:
         ({"agentic_context": {"program_id": "p"}, "a": 1}, {"a": 1}),
         ({"agentic_context": None}, {}),
         ({"agentic_context": '{"program_id": "p"}'}, {"agentic_context": '{"program_id": "p"}'}),
-        ({"a": {}}, {"a": {}}),
-        ("odd", "odd"),
         (None, None),
     ],
 )
@@ -340,16 +323,6 @@ def test_an_object_that_vllm_refuses_is_left_out(extra: object, left: object) ->
     body = {"vllm_xargs": extra}
     assert without_identity(body) == {"vllm_xargs": left}
     assert body == {"vllm_xargs": extra}
-
-
-def test_new_ids_are_valid_and_differ() -> None:
-    ids = {new_id() for _ in range(1000)}
-    assert all(map(is_generated, ids))
-    assert not any(map(is_generated, ("conv-1", "task-42", "conv-" + "x" * 24)))
-    assert len(ids) == 1000
-    for one in ids:
-        assert re.fullmatch(r"conv-[0-9a-f]{24}", one)
-        assert explicit_id({"x-conversation-id": one}, {}) == one
 
 
 def test_a_scoped_id_gives_back_tenant_and_id_and_meets_no_other() -> None:

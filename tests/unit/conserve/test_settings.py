@@ -1,11 +1,9 @@
 """Settings are checked once, and refused by name."""
 
-import copy
 import json
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from conserve.pausing import patience_s
 from conserve.placement import (
@@ -84,14 +82,6 @@ def test_dotted_names_reach_everything_from_a_command_line() -> None:
     assert (settings.lmcache.size_gb, settings.lmcache.port) == (1.5, 7000)
 
 
-def test_what_was_given_is_left_alone() -> None:
-    given: dict[str, Any] = {"like": "mars", "decoders": {"num_cpus": 2}}
-    given |= {"engine": {"dtype": "auto"}, "engine.seed": "1"}
-    before = copy.deepcopy(given)
-    assert load(given).engine == {"dtype": "auto", "seed": 1}
-    assert given == before
-
-
 @pytest.mark.parametrize(
     ("line", "name"),
     [
@@ -113,14 +103,6 @@ def test_they_survive_a_config_file() -> None:
     assert (settings.decoders.env, settings.decoders.engine) == (role["env"], engine)
     assert (settings.decoders.tier, settings.lmcache.size_gb) == ("h100", 20)
     assert load(json.loads(settings.model_dump_json())) == settings
-
-
-def test_they_cannot_be_changed_afterwards() -> None:
-    settings = load({})
-    with pytest.raises(ValidationError):
-        settings.port = 1
-    with pytest.raises(ValidationError):
-        settings.decoders.replicas = 1
 
 
 def test_every_setting_is_described() -> None:
@@ -147,46 +129,19 @@ def test_every_setting_is_described() -> None:
             "engine.kv_cache_dtype for both roles",
         ),
         (
-            "engine.dtype=bfloat16 prefillers.engine.dtype=float16",
-            "prefillers.engine.dtype: float16, but decoders have bfloat16: KV is taken as it was",
-        ),
-        ("decoders.engine.dtype=auto", "decoders.engine.dtype: auto, but prefillers have the"),
-        (
-            "engine.block_size=16 decoders.engine.block_size=32",
-            "decoders.engine.block_size: 32, but prefillers have 16",
-        ),
-        (
             "decoders.engine.pipeline_parallel_size=2",
             "decoders.engine.pipeline_parallel_size: 2, but prefillers have the default: LMCache's "
             "keys say among how many workers KV is split, so a decoder would find nothing",
-        ),
-        (
-            "prefillers.engine.decode_context_parallel_size=2",
-            "prefillers.engine.decode_context_parallel_size: 2, but decoders have the default",
         ),
         (
             "decoders.engine.revision=v2",
             "decoders.engine.revision: v2, but prefillers have the default: a conversation would "
             "begin with one model and go on with another",
         ),
-        ("prefillers.engine.quantization=fp8", "prefillers.engine.quantization: fp8, but"),
-        (
-            'decoders.engine.hf_overrides={"rope_theta":1e6}',
-            "decoders.engine.hf_overrides: another value, but prefillers have the default",
-        ),
         (
             'decoders.engine.speculative_config={"method":"eagle3","model":"d"}',
             "decoders.engine.speculative_config: another value, but prefillers have the default: a "
             "drafter has KV of its own",
-        ),
-        ("decoders.engine.spec_method=mtp", "decoders.engine.speculative_config: another value"),
-        (
-            "decoders.engine.disable_hybrid_kv_cache_manager=true",
-            "decoders.engine.disable_hybrid_kv_cache_manager: true, but prefillers",
-        ),
-        (
-            "decoders.engine.mamba_cache_dtype=float32",
-            "decoders.engine.mamba_cache_dtype: float32, but prefillers",
         ),
         (
             "prefillers.env.VLLM_MLA_DISABLE=1",
@@ -194,11 +149,8 @@ def test_every_setting_is_described() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("placement", ["elastic", "conversation", "per_turn"])
-def test_roles_that_could_not_read_each_others_kv_are_refused(
-    line: str, said: str, placement: str
-) -> None:
-    message = refusal(f"{line} placement={placement}")
+def test_roles_that_could_not_read_each_others_kv_are_refused(line: str, said: str) -> None:
+    message = refusal(line)
     assert said in message
     assert len(message.splitlines()) == 1
 
@@ -211,37 +163,28 @@ _LANE = "engine_scheduler=conversation_lane"
     [
         # A value that is none.
         ("placement=conversation:-1", "placement: give conversation:TOKENS"),
-        ("placement=conversation:", "placement: give conversation:TOKENS"),
         ("placement=elastic:1", "placement: elastic takes no number"),
-        ("placement=random", "placement: give one of conversation, elastic, collocated"),
         ("placement=per_turn:1.5", "placement: give per_turn:SHARE"),
-        ("placement=per_turn:nan", "placement: give per_turn:SHARE"),
-        ("decoders=²", "decoders: give"),
         ("tracing.endpoint=collector:4318", "tracing.endpoint: give a URL"),
         ("tracing.endpoint=http://me:secret@collector", "tracing.endpoint: settings are no secret"),
         ("port=7610", "port: 7610 is the LMCache server's"),
-        ("port=9000 lmcache.port=8999", "port: 9000 is the LMCache server's"),
         ("port=8000 port.number=3", "port: give"),
         ("media.tower_layers=0", "media.tower_layers: give a whole number from 1 on"),
         # Numbers that the layout is computed with.
-        ("engine.tensor_parallel_size=two", "engine.tensor_parallel_size: give a whole number"),
         (
             "decoders.engine.tensor_parallel_size=0",
             "decoders.engine.tensor_parallel_size: give a whole number from 1 on",
         ),
-        ("engine.block_size=1.5", "engine.block_size: give a whole number from 1 on"),
         (
             "engine.gpu_memory_utilization=0,9",
             "engine.gpu_memory_utilization: give a number above 0, and at most 1",
         ),
-        ("engine.gpu_memory_utilization=1.5", "give a number above 0, and at most 1"),
         # Encoders that would encode for nothing.
         ("encoders.max_replicas=2", "encoders.max_replicas: encoders do not scale; set"),
         (
             "encoders=1 media.encoded_gb=0",
             "encoders: media.encoded_gb is 0, so other engines get no images from them; set it",
         ),
-        ("encoders=1 media.parts=0", "encoders: media.parts is 0"),
         (
             "encoders=1 tiers.slow.sm_slots=3 encoders.tier=slow",
             "encoders.tier: 'slow' has sm_slots, which encoders cannot keep to",
@@ -251,17 +194,13 @@ _LANE = "engine_scheduler=conversation_lane"
             "encoders.engine.dtype: float32, but decoders have the default, which would make "
             "something else of an image; set engine.dtype for all roles",
         ),
-        ("encoders=1 encoders.engine.revision=v2", "encoders.engine.revision: v2, but"),
         ("encoders=1 encoders.engine.model=m", "encoders.engine.model cannot be set"),
         ("encoders.num_gpus=0.5 gpus=2", "encoders.num_gpus: gpus lays engines out"),
         # Settings that the chosen placement or scheduler would ignore.
         ("placement=collocated prefillers=1", "prefillers: placement collocated has none"),
-        ("placement=per_turn:0.1 pausing=on", "has prefillers go on with histories"),
         ("placement=per_turn pausing=on", "has prefillers go on with histories"),
         ("decoders=0", "decoders: give at least 1"),
-        ("prefillers=0 placement=per_turn", "prefillers: give at least 1 with placement"),
         ("tpot_bound_s=0.03", "tpot_bound_s: set engine_scheduler=conversation"),
-        ("engine_scheduler=order+lanes", "engine_scheduler: give vllm, conversation"),
         (
             "engine_scheduler=conversation decoders.engine.scheduling_policy=fcfs",
             "decoders.engine.scheduling_policy cannot be set: engine_scheduler=conversation",
@@ -269,10 +208,6 @@ _LANE = "engine_scheduler=conversation_lane"
         (
             f"{_LANE} engine.tensor_parallel_size=2",
             f"engine.tensor_parallel_size cannot be set with {_LANE}: the lane has one worker",
-        ),
-        (
-            f"{_LANE} decoders.engine.enable_lora=true",
-            f"decoders.engine.enable_lora cannot be set with {_LANE}: adapters",
         ),
         # Scaling by what is not known.
         (
@@ -283,21 +218,15 @@ _LANE = "engine_scheduler=conversation_lane"
             "placement=full_disaggregation prefillers.max_replicas=2 profile=a40-qwen3-0.6b",
             "only with placement conversation",
         ),
-        ("prefillers.max_replicas=2 profile=p", "only with placement conversation"),
         ("decoders.replicas=3 decoders.max_replicas=2", "decoders.max_replicas: 2 is fewer"),
         # What GPUs cannot be.
         ("gpus=1 device=cpu", "gpus: device is cpu"),
         ("gpus=1 decoders.num_gpus=1", "decoders.num_gpus: gpus lays engines out"),
         ("gpus=1 decoders.tier=a", "gpus: with decoders.tier"),
-        ("gpus=1 tiers.a.resource=b", "gpus: with tiers"),
         ("engine.enable_sleep_mode=true", "engine.enable_sleep_mode cannot be set"),
         (
             "decoders.env.PYTORCH_ALLOC_CONF=a:1,expandable_segments:True",
             "decoders.env.PYTORCH_ALLOC_CONF cannot have expandable_segments:True: memory of that",
-        ),
-        (
-            "prefillers.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            "prefillers.env.PYTORCH_CUDA_ALLOC_CONF cannot have expandable_segments:True",
         ),
         (
             "decoders.engine.enable_cumem_allocator=true",
@@ -306,7 +235,6 @@ _LANE = "engine_scheduler=conversation_lane"
         # Keys and certificates that nothing needs, or that lack a part.
         ("keys_file=keys.json unauthenticated=true", "give one of both"),
         ("tls.cert_file=x.pem", "tls.key_file: set it beside tls.cert_file, or leave both out"),
-        ("tls.key_file=x.pem", "tls.cert_file: set it beside tls.key_file, or leave both out"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_line(line: str, said: str) -> None:
@@ -340,28 +268,18 @@ def test_adapters_are_refused_where_their_kv_would_be_mixed_up() -> None:
     }
 
 
-def test_each_setting_in_which_roles_differ_is_said() -> None:
-    message = refusal("decoders.engine.dtype=half prefillers.engine.block_size=32")
-    assert "decoders.engine.dtype: half, but prefillers" in message
-    assert "prefillers.engine.block_size: 32, but decoders" in message
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "engine.kv_cache_dtype=fp8 engine.dtype=bfloat16 engine.block_size=32",
         "decoders.engine.dtype=half prefillers.engine.dtype=float16",
         "decoders.engine.kv_cache_dtype=fp8 prefillers.engine.kv_cache_dtype=fp8_e4m3",
-        "decoders.engine.kv_cache_dtype=auto",
-        "decoders.engine.pipeline_parallel_size=1",
-        "decoders.engine.disable_sliding_window=false",
         # An allocator that is off is no matter.
         "engine.enable_sleep_mode=false",
         # Neither has KV of a drafter.
         'decoders.engine.speculative_config={"method":"ngram","num_speculative_tokens":3}',
         # Nothing of these is in KV, or in its keys.
         "decoders.engine.gpu_memory_utilization=0.8 decoders.engine.max_num_seqs=64",
-        "prefillers.engine.enforce_eager=true prefillers.engine.max_num_batched_tokens=16384",
         # One role has nothing to agree with.
         "placement=collocated decoders.engine.kv_cache_dtype=fp8 decoders.engine.block_size=32",
     ],
@@ -399,14 +317,11 @@ def test_a_papers_system_is_a_set_of_settings_that_others_come_before(like: str)
     ("line", "parks", "moves", "prefillers"),
     [
         ("", True, True, 1),
-        ("placement=elastic", True, True, 1),
         ("placement=elastic pausing=off", False, False, 1),
         ("placement=conversation", True, False, 1),
         ("placement=full_disaggregation", False, False, 1),
         ("placement=per_turn:1 prefillers=2", False, False, 2),
-        ("placement=collocated decoders=3", True, False, 0),
         ("placement=collocated pausing=off", False, False, 0),
-        ("prefillers=0 decoders=1", True, False, 0),
         ("prefillers=0 decoders=2", True, True, 0),
     ],
 )
@@ -431,13 +346,9 @@ def test_what_conserve_decides_cannot_be_given_to_engines(place: str, name: str)
     "arguments",
     [
         {"decoders": {"env": {"HF_TOKEN": ["hf_secret"]}}},
-        {"decoders": {"env": "hf_secret"}},
-        {"decoders": {"env": {"HF_TOKEN": "fine"}, "num_cpus": "hf_secret"}},
         {"decoders": "hf_secret"},
-        {"hf_tokens": "hf_secret"},
         {"engine": "hf_secret"},
         {"engine": {"kv_transfer_config": "hf_secret"}},
-        {"port": "hf_secret"},
         {"device": "hf_secret"},
         {"prefillers": {"tier": "hf_secret!"}},
     ],
@@ -449,12 +360,6 @@ def test_a_value_is_never_repeated(arguments: dict[str, Any]) -> None:
     assert "hf_secret" not in str(refused.value)
     assert refused.value.__cause__ is None
     assert refused.value.__suppress_context__
-
-
-def test_nor_by_the_model_itself() -> None:
-    with pytest.raises(ValidationError) as refused:
-        Settings.model_validate({"port": "hf_secret"})
-    assert "hf_secret" not in str(refused.value)
 
 
 # --- Who may reach it ----------------------------------------------------------------------------

@@ -226,17 +226,3 @@ def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
     table.add_decoder("d2", 1000)
     assert table.facts[start(table, "c", 600).id].unbound == "left"
     assert table.facts[start(table, "running", 100).id].unbound == "left"
-
-
-def test_facts_go_with_the_history_that_ends() -> None:
-    table = a_table()
-    start(table, "c")
-    table.release("c")
-    assert not table.facts
-
-
-def test_a_prompt_without_a_chain_breaks_nothing() -> None:
-    table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
-    played(table, "agent", OLD)
-    assert table.bind("agent\t\t1", 400, 1.0) is not None
-    assert table.facts[Turn.last(table, "agent\t\t1").id].broken is None

@@ -9,10 +9,9 @@ from conserve.settings import load
 from conserve_cli import launching
 from conserve_cli.serve import cli
 from deployments.gpu_plans import here
-from hetero.container import HostMemory
-from tests.nvml.standin import VARIABLE, Machine
+from tests.nvml.standin import Machine
 from tests.unit.hetero.planned import written
-from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B, QWEN25_VL_PROCESSOR
+from tests.unit.hetero.shapes import QWEN3_8B
 
 
 @pytest.fixture
@@ -63,49 +62,6 @@ def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
     assert "SM slots" not in text
 
 
-def test_parsers_are_in_the_plan(machine: Machine, model: str) -> None:
-    known = "Tool calls: hermes (by its architecture, Qwen3ForCausalLM); reasoning: none."
-    assert known in words(model)
-    told = words(model, "engine.tool_call_parser=qwen3_coder")
-    assert "Tool calls: qwen3_coder (as set); reasoning: none." in told
-    written(Path(model.removeprefix("model=")), QWEN3_8B | {"architectures": ["NewForCausalLM"]})
-    text = words(model)
-    assert "Tool calls: none; reasoning: none." in text
-    assert "of this model (NewForCausalLM) is not known; set engine.tool_call_parser" in text
-
-
-def test_what_images_take_is_in_the_plan(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = HostMemory(96 << 30, 96 << 30)
-    monkeypatch.setattr("deployments.gpu_plans.host_memory", lambda: memory)
-    # vLLM would take seconds to accept it.
-    monkeypatch.setattr("deployments.engine_arguments.sys.executable", "/bin/false")
-    written(tmp_path, QWEN25_VL_7B, 16_584_333_312, QWEN25_VL_PROCESSOR)
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
-    given = (f"model={tmp_path}", "engine.limit_mm_per_prompt.video=0")
-    text = said(*given)
-    assert "encoder cache" in text
-    # Weights with the tower, the reserve, and a cache of 16,384 embeddings.
-    assert [row[6:11:2] for row in rows(text)] == [["15.4", "4.2", "0.1"]] * 2
-    text = " ".join(text.split())
-    assert (
-        "Images: the vision tower is 1.3 GiB of the weights; it encodes 1 image of 16,384 "
-        "embeddings in some 2.2 GiB of the reserve; the encoder cache keeps 16,384 embeddings."
-    ) in text
-    prepared = "Host memory for images: 1 GB a node for encoded ones, and up to {} GiB for prepared"
-    assert prepared.format("4") in text
-    offloaded = words(*given, "media.tower_layers=2")
-    assert "is 0.2 GiB of the weights, with 2 of its 32 layers at a time; it encodes" in offloaded
-    assert "1 GB a node for encoded ones, 2.3 GiB for layers of vision towers, and" in offloaded
-    of_cpus = ("device=cpu", "engine.dtype=bfloat16", "engine.max_model_len=4096")
-    on_cpus = words(f"model={tmp_path}", *of_cpus)
-    # Three engines, with two caches each.
-    assert prepared.format("4") in on_cpus
-    assert "Images: " not in said("device=cpu")
-
-
 SLOTS = (
     "tiers.prefill.sm_slots=3", "prefillers.tier=prefill", "prefillers.num_gpus=0.4",
     "tiers.decode.sm_slots=7", "decoders.tier=decode", "decoders.num_gpus=0.6", "decoders=1",
@@ -133,8 +89,6 @@ def test_what_engines_on_one_card_share_is_in_the_plan(machine: Machine, model: 
     [
         ((*SLOTS, "tiers.decode.sm_slots=8"), 48,
          "1 prefiller x 3 + 1 decoder x 8 = 11 slots may be asked of one GPU"),
-        (("gpus=1", "prefillers=1", "decoders=1"), 24, "together 48.1 GiB"),
-        (("decoders=3",), 48, "= 4 are asked for, and Ray has 2"),
         (("decoders.engine.tensor_parallel_size=2",), 48,
          "decoders.engine.tensor_parallel_size: 2, but prefillers have the default: LMCache's "
          "keys say among how many workers KV is split, so a decoder would find nothing of what a "
@@ -189,16 +143,6 @@ def test_a_plan_is_made_without_vllm_too(
     text = said(model, "engine.max_num_seqs=64")
     assert "vLLM cannot be asked about this: it ended with status 1" in text
     assert "2 x NVIDIA A40" in text
-
-
-def test_engines_of_several_workers_are_in_the_plan(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(Machine(tmp_path / "four-gpus", gpus=4).file))
-    assert [row[1:7] for row in rows(said(model, "engine.tensor_parallel_size=2"))] == [
-        ["1", "prefiller", "│", "2", "x", "1"],
-        ["1", "decoder", "│", "2", "x", "1"],
-    ]
 
 
 def test_without_a_gpu_it_says_so(machine: Machine) -> None:

@@ -97,16 +97,6 @@ def test_the_application_is_reached_on_loopback_and_without_proxies(
     assert re.search(r"Serving after \d+\.\d s: loading vLLM 12\.3, warming up 1\.0 ", said)
 
 
-def test_a_log_that_cannot_be_written_is_said_in_a_line(
-    application: type[_Application], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(typer.Exit) as ended, launched(load({}), [], tmp_path):
-        pass
-    assert (ended.value.exit_code, application.entered) == (2, 0)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("the application's log cannot be written: [Errno 21] Is a directory")
-
-
 def test_logs_of_the_last_few_runs_are_kept_in_a_folder_of_the_user(
     application: type[_Application], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

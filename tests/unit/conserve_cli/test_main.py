@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from conserve import addons
-from conserve_cli import main
 from conserve_cli.main import ORDER, cli, commands
 
 # Runs the command, then tells what was imported for it on the last line of the standard error.
@@ -38,13 +37,6 @@ def test_those_who_serve_do_not_wait_for_what_measures() -> None:
     assert not packages & {"matplotlib", "numpy", "ray"}
 
 
-def test_the_help_loads_no_command() -> None:
-    done, loaded = _called("--help")
-    assert done.returncode == 0, done.stderr
-    modules = {module for module, _ in commands().values()}
-    assert not loaded & modules
-
-
 def test_the_version_is_said_with_those_of_what_it_runs_on() -> None:
     done, loaded = _called("--version")
     assert done.returncode == 0, done.stderr
@@ -68,19 +60,6 @@ def test_every_command_is_there_and_has_a_help_of_its_own(name: str) -> None:
     shown = CliRunner().invoke(cli, [name, "--help"], prog_name="conserve")
     assert shown.exit_code == 0, shown.output
     assert f"Usage: conserve {name} " in shown.output
-
-
-@pytest.mark.parametrize("name", ["serve", "demo", "doctor", "keys"])
-def test_the_help_says_what_the_command_says_of_itself(name: str) -> None:
-    shown = CliRunner(env={"COLUMNS": "120"}).invoke(cli, [name, "--help"])
-    _, line = commands()[name]
-    assert line in shown.output
-
-
-def test_an_unknown_command_is_refused() -> None:
-    refused = CliRunner().invoke(cli, ["serv"])
-    assert refused.exit_code == 2
-    assert "No such command 'serv'. Did you mean 'serve'?" in refused.output
 
 
 def test_a_command_whose_add_on_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +86,3 @@ def test_a_command_that_needs_another_missing_add_on_says_so(
     refused = CliRunner(env={"COLUMNS": "200"}).invoke(cli, ["demo"])
     assert refused.exit_code == 2
     assert "demo needs the add-on conserve_tools, which is not" in refused.output
-
-
-def test_another_add_ons_commands_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = {"mine": ("somewhere", "A command.")}
-    monkeypatch.setattr(main, "offered", lambda group: {"another": mine})
-    assert list(commands())[-2:] == ["keys", "mine"]

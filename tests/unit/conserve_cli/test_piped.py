@@ -1,6 +1,5 @@
 """What is printed into a pipe is whole: no table is cut or folded to the width of a terminal."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -45,14 +44,3 @@ def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert new_console().width == 80
     assert new_console(least_width=110).width == 110
-
-
-@pytest.mark.parametrize("package", ["conserve_cli", "conserve_lab", "experiments"])
-def test_no_program_makes_a_console_of_its_own(package: str) -> None:
-    made = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Console"
-    ]
-    assert made == []

@@ -135,22 +135,10 @@ def test_what_is_refused_is_said_in_a_line(url: str, arguments: tuple[str, ...])
     assert called(*arguments, url) == (1, "there is no such thing.\n")
 
 
-def test_what_is_no_application_of_conserve_is_said(url: str) -> None:
-    _Application.answers["/v1/conversations"] = b"<html>"
-    status, shown = called("ps", url)
-    assert (status, shown) == (1, f"{url} does not answer as ConServe does.\n")
-
-
 def test_no_proxy_is_asked_for_this_machine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
     assert called("ps", url)[0] == 0
-
-
-def test_without_an_application_the_url_is_said() -> None:
-    status, shown = called("ps", "http://127.0.0.1:1")
-    assert status == 1
-    assert "No ConServe application answers at http://127.0.0.1:1" in shown
 
 
 def text_of(shown: RenderableType) -> str:
@@ -201,10 +189,3 @@ def test_times_are_of_the_turns_since_the_oldest_look() -> None:
 def test_a_slow_turn_is_shown_once_and_also_when_another_has_followed(told: _Told) -> None:
     slow = told.seen()
     assert text_of(screen([slow, slow, slow._replace(conversations=[])])).count("evicted") == 1
-
-
-def test_neighbours_in_a_bar_differ_without_colour(told: _Told) -> None:
-    row = next(line for line in text_of(screen([told.seen()])).splitlines() if "d#0" in line)
-    # Two conversations of 110 tokens in a room of 1,000, over 24 characters.
-    assert "███▒▒···" in row
-    assert "22 %" in row

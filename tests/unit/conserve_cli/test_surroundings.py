@@ -26,11 +26,8 @@ print(json.dumps([{**os.environ, "utf8": str(sys.flags.utf8_mode)}, notes]))
         ({"HOME": "/nonexistent"}, {"HOME": "/tmp/conserve-{uid}"}, "The home folder is /tmp/con"),
         ({"TMPDIR": "/nonexistent"}, {"TMPDIR": "/tmp"}, "Temporary files are in /tmp, not in"),
         ({"TMPDIR": "{tmp}/\u00fc"}, {"TMPDIR": "/tmp"}, "of at most 39 ASCII characters"),
-        ({"TMPDIR": "{tmp}/a b"}, {"TMPDIR": "/tmp"}, "without spaces"),
-        ({"TMPDIR": "{tmp}/" + "a" * 40}, {"TMPDIR": "/tmp"}, "of at most 39 ASCII characters"),
         ({"TMPDIR": "{tmp}/t"}, {"TMPDIR": "{tmp}/t", "HOME": "{tmp}"}, ""),
         ({"NO_PROXY": "a.b"}, {"no_proxy": "a.b,localhost,127.0.0.1,::1"}, ""),
-        ({"no_proxy": "*"}, {"no_proxy": "*"}, ""),
         ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"utf8": "1"}, ""),
     ],
 )

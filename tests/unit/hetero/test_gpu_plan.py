@@ -72,37 +72,6 @@ def test_the_log_has_all_of_it() -> None:
     assert "(estimated: vLLM measures)" in made({}, node(cards=2)).lines()[1]
 
 
-def test_engines_that_share_a_card_are_told_what_it_costs() -> None:
-    """The notes have the KV that one engine would hold, MPS, and the memory of other processes."""
-    one, two = made({}, node()), made(SHARED, node(used=20))
-    assert one.notes == ()
-    sharing, used = two.notes
-    held = sum(engine.kv_tokens or 0 for engine in two.engines)
-    assert f"MPS runs (nvidia-cuda-mps-control -d first); together they hold {held:,}" in sharing
-    tokens = int(sharing.removesuffix(" tokens").rsplit(" ", 1)[1].replace(",", ""))
-    assert tokens == pytest.approx(one.engines[0].kv_tokens, rel=1e-3)
-    assert "20.0 of 80.0 GiB are in use" in used
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"prefillers": 0}, "each engine prefills and decodes"),
-        ({}, "prefillers and decoders both keep conversations"),
-        ({"placement": "conversation"}, "prefillers prefill first turns; decoders"),
-        ({"placement": "per_turn:0.1"}, "prefillers prefill first turns and some later ones"),
-        ({"placement": "full_disaggregation"}, "prefillers prefill all turns; decoders"),
-    ],
-)
-def test_what_roles_do_is_said(given: dict[str, Any], said: str) -> None:
-    assert made(given, node(cards=2)).roles.startswith(said)
-
-
-def test_gpus_that_stay_idle_are_counted() -> None:
-    (said,) = made({"decoders": 2}, node(cards=8)).notes
-    assert said == "5 of 8 GPUs have no engine"
-
-
 def test_an_engine_that_will_find_too_little_is_refused_with_the_sums() -> None:
     """As vLLM refuses it once it has loaded the model and measured."""
     with pytest.raises(SettingsError) as refused:
@@ -135,12 +104,6 @@ def test_what_makes_it_fit_is_reckoned_with(given: dict[str, Any]) -> None:
     assert made({**ALONE, **given}, nodes)
 
 
-def test_layers_with_windows_take_less_than_is_counted() -> None:
-    windowed = shape_of(QWEN3_8B | {"sliding_window": 4096}, QWEN3_BYTES)
-    (said,) = made(ALONE, node(gib=24), shape=windowed).notes
-    assert "decoder: room for some" in said
-
-
 @pytest.mark.parametrize(
     ("kv_bytes", "said"),
     [
@@ -166,11 +129,6 @@ def test_where_it_is_one_the_reason_is_said() -> None:
         made(SHARED, node(), shape=None, why="model: not to be had")
 
 
-def test_an_estimate_of_weights_is_called_one() -> None:
-    (said,) = made({}, node(cards=2), shape=shape_of(QWEN3_8B)).notes
-    assert "computed from config.json" in said
-
-
 @pytest.mark.parametrize(
     ("given", "block", "chunk"), [({}, 1024, 1024), ({"engine.block_size": 544}, 544, 544)]
 )
@@ -187,7 +145,6 @@ def test_a_model_with_states_gets_blocks_that_chunks_can_follow(
 @pytest.mark.parametrize(
     ("state_dtype", "given", "block"),
     [
-        ("auto", {}, 1024),
         # A state of 2.1 MiB beside 2 KiB of KV a token and layer.
         ("float32", {}, 2048),
         # Half the KV, with a state of 1.05 MiB.

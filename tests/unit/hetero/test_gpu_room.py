@@ -18,9 +18,6 @@ def node(gpus: float, name: str = "10.0.0.1", **resources: float) -> NodeOffer:
     ("arguments", "nodes"),
     [
         ({}, [3]),
-        ({}, [1, 1, 1]),
-        ({"placement": "collocated"}, [2]),
-        ({"engine.tensor_parallel_size": 2, "decoders": 1}, [2, 2]),
         ({"prefillers.num_gpus": 0.35, "decoders.num_gpus": 0.65, "decoders": 1}, [1]),
         ({"prefillers.num_gpus": 0.3333, "decoders.num_gpus": 0.3333, "decoders": 5}, [2]),
         # Decoders that may come later find their GPUs then.
@@ -114,15 +111,11 @@ def test_parts_that_nobody_can_give_are_refused(arguments: dict[str, Any], said:
     ("arguments", "gpus", "here", "expected"),
     [
         # One engine a GPU, on the only node, and on one of four.
-        ({}, 8, 8, Crowd(8, 8)),
         ({}, 8, 2, Crowd(2, 2)),
-        ({}, 1, 1, Crowd(1, 1)),
         ({"gpus": 1, "decoders": 2}, 1, 1, Crowd(2, 2)),
-        ({"gpus": 2, "decoders": 3}, 2, 2, Crowd(4, 4)),
         ({"engine.tensor_parallel_size": 4}, 8, 8, Crowd(2, 8)),
         # Those that may come later count, too.
         ({"decoders": {"replicas": 1, "max_replicas": 3}, "prefillers": 1}, 8, 8, Crowd(4, 4)),
-        ({"placement": "collocated", "decoders": 1}, 8, 8, Crowd(1, 1)),
     ],
 )
 def test_the_most_engines_on_a_node(

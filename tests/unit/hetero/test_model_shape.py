@@ -128,10 +128,6 @@ def test_weights_are_loaded_as_the_engine_computes() -> None:
     assert shape_of(awq).weights_bytes == pytest.approx(shape_of(QWEN3_8B).weights_bytes * 0.2875)
 
 
-def test_what_surrounds_a_language_model_is_looked_into() -> None:
-    assert layers_with_kv({"text_config": QWEN3_8B}) == 36
-
-
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "vocab_size"])
 def test_what_is_missing_is_named(missing: str) -> None:
     config = {name: value for name, value in QWEN3_8B.items() if name != missing}

@@ -6,7 +6,7 @@ import pytest
 
 from conserve.settings import Settings, SettingsError, load
 from hetero.power import Cap
-from hetero.tiers import NodeOffer, RoleTier, inventory, is_offered, missing, offers, role_tier
+from hetero.tiers import NodeOffer, RoleTier, inventory, is_offered, missing, role_tier
 
 PAPERS = {
     "tiers": {
@@ -88,14 +88,6 @@ def test_a_missing_tier_is_named_with_what_there_is() -> None:
         "labels region=north",
     ]
     assert inventory([]) == "no node"
-
-
-def test_nodes_that_are_dead_offer_nothing() -> None:
-    nodes = [
-        {"NodeManagerAddress": "a", "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {"x": "y"}},
-        {"NodeManagerAddress": "b", "Alive": False, "Resources": {"CPU": 2.0}, "Labels": {}},
-    ]
-    assert offers(nodes) == [NodeOffer("a", {"CPU": 2.0}, {"x": "y"})]
 
 
 @pytest.mark.parametrize(

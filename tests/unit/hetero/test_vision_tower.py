@@ -12,9 +12,9 @@ from hetero.container import HostMemory
 from hetero.engine_needs import Needs, encoder_needs, needs
 from hetero.gpu_plan import GpuPlan
 from hetero.model_shape import ModelShape, shape_of
-from hetero.vision_tower import Tower, TowerNeeds, tower_of
+from hetero.vision_tower import Tower, TowerNeeds
 from tests.unit.hetero import planned as plans
-from tests.unit.hetero.planned import GIB, MIB, QWEN3, needs_of, node
+from tests.unit.hetero.planned import GIB, MIB, needs_of, node
 from tests.unit.hetero.shapes import (
     GEMMA3_4B,
     QWEN3_8B,
@@ -103,13 +103,6 @@ def test_encoding_and_the_cache_take_what_their_values_do() -> None:
     )
 
 
-def test_embeddings_of_several_layers_are_kept_together() -> None:
-    deep = {**QWEN25_VL_7B["vision_config"], "deepstack_visual_indexes": [8, 16, 24]}
-    shape = shape_of(QWEN25_VL_7B | {"model_type": "qwen3_vl", "vision_config": deep})
-    assert of_tower(shape, max_num_batched_tokens=16_384).cache_bytes == 16_384 * 4 * 3584 * 2
-    assert not of_tower(shape).has_video
-
-
 def test_workers_divide_a_tower_or_the_images() -> None:
     one, two = needed(QWEN), needed(QWEN, tensor_parallel_size=2)
     assert one.tower
@@ -140,11 +133,6 @@ def test_an_engine_that_takes_text_only_loads_no_tower(given: dict[str, Any]) ->
     found = needed(QWEN, **given)
     assert found.tower is None
     assert found.weights_bytes == 16_584_333_312 - 2 * tower(QWEN).parameters
-
-
-def test_an_operator_may_account_for_images_himself() -> None:
-    found = of_tower(QWEN, skip_mm_profiling=True)
-    assert (found.encode_bytes, found.cache_bytes) == (0, 0)
 
 
 def test_an_engine_that_only_encodes_has_a_tower_and_a_context() -> None:
@@ -210,16 +198,6 @@ def test_layers_that_are_not_on_the_gpu_leave_their_memory_to_kv() -> None:
     assert halved.host_bytes == 32 * layer
 
 
-def test_a_tower_with_no_more_layers_than_should_stay_stays() -> None:
-    _, whole = planned({"pausing": False, "engine.limit_mm_per_prompt.video": 0})
-    arguments = {"pausing": False, "engine.limit_mm_per_prompt.video": 0, "media.tower_layers": 32}
-    _, found = planned(arguments)
-    assert [one.kv_bytes for one in found.engines] == [one.kv_bytes for one in whole.engines]
-    assert found.notes == (
-        "media.tower_layers: 32: the vision tower has 32 layers, so all stay on the GPU",
-    )
-
-
 def test_a_model_whose_tower_fits_only_in_parts_is_planned() -> None:
     large = {**QWEN25_VL_7B["vision_config"], "depth": 320}
     shape = shape_of(QWEN25_VL_7B | {"vision_config": large}, processor=QWEN25_VL_PROCESSOR)
@@ -267,14 +245,6 @@ def test_an_encoder_that_is_not_known_is_named() -> None:
         assert "is not known" in said or "has no depth or num_hidden_layers" in said
         assert "its memory is not counted" in said
         assert "host memory for images" in found.lines()[-1]
-
-
-def test_a_model_that_reads_text_only_takes_nothing_for_images() -> None:
-    assert tower_of(QWEN3_8B, 4096) is None
-    settings, found = planned({}, QWEN3)
-    assert not any("image" in line or "encoder" in line for line in found.lines())
-    assert "mm_processor_cache_gb" not in settings.engine
-    assert planned({"lmcache.size_gb": 40}, QWEN3, free=40)[1].notes == ()
 
 
 def test_encoded_images_are_counted_beside_lmcache() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from autoscale.capacity.profile import (
-    DecodeCurve,
     PrefillCurve,
     Profile,
     ProfileError,
@@ -151,17 +150,9 @@ def sizes(*sms: int, **change: float) -> dict[str, Any]:
     ("change", "said"),
     [
         ({"kv_capacity_tokens": 0}, "kv_capacity_tokens"),
-        ({"decode/constant_s": -1}, "constant_s"),
         ({"handoff/constant_s": "inf"}, "constant_s"),
-        ({"speed": 3}, "speed: Extra inputs"),
-        ({"format": 2}, "format"),
         (sizes(24, 16), "stages: sizes: give each decode_sms once, the smallest first"),
-        (sizes(16, 16), "stages: sizes: give each decode_sms once"),
         (sizes(16, 84), "stages: sizes: decodes with 84 of 84 SMs leave none"),
-        (sizes(16), "stages.sizes: Tuple should have at least 2 items"),
-        (sizes(0, 16), "stages.sizes.0.decode_sms: Input should be greater"),
-        (sizes(16, 24, encode_s=0), "stages.sizes.0.encode_s: Input should be greater than 0"),
-        (sizes(16, 24, decode_s=1), "stages.sizes.0.decode_s: Extra inputs"),
     ],
 )
 def test_a_broken_profile_is_one_clear_line(
@@ -195,15 +186,6 @@ def test_another_model_or_version_is_refused(a40: Profile) -> None:
         profile.require_serves("Qwen/Qwen3-0.6B", {"vllm": "0.30.0"})
 
 
-def test_power_is_told_by_its_cap(a40: Profile) -> None:
-    assert a40.power_at(None).cap_w == 300
-    assert a40.power_at(200).decode_w == 200
-    with pytest.raises(ProfileError, match="no cap of 250 W, only 300, 200 W"):
-        a40.power_at(250)
-    with pytest.raises(ProfileError, match="has no power"):
-        a40.model_copy(update={"power": ()}).power_at(None)
-
-
 def test_chunks_of_a_prefill_add_up_to_the_whole() -> None:
     curve = PrefillCurve(constant_s=0.01, per_token_s=1e-5, per_token_squared_s=2e-9)
     chunks = [(8192, 0), (8192, 8192), (3616, 16384)]
@@ -219,8 +201,3 @@ def test_a_cached_prefix_costs_its_own_term_and_its_share_of_attention() -> None
     )
     appended = curve.seconds(100, 10_000)
     assert appended == pytest.approx(0.01 + 0.001 + 2e-9 * (10_100**2 - 10_000**2) + 0.01)
-
-
-def test_a_decode_step_grows_with_batch_and_kv() -> None:
-    curve = DecodeCurve(constant_s=0.005, per_sequence_s=1e-4, per_kv_token_s=1e-7)
-    assert curve.step_s(8, 100_000) == pytest.approx(0.005 + 0.0008 + 0.01)

@@ -6,7 +6,6 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,13 +36,6 @@ def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
 
     # Sorting is stable: who joined first is first.
     return [one.history_id for one in sorted(tickets, key=place)]
-
-
-@pytest.mark.parametrize(
-    ("served", "level"), [(0, 0), (99, 0), (100, 1), (399, 1), (400, 2), (10**9, 2)]
-)
-def test_levels_grow_geometrically_and_the_last_has_no_end(served: int, level: int) -> None:
-    assert Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S).level(served) == level
 
 
 def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:

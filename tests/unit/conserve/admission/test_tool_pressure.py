@@ -192,7 +192,3 @@ def test_what_is_slow_however_many_run_is_usual_soon(draw: Draw) -> None:
     scene = burst(draw, minutes=25)
     assert scene.window.limit == math.inf
     assert scene.bounded_s < 20 * 60
-
-
-def test_enough_cores_are_no_pressure() -> None:
-    assert set(burst(shell, cores=BURST).limits) == {math.inf}

@@ -44,30 +44,6 @@ def test_who_is_refused_learns_when_a_place_is_free() -> None:
     line.join("b", 1, now_s=20 + refused.value.retry_after_s)
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "now_s", "retry_after_s"),
-    [(30, 29.99, 1), (30, 30, 1), (30, 31, 1), (30, 1000, 1), (3600, 0, 60)],
-)
-def test_retry_after_is_from_a_second_to_a_minute(
-    timeout_s: float, now_s: float, retry_after_s: int
-) -> None:
-    line = WaitingLine(1, timeout_s)
-    line.join("a", 1, now_s=0)
-    assert line.retry_after_s(now_s) == retry_after_s
-
-
-def test_limit_zero_lets_nobody_wait() -> None:
-    line = WaitingLine(limit=0, timeout_s=5)
-    with pytest.raises(QueueFull) as refused:
-        line.join("a", 1, now_s=0)
-    assert 1 <= refused.value.retry_after_s <= 6
-    assert str(refused.value) == (
-        "no decoder has room, and none may wait for it; "
-        f"try again in {refused.value.retry_after_s} s"
-    )
-    assert len(line) == 0
-
-
 @pytest.mark.parametrize("limit", [1, 2])
 def test_nobody_has_two_places(limit: int) -> None:
     line = WaitingLine(limit, timeout_s=60)

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from conserve import identity
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.conversations import ConversationTable
-from conserve.histories import points
 from conserve.histories.kinship import Opening
 from conserve.history import TurnStats
 from conserve.placement import NOTHING_SHARED, Placement, PlacementPolicy, Shared
@@ -296,8 +295,3 @@ class Trees(RuleBasedStateMachine):
 
 TestTrees = Trees.TestCase
 TestTrees.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-
-
-def test_the_model_keeps_fewer_points_than_are_kept() -> None:
-    """Else the two would differ where the table has dropped a point."""
-    assert points.MOST_POINTS >= 8

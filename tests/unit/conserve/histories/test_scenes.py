@@ -234,14 +234,6 @@ def test_the_first_turn_that_was_cut_is_tried_again_under_its_name() -> None:
     assert table.recognise(chain("y"), NAME) is None
 
 
-def test_it_is_tried_again_beside_others_with_its_prompt() -> None:
-    table = a_table()
-    a_history(table, "other", [500], "x")
-    bound(table, NAME, 490, chain("x"))
-    assert Turn.last(table, NAME).abandon(table, stats(490, 3)) is None
-    assert table.recognise(chain("x"), NAME) == NAME
-
-
 @pytest.mark.parametrize("when", ["before", "after", "successor"])
 def test_a_turn_that_was_cut_and_begun_anew_beside_itself_counts_once(when: str) -> None:
     """Its client asked again before its leaving was seen."""
@@ -283,17 +275,6 @@ def test_a_turn_that_was_cut_stays_while_nobody_has_begun_it_anew() -> None:
     assert table.begin(NAME, 0) is not None
     assert Turn.last(table, NAME).abandon(table, TurnStats(600, 5, 500, 0)) is None
     assert the(table, NAME).held_tokens == 605
-
-
-def test_of_two_that_have_no_name_each_stays_as_it_is() -> None:
-    """Either may end before the other."""
-    table = a_table(decoders=1, capacity_tokens=100_000)
-    one, other = "conv-" + "0" * 24, "conv-" + "1" * 24
-    a_history(table, one, [500], "x")
-    assert table.begin(one, 0) is not None
-    bound(table, other, 600, chain("x", ends("0000")))
-    assert Turn.last(table, one).abandon(table, TurnStats(600, 5, 500, 0)) is None
-    assert the(table, one).held_tokens == 605
 
 
 def test_ttfet_is_the_conversations_and_counted_once() -> None:

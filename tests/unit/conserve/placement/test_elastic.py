@@ -289,30 +289,6 @@ def test_what_waits_to_be_encoded_is_waited_for() -> None:
     assert math.isclose(loads.work("d1", NOW_S).backlog_s, 400 * 5e-3 + added_s)
 
 
-def test_two_conversations_use_two_idle_engines_where_decodes_delay_each_other() -> None:
-    homes = [Decoder("d1", 10_000_000), Decoder("p1", 10_000_000)]
-
-    def second_home(costs: EngineCosts) -> str:
-        loads = Loads(costs)
-        policy = ElasticPlacement(loads)
-        first = policy.place(2_000, homes, [Prefiller("p1")], now_s=NOW_S)
-        assert first == Placement("d1", None)
-        loads.placed("first", 2_000, first, NOTHING_SHARED, NOW_S)
-        loads.says("d1", EngineLoad(decodes=1, step_s=0.01), NOW_S + 5)
-        second = policy.place(1_000, homes, [Prefiller("p1")], now_s=NOW_S + 5)
-        assert second is not None
-        # Nothing is handed over while both engines have hardly anything to do.
-        assert second.prefiller_id is None
-        return second.decoder_id
-
-    fast = EngineCosts(
-        per_token_s=1e-5, prefill_constant_s=0.03, step_s=0.01, per_sequence_s=0.004,
-        prefill_share=0.5,
-    )  # fmt: skip
-    assert second_home(fast) == "p1"
-    assert second_home(replace(fast, per_sequence_s=1e-6)) == "d1"
-
-
 def test_after_any_idle_time_a_prompt_goes_where_its_beginning_is() -> None:
     """One conversation goes on for hours, and no other one comes."""
     homes = [Decoder("d1", 100_000, 6_000, 1), Decoder("d2", 100_000, 5_000, 1)]
@@ -326,14 +302,6 @@ def test_after_any_idle_time_a_prompt_goes_where_its_beginning_is() -> None:
             loads.says(engine_id, EngineLoad(decodes=1, step_s=0.01), at_s)
         choice = ElasticPlacement(loads).place(2_000, homes, [Prefiller("p1")], shared, at_s)
         assert choice == Placement("d1", None), idle_s
-
-
-def test_a_prefiller_hosts_where_decoders_are_fuller() -> None:
-    homes = [Decoder("d1", 10_000, 1_000, 1), Decoder("p1", 10_000, 0, 0)]
-    policy = ElasticPlacement(Loads(COSTS))
-    assert policy.place(500, homes, [Prefiller("p1")]) == Placement("p1", None)
-    homes[0].held_tokens = 0
-    assert policy.place(500, homes, [Prefiller("p1")]) == Placement("d1", None)
 
 
 def test_a_prompt_is_not_handed_to_an_engine_that_is_in_the_middle_of_a_long_one() -> None:
@@ -359,39 +327,6 @@ def test_a_burst_after_silence_spreads_over_both_engines() -> None:
         loads.turn_came(f"c{number}", choice.decoder_id, now_s + 0.5)
         went.append(choice.decoder_id)
     assert went.count("p1") >= 2
-
-
-def test_a_home_is_filled_whose_conversations_are_idle() -> None:
-    def has_room_for(tokens: int, decodes: int) -> bool:
-        policy = ElasticPlacement(known({"d1": EngineLoad(decodes=decodes)}))
-        homes = [Decoder("d1", 10_000, 5_000, 10)]
-        return policy.place(tokens, homes, [], now_s=NOW_S) is not None
-
-    most = {
-        decodes: max(tokens for tokens in range(3_900, 5_200, 50) if has_room_for(tokens, decodes))
-        for decodes in (0, 4, 10, 30)
-    }
-    assert most == {0: 5_000, 4: 4_600, 10: 4_000, 30: 4_000}
-
-
-def test_a_prefiller_does_not_lend_what_would_push_its_own_histories_out() -> None:
-    homes = [Decoder("d1", 100_000, 4_000, 4), Decoder("p1", 10_000, 5_000, 5)]
-    said = {"d1": EngineLoad(decodes=1, step_s=0.01)}
-
-    def prefiller(held_tokens: int, sent: Sequence[tuple[str, str | None]] = ()) -> str | None:
-        homes[1].held_tokens = held_tokens
-        loads = known(said, sent)
-        loads.done("p1", "before0")
-        choice = ElasticPlacement(loads).place(1_000, homes, [Prefiller("p1")], now_s=NOW_S)
-        assert choice is not None
-        assert choice.decoder_id == "d1"
-        return choice.prefiller_id
-
-    assert prefiller(9_000) == "p1"
-    assert prefiller(9_900) is None
-    # What was lent is there yet.
-    assert prefiller(6_001) == "p1"
-    assert prefiller(6_001 + 900, [("d2", "p1")]) is None
 
 
 def test_a_history_goes_back_to_what_is_left_of_it_unless_that_is_full() -> None:
@@ -436,18 +371,6 @@ def test_what_engines_have_said_a_second_ago_is_as_good(
         ElasticPlacement(loads).place(tokens, homes, pool, now_s=NOW_S) for loads in (fresh, stale)
     ]
     assert chosen[0] == chosen[1]
-
-
-def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
-    homes = [Decoder("d1", 10_000, 5_000, 5), Decoder("p1", 10_000, 0, 1)]
-    policy = ElasticPlacement(known({}))
-    assert policy.place(500, homes, [Prefiller("p1")], now_s=NOW_S) == Placement("p1", None)
-    # A prompt is 3.9 s of prefill: 9 a minute are 0.585 of a prefiller's time.
-    loads = known({}, [("d1", "p1")] * 9)
-    homes[1].capacity_tokens = 100_000
-    busy = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
-    assert busy is not None
-    assert busy.decoder_id == "d1"
 
 
 def test_a_turn_moves_where_it_waits_for_less_than_its_history_takes_to_load() -> None:

@@ -105,26 +105,6 @@ def test_different_histories_differ(one: list[Message], other: list[Message]) ->
     assert (tail_digest(one, USER) == tail_digest(other, USER)) == (one == other)
 
 
-@given(st.lists(MESSAGES, min_size=1, max_size=5), st.data())
-def test_one_changed_message_changes_every_later_digest(
-    history: list[Message], data: st.DataObject
-) -> None:
-    place = data.draw(st.integers(0, len(history) - 1))
-    change = data.draw(st.sampled_from(["role", "content", "tool_calls", "gone", "twice"]))
-    edited = list(history)
-    if change == "gone":
-        del edited[place]
-    elif change == "twice":
-        edited.insert(place, {"role": "other", "content": "new"})
-    else:
-        other = {"role": "other", "content": "new", "tool_calls": [{"function": {"name": "new"}}]}
-        edited[place] = {**history[place], change: other[change]}
-    turn = [said("a"), USER, said("b"), USER]
-    assert not set(candidate_digests([*history, *turn])[:2]) & set(
-        candidate_digests([*edited, *turn])
-    )
-
-
 def test_text_cannot_imitate_structure() -> None:
     tricky: list[list[Message]] = [
         [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
@@ -162,18 +142,6 @@ def test_junk_is_hashed_the_same_each_time(messages: Any, answer: Any) -> None:
     messages_copy, answer_copy = json.loads(json.dumps([messages, answer]))
     assert candidate_digests(messages) == candidate_digests(messages_copy)
     assert tail_digest(messages, answer) == tail_digest(messages_copy, answer_copy)
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [None, 7, "assistant", {"role": "assistant"}, [None, 7, "x"], [[], {}],
-     [{"role": ["assistant"], "content": {"a": object()}}, {1: 2, None: 3}, b"x"],
-     [{"role": "assistant", "tool_calls": "x", "content": 10**5000}, USER],
-     [{"role": "assistant", "tool_calls": {"a": 1}, "function_call": "f"}, USER]],
-)  # fmt: skip
-def test_junk_does_not_raise(messages: Any) -> None:
-    assert len(candidate_digests(messages)) <= 1
-    assert tail_digest(messages, messages) == tail_digest(messages, messages)
 
 
 def test_a_turn_is_recognised_in_spite_of_junk() -> None:

