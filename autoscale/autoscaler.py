@@ -138,15 +138,6 @@ class Limits:
     down_delay_s: float = 60.0  # How long there have to be too many before any is removed.
     cool_down_s: float = 60.0  # How long after a change none is removed.
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"replicas from {self.least} to {self.most}: give 1 <= least <= most")
-        if not 0 < self.down_at < self.target < self.up_at <= 1:
-            raise ValueError(
-                f"down_at {self.down_at:g}, target {self.target:g}, up_at {self.up_at:g}: "
-                "give 0 < down_at < target < up_at <= 1"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
@@ -206,8 +197,6 @@ class Autoscaler:
         window_s: float,
         prefill_slowdown: float = 1.0,
     ) -> None:
-        if "prefiller" in limits and curve is None:
-            raise ValueError("prefillers are scaled by the profiled curve, and there is none")
         self._limits = limits
         self._load = PrefillLoad(curve, window_s, prefill_slowdown) if curve is not None else None
         self._flow = ConversationFlow(window_s)

@@ -273,15 +273,15 @@ def from_engine(status: int, body: Any) -> ApiError:
     param = error.get("param") if isinstance(error, dict) else None
     if status < 400:
         status = 502  # An error was expected, so this must not count as a success.
-    if status < 500 and not isinstance(message, str):
-        return ApiError(status, "the engine refused the request and did not say why")
-    if status >= 500 or not isinstance(message, str):
+    if status >= 500:
         # An engine's own failure may carry a traceback; that belongs into its log.
         return ApiError(
             status,
             "the engine failed on this request; try again, and see its log if it fails again",
             "engine_error",
         )
+    if not isinstance(message, str) or not message:
+        return ApiError(status, "the engine refused the request and did not say why")
     too_long = _does_not_fit(message, param) if status == 400 else None
     if too_long is not None:
         return too_long

@@ -4,7 +4,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -43,22 +43,11 @@ def _port(setting: str, purpose: str, host: str, port: int) -> Finding:
 
 def _holder(port: int) -> tuple[str, str]:
     """Return the process that listens there, for people, and its command line if it is visible."""
-    unseen = "another process", ""
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        return unseen
-    for connection in connections:
-        if connection.status != psutil.CONN_LISTEN or connection.laddr.port != port:
-            continue
-        if connection.pid is None:
-            break
-        try:
-            command = psutil.Process(connection.pid).cmdline() or [""]
-        except psutil.Error:
-            break
-        return f"{Path(command[0]).name} (pid {connection.pid})", " ".join(command)
-    return unseen
+    for connection in _listening():
+        command = command_of(connection.pid) if connection.pid else ""
+        if connection.laddr.port == port and command:
+            return f"{process_name(command)} (pid {connection.pid})", command
+    return "another process", ""
 
 
 def is_ours(command_line: str) -> bool:
@@ -95,14 +84,10 @@ def check_listeners(settings: Settings) -> list[Finding]:
     Only visible processes count (docs/security.md). The address that the setting `host` asks for is
     left out.
     """
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        connections = []
     open_to_others: dict[int, set[tuple[str, int]]] = {}
-    for connection in connections:
-        listens = connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip)
-        if listens and connection.pid not in (None, os.getpid()):
+    for connection in _listening():
+        is_near = is_loopback(connection.laddr.ip)
+        if not is_near and connection.pid not in (None, os.getpid()):
             where = (connection.laddr.ip, connection.laddr.port)
             open_to_others.setdefault(connection.pid, set()).add(where)
     findings = []
@@ -136,6 +121,14 @@ def _shown(host: str, port: int) -> str:
 
 
 # --- processes ------------------------------------------------------------------------------------
+
+
+def _listening() -> list[Any]:
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return []
+    return [one for one in connections if one.status == psutil.CONN_LISTEN]
 
 
 def command_of(pid: int) -> str:

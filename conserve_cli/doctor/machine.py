@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autoscale.capacity.served import profile_off
-from conserve.engines import allocator_environment
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, gibibytes, note, ok, warning, wrong
 from deployments.node.lmcache_server import THREADS, sockets
@@ -33,7 +32,6 @@ _UNMOVABLE = ("LHBNC", "BHLNC")
 # Each client, turn and worker takes some files.
 _LEAST_OPEN_FILES = 4096
 _CAP_IPC_LOCK = 14
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def check_machine(
@@ -58,7 +56,6 @@ def check_machine(
         yield _memory(settings, cpu_engines)
     yield _shared_memory(crowd)
     yield from _disk()
-    yield from _huge_pages()
     yield _open_files()
     if dtype:
         yield _dtype(settings, dtype)
@@ -66,7 +63,6 @@ def check_machine(
     if crowd:
         yield _cpus(crowd)
         yield _copies(crowd)
-        yield from _allocator()
         yield from _kv_layout()
     yield from _architecture()
     if several and has_engines and glob.glob("/dev/infiniband/uverbs*"):
@@ -134,16 +130,6 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _huge_pages() -> Iterator[Finding]:
-    # "always [madvise] never"
-    if HUGE_PAGES.exists() and "[never]" in HUGE_PAGES.read_text():
-        yield note(
-            "huge pages",
-            "transparent huge pages are off, which slows CPU engines",
-            f"echo madvise > {HUGE_PAGES}",
-        )
-
-
 def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     seen = f"a process may have {soft} open"
@@ -202,17 +188,6 @@ def _copies(crowd: Crowd) -> Finding:
     threads, memory = max(THREADS, crowd.workers), len(sockets())
     where = f"; host memory over {memory} sockets" if memory > 1 else ""
     return ok("KV copies", f"{threads} threads copy for {crowd.workers} workers on GPUs{where}")
-
-
-def _allocator() -> Iterator[Finding]:
-    if expandable := allocator_environment(os.environ):
-        names = " and ".join(expandable)
-        yield note(
-            "PyTorch",
-            f"{names}: expandable_segments:True, by which LMCache's server could not map an "
-            "engine's memory; ConServe's engines switch it off",
-            f"take it out of {names}, unless other programs here want it",
-        )
 
 
 def _kv_layout() -> Iterator[Finding]:

@@ -265,21 +265,10 @@ def try_ipc() -> str:
 def _nvcc() -> Iterator[Finding]:
     """Check CUDA's compiler, which first starts use if there is one."""
     if (nvcc := find_nvcc(os.environ)) is None:
-        slow = "none: attention on Blackwell, KV in FP8 before Hopper and weights in FP8 are slower"
-        yield ok("nvcc", slow)
         return
-    try:
-        done = subprocess.run(
-            [nvcc, "--version"], capture_output=True, text=True, check=False, timeout=60
-        )
-    except subprocess.TimeoutExpired:
-        yield warning("nvcc", f"{nvcc} does not answer", "mend it, or hide it from PATH")
-        return
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"release (\d+)\.(\d+)", done.stdout)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
-    said = ".".join(map(str, version))
     if version < (12, 9):
-        seen = f"CUDA {said}, too old to compile FlashInfer's kernels"
+        seen = f"CUDA {version[0]}.{version[1]}, too old to compile FlashInfer's kernels"
         yield warning("nvcc", seen, "install PyTorch's version of the toolkit, or hide this one")
-    else:
-        yield ok("nvcc", f"CUDA {said}; first starts compile kernels for minutes")

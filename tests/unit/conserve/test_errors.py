@@ -197,6 +197,7 @@ ODD: list[Any] = [
 @given(st.integers(100, 599) | st.sampled_from([400, 404, 500]), st.sampled_from(ODD) | JSON)
 @example(200, vllm("message"))
 @example(204, None)
+@example(400, {"message": ""})
 def test_any_answer_becomes_an_error_that_can_be_sent(status: int, body: Any) -> None:
     error = from_engine(status, body)
     # A failure is never told as a success.

@@ -5,7 +5,6 @@ import platform
 import resource
 import shutil
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +71,6 @@ class Here:
         put(resource, "getrlimit", lambda _: (self.open_files, self.open_files))
         put(platform, "machine", lambda: self.architecture)
         put(platform, "python_version", lambda: self.python)
-        put(machine, "HUGE_PAGES", Path("/none"))
         put(glob, "glob", lambda like: ["uverbs0"] if self.rdma and "uverbs" in like else [])
         # Other programs on this machine are not its own.
         put(psutil, "net_connections", lambda kind: [])

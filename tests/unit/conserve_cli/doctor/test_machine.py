@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from conserve.settings import load
-from conserve_cli.doctor import machine
 from conserve_cli.doctor.machine import check_machine
 from conserve_cli.doctor.node import check_node
 from hetero.container import HostMemory
@@ -83,36 +82,13 @@ def test_each_disk_that_is_full_is_named(here: Here, monkeypatch: pytest.MonkeyP
     assert_finds(found, ("wrong", "disk", f"{models} models"), ("wrong", "disk", f"{ray} Ray"))
 
 
-def test_huge_pages_that_are_off(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_layout_by_which_kv_cannot_be_copied_is_named(
+    here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "enabled"
-    monkeypatch.setattr(machine, "HUGE_PAGES", file)
-    file.write_text("always [madvise] never")
-    assert unwell(check_machine(SETTINGS, 0)) == []
-    file.write_text("always madvise [never]")
-    assert unwell(check_machine(SETTINGS, 0)) == [("note", "huge pages")]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", [("note", "PyTorch")]),
-        ("VLLM_KV_CACHE_LAYOUT", "BHLNC", [("wrong", "KV layout")]),
-    ],
-)  # fmt: skip
-def test_variables_by_which_kv_cannot_be_copied(
-    here: Here,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-    expected: list[tuple[str, str]],
-) -> None:
-    monkeypatch.setenv(name, value)
-    found = list(check_machine(SETTINGS, **ON_GPUS))
-    assert unwell(found) == expected
-    assert all(name in one.seen for one in found if one.to_do)
-    assert unwell(check_machine(SETTINGS, **ON_CPUS)) == []
+    for layout, expected in (("BHLNC", [("wrong", "KV layout")]), ("BLHNC", [])):
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+        assert unwell(check_machine(SETTINGS, **ON_GPUS)) == expected
+        assert unwell(check_machine(SETTINGS, **ON_CPUS)) == []
 
 
 @pytest.mark.parametrize(
