@@ -286,13 +286,7 @@ _MESSAGES: dict[int, tuple[type[NvmlError], str]] = {
 
 def _memory(handle: Any) -> Any:
     """Return the total, used and free bytes, and those that the driver reserves: CUDA has none."""
-    try:
-        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    except pynvml.NVMLError_FunctionNotFound:
-        # A driver before 510, of which the doctor says that it is too old.
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        memory.reserved = 0
-        return memory
+    return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
 
 
 def _call(function: Callable[..., _T], what: str, *arguments: Any) -> _T:

@@ -42,10 +42,6 @@ class Cap:
     watts: float | None = None
     fraction: float | None = None
 
-    def __post_init__(self) -> None:
-        if (self.watts is None) == (self.fraction is None):
-            raise ValueError("a power cap is given in watts or as a fraction, one of the two")
-
     def limit_w(self, power: PowerReading) -> float:
         """Return the limit in watts, rounded down to a tenth; raises `CapRefused`."""
         wanted = self.watts if self.watts is not None else (self.fraction or 0) * power.default_w

@@ -150,7 +150,7 @@ def parsed(raw: bytes, path: Path) -> KeyFile:
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
+def locked(path: Path) -> Iterator[Path]:
     """Have no other process change the file meanwhile; yields its real path."""
     path = path.resolve()
     # Not the file itself, which every change replaces.
@@ -159,7 +159,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
     except OSError as error:
         raise KeyFileError(f"cannot make {path}.lock: {error.strerror}") from None
     try:
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +167,7 @@ def locked(path: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Path]:
             except BlockingIOError:
                 if time.monotonic() >= deadline_s:
                     raise KeyFileError(
-                        f"another process has changed {path} for {timeout_s:g} s; try again"
+                        f"another process has changed {path} for {_LOCK_TIMEOUT_S:g} s; try again"
                     ) from None
                 time.sleep(0.05)
         yield path
@@ -212,9 +212,8 @@ _Version = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a request's key, which ``key_id`` names in logs."""
+    """The owner of a request's key."""
 
-    key_id: str
     tenant: str
     admin: bool
     limits: Limits
@@ -260,7 +259,6 @@ class KeyRing:
 def _callers(file: KeyFile) -> dict[bytes, Caller]:
     return {
         bytes.fromhex(key.sha256): Caller(
-            key.id,
             key.tenant,
             key.admin,
             file.tenants[key.tenant].limits,

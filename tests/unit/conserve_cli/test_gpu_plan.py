@@ -58,6 +58,8 @@ def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
     # 48 GiB, of which 44.2 are for the engine: 15.3 of weights, 3.2 of reserve, the rest KV.
     assert all({"15.3", "~25.7", "~187,279"} <= set(row) for row in rows(text))
     assert "estimated" in text
+    known = "Tool calls: hermes (by its architecture, Qwen3ForCausalLM); reasoning: none."
+    assert known in " ".join(text.split())
     assert "Host memory for KV:" in text
     assert "SM slots" not in text
 

@@ -302,7 +302,7 @@ def test_a_tenants_media_have_the_same_names_in_the_turns_that_go_on() -> None:
     image = {"type": "input_image", "image_url": f"data:image/gif;base64,{pixel}", "uuid": "cat"}
     store = ResponseStore(10_000)
     stored = stored_by(d1=store)
-    caller = Caller("key", "acme", admin=False, limits=Limits(), cache_salt="salt")
+    caller = Caller("acme", admin=False, limits=Limits(), cache_salt="salt")
 
     def asked(**body: Any) -> Json:
         request = asgi.read_turn(RESPONSES, body, stored=stored, **{"conserve.caller": caller})
