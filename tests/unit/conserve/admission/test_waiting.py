@@ -42,6 +42,8 @@ def test_who_is_refused_learns_when_a_place_is_free() -> None:
     )
     line.leave("a")
     line.join("b", 1, now_s=20 + refused.value.retry_after_s)
+    # From a second to a minute.
+    assert (line.retry_after_s(1000), WaitingLine(1, 3600).retry_after_s(0)) == (1, 60)
 
 
 @pytest.mark.parametrize("limit", [1, 2])

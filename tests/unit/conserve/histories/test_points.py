@@ -70,3 +70,9 @@ def test_an_answer_of_which_less_is_left_is_known_as_so_long() -> None:
     points.add(digest(9), 1800)
     assert [tokens for _, tokens in points] == [1000, 1500, 1500, 1800]
     Points().clip(5)
+
+
+def test_a_shorter_one_takes_the_place_of_those_that_are_longer() -> None:
+    points, _ = grown([1000, 500, 500])
+    points.add(digest(9), 1200)
+    assert [tokens for _, tokens in points] == [1000, 1200]

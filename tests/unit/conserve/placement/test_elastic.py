@@ -329,6 +329,51 @@ def test_a_burst_after_silence_spreads_over_both_engines() -> None:
     assert went.count("p1") >= 2
 
 
+def test_a_home_is_filled_whose_conversations_are_idle() -> None:
+    def has_room_for(tokens: int, decodes: int) -> bool:
+        policy = ElasticPlacement(known({"d1": EngineLoad(decodes=decodes)}))
+        homes = [Decoder("d1", 10_000, 5_000, 10)]
+        return policy.place(tokens, homes, [], now_s=NOW_S) is not None
+
+    most = {
+        decodes: max(tokens for tokens in range(3_900, 5_200, 50) if has_room_for(tokens, decodes))
+        for decodes in (0, 4, 10, 30)
+    }
+    assert most == {0: 5_000, 4: 4_600, 10: 4_000, 30: 4_000}
+
+
+def test_a_prefiller_does_not_lend_what_would_push_its_own_histories_out() -> None:
+    homes = [Decoder("d1", 100_000, 4_000, 4), Decoder("p1", 10_000, 5_000, 5)]
+    said = {"d1": EngineLoad(decodes=1, step_s=0.01)}
+
+    def prefiller(held_tokens: int, sent: Sequence[tuple[str, str | None]] = ()) -> str | None:
+        homes[1].held_tokens = held_tokens
+        loads = known(said, sent)
+        loads.done("p1", "before0")
+        choice = ElasticPlacement(loads).place(1_000, homes, [Prefiller("p1")], now_s=NOW_S)
+        assert choice is not None
+        assert choice.decoder_id == "d1"
+        return choice.prefiller_id
+
+    assert prefiller(9_000) == "p1"
+    assert prefiller(9_900) is None
+    # What was lent is there yet.
+    assert prefiller(6_001) == "p1"
+    assert prefiller(6_001 + 900, [("d2", "p1")]) is None
+
+
+def test_what_first_prompts_ask_of_prefillers_makes_them_slower_homes() -> None:
+    homes = [Decoder("d1", 10_000, 5_000, 5), Decoder("p1", 10_000, 0, 1)]
+    policy = ElasticPlacement(known({}))
+    assert policy.place(500, homes, [Prefiller("p1")], now_s=NOW_S) == Placement("p1", None)
+    # A prompt is 3.9 s of prefill: 9 a minute are 0.585 of a prefiller's time.
+    loads = known({}, [("d1", "p1")] * 9)
+    homes[1].capacity_tokens = 100_000
+    busy = ElasticPlacement(loads).place(500, homes, [Prefiller("p1")], now_s=NOW_S)
+    assert busy is not None
+    assert busy.decoder_id == "d1"
+
+
 def test_a_history_goes_back_to_what_is_left_of_it_unless_that_is_full() -> None:
     homes = [Decoder("d1", 10_000, 5_000, 5), Decoder("d2", 10_000, 1_000, 1)]
     policy = ElasticPlacement(Loads(COSTS))
