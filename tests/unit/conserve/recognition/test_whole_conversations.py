@@ -1,14 +1,17 @@
 """Conversations are recognised by their messages on every turn."""
 
+import gzip
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve.recognition import Digest, TailIndex
+from tests.checkout import DATA
 from tests.unit.conserve.recognition.digests import candidate_digests, tail_digest
 from tests.unit.conserve.recognition.messages import (
     SEEDS,
@@ -19,6 +22,8 @@ from tests.unit.conserve.recognition.messages import (
     random_answer,
     text_of,
 )
+
+TRAJECTORIES = DATA / "tau-bench" / "gpt-4o-airline.json.gz"
 
 
 class Server:
@@ -102,3 +107,38 @@ def test_imperfect_echoes_are_recognised_on_every_turn(seed: int, many: int) -> 
             if not answer["tool_calls"]:
                 history.append({"role": "user", "content": text_of(rng)})
     assert server.opened == many
+
+
+@pytest.mark.skipif(not TRAJECTORIES.exists(), reason=f"no recorded conversations at {DATA}")
+def test_real_conversations_interleaved_are_recognised_on_every_turn() -> None:
+    with gzip.open(TRAJECTORIES) as file:
+        trajectories = [run["traj"] for run in json.load(file)]
+    assert len(trajectories) == 200
+
+    def replay(trajectory: list[Message], server: Server) -> Iterator[bool]:
+        """Yield for each turn after the first whether it was recognised correctly."""
+        first = True
+        for place, message in enumerate(trajectory):
+            if message["role"] != "assistant":
+                continue
+            history = trajectory[:place]
+            id = server.recognise(history)
+            assert (id is None) == first
+            # Runs of the same task may begin alike, and are then interchangeable: what counts is
+            # that the conversation found has said exactly what this one says it has.
+            assert id is None or said_by[id] == history[: len(said_by[id])]
+            id = server.finish(id, history, message)
+            said_by[id] = [*history, message]
+            first = False
+            yield True
+
+    server = Server()
+    said_by: dict[str, list[Message]] = {}
+    running = [replay(trajectory, server) for trajectory in trajectories]
+    turns = 0
+    while running:
+        going_on = [one for one in running if next(one, False)]
+        turns += len(going_on)
+        running = going_on
+    assert turns == sum(m["role"] == "assistant" for t in trajectories for m in t)
+    assert server.opened == 200
