@@ -1,9 +1,6 @@
 """The border between the SMs of an engine's steps and of its lane."""
 
 import random
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +12,8 @@ from fastapi import FastAPI
 from conserve.settings import Settings
 from conserve_inside.addon import stage_shares
 from conserve_inside.border import BORDER_PATH, HoldBorder, offer_border
-from conserve_inside.lane import worker as working
-from conserve_inside.lane.scheduler_lane import Job, LaneNotes
-from conserve_inside.lane.thread import LaneThread, Turns
-from conserve_inside.lane.worker import LaneWorking, lane_stream
+from conserve_inside.lane.scheduler_lane import LaneNotes
+from conserve_inside.lane.worker import LaneWorking
 from conserve_inside.scheduler.commands import SchedulerClient
 from conserve_inside.sm_slots import pairs
 from conserve_inside.sm_slots.pairs import Bound
@@ -124,83 +119,22 @@ class _Worker:
     def __init__(self) -> None:
         self.bound_in_step: list[Bound] = []
 
-    def execute_model(self, scheduler_output: Any) -> str:
+    def execute_model(self, scheduler_output: Any) -> None:
         self.bound_in_step.append(pairs.slot_pairs().bound)
-        return "output"
 
 
 class _Both(LaneWorking, _Worker):
     pass
 
 
-def test_the_border_moves_in_a_steps_turn_before_the_model_runs(
-    made: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_border_moves_before_the_model_runs(made: Pairs) -> None:
     worker = _Both()
-    within: list[str] = []
-
-    class Watched(Turns):
-        @contextmanager
-        def step(self, ends: bool = True) -> Iterator[None]:
-            with super().step(ends):
-                within.append("begins")
-                yield
-                within.append("ends")
-
-    worker._turns = Watched(alternate=False)
-    real = made.bind
-    monkeypatch.setattr(made, "bind", lambda sms: (within.append("binds"), real(sms))[1])
-
-    def step(notes: LaneNotes | None) -> Any:
+    for notes in (LaneNotes((), 32, 40), LaneNotes((), 32), None):
         metadata = SimpleNamespace(lane=notes)
-        return worker.execute_model(SimpleNamespace(kv_connector_metadata=metadata))
-
-    assert step(LaneNotes((), 32, 40)) == "output"
-    assert within == ["begins", "binds", "ends"]
-    assert worker.bound_in_step[-1].decode_sms == 40
-    step(LaneNotes((), 32))
-    step(None)
+        worker.execute_model(SimpleNamespace(kv_connector_metadata=metadata))
     worker.execute_model(SimpleNamespace(kv_connector_metadata=None))
     assert made.asked == [40]
-    assert working.slot_pairs() is made
-
-
-def test_a_chunk_follows_what_was_launched_on_the_stream_that_it_has(made: Pairs) -> None:
-    """The border may move while it waits for its turn."""
-    turns, seen = Turns(alternate=False), []
-
-    class Forward:
-        def mark(self) -> str:
-            return "mark"
-
-        def prepare(self) -> None:
-            seen.append("prepared")
-
-        def follow(self, mark: str) -> None:
-            seen.append((mark, lane_stream("plain")))
-
-        def compute(self, job: Job, start: int, end: int) -> Any:
-            seen.append((start, lane_stream("plain")))
-            return lambda: None
-
-    with turns.step():
-        made.bind(20)
-        thread = LaneThread(Forward(), turns, block_tokens=32)
-        job = Job("a", range(64), (1, 2), 0, 64)
-        thread.begin(LaneNotes((job,), 32, 20))
-        # Until it waits for its turn.
-        while not turns._chunk_waits:
-            time.sleep(0.001)
-        made.bind(30)
-    over: set[str] = set()
-    while not over:
-        over, _, _ = thread.take()
-    thread.end()
-    assert seen == ["prepared", ("mark", "lane 30"), (0, "lane 30"), (32, "lane 30")]
-
-
-def test_without_leased_sms_the_lane_has_a_plain_stream() -> None:
-    assert lane_stream("plain") == "plain"
+    assert worker.bound_in_step[0].decode_sms == 40
 
 
 async def _asked(

@@ -1,21 +1,17 @@
 """A real engine encodes images in its lane, and prefills prompts with them there."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from conserve.wire import Encoded
 from conserve_inside.lane.images import EncodeEnd, LaneImages
 from conserve_inside.lane.scheduler_lane import Job
 from conserve_inside.lane.worker import LaneForward
@@ -97,32 +93,6 @@ def _lone(engine: Engine, text: str, images: list[int]) -> list[int]:
     return answer
 
 
-class _Node(ECConnectorBase):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """A node that has encoded images, to a scheduler."""
-
-    def __init__(self, encoded: dict[str, bytes]) -> None:
-        self.take = encoded.get
-        self.told: list[Encoded] = []
-
-    def took(self, request_id: str, took: Encoded) -> None:
-        self.told.append(took)
-
-    def has_cache_item(self, identifier: str) -> bool:
-        return False
-
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
-        pass
-
-    def build_connector_meta(self, scheduler_output: Any) -> None:
-        pass
-
-    def start_load_caches(self, encoder_cache: Any, **options: Any) -> None:
-        pass
-
-    def save_caches(self, encoder_cache: Any, mm_hash: str, **options: Any) -> None:
-        pass
-
-
 def test_images_are_encoded_beside_decodes_once_each_and_in_order(
     engine: Engine, encodes: list[str]
 ) -> None:
@@ -184,16 +154,15 @@ def test_decodes_go_on_while_an_image_is_encoded_and_nothing_else_is_in_the_lane
     assert engine.ended >= {"sees", "reads"}
 
 
-@pytest.mark.parametrize("layer", [0, 3])
 def test_a_client_that_leaves_ends_its_encode(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, encodes: list[str], layer: int
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, encodes: list[str]
 ) -> None:
     reached: list[int] = []
     _between_layers(engine, monkeypatch, lambda: reached.append(1))
     _decode(engine)
     engine.add("leaves", _text(1, 20), 4, images=[_image(1)])
     engine.add("stays", _text(2, 20), 4, images=[_image(2)])
-    while len(reached) < layer + 1:
+    while not reached:
         engine.step()
     engine.abort("leaves")
     engine.drain()
@@ -201,53 +170,7 @@ def test_a_client_that_leaves_ends_its_encode(
     assert "stays" in engine.ended
     assert len(encodes) == 2
     # The rest of the first encode is not computed.
-    assert layer + 1 + _LAYERS <= len(reached) <= layer + 3 + _LAYERS
-    engine.require_no_leak()
-
-
-def test_a_client_that_leaves_ends_its_prefill(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its images may be evicted at once, so no chunk may come after that."""
-    failed, given_up, late = engine.policy.failed, threading.Event(), list[int]()
-    thread = engine.thread
-    forward = thread._forward
-    gives_up, compute = thread.give_up, forward.compute
-
-    def giving_up(request_ids: Any) -> None:
-        gives_up(request_ids)
-        if request_ids:
-            given_up.set()
-            forward._encoder_cache().clear()
-
-    def computing(job: Any, start: int, end: int) -> Any:
-        if given_up.is_set():
-            late.append(start)
-        return compute(job, start, end)
-
-    monkeypatch.setattr(thread, "give_up", giving_up)
-    monkeypatch.setattr(forward, "compute", computing)
-    _decode(engine)
-    engine.add("leaves", f"{_text(1, 600, 0)} <image>", 4, images=[_image(1)])
-    while engine.policy.current is None:
-        engine.step()
-    engine.step()
-    engine.abort("leaves")
-    engine.drain()
-    assert given_up.is_set()
-    assert not late
-    assert engine.policy.failed == failed
-
-
-def test_who_leaves_while_it_waits_is_not_encoded(engine: Engine, encodes: list[str]) -> None:
-    _decode(engine)
-    engine.add("first", _text(1, 20), 4, images=[_image(1)])
-    engine.add("leaves", _text(2, 20), 4, images=[_image(2)])
-    engine.step()
-    assert [_name(one) for one in engine.lane.stages.waiting] == ["first", "leaves"]
-    engine.abort("leaves")
-    engine.drain()
-    assert len(encodes) == 1
+    assert 1 + _LAYERS <= len(reached) <= 3 + _LAYERS
     engine.require_no_leak()
 
 
@@ -283,11 +206,6 @@ def test_what_the_cache_cannot_hold_together_is_encoded_in_steps(
     engine.drain()
     assert engine.answers["three"] == lone
     assert _LANE not in encodes
-    # Others' images are evicted, and encoded again where that is needed.
-    for number in range(4):
-        engine.add(f"two{number}", _text(2, 20, 2), 4, images=[_image(number), _image(9 + number)])
-    engine.drain()
-    assert {f"two{number}" for number in range(4)} <= engine.ended
     engine.require_no_leak()
 
 
@@ -303,32 +221,6 @@ def test_no_image_is_evicted_for_those_of_turns_behind_it(
     engine.drain()
     assert len(engine.ended) == 9
     assert encodes == 8 * [_LANE]
-    engine.require_no_leak()
-
-
-def test_what_the_node_has_waits_for_nothing_in_the_lane(
-    engine: Engine, encodes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, images = _text(1, 20, 2), [_image(1), _image(2)]
-    engine.add("lone", text, 6, images=images)
-    engine.drain()
-    lone, cached = engine.answers["lone"], engine.thread._forward._encoder_cache()
-    node = _Node({name: save({"encoded": one}) for name, one in cached.items()})
-    _begin(engine, lane=True)
-    encodes.clear()
-    monkeypatch.setattr(engine.scheduler, "ec_connector", node)
-    _decode(engine)
-    engine.add("reads", _text(2, 600, 0), 4)
-    engine.step()
-    assert engine.policy.current is not None
-    engine.add("sees", text, 6, images=images)
-    engine.step()
-    assert len(cached) == 2
-    assert engine.policy.current is not None
-    engine.drain()
-    assert engine.answers["sees"] == lone
-    assert not encodes
-    assert node.told == [Encoded(node_images=1), Encoded(node_images=1)]
     engine.require_no_leak()
 
 
@@ -408,32 +300,15 @@ def test_what_a_step_has_dropped_meanwhile_is_encoded_again() -> None:
     assert images.are_ready(lane, 0)
 
 
-def test_a_wrong_embedding_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparisons with a lone turn would notice a lane that encodes wrongly."""
-    text = _text(1, 20)
-    lone = _lone(engine, text, [1])
-    forward = engine.thread._forward
-    keep = forward.keep
-
-    def spoils(image: Any, embeds: torch.Tensor) -> None:
-        keep(image, embeds.roll(1, 0))
-
-    monkeypatch.setattr(forward, "keep", spoils)
-    _decode(engine)
-    engine.add("sees", text, 6, images=[_image(1)])
-    engine.drain()
-    assert engine.answers["sees"] != lone
-
-
 def test_random_turns_have_the_same_tokens_with_the_lane_and_without(
     engine: Engine, encodes: list[str]
 ) -> None:
     require_same_tokens(engine, encodes)
 
 
-@pytest.mark.parametrize("numbers", [3, 4])
-def test_a_position_has_as_many_numbers_as_the_model_takes(numbers: int) -> None:
+def test_a_position_has_as_many_numbers_as_the_model_takes() -> None:
     """Three for most models, and four for HunYuan-VL."""
+    numbers = 4
     forward: Any = object.__new__(LaneForward)
     places = torch.arange(numbers * 40).view(numbers, 40)
     forward._model = SimpleNamespace(get_mrope_input_positions=lambda tokens, images: (places, 0))

@@ -1,9 +1,7 @@
 """A real engine computes long prompts in its lane; nothing else changes."""
 
 import random
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,20 +62,6 @@ def test_a_long_prompt_beside_decodes_goes_to_the_lane(engine: Engine) -> None:
     engine.require_no_leak()
 
 
-def test_vllm_counts_no_hit_of_the_connectors(engine: Engine) -> None:
-    _decode(engine)
-    engine.add("long", words(4, 500), 4)
-    engine.scheduler.make_stats()
-    output = engine.scheduler.schedule()
-    stats = engine.scheduler.connector_prefix_cache_stats
-    assert stats.hits == 0
-    assert stats.queries >= 500
-    ran = engine.core.model_executor.execute_model(output)
-    ran = ran if ran is not None else engine.core.model_executor.sample_tokens(None)
-    engine.scheduler.update_from_output(output, ran)
-    engine.drain()
-
-
 def test_what_the_cache_has_is_not_computed_again(engine: Engine) -> None:
     computed = engine.policy.computed_tokens
     engine.add("first", words(5, 640), 4, key="history")
@@ -89,55 +73,6 @@ def test_what_the_cache_has_is_not_computed_again(engine: Engine) -> None:
     engine.drain()
     assert engine.policy.computed_tokens == computed + 319
     assert engine.cached["second"] == 640
-
-
-def test_who_leaves_while_the_lane_computes_leaves_nothing(engine: Engine) -> None:
-    failed, done = engine.policy.failed, engine.policy.done
-    _decode(engine)
-    engine.add("long", words(4, 1_200), 4)
-    engine.add("next", words(7, 400), 4)
-    for _ in range(3):
-        engine.step()
-    seen = engine.lane.observed()
-    assert (seen["lane_running"], seen["lane_waiting"]) == (1, 1)
-    engine.abort("long")
-    engine.drain()
-    assert "long" not in engine.ended
-    assert "next" in engine.ended
-    assert (engine.policy.done, engine.policy.failed) == (done + 1, failed)
-    engine.require_no_leak()
-
-
-def test_blocks_of_who_left_are_nobodys_until_the_chunk_is_over(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    forward = engine.thread._forward
-    wait = forward.compute
-
-    def slow(job: Any, start: int, end: int) -> Any:
-        done = wait(job, start, end)
-
-        def when_told() -> None:
-            begun.set()
-            assert go_on.wait(60)
-            done()
-
-        return when_told
-
-    monkeypatch.setattr(forward, "compute", slow)
-    _decode(engine)
-    engine.add("long", words(4, 600), 4)
-    while not begun.is_set():
-        engine.step()
-    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    engine.abort("long")
-    for _ in range(5):
-        engine.step()
-    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() <= free
-    go_on.set()
-    engine.drain()
-    engine.require_no_leak()
 
 
 @pytest.mark.parametrize("after_chunks", [0, 2])
@@ -199,21 +134,6 @@ def test_random_turns_have_the_same_tokens_with_the_lane_and_without(engine: Eng
         assert beside == plain
         engine.require_no_leak()
     assert preempted, "nobody was preempted"
-
-
-def test_spoiled_kv_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above would notice a lane that computes one position wrongly."""
-    plain, _ = _play(engine, 0, lane=False)
-    forward = engine.thread._forward
-    compute = forward.compute
-
-    def spoils(job: Any, start: int, end: int) -> Any:
-        ids = [*job.tokens[:-1], (job.tokens[-1] + 1) % 900]
-        return compute(replace(job, tokens=ids), start, end)
-
-    monkeypatch.setattr(forward, "compute", spoils)
-    beside, _ = _play(engine, 0, lane=True)
-    assert beside != plain
 
 
 def test_requests_that_it_is_not_for_are_computed_inline(engine: Engine) -> None:
