@@ -41,7 +41,7 @@ class Engine:
 
 
 def test_it_finds_the_smallest_size_that_is_fast_enough_and_stays() -> None:
-    engine = Engine(DecodeReserve(SIZES, late_s=0.05), work_s=2.5)  # 50 SMs would just do.
+    engine = Engine(DecodeReserve(SIZES), work_s=2.5)  # 50 SMs would just do.
     had = engine.run(400)
     assert had[0] == 16
     assert set(had[100:]) == {56}
@@ -50,27 +50,27 @@ def test_it_finds_the_smallest_size_that_is_fast_enough_and_stays() -> None:
 
 
 def test_less_work_gives_sms_back_and_more_takes_them_again() -> None:
-    engine = Engine(DecodeReserve(SIZES, late_s=0.05, forget_s=5.0), work_s=5.0)
+    engine = Engine(DecodeReserve(SIZES), work_s=5.0)
     engine.run(400)
     assert engine.run(1) == [112]
     engine.work_s = 0.5
-    assert engine.run(4_000)[-1] == 16
+    assert engine.run(20_000)[-1] == 16
     engine.work_s = 2.5
     assert engine.run(200)[-1] == 56
 
 
 def test_a_size_that_was_too_slow_is_not_tried_again_for_a_while() -> None:
     """The next larger one is so fast that the paper's rule would go back at once."""
-    engine = Engine(DecodeReserve((10, 100, 200), late_s=0.05, forget_s=30.0), work_s=1.0)
+    engine = Engine(DecodeReserve((10, 100, 200)), work_s=1.0)
     engine.run(8)
     had = engine.run(1_000)  # 10 ms each: 10 s.
     assert set(had) == {100}
     # What was seen is forgotten, and tried.
-    assert 10 in engine.run(3_000)
+    assert 10 in engine.run(6_000)
 
 
 def test_prefills_always_keep_a_tenth_and_more_once_they_have_waited() -> None:
-    engine = Engine(DecodeReserve(SIZES, late_s=0.05, longest_wait_s=5.0), work_s=2.9)
+    engine = Engine(DecodeReserve(SIZES), work_s=2.9)
     engine.run(100)
     controller = engine.controller
     # Too slow at 56, and calm enough at none.
@@ -83,32 +83,6 @@ def test_prefills_always_keep_a_tenth_and_more_once_they_have_waited() -> None:
     later_s = engine.now_s + 1_000
     assert controller.decide(decodes=True, waited_s=1.0, now_s=later_s) == MOST
     assert controller.decide(decodes=True, waited_s=6.0, now_s=later_s) == 16
-
-
-def test_alone_each_has_all() -> None:
-    controller = DecodeReserve(SIZES)
-    assert controller.decide(decodes=True, waited_s=None, now_s=0.0) == 132
-    assert controller.decide(decodes=False, waited_s=0.0, now_s=0.0) == 0
-    # Steps with all SMs are no reason to have as many beside a prefill.
-    for step in range(100):
-        controller.step(0.01, 132, step * 0.01)
-    assert controller.decide(decodes=True, waited_s=0.0, now_s=1.0) <= MOST
-
-
-def test_where_nothing_moves_the_border_it_stays() -> None:
-    controller = DecodeReserve(())
-    for step in range(100):
-        controller.step(1.0, 0, float(step))
-        for waited_s in (None, 0.0, 100.0):
-            assert controller.decide(decodes=True, waited_s=waited_s, now_s=float(step)) == 0
-    assert (base_sms(controller, 0.0), controller.tpot_s) == (0, 0.0)
-
-
-def test_one_size_is_everything() -> None:
-    controller = DecodeReserve((8,))
-    for step in range(100):
-        controller.step(1.0, 8, float(step))
-        assert controller.decide(decodes=True, waited_s=9.0, now_s=float(step)) == 8
 
 
 @given(
