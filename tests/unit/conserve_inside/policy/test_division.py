@@ -78,12 +78,6 @@ def test_a_tighter_bound_leaves_decodes_more(a6000: StageCurves) -> None:
     assert plan_stages(a6000, 0.03).shares["encode"] == DecodeShare(30, 30, 0)
 
 
-def test_where_no_size_is_quick_enough_decodes_keep_the_largest(a6000: StageCurves) -> None:
-    plan = plan_stages(a6000, 0.02)
-    assert not plan.within_bound
-    assert plan.shares == dict.fromkeys(("encode", "prefill"), DecodeShare(48, 48, 0))
-
-
 def test_shares_are_steps_that_the_sizes_have(a6000: StageCurves) -> None:
     sizes = {size.decode_sms: size for size in a6000.sizes}
 

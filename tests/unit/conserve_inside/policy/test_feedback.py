@@ -34,11 +34,6 @@ def test_service_counts_over_turns_and_is_forgotten_with_time() -> None:
     assert queue.service_tokens("c", 0.0) == 0
 
 
-def test_without_ageing_nobody_rises() -> None:
-    queue = FeedbackQueue(CAPACITY, age_s=math.inf)
-    assert queue.level("c", CAPACITY, 1e9, 0.0) == 3
-
-
 @given(
     st.integers(0, CAPACITY),
     st.floats(0, 1e6),
@@ -98,10 +93,3 @@ def test_nobody_goes_before_one_who_came_longer_ago_than_all_levels_take(
                 assert goes.came_s <= call.came_s
         queue.serve(goes.key, goes.tokens, 20, now_s)
         now_s += goes.tokens * 1e-4
-
-
-def test_without_ageing_a_heavy_one_waits_for_as_long_as_light_ones_come() -> None:
-    queue = FeedbackQueue(CAPACITY, age_s=math.inf)
-    for now_s in range(1_000):
-        light = queue.level(f"light-{now_s}", 100, 0.0, now_s)
-        assert light < queue.level("heavy", 20_000, now_s, now_s)

@@ -1,7 +1,5 @@
 """Calls that are prefilled in the lane, in steps, or wait for the lane."""
 
-import pytest
-
 from conserve_inside.policy import PrefillLane
 
 
@@ -20,23 +18,6 @@ def test_the_lane_is_for_what_does_not_fit_into_a_step_beside_decodes() -> None:
     assert route(lane, "a", 256) == "inline"
     assert route(lane, "a", 257) == "lane"
     assert route(lane, "a", 257, decoding=False) == "inline"
-
-
-def test_it_has_one_call_at_a_time() -> None:
-    lane = PrefillLane()
-    lane.takes("a", 999)
-    assert route(lane, "b") == "wait"
-    assert lane.waiting == 1
-    with pytest.raises(ValueError, match="b cannot enter the lane: a is in it"):
-        lane.takes("b", 1)
-    lane.computed("a", 256)
-    assert (lane.current_tokens, lane.computed_tokens) == (743, 256)
-    lane.ends("a", "done")
-    assert route(lane, "b") == "lane"
-    lane.takes("b", 999)
-    assert (lane.waiting, lane.current, lane.done) == (0, "b", 1)
-    lane.ends("b", "cut")
-    assert (lane.current, lane.current_tokens, lane.done, lane.failed) == (None, 0, 1, 0)
 
 
 def test_the_wait_and_the_queue_are_bounded() -> None:

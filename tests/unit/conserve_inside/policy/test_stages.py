@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -62,29 +61,6 @@ def test_beside_an_image_a_long_prompt_waits_for_the_lane_though_nothing_decodes
     stages.encodes("image")
     assert route(stages, "text", decoding=False) == "wait"
     assert route(stages, "short", BUDGET_TOKENS, decoding=False) == "inline"
-
-
-def test_text_does_not_keep_images_waiting_for_ever() -> None:
-    stages = Stages(PrefillLane(longest_wait_s=1_000.0))
-    stages.wants("first image")
-    stages.wants("second image")
-    jobs = []
-    for number in range(12):
-        name = f"text {number}"
-        if route(stages, name) == "lane":
-            stages.takes(name, 1_000)
-            assert stages.next_encode() is None
-            stages.prefills.ends(name, "done")
-            jobs.append("text")
-            continue
-        begins = stages.next_encode()
-        assert begins is not None
-        stages.encodes(begins)
-        stages.encoded()
-        stages.forget(begins)
-        jobs.append(begins)
-    row = ["text"] * MOST_PREFILLS
-    assert jobs == [*row, "first image", *row, "second image", "text", "text"]
 
 
 def test_prefills_do_not_wait_for_an_encode_that_has_no_room() -> None:
@@ -230,14 +206,6 @@ class Scheduling(RuleBasedStateMachine):
         self.stages.encoded()
         assert (self.stages.waiting, self.stages.pending, self.stages.current) == ((), 0, None)
         assert self.stages.next_encode() is None
-
-    @precondition(lambda self: not self.idle)
-    @rule()
-    def nothing_enters_a_lane_that_is_not_free(self) -> None:
-        with pytest.raises(ValueError, match="cannot enter the lane"):
-            self.stages.encodes("another")
-        with pytest.raises(ValueError, match="cannot enter the lane"):
-            self.stages.takes("another", 1_000)
 
     @invariant()
     def the_lane_has_one_job(self) -> None:
