@@ -230,10 +230,7 @@ async def test_leased_sms_are_asked_of_workers_and_given_back() -> None:
 # --- Whether it is there --------------------------------------------------------------------------
 
 ASKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"engine_scheduler": "conversation"}, ("engine_scheduler=conversation",)),
     ({"like": "mars"}, ("engine_scheduler=order+retention",)),
-    ({"tpot_bound_s": 0.03}, ("tpot_bound_s",)),
-    ({"media.tower_layers": 2}, ("media.tower_layers",)),
     ({"tiers": {"a": {"sm_slots": 3}, "b": {}}}, ("tiers.a.sm_slots",)),
     (
         {"engine_scheduler": "lane", "media.tower_layers": 2},
@@ -260,17 +257,8 @@ def test_without_it_its_settings_are_refused_in_a_sentence_each(
     )
 
 
-def test_a_node_whose_image_lacks_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load({"engine_scheduler": "conversation"})
-    monkeypatch.setattr("conserve.addons.entry_points", lambda **_: ())
-    tier = role_tier(settings, settings.decoders, False)
-    with pytest.raises(SettingsError, match=r"^engine_scheduler=conversation needs the add-on"):
-        inside_of("decoder", settings, tier)
-
-
-@pytest.mark.parametrize("like", [None, "conserve_paper", "thunderagent"])
-def test_other_settings_need_no_addon(like: str | None, without_addons: None) -> None:
-    settings = load({"like": like, "encoders": 1, "tiers": {"x": {}}, "decoders.tier": "x"})
+def test_other_settings_need_no_addon(without_addons: None) -> None:
+    settings = load({"encoders": 1, "tiers": {"x": {}}, "decoders.tier": "x"})
     assert type(inside_of("decoder", settings, role_tier(settings, settings.decoders, True))) is (
         Inside
     )

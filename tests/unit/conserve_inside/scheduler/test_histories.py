@@ -138,17 +138,6 @@ def test_a_history_with_a_turn_is_not_released() -> None:
     assert not engine.wrong
 
 
-def test_pinned_by_command_it_is_kept_for_so_long() -> None:
-    engine = held(0.0)
-    engine.turn("mine", tokens(8))
-    assert obey(engine.scheduler, Pin({"mine": 1_000.0})) == 8
-    for other in range(6):
-        engine.turn(f"other{other}", tokens(12), last=True)
-    assert cached_blocks(engine, "mine") == [8]
-    assert obey(engine.scheduler, Pin({"nobody": 1.0})) == 0
-    engine.require_no_leak()
-
-
 def test_a_turns_end_says_what_stays_of_its_history() -> None:
     engine = held(3.0)
     engine.now_s += 100.0
@@ -175,7 +164,4 @@ def test_of_long_ended_histories_no_more_is_known_than_four_times_the_engine_hol
     for key in known:
         release(engine, key)
     assert engine.scheduler.histories.keys() == []
-    for number in range(60):
-        engine.turn(f"two{number}", tokens(12))
-    assert len(engine.scheduler.histories.keys()) == len(known)
     engine.require_no_leak()

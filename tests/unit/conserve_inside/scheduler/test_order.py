@@ -142,16 +142,14 @@ def test_a_prompt_without_room_begins_with_a_part_and_no_second_one_does() -> No
     engine.require_no_leak()
 
 
-@pytest.mark.parametrize("preemptions", [0, 1])
-def test_who_was_preempted_begins_with_no_part_again(preemptions: int) -> None:
+def test_who_was_preempted_begins_with_no_part_again() -> None:
     """Else two such prompts would go on taking each other's room."""
     engine = StandIn(blocks=41, max_num_seqs=4, policies={"retention": {"hold_s": 0.0}})
     engine.add("decode", range(10 * BLOCK_TOKENS), 60, "decode")
     engine.step()
-    engine.add("long", range(1, 1 + 32 * BLOCK_TOKENS), 4, "long").num_preemptions = preemptions
+    engine.add("long", range(1, 1 + 32 * BLOCK_TOKENS), 4, "long").num_preemptions = 1
     engine.step()
-    begun = [one.request_id for one in engine.scheduler.running]
-    assert begun == ["decode", "long"][: 2 - preemptions]
+    assert [one.request_id for one in engine.scheduler.running] == ["decode"]
     engine.drain()
     assert not engine.wrong
     engine.require_no_leak()

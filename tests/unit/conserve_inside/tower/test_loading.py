@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 import vllm._custom_ops as ops
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from vllm.config import LoadConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import rotary_embedding, utils
-from vllm.model_executor.offloader import NoopOffloader, get_offloader
 
 from conserve_inside.tower import loading
 from conserve_inside.tower.loading import load_with_tower_on_host
@@ -100,64 +98,6 @@ def test_a_gpu_has_one_layer_of_the_tower_at_a_time(tmp_path: Path) -> None:
     parts, most_bytes = loaded(tmp_path, 2)
     assert {name for name, one in parts.items() if one.device.type == "cpu"} == tower
     assert most_bytes <= whole_bytes - tower_bytes + tower_bytes // DEEP.layers
-
-
-def block() -> nn.Module:
-    return nn.Sequential(nn.RMSNorm(2))
-
-
-class Model(nn.Module):
-    """Has modules of one class in its tower, beside it, and in its language model."""
-
-    _tower_model_names = ("visual",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        made = get_offloader().wrap_modules(block() for _ in range(9))
-        # They have not left the GPU meanwhile.
-        assert {one[0].weight.device.type for one in made} == {torch.get_default_device().type}
-        self.language = nn.ModuleList(made)
-        self.visual = nn.Module()
-        self.visual.mergers = nn.ModuleList(block() for _ in range(3))
-        self.visual.layers = nn.ModuleList(block() for _ in range(4))
-        # vLLM quantises it on the GPU as it reads its weight.
-        self.visual.layers[3].read = nn.Linear(2, 2, bias=False, device="meta")
-        self.visual.layers[3].read.bias = nn.Parameter(torch.empty(2))
-
-
-class Built(Unread):
-    device = GPU
-
-    def load_model(self, *given: Any) -> nn.Module:
-        return self.create_model(*given)
-
-    def create_model(self, *_: Any) -> nn.Module:
-        with torch.device(self.device):
-            return Model()
-
-
-def test_only_the_towers_layers_stay_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def places(kept: int, drafts: bool = False) -> list[set[str]]:
-        monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", Built)
-        config: Any = SimpleNamespace(model_config=object(), load_config=LoadConfig(device=GPU))
-        load_with_tower_on_host(config, kept)
-        with FakeTensorMode(), Gpu():
-            model: Any = model_loader.get_model(
-                vllm_config=config, model_config=object() if drafts else None
-            )
-        assert isinstance(get_offloader(), NoopOffloader)
-        assert getattr(model, "kept", None) == (None if drafts else kept)
-        tower = model.visual
-        parts = (tower.layers[0], tower.layers[3][0], tower.layers[3].read, tower.mergers)
-        return [{one.device.type for one in part.parameters()} for part in (*parts, model.language)]
-
-    there = [{GPU}, {GPU}, {GPU, "meta"}, {GPU}, {GPU}]
-    assert places(2) == [{"cpu"}, {"cpu"}, *there[2:]]
-    # With no more layers than may stay; and a drafter, which the same loader loads.
-    assert places(4) == places(2, drafts=True) == there
-    monkeypatch.setattr(Built, "device", "cpu")
-    with pytest.raises(RuntimeError, match=r"not on the cuda; unset it, or .*cpu_offload_gb"):
-        places(2)
 
 
 def test_a_format_that_builds_models_itself_is_refused() -> None:

@@ -182,14 +182,11 @@ def test_the_longest_list_within_a_models_towers_is_the_towers() -> None:
         layers_of_tower(nn.Module())
 
 
-def test_the_start_says_how_much_is_freed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "vllm.conserve")
+def test_nothing_is_offloaded_where_all_layers_stay() -> None:
     assert offload(Model(), 5, CPU) is None
-    assert "all 5 layers of visual.blocks stay, and nothing is offloaded" in caplog.text
     tower = offload(Model(), 2, CPU)
     assert tower is not None
     assert (tower.freed_bytes, tower.host_bytes) == (3 * 768, 5 * 768)
-    assert "2 of 5 layers of visual.blocks stay on the CPU; on a GPU this would free" in caplog.text
 
 
 def test_a_worker_is_prepared_to_offload(monkeypatch: pytest.MonkeyPatch) -> None:
