@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conserve_tools.client import Agent, EnvironmentRefused, Tool
+from conserve_tools.client import Agent, EnvironmentRefused
 from conserve_tools.client import environment as environments
 
 RESULT = {
@@ -203,13 +203,6 @@ def test_a_refusal_is_not_asked_again(server: Server) -> None:
     assert len(server.bodies("run")) == 1
 
 
-def test_what_a_model_is_told_of_a_result() -> None:
-    made = environments.CommandResult(**{**RESULT, "exit_code": 2, "stderr": "oh\n"})
-    assert made.output == "a\nb\noh\n(exit code 2)"
-    ended = environments.CommandResult(**{**RESULT, "reason": "it took long", "truncated": True})
-    assert ended.output == "a\nb\n(the rest is left out)\n(ended: it took long)"
-
-
 def test_what_a_model_does_wrong_is_told(server: Server) -> None:
     def fails(path: str) -> None:
         raise OSError("no such file")
@@ -221,10 +214,3 @@ def test_what_a_model_does_wrong_is_told(server: Server) -> None:
         assert agent.call("fails", "{}") == "error: path: Field required"
         assert agent.call("fails", '{"path": "x", "more": 1}').startswith("error: more:")
         assert agent.call("fails", "no json").startswith("error: Invalid JSON")
-
-
-def test_a_tool_that_cannot_be_named() -> None:
-    def several(*names: str) -> None: ...
-
-    with pytest.raises(TypeError, match=r"several.*\*names"):
-        Tool.of(several)

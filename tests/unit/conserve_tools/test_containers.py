@@ -168,13 +168,12 @@ def test_how_docker_is_asked(stand_in: str, root: Path) -> None:
     assert "--network bridge -p 127.0.0.1:28000:28000" in log(stand_in)[-1]
 
 
-def test_what_is_missing_is_said(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_this_machine_is_found(
+    stand_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Path(stand_in).parent
     # Whatever this machine has of such programs, here there is one.
     for name in ("dirname", "sh"):
         (folder / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(folder))
     assert find_engine() == "docker"
-    Path(stand_in).write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(SandboxError, match=r"docker does not answer.*podman is not installed"):
-        find_engine()

@@ -250,29 +250,6 @@ def test_one_that_never_begins_has_its_time() -> None:
     assert len(line.to_remove()) == 1
 
 
-def test_a_shared_one_goes_with_its_last_holder() -> None:
-    line = ledger()
-    shared = Spec(name="db", shared=True)
-    made = [line.declare(name, shared, 0.0) for name in ("one\ta", "one\tb", "two\ta")]
-    assert made[0] is made[1]
-    assert made[2] is not made[0]
-    assert line.let_go("one\ta", "db")
-    assert not line.to_remove()
-    assert line.let_go("one\tb", "db")
-    assert not line.let_go("one\tb", "db")
-    assert line.to_remove() == [made[0]]
-    # It is being removed, so no conversation gets it any more.
-    assert line.declare("one\tb", shared, 0.0) is not made[0]
-
-
-def test_a_name_stands_for_one_environment() -> None:
-    line = ledger()
-    first = line.declare("a", Spec(ports=1), 0.0)
-    assert line.declare("a", Spec(ports=1), 5.0) is first
-    with pytest.raises(Conflict, match="another ports"):
-        line.declare("a", Spec(ports=2), 0.0)
-
-
 def test_quotas_say_which_setting() -> None:
     for quota in ({"most": 2}, {"most_of_tenant": 2}):
         line = ledger(**quota)

@@ -51,43 +51,11 @@ async def test_a_setup_that_fails(world: World) -> None:
     assert (await run(world, command="echo ok")).stdout == "ok\n"
 
 
-async def test_it_is_killed_and_followed(world: World) -> None:
-    world.table.live |= {"a": LIVE, "b": LIVE}
-    for name in ("a", "b"):
-        await world.service.declare(name, {})
-        await run(world, name, command="echo kept > file")
-    await asyncio.sleep(0.2)
-    cut = asyncio.ensure_future(run(world, command="setsid sleep 600 & sleep 600"))
-    await world.until(lambda: len(marked(f"{world.root}:")) >= 3)
-    await world.die()
-    del world.table.live["b"]
-    assert (await run(world)).stdout == "kept\n"
-    await world.until(lambda: world.folders() == ["1"])
-    await world.until(lambda: not marked(f"{world.root}:"))
-    await cut
-
-
 async def test_a_folder_that_is_nobodys_is_removed(world: World) -> None:
     make_root(world.root)
     (world.root / "77" / "home").mkdir(parents=True)
     await world.service.declare("a", {})
     assert world.folders() == []
-
-
-async def test_a_table_that_does_not_know_yet_ends_nobody(world: World) -> None:
-    world.table.live["a"] = LIVE
-    await world.service.declare("a", {})
-    await run(world, command="echo kept > file")
-    await asyncio.sleep(0.2)
-    world.table.life, world.table.knows = 2, False
-    await asyncio.sleep(0.3)
-    world.table.knows, world.table.live = True, {}
-    await asyncio.sleep(0.3)
-    assert (await run(world)).stdout == "kept\n"
-    world.table.live = {"a": LIVE}
-    await asyncio.sleep(0.3)
-    world.table.live = {}
-    await world.until(lambda: not world.folders())
 
 
 async def test_a_call_is_carried_out_once(world: World) -> None:
@@ -150,10 +118,8 @@ async def test_what_cannot_be_had(world: World) -> None:
     ("stalls", "load", "share"),
     [
         ("some avg10=12.50 avg60=3 avg300=1 total=9\nfull avg10=1.00", 0.0, 0.125),
-        ("some avg10=250.0", 0.0, 1.0),
         ("", 8.0, 0.5),
         ("", 2.0, 0.0),
-        ("", 0.0, 0.0),
     ],
 )
 def test_pressure_is_what_linux_says_or_else_the_load(

@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,14 +189,6 @@ def test_long_input_is_read_or_left(box: Box) -> None:
     long = "x" * 2**20
     assert box.run("wc -c", stdin=long).stdout.strip() == str(2**20)
     assert box.run("true", stdin=long).exit_code == 0
-
-
-def test_it_can_be_ended_from_outside(box: Box) -> None:
-    command = box.begin("setsid sleep 600 & sleep 600")
-    threading.Timer(0.5, command.cut).start()
-    outcome = command.wait()
-    assert outcome.reason == "it was ended from outside"
-    assert not outcome.timed_out
 
 
 def test_the_process_above_it_is_killed(box: Box) -> None:

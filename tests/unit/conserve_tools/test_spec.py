@@ -21,23 +21,12 @@ def test_what_is_not_said_is_the_applications() -> None:
     ("body", "field"),
     [
         ({"name": "../x"}, "name"),
-        ({"name": ".."}, "name"),
-        ({"name": "a\n"}, "name"),
-        ({"name": "x" * 65}, "name"),
         ({"ports": 9}, "ports"),
-        ({"ports": -1}, "ports"),
-        ({"kind": "vm"}, "kind"),
         ({"kind": "container"}, None),
         ({"image": "python"}, None),
         ({"kind": "container", "image": "--privileged"}, "image"),
-        ({"kind": "container", "image": "python\n"}, "image"),
         ({"limits": {"wall_s": 61}}, "limits.wall_s"),
-        ({"limits": {"processes": 0}}, "limits.processes"),
-        ({"limits": {"gpus": 1}}, "limits.gpus"),
-        ({"limits": 3}, "limits."),
-        ({"setup": ""}, "setup"),
         ({"nmae": "x"}, "nmae"),
-        ([], None),
     ],
 )
 def test_what_cannot_be_had(body: Any, field: str | None) -> None:
@@ -53,21 +42,7 @@ def test_a_command_of_a_shell_or_a_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"command": ""},
-        {"command": []},
-        {"command": [""]},
-        {"command": "a\0b"},
-        {"command": ["x"] * 257},
-        {"command": 5},
-        {"command": "ls", "timeout_s": 0},
-        {"command": "ls", "timeout_s": float("nan")},
-        {"command": "ls", "tool": "x" * 65},
-        {"command": "ls", "call_id": ""},
-        None,
-    ],
+    "body", [{"command": ""}, {"command": [""]}, {"command": "a\0b"}, {"command": ["x"] * 257}]
 )
 def test_what_cannot_be_run(body: Any) -> None:
     with pytest.raises(SpecError):

@@ -1,7 +1,6 @@
 """A manager's actor without Ray, with real processes and a table that says what it is told."""
 
 import asyncio
-import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ class Table(StubTable):
 
     def __init__(self) -> None:
         self.life = 1
-        self.knows = True
         self.live: dict[str, Standing] = {}
         self.told: list[tuple[str, str, dict[str, Any]]] = []
         self.pressure = HostPressure()
@@ -32,7 +30,7 @@ class Table(StubTable):
         assert method == "lifecycle"
         self.pressure = pressure
         live = {id_: standing for id_, standing in self.live.items() if id_ in asked}
-        return Lifecycle(self.life, live if self.knows else None)
+        return Lifecycle(self.life, live)
 
     def tell(self, method: str, *told: Any) -> None:
         assert method == "note"
@@ -48,7 +46,7 @@ def root() -> Iterator[Path]:
 
 
 class World:
-    """A service, which may be followed by another one."""
+    """A service on a folder of its own."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.root = root
@@ -61,25 +59,6 @@ class World:
         made = EnvironmentService(self.settings, "test", "1")
         made._table = self.table  # type: ignore[assignment]
         return made
-
-    async def die(self) -> None:
-        """As by ``kill -9``: nothing is said to anybody, and launchers see their pipes closed."""
-        service = self.service
-        assert service._housekeeping is not None
-        service._housekeeping.cancel()
-        manager = service._manager
-        assert manager is not None
-        for commands in list(manager._commands.values()):
-            for command in list(commands):
-                command.cut()
-        for job in list(manager._jobs.values()):
-            job.cancel()
-        assert service._journal is not None
-        service._journal.close()
-        # The kernel would, with the process.
-        assert service._lock is not None
-        os.close(service._lock)
-        self.service = self._new()
 
     async def until(self, holds: Any) -> None:
         for _ in range(200):
