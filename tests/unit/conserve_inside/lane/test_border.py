@@ -13,6 +13,7 @@ from conserve.settings import Settings
 from conserve_inside.addon import stage_shares
 from conserve_inside.border import BORDER_PATH, HoldBorder, offer_border
 from conserve_inside.lane.scheduler_lane import LaneNotes
+from conserve_inside.lane.thread import Turns
 from conserve_inside.lane.worker import LaneWorking
 from conserve_inside.scheduler.commands import SchedulerClient
 from conserve_inside.sm_slots import pairs
@@ -127,13 +128,18 @@ class _Both(LaneWorking, _Worker):
     pass
 
 
-def test_the_border_moves_before_the_model_runs(made: Pairs) -> None:
-    worker = _Both()
+def test_the_border_moves_in_a_steps_turn_before_the_model_runs(
+    made: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, bind, in_turn = _Both(), made.bind, list[bool]()
+    worker._turns = turns = Turns(alternate=False)
+    monkeypatch.setattr(made, "bind", lambda sms: (in_turn.append(turns._busy), bind(sms))[1])
     for notes in (LaneNotes((), 32, 40), LaneNotes((), 32), None):
         metadata = SimpleNamespace(lane=notes)
         worker.execute_model(SimpleNamespace(kv_connector_metadata=metadata))
     worker.execute_model(SimpleNamespace(kv_connector_metadata=None))
     assert made.asked == [40]
+    assert in_turn == [True]
     assert worker.bound_in_step[0].decode_sms == 40
 
 
