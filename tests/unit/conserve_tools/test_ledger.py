@@ -250,6 +250,15 @@ def test_one_that_never_begins_has_its_time() -> None:
     assert len(line.to_remove()) == 1
 
 
+def test_a_shared_one_goes_with_its_last_holder() -> None:
+    line = ledger()
+    made = [line.declare(name, Spec(shared=True), 0.0) for name in ("one\ta", "one\tb")]
+    line.let_go("one\ta", "main")
+    assert not line.to_remove()
+    line.let_go("one\tb", "main")
+    assert line.to_remove() == [made[0]]
+
+
 def test_quotas_say_which_setting() -> None:
     for quota in ({"most": 2}, {"most_of_tenant": 2}):
         line = ledger(**quota)

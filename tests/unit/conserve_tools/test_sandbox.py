@@ -202,22 +202,6 @@ def test_the_process_above_it_is_killed(box: Box) -> None:
     assert box.marked == []
 
 
-def test_whoever_asked_is_killed(box: Box) -> None:
-    """As when the manager is: a fork of this process asks, and is gone."""
-    child = os.fork()
-    if child == 0:
-        try:
-            box.begin("setsid sleep 600 & sleep 600")
-            time.sleep(1)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    deadline_s = time.monotonic() + 20
-    while box.marked:
-        assert time.monotonic() < deadline_s, "the command has outlived whoever asked for it"
-        time.sleep(0.05)
-
-
 def test_namespaces_hide_the_machine(box: Box) -> None:
     dial = "import socket; socket.create_connection({})"
     with socket.create_server(("127.0.0.1", 0)) as listener:

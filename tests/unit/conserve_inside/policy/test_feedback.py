@@ -34,22 +34,6 @@ def test_service_counts_over_turns_and_is_forgotten_with_time() -> None:
     assert queue.service_tokens("c", 0.0) == 0
 
 
-@given(
-    st.integers(0, CAPACITY),
-    st.floats(0, 1e6),
-    st.floats(0, 1e4),
-    st.floats(0, 1e4),
-    st.integers(1, 6),
-)
-def test_a_level_is_one_of_those_there_are_and_waiting_never_lowers_it(
-    context: int, served: float, waited: float, longer: float, levels: int
-) -> None:
-    queue = FeedbackQueue(CAPACITY, levels=levels)
-    queue.serve("c", int(served), 0, 0.0)
-    level = queue.level("c", context, waited, 0.0)
-    assert 0 <= queue.level("c", context, waited + longer, 0.0) <= level < levels
-
-
 @dataclass
 class Call:
     key: str

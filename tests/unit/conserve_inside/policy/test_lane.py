@@ -32,3 +32,12 @@ def test_the_wait_and_the_queue_are_bounded() -> None:
     # Without decodes none waits.
     assert route(lane, "d", decoding=False, now_s=11.0) == "inline"
     assert lane.waiting == 1
+
+
+def test_a_prefill_that_is_cut_leaves_the_lane_and_counts_as_none() -> None:
+    lane = PrefillLane()
+    lane.takes("a", 999)
+    assert route(lane, "b") == "wait"
+    lane.ends("a", "cut")
+    assert route(lane, "b") == "lane"
+    assert (lane.done, lane.failed) == (0, 0)

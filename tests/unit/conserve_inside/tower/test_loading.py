@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 import vllm._custom_ops as ops
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from vllm.config import set_current_vllm_config
+from vllm.config import LoadConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import rotary_embedding, utils
+from vllm.model_executor.offloader import get_offloader
 
 from conserve_inside.tower import loading
 from conserve_inside.tower.loading import load_with_tower_on_host
@@ -98,6 +100,42 @@ def test_a_gpu_has_one_layer_of_the_tower_at_a_time(tmp_path: Path) -> None:
     parts, most_bytes = loaded(tmp_path, 2)
     assert {name for name, one in parts.items() if one.device.type == "cpu"} == tower
     assert most_bytes <= whole_bytes - tower_bytes + tower_bytes // DEEP.layers
+
+
+class Model(nn.Module):
+    """Has modules of one class in its tower, beside it, and in its language model."""
+
+    _tower_model_names = ("visual",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = get_offloader().wrap_modules(nn.RMSNorm(2) for _ in range(3))
+        # They have not left the GPU meanwhile.
+        assert {one.weight.device.type for one in made} == {GPU}
+        self.language = nn.ModuleList(made)
+        self.visual = nn.Module()
+        self.visual.mergers = nn.ModuleList(nn.RMSNorm(2) for _ in range(3))
+        self.visual.layers = nn.ModuleList(nn.RMSNorm(2) for _ in range(4))
+
+
+class Built(Unread):
+    def load_model(self, *given: Any) -> nn.Module:
+        return self.create_model(*given)
+
+    def create_model(self, *_: Any) -> nn.Module:
+        with torch.device(GPU):
+            return Model()
+
+
+def test_only_the_towers_layers_stay_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", Built)
+    config: Any = SimpleNamespace(model_config=object(), load_config=LoadConfig(device=GPU))
+    load_with_tower_on_host(config, 2)
+    with FakeTensorMode(), Gpu():
+        model: Any = model_loader.get_model(vllm_config=config)
+    parts = (model.visual.layers, model.visual.mergers, model.language)
+    places = [{one.device.type for one in part.parameters()} for part in parts]
+    assert places == [{"cpu"}, {GPU}, {GPU}]
 
 
 def test_a_format_that_builds_models_itself_is_refused() -> None:

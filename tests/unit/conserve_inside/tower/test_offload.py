@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -90,21 +90,6 @@ def test_each_layer_has_its_own_weights_in_every_pass(
         places = {layer.state_dict()[name].data_ptr() for layer in layers}
         assert len(places) == kept, (name, tensor)
     assert tower.freed_bytes == (count - kept) * tower.layer_bytes
-
-
-@given(sizes)
-def test_no_layer_is_copied_that_its_slot_has(size: tuple[int, int]) -> None:
-    count, kept = size
-    layers = stack(count)
-    tower = OffloadedTower(layers, kept, CPU)
-    copied: list[int] = []
-    begin = tower._copies.begin
-    tower._copies.begin = lambda slot, target, source: (  # type: ignore[method-assign]
-        copied.append(slot), begin(slot, target, source))[1]  # fmt: skip
-    encoded(layers, 1)
-    # All layers of a slot that several share, once each.
-    users = {slot: len(range(slot, count, kept)) for slot in range(kept)}
-    assert Counter(copied) == {slot: users[slot] for slot in users if users[slot] > 1}
 
 
 def test_a_copy_that_could_not_begin_is_no_layer() -> None:
