@@ -109,9 +109,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        made = get_offloader().wrap_modules(nn.RMSNorm(2) for _ in range(3))
+        made = get_offloader().wrap_modules(nn.Sequential(nn.RMSNorm(2)) for _ in range(3))
         # They have not left the GPU meanwhile.
-        assert {one.weight.device.type for one in made} == {GPU}
+        assert {one[0].weight.device.type for one in made} == {GPU}
         self.language = nn.ModuleList(made)
         self.visual = nn.Module()
         self.visual.mergers = nn.ModuleList(nn.RMSNorm(2) for _ in range(3))
