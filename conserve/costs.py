@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from conserve.history import TurnStats
+from conserve.turn import TurnStats
 
 Term = Literal["decode", "prefill", "recompute", "unused", "caching"]
 TERMS: tuple[Term, ...] = get_args(Term)
@@ -18,7 +18,6 @@ class _Turn:
     began_s: float
     # `_Decoder.used_s` at its begin.
     used_s: float
-    remote_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -111,10 +110,6 @@ class SpaceTimeCosts:
         decoder.turns.add(turn)
         self._turns[turn] = _Turn(decoder_id, tokens, had_tokens, now_s, decoder.used_s)
 
-    def prefilled(self, turn: Hashable, tokens: int) -> None:
-        if turn in self._turns:
-            self._turns[turn].remote_tokens += tokens
-
     def end(self, turn: Hashable, stats: TurnStats | None, now_s: float) -> None:
         """Note that a turn has ended; ``stats`` is None if its engine's work is not known."""
         one = self._turns.pop(turn, None)
@@ -132,7 +127,7 @@ class SpaceTimeCosts:
             if stats.decode_s is not None and took_s > 0:
                 decoding = min(1.0, max(0.0, stats.decode_s) / took_s)
             found = stats.found_tokens
-            computed = max(0, stats.prompt_tokens - found) + one.remote_tokens
+            computed = max(0, stats.prompt_tokens - found) + stats.remote_tokens
             grown = max(0, stats.prompt_tokens - one.had_tokens)
             recomputed = max(0, computed - grown) if one.had_tokens else 0
             self.recomputed_tokens += recomputed

@@ -7,8 +7,9 @@ from conserve import identity
 from conserve.clock import unix_s
 from conserve.histories.families import scope_for, scope_of
 from conserve.histories.points import mark
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.recognition import Digest, TailIndex
+from conserve.turn import TurnKey, TurnStats
 
 
 class Parked(NamedTuple):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from conserve.wire import TurnSummary
+from conserve.turn import TurnStats
 
 Name = Literal["recognition", "wait", "count", "encode", "prefill", "handoff", "decode"]
 """``recognition`` reads the request and its history; ``wait`` is for the table, for room, or in the
@@ -54,7 +54,7 @@ class Phases:
         engine_id: str,
         sent_s: float,
         first_s: float | None,
-        summary: TurnSummary | None,
+        stats: TurnStats | None,
         failed: str | None = None,
     ) -> None:
         """Note what a decoder did from the time that it was sent the turn until now.
@@ -64,16 +64,16 @@ class Phases:
 
         Args:
             first_s: when its first token came; None for an answer in one piece.
-            summary: None if it did not get to the end.
+            stats: the decoder's; None if it did not get to the end.
         """
         now_s = time.perf_counter()
-        if summary is not None:
+        if stats is not None:
             if first_s is None:
-                first_s = max(sent_s, now_s - (summary.decode_s or 0.0))
-            if summary.prefill_s is not None and summary.queued_s is not None:
-                ran_s = max(sent_s, first_s - summary.prefill_s)
-                came_s = max(sent_s, ran_s - summary.queued_s)
-                before: Name = "handoff" if summary.loaded_tokens else "wait"
+                first_s = max(sent_s, now_s - (stats.decode_s or 0.0))
+            if stats.engine_prefill_s is not None and stats.engine_queued_s is not None:
+                ran_s = max(sent_s, first_s - stats.engine_prefill_s)
+                came_s = max(sent_s, ran_s - stats.engine_queued_s)
+                before: Name = "handoff" if stats.lmcache_tokens else "wait"
                 self.all.append(Phase(before, came_s, ran_s, engine_id))
                 self.all.append(Phase("prefill", ran_s, first_s, engine_id))
         began_s = sent_s if first_s is None else first_s

@@ -5,6 +5,7 @@ import re
 
 from conserve import apis, wire
 from conserve.errors import from_engine
+from conserve.turn import TurnStats
 
 END_OF_EVENT = b"\n\n"
 _ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-|msg_)([^"\\]{1,200})"')
@@ -30,13 +31,13 @@ class StreamRecord:
         request_id: vLLM's, as events name it; None before the first.
         error: the event by which the engine ended the stream, which was not passed on.
         done: whether the stream came to its end.
-        summary: its decoder's, which comes with the end.
+        stats: its decoder's record of the turn, which comes with the end.
         continues: whether another decoder may go on with it.
     """
 
     def __init__(self, path: str = apis.CHAT, *, continues: bool = True) -> None:
         self.continues = continues
-        self.summary: wire.TurnSummary | None = None
+        self.stats: TurnStats | None = None
         self.notes = bytearray()
         self.request_id: str | None = None
         self.error: bytes | None = None
@@ -75,7 +76,7 @@ class StreamRecord:
         note, self._note = self._note, b""
         if event.startswith(wire.SUMMARY_MARK):
             told, _, event = event.partition(b"\n")
-            self.summary = wire.read_summary(told.removeprefix(wire.NOTE_MARK))
+            self.stats = wire.read_summary(told.removeprefix(wire.NOTE_MARK))
         elif event.startswith(wire.NOTE_MARK + b"["):
             noted, _, event = event.partition(b"\n")
             note += noted + b"\n"

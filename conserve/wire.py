@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from conserve import identity
-from conserve.history import TurnKey
+from conserve.turn import TurnKey, TurnStats
 
 Role = Literal["encoder", "prefiller", "decoder"]
 """The work of an engine; the place where it runs is its tier (`hetero.tiers`)."""
@@ -79,9 +79,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
         root, points: of a history that begins, if it has them.
         looks_up: whether LMCache may have more of the history than this decoder knows.
         parks: whether it leaves its prompt's KV in host memory.
-        prefill_cached_tokens: what the prefiller, which has just computed the prompt, found in
-            caches.
-        prefill_encoded: what its images took there, and at encoders.
+        stats: its record so far: what a prefiller, and encoders, have done.
         notes: whether each event is sent with its tokens, since the stream may have to continue
             elsewhere.
         sent_bytes: of a stream that is continued, the length of the notes before the request.
@@ -97,8 +95,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     points: bytes = b""
     looks_up: bool = False
     parks: bool = False
-    prefill_cached_tokens: int | None = None
-    prefill_encoded: Encoded = NOTHING_ENCODED
+    stats: TurnStats | None = None
     notes: bool = False
     sent_bytes: int = 0
     resume_s: float | None = None
@@ -148,8 +145,8 @@ NOTE_MARK = b": "
 _EMITTED = msgspec.json.Decoder(list[Emitted])
 
 
-def note(told: "Sequence[Emitted] | TurnSummary") -> bytes:
-    """Write an event's outputs, or a turn's summary, as the line that comes before an event."""
+def note(told: Sequence[Emitted] | TurnStats) -> bytes:
+    """Write an event's outputs, or a turn's record, as the line that comes before an event."""
     return NOTE_MARK + msgspec.json.encode(told) + b"\n"
 
 
@@ -161,39 +158,14 @@ def read_notes(notes: bytes) -> list[Emitted]:
     return found
 
 
-class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A turn as its decoder served it, for the router's log and traces.
-
-    Attributes:
-        cached_tokens, loaded_tokens: of the prompt, found in the decoder's own cache, and taken
-            from LMCache.
-        missed_tokens: just stored by a prefiller, and not found.
-        reused_tokens: what no engine computed for this turn, as its client is told.
-        queued_s: in the engine before it ran, the load of its KV included; None if the engine keeps
-            no times.
-        prefill_s, decode_s: from then to the first token, and from that to the last.
-        waited_for: see `WaitFor`.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    loaded_tokens: int = 0
-    output_tokens: int = 0
-    missed_tokens: int = 0
-    reused_tokens: int | None = None
-    queued_s: float | None = None
-    prefill_s: float | None = None
-    decode_s: float | None = None
-    waited_for: str | None = None
-
-
-# An answer in one piece has it in this header; in a stream it is a comment within the last event.
+# A decoder's record of the turn, for the router: an answer in one piece has it in this header; in a
+# stream it is a comment within the last event.
 SUMMARY_HEADER = "x-conserve-summary"
 SUMMARY_MARK = NOTE_MARK + b"{"
-_SUMMARY = msgspec.json.Decoder(TurnSummary)
+_SUMMARY = msgspec.json.Decoder(TurnStats)
 
 
-def read_summary(said: bytes | str) -> TurnSummary:
+def read_summary(said: bytes | str) -> TurnStats:
     return _SUMMARY.decode(said)
 
 

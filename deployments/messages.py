@@ -1,6 +1,6 @@
 """The messages between routers, engines, nodes' actors and the conversation table."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -9,11 +9,12 @@ import msgspec
 from conserve.encoders import Encoder
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
-from conserve.history import History, TurnKey
+from conserve.history import History
 from conserve.holdings import Parked
 from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import Limits
-from conserve.wire import NOTHING_ENCODED, Encoded, Role, StartPhase, TurnSummary
+from conserve.turn import Reason, TurnKey
+from conserve.wire import Role, StartPhase
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
@@ -228,12 +229,6 @@ class PlaceTurn:
     opening: Opening | None = None
 
 
-Reason = Literal["home", "new", "branch", "resumed", "moved"]
-"""Why a turn runs where it does: its history is bound there (``home``); a new history where the
-placement policy put it, or where others hold its beginning (``branch``); a history that was paused
-(``resumed``), or whose decoder was lost (``moved``)."""
-
-
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
     """Tells where a turn goes; `prefiller_id` is set where a remote prefill comes first.
@@ -274,22 +269,6 @@ class Checked:
     prompts: list[list[int]]
     multimodal: bool
     encode_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """Tells what a prefiller did.
-
-    Attributes:
-        lmcache_tokens: how much of the prompt's KV it found in LMCache.
-        cached_tokens: how much it found there and in its own cache; None if it does not say, or
-            there were several prompts.
-    """
-
-    prompt_tokens: int
-    lmcache_tokens: int
-    cached_tokens: int | None = None
-    encoded: Encoded = NOTHING_ENCODED
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,44 +367,3 @@ class Lifecycle:
 
     table: int
     standings: dict[str, Standing] | None
-
-
-TurnOutcome = Literal["completed", "cancelled", "refused", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTiming:
-    """One turn as its client saw it.
-
-    Attributes:
-        outcome: ``completed``, ``cancelled`` (by the client), ``refused`` (4xx) or ``failed``.
-        latency_s: time from the request's arrival to the answer's last byte.
-        ttft_s: time to the first byte of a streamed answer; None if it was not streamed.
-        tbt_s: gaps between a stream's parts.
-        turn: None if it was bound nowhere.
-        effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
-            call; of an answer in one piece, the answer. Not a time, since nodes' clocks differ.
-        continued: how often its stream went on at another decoder.
-        tenant: None where there are no keys.
-        error: the code of the error that the client got; never its message, which may quote the
-            prompt.
-        decoder_id, prefiller_id: the engines that served it last.
-        phases: seconds, by the names of `conserve.phases`.
-        summary: its decoder's, if it got to the end there.
-    """
-
-    outcome: TurnOutcome
-    latency_s: float
-    ttft_s: float | None
-    tbt_s: tuple[float, ...]
-    turn: TurnKey | None = None
-    effective_ago_s: float | None = None
-    continued: int = 0
-    tenant: str | None = None
-    request_id: str | None = None
-    error: str | None = None
-    decoder_id: str | None = None
-    prefiller_id: str | None = None
-    placement: Reason | None = None
-    phases: Mapping[str, float] = field(default_factory=dict)
-    summary: TurnSummary | None = None

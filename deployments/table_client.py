@@ -11,10 +11,10 @@ import ray
 
 from conserve.direct import Notice, Report
 from conserve.events import Kind
-from conserve.history import TurnKey
 from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import SILENCE_S
 from deployments import answers, messages
 from deployments.detached import USUAL, ActorClient, Patience, asks, listed
@@ -58,14 +58,14 @@ class Table(Protocol):
     async def forgo(self, history_id: str, claim: int) -> None:
         """Give up placing the turn that `begin` gave this claim."""
 
-    async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
+    async def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
 
     async def abandon(self, turn: TurnKey) -> None:
         """End a turn that did not complete."""
 
-    async def observe(self, timing: messages.TurnTiming) -> None:
-        """Note how a turn was served."""
+    async def observe(self, turn: TurnKey | None, stats: TurnStats) -> None:
+        """Note how a client was served; ``turn`` is None if its turn was bound nowhere."""
 
     async def report_tool(
         self, conversation_id: str, report: ToolReport
@@ -195,15 +195,15 @@ class TableClient(ActorClient):
     def forgo(self, placed: messages.Unplaced) -> None:
         self._tell(Table.forgo, placed.history_id, placed.claim)
 
-    def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
+    def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         self._tell(Table.prefilled, plan, done)
 
     def abandon(self, plan: messages.TurnPlan) -> None:
         """End a turn that got to no decoder."""
         self._tell(Table.abandon, plan.turn)
 
-    def observe(self, timing: messages.TurnTiming) -> None:
-        self._tell(Table.observe, timing)
+    def observe(self, turn: TurnKey | None, stats: TurnStats) -> None:
+        self._tell(Table.observe, turn, stats)
 
     def finish(self, history_id: str) -> None:
         """End the conversation of a turn that was its last one."""

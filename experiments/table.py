@@ -29,10 +29,10 @@ from rich.box import SIMPLE_HEAD
 
 from conserve.conversations import MEMORY_ENVIRONMENT, ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
 from conserve.recognition import Chain, Digest, chain_of
+from conserve.turn import TurnKey, TurnStats
 from experiments.harness import Experiment, answer, at_least_1
 
 TARGET_CYCLES_PER_S = 50_000

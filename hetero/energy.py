@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from conserve.history import TurnKey
+from conserve.turn import TurnKey
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -10,9 +10,10 @@ from conserve.admission.waiting import LineOrder, Ticket, WaitingLine
 from conserve.admission.window import Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.history import History, TurnKey
+from conserve.history import History
 from conserve.pausing import patience_s
 from conserve.placement import Placement
+from conserve.turn import TurnKey
 
 
 def attained_service(histories: Iterable[History]) -> int:

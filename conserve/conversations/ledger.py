@@ -13,7 +13,7 @@ from conserve.history import History
 from conserve.pausing import RunningTools
 from conserve.recognition import Chain
 from conserve.tenants.limits import TenantUsage, UsageBook
-from conserve.why import TurnFacts, Unbound
+from conserve.turn import TurnStats, Unbound
 
 # At most this many histories with the same newest tail are looked at.
 _LOOKED_AT = 256
@@ -143,7 +143,7 @@ class Ledger:
     All changes of these happen here, so that they always agree.
 
     Attributes:
-        facts: of the turns that run, by their number.
+        records: of the turns that run, by their number.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -156,7 +156,7 @@ class Ledger:
         self.usage = UsageBook()
         self.tools = RunningTools()
         self.notices = Notices()
-        self.facts: dict[int, TurnFacts] = {}
+        self.records: dict[int, TurnStats] = {}
         # Histories that are bound nowhere because their engine is gone, or goes.
         self._without_engine: dict[str, Unbound] = {}
 
@@ -187,7 +187,7 @@ class Ledger:
             self.reasoning -= 1
         self._activity.not_idle(history.id)
         self._without_engine.pop(history_id, None)
-        self._forget_facts(history.running)
+        self._forget_records(history.running)
         return history
 
     def bind(self, history: History, decoder_id: str, tokens: int) -> None:
@@ -227,7 +227,7 @@ class Ledger:
         """Unbind a history whose decoder is lost, and end its turns."""
         self._sharing.hold(history, 0)
         self.usage.of(history.id).turns -= len(history.running)
-        self._forget_facts(history.running)
+        self._forget_records(history.running)
         if history.decoder_id is not None:
             leaves = self._engines.is_leaving(history.decoder_id)
             self._without_engine[history.id] = "left" if leaves else "lost"
@@ -239,10 +239,10 @@ class Ledger:
             self.reasoning -= 1
 
     def turn_starts(
-        self, history: History, usage: TenantUsage, turn_id: int, facts: TurnFacts
+        self, history: History, usage: TenantUsage, turn_id: int, record: TurnStats
     ) -> None:
         usage.turns += 1
-        self.facts[turn_id] = facts
+        self.records[turn_id] = record
         self.tools.forget(history.id)
         if not history.running:
             self.reasoning += 1
@@ -250,7 +250,7 @@ class Ledger:
         history.running += (turn_id,)
 
     def turn_ends(self, history: History, turn_id: int, now_s: float) -> None:
-        self.facts.pop(turn_id, None)
+        self.records.pop(turn_id, None)
         running = history.running
         if turn_id in running:
             at = running.index(turn_id)
@@ -263,9 +263,9 @@ class Ledger:
                 self._activity.idle(history.id, now_s)
         history.finished = max(history.finished, turn_id)
 
-    def _forget_facts(self, turn_ids: Iterable[int]) -> None:
+    def _forget_records(self, turn_ids: Iterable[int]) -> None:
         for turn_id in turn_ids:
-            self.facts.pop(turn_id, None)
+            self.records.pop(turn_id, None)
 
     def active(self, now_s: float) -> int:
         """Return how many histories are active: a turn runs, or did within `RECENT_S`."""

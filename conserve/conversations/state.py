@@ -54,7 +54,7 @@ class State:
         self.get, self.histories, self.has_several = by_id.get, live.histories, live.has_several
         self.recognise, self.to_be_heard = live.recognise, live.to_be_heard
         self.rooted = self._kinship.families.rooted
-        self.active, self.facts = ledger.active, ledger.facts
+        self.active, self.records = ledger.active, ledger.records
         self.add_prefiller, self.engine_says = engines.add_prefiller, engines.says
         self.leave, self.is_leaving = engines.leave, engines.is_leaving
         self.end_when_idle_for = self._idleness.change

@@ -4,8 +4,9 @@ import copy
 from collections.abc import Iterable
 
 from conserve.conversations.binding import Binding
-from conserve.history import History, TurnKey
+from conserve.history import History
 from conserve.placement import Decoder, Prefiller
+from conserve.turn import TurnKey
 
 # For the process that keeps a table: finding and freeing conversations' scattered objects on pages
 # of 4 KB takes mostly address translation. Python's own allocator cannot ask for huge pages,

@@ -7,10 +7,10 @@ from conserve.conversations.state import State
 from conserve.direct.desk import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.recognition import Digest
 from conserve.tenants.limits import TenantUsage
-from conserve.why import Broken, TurnFacts, Unbound
+from conserve.turn import Broken, TurnKey, TurnStats, Unbound
 
 
 class Turns(State):
@@ -88,8 +88,11 @@ class Turns(State):
         if self.memory is not None:
             self.memory.turn_begins(history, came_s if idle else None)
         idle_s = max(0.0, came_s - history.last_used_s) if idle else None
-        facts = TurnFacts(now_s, idle_s, history.last_tokens, unbound, broken)
-        self._ledger.turn_starts(history, usage, turn_id, facts)
+        record = TurnStats(
+            began_s=now_s, idle_s=idle_s, had_tokens=history.last_tokens, unbound=unbound,
+            broken=broken,
+        )  # fmt: skip
+        self._ledger.turn_starts(history, usage, turn_id, record)
         history.last_used_s = now_s
 
     def _number_above(self, turn_id: int) -> None:

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from conserve.direct.homes import LARGE_TOKENS
 from conserve.direct.notices import Notice
-from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Digest
+from conserve.turn import TurnKey, TurnStats
 
 STRIDE = 256
 """The table numbers turns by multiples of this; numbers between them are the decoder's."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from conserve import identity
 from conserve.histories.points import mark
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.recognition import Chain, Digest, TailIndex
+from conserve.turn import TurnStats
 
 
 class Families:

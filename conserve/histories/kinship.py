@@ -12,7 +12,7 @@ from conserve.histories.sharing import Sharing
 from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest
-from conserve.why import Broken
+from conserve.turn import Broken
 
 # Only this many histories with one root are looked at, the newest.
 _LOOKED_AT = 32

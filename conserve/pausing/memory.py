@@ -10,13 +10,14 @@ from typing import Any
 
 from conserve.events import EventLog, Kind
 from conserve.histories.sharing import Going, held_alone
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet
 from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.tools import RunningTools, Wait
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Digest
+from conserve.turn import TurnStats
 from conserve.wire import history_key
 
 # Looking at an idle history takes some microseconds. So at most this many are looked at on each

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.state import Placement, Shared
+from conserve.turn import TurnStats
 
 # Turns and prefills are averaged over the first, first prompts of the whole pool over the second.
 _LATE_S = 30.0

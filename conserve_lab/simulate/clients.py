@@ -8,8 +8,8 @@ from itertools import count, islice
 from math import inf
 from typing import Any
 
-from conserve.history import TurnKey
 from conserve.pausing.cache import HostMemory
+from conserve.turn import TurnKey
 from conserve_lab.counters import ServerFigures
 from conserve_lab.records import Answer, Script, TurnRecord, TurnRequest
 from conserve_lab.simulate.costs import Costs
@@ -29,6 +29,7 @@ class Open:
         program: what a rival sees of it.
         key: the conversation table's, for the turn under way.
         found_tokens: of the turn's prompt, found in any cache.
+        prefilled_tokens: of that prompt, where a prefiller has it computed.
         parks: whether the turn under way leaves its KV in host memory.
     """
 
@@ -40,6 +41,7 @@ class Open:
     sent_s: float = 0.0
     decoder: SimulatedEngine | None = None
     found_tokens: int = 0
+    prefilled_tokens: int = 0
     parks: bool = False
 
 

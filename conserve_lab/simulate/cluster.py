@@ -18,10 +18,10 @@ from conserve.conversations import ConversationTable
 from conserve.costs import TERMS, SpaceTimeCosts
 from conserve.direct import LARGE_TOKENS
 from conserve.histories.kinship import Opening
-from conserve.history import TurnKey, TurnStats
 from conserve.placement import Step, make_policy
 from conserve.policies import room_policies
 from conserve.recognition import Chain
+from conserve.turn import TurnKey, TurnStats
 from conserve_lab.counters import ServerFigures
 from conserve_lab.records import SharedPrefix, TurnRecord
 from conserve_lab.simulate.clients import Clients, Open
@@ -106,7 +106,7 @@ class Cluster(Clients):
         )
 
     def _serve(self, one: Open, prompt_tokens: int, now_s: float) -> None:
-        one.found_tokens = 0
+        one.found_tokens = one.prefilled_tokens = 0
         self._tell_again(now_s)
         if one.decoder is None:
             self._place(one, prompt_tokens, now_s)
@@ -311,8 +311,7 @@ class Cluster(Clients):
             self._answered(work, prefiller, now_s)
             return
         self.table.prefilled(one.key, work.prompt_tokens)
-        self._kv_costs.prefilled(one.key, work.prompt_tokens - work.cached_tokens)
-        one.found_tokens = work.cached_tokens
+        one.prefilled_tokens, one.found_tokens = work.prompt_tokens, work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
         self._keep_in_host(work.conversation, work.prompt_tokens, now_s)
@@ -349,6 +348,8 @@ class Cluster(Clients):
             work.loaded_tokens,
             one.request.tool,
             None if work.first_token_s is None else now_s - work.first_token_s,
+            prefilled_tokens=one.prefilled_tokens,
+            prefiller_cached_tokens=one.found_tokens,
         )
         self._kv_costs.end(one.key, stats, now_s)
         self.table.advance(one.key, decoder.id, stats, (), now_s)

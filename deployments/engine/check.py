@@ -23,9 +23,10 @@ from vllm.sampling_params import RequestOutputKind
 
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
+from conserve.turn import TurnStats
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.engine.vision.node_images import MissingTokens
-from deployments.messages import Checked, Prefilled
+from deployments.messages import Checked
 from deployments.upstream.message_fields import no_output
 from deployments.upstream.prompt_lengths import counting, takes_room_left
 
@@ -39,11 +40,11 @@ class _Check:
     path: str = ""
     prefills: bool = False
     found: Checked = field(default_factory=lambda: Checked([], False, 0))
-    prefilled: list[Prefilled] = field(default_factory=list)
+    prefilled: list[TurnStats] = field(default_factory=list)
     refusal: Any = None
 
     @property
-    def answer(self) -> Checked | Prefilled | None:
+    def answer(self) -> Checked | TurnStats | None:
         if self.prefills:
             return _all_of(self.prefilled) if self.prefilled else None
         return self.found if self.found.prompts else None
@@ -157,12 +158,15 @@ async def _prefilled(
             async for output in stream:
                 ids = list(output.prompt_token_ids or ())
                 found = wire.cached_tokens(output.kv_transfer_params)
+                encoded = wire.encoded(output.ec_transfer_params)
                 check.prefilled.append(
-                    Prefilled(
-                        len(ids),
-                        found.lmcache_tokens or 0,
-                        output.num_cached_tokens,
-                        wire.encoded(output.ec_transfer_params),
+                    TurnStats(
+                        prefilled_tokens=len(ids),
+                        prefiller_lmcache_tokens=found.lmcache_tokens or 0,
+                        prefiller_cached_tokens=output.num_cached_tokens,
+                        encoded_images=encoded.images,
+                        encoded_tokens=encoded.tokens,
+                        node_images=encoded.node_images,
                     )
                 )
                 async for said in _answer(output.request_id, ids, choices):
@@ -172,19 +176,21 @@ async def _prefilled(
         raise
 
 
-def _all_of(done: list[Prefilled]) -> Prefilled:
-    return Prefilled(
-        sum(one.prompt_tokens for one in done),
-        sum(one.lmcache_tokens for one in done),
-        done[0].cached_tokens if len(done) == 1 else None,
-        functools.reduce(wire.Encoded.plus, (one.encoded for one in done)),
+def _all_of(done: list[TurnStats]) -> TurnStats:
+    whole = TurnStats(
+        prefilled_tokens=sum(one.prefilled_tokens for one in done),
+        prefiller_lmcache_tokens=sum(one.prefiller_lmcache_tokens for one in done),
+        prefiller_cached_tokens=done[0].prefiller_cached_tokens if len(done) == 1 else None,
     )
+    for one in done:
+        whole.add_encoded(one)
+    return whole
 
 
 class RequestCheck:
     """ASGI middleware that serves `CHECK_PREFIX` and `PREFILL_PREFIX` before an engine's HTTP app.
 
-    It answers with `Checked` or `Prefilled` as JSON. Where the engine would refuse the request, it
+    It answers with `Checked` or `TurnStats` as JSON. Where the engine would refuse the request, it
     answers so.
     """
 

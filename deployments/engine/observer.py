@@ -23,11 +23,11 @@ from conserve import recognition, wire
 from conserve.apis import form_of
 from conserve.clock import unix_s
 from conserve.direct import Continued, Desk, Ended
-from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.pausing import tool_called
 from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of, continues, heard
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.engine.asgi import TURN, aside, is_stream, read_ahead, replay
 from deployments.engine.continuation import can_be_continued, continued
@@ -52,31 +52,25 @@ class _Observation:
     # Whether outputs are noted, for another engine to continue, and those that are in no event yet.
     notes: bool
     unnoted: list[Emitted] = field(default_factory=list)
+    # The turn's record as it came, and as it is now.
+    before: TurnStats = field(default_factory=TurnStats)
+    stats: TurnStats = field(default_factory=TurnStats)
     started: int = 0
     finished: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    lmcache_tokens: int = 0
-    missed_tokens: int = 0
-    late: bool = False
     output_tokens: dict[tuple[str, int], int] = field(default_factory=dict)
-    decode_s: float | None = None
-    engine_wait_s: float | None = None
-    engine_wait_for: str | None = None
-    kept_tokens: int | None = None
-    kept_s: float | None = None
     encoded: wire.Encoded = wire.NOTHING_ENCODED
     stages: wire.StageTimes = wire.NO_STAGES
-    # vLLM's times of the request, or of the last of several.
-    times: Any = None
-    # The prompt's tokens that its client is told caches had; set by the first output that says it.
-    told_cached_tokens: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has done anything for the turn."""
+        return self.stats.prompt_tokens > 0
 
     def tell_engine(self, prompt: Any, sampling_params: Any, schedules: bool) -> None:
         """Tell a request's connector and scheduler of the turn, before the engine gets it."""
         # These also ask LMCacheMPConnector for its statistics.
         extra = dict(sampling_params.extra_args or {})
-        prefilled = self.asked.prefill_cached_tokens is not None
+        prefilled = self.before.prefiller_cached_tokens is not None
         params = wire.transfer_params(self.stored_tokens, self.parks, prefilled=prefilled)
         extra["kv_transfer_params"] = {**(extra.get("kv_transfer_params") or {}), **params}
         if schedules:
@@ -88,101 +82,78 @@ class _Observation:
         self.started += 1
         # An answer in one piece tells nothing before its end, which it may not reach.
         given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        self.prompt_tokens = max(self.prompt_tokens, len(given or ()))
+        self._has_prompt(given)
         self.notes &= self.started == 1 and can_be_continued(prompt, sampling_params)
 
+    def _has_prompt(self, ids: Any) -> None:
+        self.stats.prompt_tokens = max(self.stats.prompt_tokens, len(ids or ()))
+
     def see(self, output: Any, delta: bool) -> None:
-        self.prompt_tokens = max(self.prompt_tokens, len(output.prompt_token_ids or ()))
+        stats = self.stats
+        self._has_prompt(output.prompt_token_ids)
         for choice in output.outputs:
             key = (output.request_id, choice.index)
             new = len(choice.token_ids)
             self.output_tokens[key] = self.output_tokens.get(key, 0) + new if delta else new
+            stats.output_tokens = max(stats.output_tokens, self.output_tokens[key])
         found = wire.cached_tokens(output.kv_transfer_params)
         if found.own_tokens is not None and found.lmcache_tokens is not None:
-            if found.lmcache_tokens >= self.lmcache_tokens:
-                self.cached_tokens, self.lmcache_tokens = found.own_tokens, found.lmcache_tokens
-        elif output.num_cached_tokens is not None and not self.lmcache_tokens:
-            self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens)
-        self.missed_tokens = max(self.missed_tokens, found.missed_tokens)
-        self.late |= found.late
+            if found.lmcache_tokens >= stats.lmcache_tokens:
+                stats.decoder_cached_tokens = found.own_tokens
+                stats.lmcache_tokens = found.lmcache_tokens
+        elif output.num_cached_tokens is not None and not stats.lmcache_tokens:
+            cached_tokens = max(stats.decoder_cached_tokens, output.num_cached_tokens)
+            stats.decoder_cached_tokens = cached_tokens
+        stats.missed_tokens = max(stats.missed_tokens, found.missed_tokens)
+        stats.late |= found.late
         told = wire.engine_told(output.kv_transfer_params)
-        if told.waited_s is not None and told.waited_s >= (self.engine_wait_s or 0.0):
-            self.engine_wait_s, self.engine_wait_for = told.waited_s, told.waited_for
+        if told.waited_s is not None and told.waited_s >= (stats.engine_wait_s or 0.0):
+            stats.engine_wait_s, stats.engine_wait_for = told.waited_s, told.waited_for
         if told.kept_tokens is not None:
-            self.kept_tokens, self.kept_s = told.kept_tokens, told.kept_s
+            stats.kept_tokens, stats.kept_s = told.kept_tokens, told.kept_s
         # Each output of several choices has what all have said so far.
-        self.encoded = max(self.encoded, wire.encoded(output.ec_transfer_params))
+        self.encoded = own = max(self.encoded, wire.encoded(output.ec_transfer_params))
+        stats.encoded_tokens = own.tokens
+        stats.encoded_images = self.before.encoded_images + own.images
+        stats.node_images = self.before.node_images + own.node_images
         # Of several choices, the one that took longest.
         self.stages = max(self.stages, told.stages, key=sum)
-        times = self.times = output.metrics
-        if times is not None and 0 < times.first_token_ts <= times.last_token_ts:
-            self.decode_s = max(self.decode_s or 0.0, times.last_token_ts - times.first_token_ts)
+        stats.encode_wait_s, stats.encode_s, stats.prefill_s = self.stages
+        self._see_times(output.metrics)
         if output.finished:
             self.finished += 1
+
+    def _see_times(self, times: Any) -> None:
+        """Take over vLLM's times of the request, or of the last of several."""
+        stats = self.stats
+        stats.engine_queued_s = stats.engine_prefill_s = None
+        if times is None:
+            return
+        if 0 < times.first_token_ts <= times.last_token_ts:
+            decode_s = times.last_token_ts - times.first_token_ts
+            stats.decode_s = max(stats.decode_s or 0.0, decode_s)
+        if 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
+            stats.engine_queued_s = times.scheduled_ts - times.queued_ts
+            stats.engine_prefill_s = times.first_token_ts - times.scheduled_ts
 
     def put_out(self, output: Any) -> None:
         # Only the table is told; vLLM would pass it on to the client.
         output.kv_transfer_params = output.ec_transfer_params = None
         # Clients are told what no engine computed for this turn.
-        most = self.asked.prefill_cached_tokens
+        most = self.before.prefiller_cached_tokens
         if most is not None and output.num_cached_tokens is not None:
             computed = max(0, output.num_cached_tokens - most)
             output.num_cached_tokens -= computed
             # The Messages API also tells what was computed and is in a cache now.
             if output.num_cache_creation_tokens is not None:
                 output.num_cache_creation_tokens += computed
-        if self.told_cached_tokens is None:
-            self.told_cached_tokens = output.num_cached_tokens
+        if self.stats.reused_tokens is None:
+            self.stats.reused_tokens = output.num_cached_tokens
         if self.notes:
             self.unnoted += (
                 Emitted(choice.token_ids, choice.finish_reason, choice.stop_reason)
                 for choice in output.outputs
             )
-
-    def stats(self) -> TurnStats | None:
-        if not self.prompt_tokens:
-            return None
-        encoded = self.encoded.plus(self.asked.prefill_encoded)
-        return TurnStats(
-            self.prompt_tokens,
-            max(self.output_tokens.values(), default=0),
-            self.cached_tokens,
-            self.lmcache_tokens,
-            decode_s=self.decode_s,
-            missed_tokens=self.missed_tokens,
-            late=self.late,
-            engine_wait_s=self.engine_wait_s,
-            engine_wait_for=self.engine_wait_for,
-            kept_tokens=self.kept_tokens,
-            kept_s=self.kept_s,
-            encoded_images=encoded.images,
-            encoded_tokens=self.encoded.tokens,
-            node_images=encoded.node_images,
-            encode_wait_s=self.stages.encode_wait_s,
-            encode_s=self.stages.encode_s,
-            prefill_s=self.stages.prefill_s,
-        )
-
-    def summary(self) -> wire.TurnSummary | None:
-        stats, times = self.stats(), self.times
-        if stats is None:
-            return None
-        queued_s = prefill_s = None
-        if times is not None and 0 < times.queued_ts <= times.scheduled_ts <= times.first_token_ts:
-            queued_s = times.scheduled_ts - times.queued_ts
-            prefill_s = times.first_token_ts - times.scheduled_ts
-        return wire.TurnSummary(
-            stats.prompt_tokens,
-            stats.decoder_cached_tokens,
-            stats.lmcache_tokens,
-            stats.output_tokens,
-            stats.missed_tokens,
-            self.told_cached_tokens,
-            queued_s,
-            prefill_s,
-            stats.decode_s,
-            stats.engine_wait_for,
-        )
 
 
 _current: ContextVar[_Observation | None] = ContextVar("conserve_observation", default=None)
@@ -332,7 +303,8 @@ class TurnObserver:
         held_tokens = self.holdings.held_tokens(key.history_id)
         if told.key is not None:
             self.holdings.begin(key, told.root or None, told.points, told.looks_up)
-        prefilled = told.prefill_cached_tokens is not None
+        before = told.stats or TurnStats()
+        prefilled = before.prefiller_cached_tokens is not None
         stored_tokens = self.holdings.stored_tokens(key.history_id)
         seen = _Observation(
             told,
@@ -343,6 +315,8 @@ class TurnObserver:
             sent=sent,
             engine_ends=self._engine_ends,
             notes=told.notes,
+            before=before,
+            stats=msgspec.structs.replace(before, encoded_tokens=0),
         )
         turn = _Turn(self, path, seen, beginning)
         # The response keeper needs it.
@@ -392,8 +366,8 @@ class _Turn:
                 # vLLM sends every event as a part of its own.
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
                     self.report(completed=self._completed())
-                    if self.streamed and (summary := self.observation.summary()) is not None:
-                        message["body"] = wire.note(summary) + part
+                    if self.streamed and self.observation.has_begun:
+                        message["body"] = wire.note(self.observation.stats) + part
                     # The report is sent before the answer's end.
                     await asyncio.sleep(0)
                 elif self.streamed and (unnoted := self.observation.unnoted):
@@ -408,8 +382,8 @@ class _Turn:
         own, seen = [], self.observation
         if seen.asked.key is None:
             own.append((wire.TURN_HEADER.encode(), wire.header_value(seen.key).encode()))
-        if not self.streamed and (summary := seen.summary()) is not None:
-            own.append((wire.SUMMARY_HEADER.encode(), msgspec.json.encode(summary)))
+        if not self.streamed and seen.has_begun:
+            own.append((wire.SUMMARY_HEADER.encode(), msgspec.json.encode(seen.stats)))
         return own
 
     def _completed(self) -> bool:
@@ -419,7 +393,7 @@ class _Turn:
     def report(self, completed: bool) -> None:
         self.reported = True
         observer, seen = self.observer, self.observation
-        stats = seen.stats()
+        stats = seen.stats if seen.has_begun else None
         answers: list[dict[str, Any]] = []
         tails: tuple[Digest, ...] = ()
         if completed and self.beginning is not None:
@@ -427,7 +401,7 @@ class _Turn:
             tails = tuple(tail for answer in answers for tail in self.beginning.tails(answer))
         if stats is not None and answers:
             # The client goes on with one of several choices; the first is as likely as any.
-            stats = msgspec.structs.replace(stats, tool=tool_called(answers[0]))
+            stats.tool = tool_called(answers[0])
         observer.holdings.finish(seen.key, stats, tails, completed, seen.parks)
         observer.desk.outbox.add(Ended(seen.key, stats, tails, completed))
         observer.has_more()

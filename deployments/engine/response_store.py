@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conserve import identity, wire
 from conserve.apis import RESPONSES
-from conserve.history import TurnKey
 from conserve.media import put_back
+from conserve.turn import TurnKey
 from deployments.engine.asgi import MEDIA, TURN, aside, read_ahead, replay
 from deployments.engine.response_events import AgreeingResponse
 

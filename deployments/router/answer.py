@@ -13,6 +13,7 @@ from conserve import wire
 from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
 from conserve.stream_record import END_OF_EVENT, StreamRecord
+from conserve.turn import TurnStats
 from deployments.router.errors import RawHeaders, refuse
 
 # Proxies close a connection that is silent for a while: nginx and AWS's load balancers after 60 s.
@@ -54,7 +55,7 @@ class RelayedAnswer:
         tbt_s: gaps between a stream's events that hold output.
         first_s: when this engine's first output came, by `time.perf_counter`; None: none came, or
             the answer is in one piece.
-        summary: this engine's; None until its end.
+        stats: this engine's record of the turn; None until its end.
         effective: whether it is a dialogue's, is complete and holds no tool call.
     """
 
@@ -72,7 +73,7 @@ class RelayedAnswer:
         self.ttft_s: float | None = None
         self.tbt_s: list[float] = []
         self.first_s: float | None = None
-        self.summary: wire.TurnSummary | None = None
+        self.stats: TurnStats | None = None
         self.effective = False
         self._calls_tool = False
         # A stream is written to by its relay, and by `wait`.
@@ -101,7 +102,7 @@ class RelayedAnswer:
 
     def forget_engine(self) -> None:
         """Note that another engine is asked."""
-        self.first_s = self.summary = None
+        self.first_s = self.stats = None
 
     async def relay(self, response: aiohttp.ClientResponse, own_headers: RawHeaders) -> None:
         """Pass a response on to its end.
@@ -117,7 +118,7 @@ class RelayedAnswer:
         # if this one dies.
         whole = await response.read()
         if (said := response.headers.get(wire.SUMMARY_HEADER)) is not None:
-            self.summary = wire.read_summary(said)
+            self.stats = wire.read_summary(said)
         self.effective = is_dialogue(self._path) and self._form.tool_call not in whole
         self.started = True
         length = (b"content-length", str(len(whole)).encode())
@@ -159,7 +160,7 @@ class RelayedAnswer:
             ending.append(part)
             await self._write(part, own_headers)
         if record is not None:
-            self.summary = record.summary
+            self.stats = record.stats
             goes_on = record.can_resume or not self.started
             if not record.done and (goes_on or record.error):
                 raise StreamBroken(record.error)

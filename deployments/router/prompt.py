@@ -1,7 +1,6 @@
 """Counts a turn's prompt, by the model's own template and tokenizer, and has its images encoded."""
 
 import asyncio
-import functools
 import json
 import logging
 import time
@@ -18,7 +17,7 @@ from conserve.errors import ApiError
 from conserve.histories.kinship import LEAST_SYSTEM_TOKENS
 from conserve.recognition import Digest
 from conserve.recognition.apis import messages_of, tools_of
-from conserve.wire import NOTHING_ENCODED, Encoded
+from conserve.turn import TurnStats
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import EngineUnreachable, Upstream
 
@@ -188,28 +187,26 @@ class Encoding:
     encoders: Encoders
 
     async def encode(
-        self, request: ClientRequest, url: str
-    ) -> tuple[Encoded, list[tuple[Encoder, EngineUnreachable]]]:
+        self, request: ClientRequest, url: str, stats: TurnStats
+    ) -> list[tuple[Encoder, EngineUnreachable]]:
         """Return once media are in the memory of the node of the engine at ``url``, or will not be.
 
-        It raises nothing, and empties `ClientRequest.to_encode`. Returns what encoders did, and
-        those whose connection broke.
+        It raises nothing, and empties `ClientRequest.to_encode`. What encoders did is added to the
+        turn's ``stats``. Returns those whose connection broke.
         """
         node = node_of(url)
-        jobs = [self._one(node, request.path, *one) for one in request.to_encode.items()]
+        jobs = [self._one(node, request.path, stats, *one) for one in request.to_encode.items()]
         # The turn may last for long, and images are large.
         request.to_encode.clear()
         done = await asyncio.gather(*jobs)
-        encoded = [one for one in done if isinstance(one, Encoded)]
-        broken = [one for one in done if not isinstance(one, Encoded)]
-        return functools.reduce(Encoded.plus, encoded, NOTHING_ENCODED), broken
+        return [broken for broken in done if broken is not None]
 
     async def _one(
-        self, node: str, path: str, name: str, raw: bytes
-    ) -> Encoded | tuple[Encoder, EngineUnreachable]:
+        self, node: str, path: str, stats: TurnStats, name: str, raw: bytes
+    ) -> tuple[Encoder, EngineUnreachable] | None:
         encoder = self.encoders.begin(node, name, time.monotonic())
         if encoder is None:
-            return NOTHING_ENCODED
+            return None
         try:
             async with asyncio.timeout(LONGEST_ENCODING_S):
                 done = await self.upstream.prefill(encoder.url, path, raw)
@@ -222,6 +219,7 @@ class Encoding:
             if not isinstance(error, ApiError) or error.status >= 500:
                 self.encoders.failed(encoder, time.monotonic())
             self.encoders.end(encoder, name)
-            return (encoder, error) if isinstance(error, EngineUnreachable) else NOTHING_ENCODED
+            return (encoder, error) if isinstance(error, EngineUnreachable) else None
         self.encoders.end(encoder, name)
-        return done.encoded
+        stats.add_encoded(done)
+        return None

@@ -25,7 +25,7 @@ from conserve import identity
 from conserve.apis import COMPLETIONS
 from conserve.phases import Phase
 from conserve.settings import Settings
-from deployments.messages import TurnTiming
+from conserve.turn import TurnKey, TurnStats
 from deployments.tracing import TIMEOUT_S, tell_of_lost_collector
 
 _W3C = TraceContextTextMapPropagator()
@@ -89,7 +89,13 @@ class TurnSpan:
         self.headers: dict[str, str] = {}
         _W3C.inject(self.headers, self._context)
 
-    def end(self, timing: TurnTiming, phases: Sequence[Phase] = (), model: str = "") -> None:
+    def end(
+        self,
+        turn: TurnKey | None,
+        stats: TurnStats,
+        phases: Sequence[Phase] = (),
+        model: str = "",
+    ) -> None:
         """End the turn's span, with those of its phases; ``model`` is empty if it was not read."""
         if not self._span.is_recording():
             return  # The client's trace is not sampled.
@@ -104,12 +110,12 @@ class TurnSpan:
                 "gen_ai.provider.name": "conserve",
                 "gen_ai.request.model": model,
                 "url.path": self._path,
-                **turn_attributes(timing),
+                **turn_attributes(turn, stats),
             }
         )
-        if timing.outcome in ("refused", "failed"):
-            self._span.set_attribute("error.type", timing.error or timing.outcome)
-            self._span.set_status(Status(StatusCode.ERROR, timing.error))
+        if stats.outcome in ("refused", "failed"):
+            self._span.set_attribute("error.type", stats.error or stats.outcome)
+            self._span.set_status(Status(StatusCode.ERROR, stats.error))
         self._span.end()
 
     def _add(self, phase: Phase) -> None:
@@ -126,29 +132,34 @@ class TurnSpan:
         span.end(self._zero_ns + int(phase.ended_s * 1e9))
 
 
-def turn_attributes(timing: TurnTiming) -> Mapping[str, Any]:
+_ATTRIBUTES = (
+    ("conserve.tenant", "tenant"),
+    ("conserve.request.id", "request_id"),
+    ("conserve.outcome", "outcome"),
+    ("conserve.engine", "decoder_id"),
+    ("conserve.prefiller", "prefiller_id"),
+    ("conserve.placement.reason", "placement"),
+    ("conserve.ttft_s", "ttft_s"),
+)
+# Of a turn that its decoder has served to the end; those below only if there were any.
+_SERVED = (
+    ("gen_ai.usage.input_tokens", "prompt_tokens"),
+    ("gen_ai.usage.output_tokens", "output_tokens"),
+    ("gen_ai.usage.cache_read.input_tokens", "reused_tokens"),
+    ("conserve.cached_tokens", "decoder_cached_tokens"),
+    ("conserve.loaded_tokens", "lmcache_tokens"),
+    ("conserve.waited_for", "engine_wait_for"),
+)
+_IF_ANY = (("conserve.continued", "continued"), ("conserve.missed_tokens", "missed_tokens"))
+
+
+def turn_attributes(turn: TurnKey | None, stats: TurnStats) -> Mapping[str, Any]:
     """Return what is known of a turn, as its span has it."""
-    done, history_id = timing.summary, None if timing.turn is None else timing.turn.history_id
-    found: dict[str, Any] = {
-        "gen_ai.conversation.id": None if history_id is None else identity.own_id(history_id),
-        "conserve.history": None if history_id is None else identity.number_of(history_id),
-        "conserve.tenant": timing.tenant,
-        "conserve.request.id": timing.request_id,
-        "conserve.outcome": timing.outcome,
-        "conserve.engine": timing.decoder_id,
-        "conserve.prefiller": timing.prefiller_id,
-        "conserve.placement.reason": timing.placement,
-        "conserve.ttft_s": timing.ttft_s,
-        "conserve.continued": timing.continued or None,
-    }
-    if done is not None:
-        found |= {
-            "gen_ai.usage.input_tokens": done.prompt_tokens,
-            "gen_ai.usage.output_tokens": done.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": done.reused_tokens,
-            "conserve.cached_tokens": done.cached_tokens,
-            "conserve.loaded_tokens": done.loaded_tokens,
-            "conserve.missed_tokens": done.missed_tokens or None,
-            "conserve.waited_for": done.waited_for,
-        }
+    found: dict[str, Any] = {}
+    if turn is not None:
+        found["gen_ai.conversation.id"] = identity.own_id(turn.history_id)
+        found["conserve.history"] = identity.number_of(turn.history_id)
+    rows = (*_ATTRIBUTES, *_SERVED) if stats.prompt_tokens else _ATTRIBUTES
+    found |= {name: getattr(stats, field) for name, field in rows}
+    found |= {name: getattr(stats, field) or None for name, field in _IF_ANY}
     return {name: value for name, value in found.items() if value is not None}

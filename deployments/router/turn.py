@@ -22,14 +22,12 @@ from conserve.histories.kinship import Opening
 from conserve.phases import Phase, Phases
 from conserve.settings import Settings
 from conserve.stream_record import StreamRecord
+from conserve.turn import Outcome, TurnStats
 from deployments.messages import (
     BeginTurn,
     PlaceTurn,
-    Prefilled,
-    TurnOutcome,
     TurnPlan,
     TurnTenant,
-    TurnTiming,
     Unplaced,
 )
 from deployments.router.access import tenant_of
@@ -112,13 +110,13 @@ class TurnEndpoint:
             return
         except ApiError as error:
             latency_s = time.perf_counter() - arrived_s
-            refused = TurnTiming(
-                "refused", latency_s, None, (),
-                tenant=tenant_of(scope), request_id=request_id_of(scope), error=error.code,
+            refused = TurnStats(
+                outcome="refused", latency_s=latency_s, tenant=tenant_of(scope),
+                request_id=request_id_of(scope), error=error.code,
             )  # fmt: skip
-            self.table.observe(refused)
+            self.table.observe(None, refused)
             if span is not None:
-                span.end(refused)
+                span.end(None, refused)
             await hold_back(error, arrived_s)
             await refuse(error, [], send, scope["path"])
             return
@@ -143,7 +141,7 @@ class _Attempt:
     counter: Home | None = None
     refused_by: str | None = None
     plan: TurnPlan | None = None
-    prefilled: Prefilled | None = None
+    prefilled: TurnStats | None = None
     at_decoder: bool = False
 
 
@@ -188,7 +186,7 @@ class Turn:
         self._history_id: str | None = None
         self._let_in = False
         self._lost: set[str] = set()
-        self._encoded = wire.NOTHING_ENCODED
+        self._encoded = TurnStats()
         self._continued = 0
 
         # The attempt under way.
@@ -206,10 +204,10 @@ class Turn:
         finally:
             leaving.cancel()
             serving.cancel()
-        timing = self._timing(outcome)
-        self._table.observe(timing)
+        turn, stats = None if self._plan is None else self._plan.turn, self._stats(outcome)
+        self._table.observe(turn, stats)
         if self._span is not None:
-            self._span.end(timing, self._phases.all, self._request.model)
+            self._span.end(turn, stats, self._phases.all, self._request.model)
         if (self._request.final or self._request.one_off) and self._history_id is not None:
             self._table.finish(self._history_id)
 
@@ -378,8 +376,7 @@ class Turn:
         if not self._request.to_encode:
             return
         with self._phases.during("encode"):
-            encoded, broken = await self._encoding.encode(self._request, url)
-        self._encoded = self._encoded.plus(encoded)
+            broken = await self._encoding.encode(self._request, url, self._encoded)
         for encoder, error in broken:
             with contextlib.suppress(TableUnavailable):
                 await self._report_if_lost(encoder.id, encoder.url, str(error), error.had_request)
@@ -393,13 +390,14 @@ class Turn:
         if not counted.multimodal:
             # Nothing is rendered again, and what a stream has put out already goes along.
             path, raw = COMPLETIONS, _token_ids(asked, counted.prompt)
-        done: Prefilled | None = None
+        done: TurnStats | None = None
         try:
             if counted_as_sent(asked) is not None:
                 # No engine has judged the request, and one that is refused is not prefilled.
                 await self._upstream.check(plan.prefiller_url, asked.engine_path, asked.raw)
             with self._phases.during("prefill", plan.prefiller_id):
                 done = await self._upstream.prefill(plan.prefiller_url, path, raw)
+            done.add_encoded(self._encoded)
         except (EngineUnreachable, ApiError) as error:
             # The turn goes on without a prefiller: its decoder computes what it does not find.
             # An engine's own message may quote the prompt.
@@ -439,7 +437,7 @@ class Turn:
             None if tenant is None else tenant.name,
         )
         root = b"" if chain is None else chain.root
-        headers = self._headers(straight=straight, root=root, prefill_encoded=self._encoded)
+        headers = self._headers(straight=straight, root=root, stats=self._encoded)
         url = home.url + asked.engine_path
         try:
             async with self._served(url, asked.raw, headers, home.decoder_id) as response:
@@ -479,7 +477,7 @@ class Turn:
             # A decoder that refused the turn did nothing.
             if failed is not None or self._plan is not None:
                 seen = self._answer
-                self._phases.served(decoder_id, sent_s, seen.first_s, seen.summary, failed)
+                self._phases.served(decoder_id, sent_s, seen.first_s, seen.stats, failed)
 
     def _headers(self, **told: Any) -> dict[str, str]:
         """Return the headers for a decoder; ``told`` is what it hears of where the turn was."""
@@ -498,17 +496,13 @@ class Turn:
 
     async def _decode(self, plan: TurnPlan) -> None:
         asked = self._request
-        prefilled = self._attempt.prefilled
         headers = self._headers(
             key=plan.turn,
             root=plan.root or b"",
             points=plan.points,
             looks_up=plan.looks_up,
             parks=plan.parks,
-            prefill_cached_tokens=None if prefilled is None else prefilled.cached_tokens,
-            prefill_encoded=self._encoded.plus(
-                wire.NOTHING_ENCODED if prefilled is None else prefilled.encoded
-            ),
+            stats=self._attempt.prefilled or self._encoded,
             sent_bytes=0 if self._sent is None else len(self._sent),
         )
         body, record = asked.raw, self._answer.record
@@ -575,7 +569,7 @@ class Turn:
 
     # --- how it ended ------------------------------------------------------------------------
 
-    async def _outcome(self, serving: "asyncio.Future[None]") -> TurnOutcome:
+    async def _outcome(self, serving: "asyncio.Future[None]") -> Outcome:
         try:
             await serving
             return "completed"
@@ -622,34 +616,26 @@ class Turn:
                 self._lost.add(engine_id)
             await self._table.engine_lost(engine_id, why)
 
-    def _timing(self, outcome: TurnOutcome) -> TurnTiming:
-        latency_s = time.perf_counter() - self._arrived_s
+    def _stats(self, outcome: Outcome) -> TurnStats:
+        """Return the turn's record: what its engines have said, and how its client was served."""
         plan, seen, tenant = self._plan, self._answer, self._request.tenant
-        timing = TurnTiming(
-            outcome,
-            latency_s,
-            None,
-            (),
-            tenant=None if tenant is None else tenant.name,
-            request_id=self._request.request_id,
-            error=self._error,
-            phases=self._phases.seconds(),
-        )
-        if plan is None:
-            return timing
-        ago_s = 0.0 if seen.ttft_s is None else latency_s - seen.ttft_s
-        return replace(
-            timing,
-            ttft_s=seen.ttft_s,
-            tbt_s=tuple(seen.tbt_s),
-            turn=plan.turn,
-            effective_ago_s=ago_s if seen.effective else None,
-            continued=self._continued,
-            decoder_id=plan.decoder_id,
-            prefiller_id=plan.prefiller_id,
-            placement=plan.reason,
-            summary=seen.summary,
-        )
+        stats = TurnStats()
+        for known in (self._attempt.prefilled, seen.stats):
+            if plan is not None and known is not None:
+                stats.merge(known)
+        stats.outcome, stats.error = outcome, self._error
+        stats.latency_s = time.perf_counter() - self._arrived_s
+        stats.phases = self._phases.seconds()
+        stats.request_id = self._request.request_id
+        stats.tenant = None if tenant is None else tenant.name
+        if plan is not None:
+            stats.decoder_id, stats.prefiller_id = plan.decoder_id, plan.prefiller_id
+            stats.placement, stats.continued = plan.reason, self._continued
+            stats.ttft_s, stats.tbt_s = seen.ttft_s, tuple(seen.tbt_s)
+            if seen.effective:
+                ago_s = 0.0 if seen.ttft_s is None else stats.latency_s - seen.ttft_s
+                stats.effective_ago_s = ago_s
+        return stats
 
 
 def _token_ids(asked: ClientRequest, prompt: Any) -> bytes:

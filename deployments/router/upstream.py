@@ -13,7 +13,8 @@ import msgspec
 
 from conserve import wire
 from conserve.errors import ApiError, from_engine
-from deployments.messages import Checked, Prefilled
+from conserve.turn import TurnStats
+from deployments.messages import Checked
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -67,10 +68,10 @@ class Upstream:
                 raise await engine_error(response)
             return msgspec.json.decode(await response.read(), type=Checked)
 
-    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
+    async def prefill(self, url: str, path: str, raw: bytes) -> TurnStats:
         """Have the KV of a turn's prompt computed and stored; nothing is generated."""
         answer = await self.answered(url + wire.PREFILL_PREFIX + path, raw)
-        return msgspec.json.decode(answer, type=Prefilled)
+        return msgspec.json.decode(answer, type=TurnStats)
 
     async def answered(self, url: str, raw: bytes) -> bytes:
         """Return an engine's answer to a request that is no turn, as JSON."""

@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import InitVar, dataclass
-from typing import Any
 
 from autoscale.autoscaler import Autoscaler
 from conserve import identity
@@ -14,17 +13,30 @@ from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.direct import is_direct
 from conserve.events import EventLog
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
-from conserve.why import TurnFacts, why_slow
-from deployments.messages import EngineInfo, Prefilled, TurnPlan, TurnTiming
+from conserve.turn import TurnKey, TurnStats
+from conserve.why import why_slow
+from deployments.messages import EngineInfo, TurnPlan
 from deployments.table import lines
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
 from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
 from deployments.table.registry import Registry
 from deployments.table.tenant_metrics import TENANTS, TOKENS, TenantCounts
 from hetero.energy import EnergyBook, EngineEnergy
+
+# Names in the event of a turn's end, and of the record's fields.
+_AT_END = (
+    ("prompt_tokens", "prompt_tokens"),
+    ("cached_tokens", "decoder_cached_tokens"),
+    ("loaded_tokens", "lmcache_tokens"),
+    ("output_tokens", "output_tokens"),
+    ("engine_wait_s", "engine_wait_s"),
+    ("engine_wait_for", "engine_wait_for"),
+    ("kept_tokens", "kept_tokens"),
+    ("kept_s", "kept_s"),
+)
 
 # A decoder reports a turn's end within milliseconds of its router; see `Accounts.observed`.
 _LATE_S = 5.0
@@ -52,9 +64,7 @@ class Accounts:
         self._tenants = TenantCounts(self._table.usage)
         self.why: dict[str, str] = {}
         # Turns whose routers saw them end before their decoders reported it, and when that was.
-        self._unlogged: dict[TurnKey, tuple[float, TurnTiming]] = {}
-        # What prefillers computed for turns that run.
-        self._prefilled_tokens: dict[TurnKey, int] = {}
+        self._unlogged: dict[TurnKey, tuple[float, TurnStats]] = {}
         observed = Observed(
             self._table, self._admission, self._registry, self._autoscaler, self._events,
             self._costs,
@@ -106,9 +116,9 @@ class Accounts:
 
     def has_waited(self, turn: TurnKey, wait_s: float, why: Why) -> None:
         """Note that a turn that has just begun had waited for room."""
-        facts = self._table.facts.get(turn.turn_id)
-        if facts is not None:
-            facts.room_s, facts.room_why = wait_s, why
+        record = self._table.records.get(turn.turn_id)
+        if record is not None:
+            record.room_s, record.room_why = wait_s, why
 
     def window_moved(self) -> None:
         window = self._admission.window
@@ -146,9 +156,8 @@ class Accounts:
         """A turn has ended, however it did."""
         self._energy.end(turn, time.monotonic())
         self._costs.end(turn, stats, time.monotonic())
-        prefilled_tokens = self._prefilled_tokens.pop(turn, 0)
         if stats is not None:
-            self._tenants.spent(identity.tenant_of(turn.history_id), stats, prefilled_tokens)
+            self._tenants.spent(identity.tenant_of(turn.history_id), stats)
 
     def look(self, decoder_id: str | None = None) -> None:
         """Note how much a decoder holds from now on; None: all of them."""
@@ -157,7 +166,7 @@ class Accounts:
             if (decoder := self._table.decoders.get(one)) is not None:
                 self._costs.look(one, decoder.held_tokens, time.monotonic())
 
-    def prefilled(self, plan: TurnPlan, done: Prefilled | None, *, goes_on: bool) -> None:
+    def prefilled(self, plan: TurnPlan, done: TurnStats | None, *, goes_on: bool) -> None:
         """Note that a remote prefill is over; ``done`` is None if it failed.
 
         ``goes_on`` is whether the turn has not ended meanwhile, and runs on its decoder now.
@@ -167,63 +176,50 @@ class Accounts:
         self._events.add(
             "prefilled", plan.turn.history_id, turn=plan.turn.turn_id,
             prefiller=plan.prefiller_id, failed=done is None or None,
-            tokens=None if done is None else done.prompt_tokens,
-            loaded_tokens=None if done is None else done.lmcache_tokens,
+            tokens=None if done is None else done.prefilled_tokens,
+            loaded_tokens=None if done is None else done.prefiller_lmcache_tokens,
         )  # fmt: skip
-        facts = self._table.facts.get(plan.turn.turn_id)
-        if facts is not None:
-            facts.prefill_s = max(0.0, unix_s() - facts.began_s)
+        record = self._table.records.get(plan.turn.turn_id)
+        if record is not None:
+            record.remote_prefill_s = max(0.0, unix_s() - record.began_s)
+            record.prefill_failed = done is None
         if done is None:
             self.metrics.cold_prefill_failures.inc()
             return
-        found = done.lmcache_tokens if done.cached_tokens is None else done.cached_tokens
-        computed_tokens = max(0, done.prompt_tokens - found)
-        if facts is not None:
-            facts.prefill_tokens = computed_tokens
-        self._costs.prefilled(plan.turn, computed_tokens)
-        self._tenants.prefilled(identity.tenant_of(plan.turn.history_id), computed_tokens)
-        if goes_on:
-            self._prefilled_tokens[plan.turn] = computed_tokens
-        self.metrics.prefiller_loaded_tokens.inc(done.lmcache_tokens)
+        if record is not None:
+            record.merge(done)
+        self._tenants.prefilled(identity.tenant_of(plan.turn.history_id), done.remote_tokens)
+        self.metrics.prefiller_loaded_tokens.inc(done.prefiller_lmcache_tokens)
         if plan.prefiller_id is not None:
-            self._energy.computed(plan.prefiller_id, done.prompt_tokens - done.lmcache_tokens)
+            computed_tokens = done.prefilled_tokens - done.prefiller_lmcache_tokens
+            self._energy.computed(plan.prefiller_id, computed_tokens)
         if plan.later:
             self.metrics.later_prefills.inc()
         else:
             self.metrics.cold_prefills.inc()
-            self.metrics.cold_prefill_tokens.inc(done.prompt_tokens)
+            self.metrics.cold_prefill_tokens.inc(done.prefilled_tokens)
 
-    def advanced(
-        self, turn: TurnKey, stats: TurnStats, decoder_id: str, facts: TurnFacts | None
-    ) -> None:
-        """Note that a turn is complete; ``facts`` is None if it began under another table."""
-        why = None if facts is None else why_slow(facts, stats)
+    def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
+        """Note that a turn is complete."""
+        stats.why = why = why_slow(stats) if stats.began_s else None
         if why is None:
             self.why.pop(turn.history_id, None)
         else:
             self.why[turn.history_id] = why
         self._log_observed(turn, why)
-        said: dict[str, Any] = {
+        said = {name: getattr(stats, field) for name, field in _AT_END}
+        said |= {f"{stage}_s": took_s for stage, took_s in stats.stages_s.items()}
+        rounded = {
             name: round(value, 3) if isinstance(value, float) else value
-            for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")
-            if (value := getattr(stats, name)) is not None
+            for name, value in said.items()
         }
-        said |= {f"{stage}_s": round(took_s, 3) for stage, took_s in _stages_s(stats).items()}
         self._events.add(
-            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id,
-            prompt_tokens=stats.prompt_tokens, cached_tokens=stats.decoder_cached_tokens,
-            loaded_tokens=stats.lmcache_tokens, output_tokens=stats.output_tokens, **said, why=why,
-        )  # fmt: skip
-        found = stats.found_tokens
-        self._energy.computed(decoder_id, stats.prompt_tokens - found + stats.output_tokens)
-        self.metrics.prompt_tokens.inc(stats.prompt_tokens)
-        self.metrics.cached_tokens.inc(stats.decoder_cached_tokens)
-        self.metrics.output_tokens.inc(stats.output_tokens)
-        self.metrics.encoded_images.inc(stats.encoded_images)
-        self.metrics.node_images.inc(stats.node_images)
-        for stage, took_s in _stages_s(stats).items():
-            self.metrics.stage_s.labels(stage).observe(took_s)
-        self.handed_off(stats)
+            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id, **rounded, why=why
+        )
+        self._energy.computed(
+            decoder_id, stats.prompt_tokens - stats.found_tokens + stats.output_tokens
+        )
+        self.metrics.completed(stats)
 
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """A turn did not complete; without ``stats``, nothing was done for it."""
@@ -234,58 +230,39 @@ class Accounts:
             output_tokens=None if stats is None else stats.output_tokens,
         )  # fmt: skip
 
-    def handed_off(self, stats: TurnStats) -> None:
-        """A decoder has taken from LMCache what its stats say, if anything."""
-        if stats.lmcache_tokens:
-            self.metrics.handoffs.inc()
-            self.metrics.handoff_tokens.inc(stats.lmcache_tokens)
-        if stats.late:
-            self.metrics.late_handoffs.inc()
-        if stats.missed_tokens:
-            self.metrics.missed_handoffs.inc()
-            self.metrics.missed_handoff_tokens.inc(stats.missed_tokens)
-
-    def observed(self, timing: TurnTiming) -> None:
-        metrics = self.metrics
-        self._log(timing)
+    def observed(self, turn: TurnKey | None, stats: TurnStats) -> None:
+        """Note how a turn's client was served; ``turn`` is None if it was bound nowhere."""
         ttfet_s: float | None = None
-        if timing.turn is not None:
-            if timing.effective_ago_s is not None:
-                ttfet_s = self._table.answered(timing.turn, unix_s() - timing.effective_ago_s)
+        self._log(turn, stats)
+        if turn is not None:
+            if stats.effective_ago_s is not None:
+                ttfet_s = self._table.answered(turn, unix_s() - stats.effective_ago_s)
             self._events.add(
-                "answered", timing.turn.history_id, turn=timing.turn.turn_id,
-                outcome=timing.outcome, latency_s=round(timing.latency_s, 4),
-                ttft_s=None if timing.ttft_s is None else round(timing.ttft_s, 4),
+                "answered", turn.history_id, turn=turn.turn_id,
+                outcome=stats.outcome, latency_s=round(stats.latency_s, 4),
+                ttft_s=None if stats.ttft_s is None else round(stats.ttft_s, 4),
                 ttfet_s=None if ttfet_s is None else round(ttfet_s, 4),
             )  # fmt: skip
-        metrics.turns.labels(timing.outcome).inc()
-        metrics.continued.inc(timing.continued)
-        if timing.tenant is not None:
-            self._tenants.turn(timing.tenant, timing.outcome)
-        if timing.outcome != "refused":
-            metrics.turn_latency_s.observe(timing.latency_s)
-        if timing.ttft_s is not None:
-            metrics.ttft_s.observe(timing.ttft_s)
-        for gap_s in timing.tbt_s:
-            metrics.tbt_s.observe(gap_s)
-        if ttfet_s is not None:
-            metrics.ttfet_s.observe(ttfet_s)
+        if stats.tenant is not None:
+            self._tenants.turn(stats.tenant, stats.outcome or "failed")
+        self.metrics.observed(stats, ttfet_s)
 
-    def _log(self, timing: TurnTiming) -> None:
+    def _log(self, turn: TurnKey | None, stats: TurnStats) -> None:
         """Write a turn's line, or have that wait for its decoder's report, which tells why."""
-        turn, why = timing.turn, None
         history = None if turn is None else self._table.get(turn.history_id)
         if turn is not None and history is not None:
-            if timing.outcome == "completed" and history.finished < turn.turn_id:
-                self._unlogged[turn] = time.monotonic(), timing
+            if stats.outcome == "completed" and history.finished < turn.turn_id:
+                self._unlogged[turn] = time.monotonic(), stats
                 return
             if history.finished == turn.turn_id:
-                why = self.why.get(history.id)
-        lines.log_turn(timing, why)
+                stats.why = self.why.get(history.id)
+        lines.log_turn(turn, stats)
 
     def _log_observed(self, turn: TurnKey, why: str | None = None) -> None:
         if turn in self._unlogged:
-            lines.log_turn(self._unlogged.pop(turn)[1], why)
+            _, stats = self._unlogged.pop(turn)
+            stats.why = why
+            lines.log_turn(turn, stats)
 
     def log_late(self, now_s: float) -> None:
         """Write the lines of turns whose decoders have not reported their ends in time."""
@@ -341,12 +318,3 @@ class Accounts:
         self._costs.remove(engine.id)
         if lost:
             self.metrics.engines_lost.labels(engine.role).inc()
-
-
-def _stages_s(stats: TurnStats) -> dict[str, float]:
-    """Return how long a turn was in each stage on its decoder, of those that it went through."""
-    times_s = {"encode": stats.encode_s, "prefill": stats.prefill_s, "decode": stats.decode_s}
-    found_s = {stage: took_s for stage, took_s in times_s.items() if took_s}
-    if stats.encode_wait_s or stats.encode_s:
-        return {"encode_wait": stats.encode_wait_s, **found_s}
-    return found_s

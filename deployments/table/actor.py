@@ -14,9 +14,10 @@ import ray
 
 from conserve.conversations import MEMORY_ENVIRONMENT
 from conserve.events import Event
-from conserve.history import History, TurnKey
+from conserve.history import History
 from conserve.holdings import Parked
 from conserve.settings import Settings
+from conserve.turn import TurnKey
 from deployments.detached import call, find_or_make
 from deployments.table.table import TableService
 from deployments.table_client import TableName

@@ -17,7 +17,7 @@ import ray
 
 from conserve import identity
 from conserve.events import Event
-from deployments.messages import TurnTiming
+from conserve.turn import TurnKey, TurnStats
 
 Format = Literal["text", "json"]
 
@@ -110,39 +110,45 @@ def log_event(event: Event) -> None:
     lines.log(level, event.kind, extra=told)
 
 
-def log_turn(timing: TurnTiming, why: str | None = None) -> None:
+def log_turn(turn: TurnKey | None, stats: TurnStats) -> None:
     """Write the line of a turn that has ended, however it did, and why it was slow if it was."""
     if lines.isEnabledFor(logging.INFO):
-        lines.info("turn", extra={"fields": turn_fields(timing, why), "only_file": True})
+        lines.info("turn", extra={"fields": turn_fields(turn, stats), "only_file": True})
 
 
-def turn_fields(timing: TurnTiming, why: str | None = None) -> dict[str, Any]:
+# Names in a turn's line, and of the record's fields.
+_SERVED = (
+    ("outcome", "outcome"),
+    ("error", "error"),
+    ("engine", "decoder_id"),
+    ("prefiller", "prefiller_id"),
+    ("placement", "placement"),
+    ("latency_s", "latency_s"),
+    ("ttft_s", "ttft_s"),
+)
+_COMPUTED = (
+    ("prompt_tokens", "prompt_tokens"),
+    ("cached_tokens", "decoder_cached_tokens"),
+    ("loaded_tokens", "lmcache_tokens"),
+    ("output_tokens", "output_tokens"),
+)
+
+
+def turn_fields(turn: TurnKey | None, stats: TurnStats) -> dict[str, Any]:
     """Return what a turn's line tells, without what is not known of it."""
-    done = timing.summary
     fields: dict[str, Any] = {
-        "request_id": timing.request_id,
-        **whose("" if timing.turn is None else timing.turn.history_id),
-        "turn": None if timing.turn is None else timing.turn.turn_id,
-        "outcome": timing.outcome,
-        "error": timing.error,
-        "engine": timing.decoder_id,
-        "prefiller": timing.prefiller_id,
-        "placement": timing.placement,
-        "latency_s": timing.latency_s,
-        "ttft_s": timing.ttft_s,
-        **{f"{name}_s": took_s for name, took_s in timing.phases.items()},
-        "continued": timing.continued or None,
+        "request_id": stats.request_id,
+        **whose("" if turn is None else turn.history_id),
+        "turn": None if turn is None else turn.turn_id,
+        **{name: getattr(stats, field) for name, field in _SERVED},
+        **{f"{name}_s": took_s for name, took_s in stats.phases.items()},
+        "continued": stats.continued or None,
     }
-    if timing.tenant is not None:
-        fields["tenant"] = timing.tenant
-    if done is not None:
-        fields |= {
-            "prompt_tokens": done.prompt_tokens,
-            "cached_tokens": done.cached_tokens,
-            "loaded_tokens": done.loaded_tokens,
-            "output_tokens": done.output_tokens,
-        }
-    fields["why"] = why
+    if stats.tenant is not None:
+        fields["tenant"] = stats.tenant
+    if stats.prompt_tokens:
+        fields |= {name: getattr(stats, field) for name, field in _COMPUTED}
+    fields["why"] = stats.why
     return {
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in fields.items()

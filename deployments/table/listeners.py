@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.direct import LEASE_S, Began, Ended, Notice, Report
-from conserve.history import TurnKey
+from conserve.turn import TurnKey
 from conserve.wire import BEAT_S, SILENCE_S
 from deployments.messages import TurnPlan
 from deployments.table.registry import Registry

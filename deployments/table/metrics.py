@@ -8,6 +8,7 @@ tenants. `python -m scripts.metrics_table` writes all of them into docs/metrics.
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,9 +22,9 @@ from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import KINDS, EventLog
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
+from conserve.turn import Outcome, TurnStats
 from conserve.versions import installed
 from conserve.wire import Role
-from deployments.messages import TurnOutcome
 from deployments.table.refusals import QUEUE_REASONS
 from deployments.table.registry import Registry
 from deployments.table_client import TABLE_UP
@@ -40,6 +41,64 @@ class Described(NamedTuple):
     kind: str
     labels: Sequence[str]
     help: str
+
+
+class Counted(NamedTuple):
+    """A counter, and what a turn's record adds to it."""
+
+    name: str
+    help: str
+    read: Callable[[TurnStats], float]
+
+
+HANDED_OFF = (
+    Counted(
+        "handoffs", "Conversations whose KV a decoder took from LMCache.",
+        lambda stats: stats.lmcache_tokens > 0,
+    ),
+    Counted(
+        "handoff_tokens", "Tokens of KV that decoders took from LMCache.",
+        attrgetter("lmcache_tokens"),
+    ),
+    Counted(
+        "late_handoffs",
+        "Prompts just stored by a prefiller that a decoder had to look up more than once.",
+        attrgetter("late"),
+    ),
+    Counted(
+        "missed_handoffs",
+        "Prompts just stored by a prefiller of which a decoder did not find all.",
+        lambda stats: stats.missed_tokens > 0,
+    ),
+    Counted(
+        "missed_handoff_tokens",
+        "Tokens that decoders did not find of such prompts, and computed again.",
+        attrgetter("missed_tokens"),
+    ),
+)  # fmt: skip
+COMPLETED = (
+    Counted(
+        "encoded_images", "Images that engines encoded for completed turns.",
+        attrgetter("encoded_images"),
+    ),
+    Counted(
+        "node_images",
+        "Images of completed turns that engines took from their node's memory, encoded.",
+        attrgetter("node_images"),
+    ),
+    Counted(
+        "prompt_tokens", "Prompt tokens of completed turns, history included.",
+        attrgetter("prompt_tokens"),
+    ),
+    Counted(
+        "decoder_cached_tokens",
+        "Prompt tokens of completed turns found in the decoder's own prefix cache.",
+        attrgetter("decoder_cached_tokens"),
+    ),
+    Counted(
+        "output_tokens", "Tokens generated in completed turns.", attrgetter("output_tokens"),
+    ),
+)  # fmt: skip
 
 
 class Metrics:
@@ -78,28 +137,9 @@ class Metrics:
             labels = described("histogram", name, help, label)
             return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
 
-        self.handoffs = counter("handoffs", "Conversations whose KV a decoder took from LMCache.")
-        self.handoff_tokens = counter(
-            "handoff_tokens", "Tokens of KV that decoders took from LMCache."
-        )
-        self.late_handoffs = counter(
-            "late_handoffs",
-            "Prompts just stored by a prefiller that a decoder had to look up more than once.",
-        )
-        self.missed_handoffs = counter(
-            "missed_handoffs",
-            "Prompts just stored by a prefiller of which a decoder did not find all.",
-        )
-        self.missed_handoff_tokens = counter(
-            "missed_handoff_tokens",
-            "Tokens that decoders did not find of such prompts, and computed again.",
-        )
-        self.encoded_images = counter(
-            "encoded_images", "Images that engines encoded for completed turns."
-        )
-        self.node_images = counter(
-            "node_images",
-            "Images of completed turns that engines took from their node's memory, encoded.",
+        self._completed, self._handed_off = (
+            [(counter(name, help), read) for name, help, read in rows]
+            for rows in (COMPLETED, HANDED_OFF)
         )
         self.cold_prefills = counter(
             "cold_prefills", "First turns' prompts prefilled on a prefiller."
@@ -118,14 +158,6 @@ class Metrics:
         self.prefiller_loaded_tokens = counter(
             "prefiller_loaded_tokens", "Tokens of KV that prefillers took from LMCache."
         )
-        self.prompt_tokens = counter(
-            "prompt_tokens", "Prompt tokens of completed turns, history included."
-        )
-        self.cached_tokens = counter(
-            "decoder_cached_tokens",
-            "Prompt tokens of completed turns found in the decoder's own prefix cache.",
-        )
-        self.output_tokens = counter("output_tokens", "Tokens generated in completed turns.")
         self.moves = counter(
             "moves",
             "Conversations bound to another decoder, because theirs was lost, left or had no room.",
@@ -135,7 +167,7 @@ class Metrics:
         self.ended = counter(
             "conversations_ended", "Conversations that ended, by reason.", "reason"
         )
-        self.turns = counter("turns", "Turns, by outcome.", "outcome", get_args(TurnOutcome))
+        self.turns = counter("turns", "Turns, by outcome.", "outcome", get_args(Outcome))
         self.later_turns = counter(
             "later_turns",
             "Later turns begun at a history's decoder: direct, or after the table was asked.",
@@ -169,6 +201,32 @@ class Metrics:
             "Time that new conversations waited for a decoder with room.",
             buckets=_WAIT_BUCKETS,
         )
+
+    def completed(self, stats: TurnStats) -> None:
+        """Count a turn that is complete."""
+        for counted, read in self._completed:
+            counted.inc(read(stats))
+        for stage, took_s in stats.stages_s.items():
+            self.stage_s.labels(stage).observe(took_s)
+        self.handed_off(stats)
+
+    def handed_off(self, stats: TurnStats) -> None:
+        """Count what a decoder has taken from LMCache for a turn, complete or not."""
+        for counted, read in self._handed_off:
+            counted.inc(read(stats))
+
+    def observed(self, stats: TurnStats, ttfet_s: float | None) -> None:
+        """Count how a client was served."""
+        self.turns.labels(stats.outcome).inc()
+        self.continued.inc(stats.continued)
+        if stats.outcome != "refused":
+            self.turn_latency_s.observe(stats.latency_s)
+        if stats.ttft_s is not None:
+            self.ttft_s.observe(stats.ttft_s)
+        for gap_s in stats.tbt_s:
+            self.tbt_s.observe(gap_s)
+        if ttfet_s is not None:
+            self.ttfet_s.observe(ttfet_s)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

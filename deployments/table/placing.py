@@ -11,15 +11,8 @@ from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.recognition import Chain
 from conserve.tenants.limits import Over
-from deployments.messages import (
-    BeginTurn,
-    PlaceTurn,
-    Reason,
-    Refusal,
-    TurnPlan,
-    TurnTenant,
-    Unplaced,
-)
+from conserve.turn import Reason
+from deployments.messages import BeginTurn, PlaceTurn, Refusal, TurnPlan, TurnTenant, Unplaced
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.listeners import LOOK_S, MOVE_S, Listeners

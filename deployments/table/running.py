@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.recognition import Digest
 from conserve.settings import Settings
-from deployments.messages import Prefilled, Reason, TurnPlan
+from conserve.turn import Reason, TurnKey, TurnStats
+from deployments.messages import TurnPlan
 from deployments.table.accounts import Accounts
 from deployments.table.registry import Registry
 from deployments.table.room import Room
@@ -68,8 +69,8 @@ class RunningTurns:
         self.may_be_stored |= plan.parks or plan.prefiller_id is not None
         self.accounts.turn_begins(plan)
 
-    def prefilled(self, plan: TurnPlan, done: Prefilled | None) -> None:
-        self.table.prefilled(plan.turn, 0 if done is None else done.prompt_tokens)
+    def prefilled(self, plan: TurnPlan, done: TurnStats | None) -> None:
+        self.table.prefilled(plan.turn, 0 if done is None else done.prefilled_tokens)
         self.accounts.prefilled(plan, done, goes_on=plan.turn in self.routers)
 
     # --- they end ----------------------------------------------------------------------------
@@ -77,13 +78,17 @@ class RunningTurns:
     def advance(
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
-        facts = self.table.facts.get(turn.turn_id)
+        # The table has noted how the turn began; a turn of a predecessor's has no such record.
+        known = self.table.records.get(turn.turn_id)
+        if known is not None:
+            known.merge(stats)
+            stats = known
         self.ends(turn, stats)
         if decoder_id not in self.registry.engines:
             # A new table: the decoder will register, with this turn among its holdings.
             return True
         if self.table.advance(turn, decoder_id, stats, tails, unix_s()):
-            self.accounts.advanced(turn, stats, decoder_id, facts)
+            self.accounts.advanced(turn, stats, decoder_id)
         still_has = self.table.holds(turn, decoder_id)
         self.room.relieve(decoder_id)
         self.room.admit()
@@ -97,7 +102,7 @@ class RunningTurns:
             self.accounts.cut(turn, decoder_id, stats)
         self.ends(turn, stats)
         if stats is not None:
-            self.accounts.handed_off(stats)
+            self.accounts.metrics.handed_off(stats)
         ended = self.table.abandon(turn, decoder_id, stats, unix_s())
         if ended is not None:
             self.room.has_ended(ended, "first_turn_failed")

@@ -23,12 +23,12 @@ from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.direct import Notice, Report
 from conserve.events import EventLog, Kind
-from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement import make_policy
 from conserve.placement.load import EngineLoad
 from conserve.policies import room_policies
 from conserve.settings import Settings
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
 from deployments import answers, messages
 from deployments.messages import SchedulerLoad
@@ -214,7 +214,7 @@ class TableService(Table):
     async def forgo(self, history_id: str, claim: int) -> None:
         self._placing.forgo(history_id, claim)
 
-    async def prefilled(self, plan: messages.TurnPlan, done: messages.Prefilled | None) -> None:
+    async def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         self._running.prefilled(plan, done)
 
     async def abandon(
@@ -222,8 +222,8 @@ class TableService(Table):
     ) -> None:
         self._running.abandon(turn, decoder_id, stats)
 
-    async def observe(self, timing: messages.TurnTiming) -> None:
-        self._accounts.observed(timing)
+    async def observe(self, turn: TurnKey | None, stats: TurnStats) -> None:
+        self._accounts.observed(turn, stats)
 
     async def report_tool(
         self, conversation_id: str, report: ToolReport

@@ -3,9 +3,9 @@
 from collections import Counter as Counts
 from collections.abc import Callable
 
-from conserve.history import TurnStats
 from conserve.tenants.keyfile import OTHER_TENANTS
 from conserve.tenants.limits import TenantUsage, UsageBook
+from conserve.turn import TurnStats
 from deployments.table.metrics import COUNTER, GAUGE, Row, Samples
 
 # Tenants beyond these are counted together, so that `/metrics` stays short.
@@ -42,10 +42,10 @@ class TenantCounts:
         """Count prompt tokens that a prefiller computed."""
         self.tokens[self.label(tenant or ""), "computed"] += tokens
 
-    def spent(self, tenant: str | None, stats: TurnStats, prefilled_tokens: int) -> None:
+    def spent(self, tenant: str | None, stats: TurnStats) -> None:
         """Count the tokens of a turn that has ended.
 
-        A prefiller computed ``prefilled_tokens`` of it, which its decoder found in LMCache.
+        What a prefiller computed of it, and its decoder found in LMCache, is counted already.
         """
         if not stats.output_tokens:
             # It was cut, perhaps before any of its prompt was computed.
@@ -53,7 +53,7 @@ class TenantCounts:
         label = self.label(tenant or "")
         computed = max(0, stats.prompt_tokens - stats.found_tokens)
         self.tokens[label, "computed"] += computed
-        self.tokens[label, "cached"] += max(0, stats.found_tokens - prefilled_tokens)
+        self.tokens[label, "cached"] += max(0, stats.found_tokens - stats.remote_tokens)
         self.tokens[label, "output"] += stats.output_tokens
 
     def label(self, tenant: str) -> str:

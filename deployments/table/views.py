@@ -166,13 +166,11 @@ def _last_turn(history: History, why: Mapping[str, str]) -> answers.Turn | None:
     last = history.last_turn
     if last is None:
         return None
-    times_s = (last.encode_wait_s, last.encode_s, last.prefill_s, last.decode_s or 0.0)
-    encode_wait_s, encode_s, prefill_s, decode_s = (round(one, 4) for one in times_s)
-    return answers.Turn(
-        last.prompt_tokens, last.output_tokens, last.decoder_cached_tokens, last.lmcache_tokens,
-        last.encoded_images, last.node_images, encode_wait_s, encode_s, prefill_s, decode_s,
-        why.get(history.id, msgspec.UNSET),
-    )  # fmt: skip
+    said = {
+        name: getattr(last, name) or 0 for name in answers.Turn.__struct_fields__ if name != "why"
+    }
+    times_s = {name: round(value, 4) for name, value in said.items() if isinstance(value, float)}
+    return answers.Turn(**said | times_s, why=why.get(history.id, msgspec.UNSET))
 
 
 def engine_view(

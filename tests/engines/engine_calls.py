@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from conserve.turn import TurnStats
 from conserve.wire import PREFILL_PREFIX, transfer_params
-from deployments.messages import Prefilled
 from tests.engines.applications import GPU_CHUNK_TOKENS
 
 
@@ -30,8 +30,8 @@ class Completion:
 def compute(url: str, prompt: list[int]) -> Completion:
     """Compute and store a prompt, by the request that the router sends to a prefiller."""
     answer, took_s = _posted(url + PREFILL_PREFIX, prompt, max_tokens=1)
-    done = msgspec.json.decode(answer.content, type=Prefilled)
-    return Completion("", done.prompt_tokens, done.cached_tokens or 0, took_s)
+    done = msgspec.json.decode(answer.content, type=TurnStats)
+    return Completion("", done.prefilled_tokens, done.prefiller_cached_tokens or 0, took_s)
 
 
 def complete(url: str, prompt: list[int], tokens: int, prefilled: bool = False) -> Completion:

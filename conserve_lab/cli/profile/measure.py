@@ -23,12 +23,12 @@ import numpy as np
 
 from conserve import wire
 from conserve.apis import CHAT
+from conserve.turn import TurnStats
 from conserve_inside.border import BORDER_PATH, HoldBorder
 from conserve_lab.capacity import fit
 from conserve_lab.client import Client, Endpoint
 from conserve_lab.records import TurnRecord, TurnRequest
 from conserve_lab.workloads.tokens import COMPLETIONS, completion
-from deployments.messages import Prefilled
 
 _JSON = {"Content-Type": "application/json"}
 _TIMEOUT_S = 600.0
@@ -241,9 +241,9 @@ class Probe:
     async def encode(self, pixels: int) -> fit.EncodingPoint:
         """Time the prefill of a prompt with an image, of this width and height, and little else."""
         done, seconds = await self._stored(CHAT, self._image_turn(pixels))
-        if not done.encoded.tokens:
+        if not done.encoded_tokens:
             raise MeasureError("the prefiller encoded no image; see whether others use it")
-        return fit.EncodingPoint(done.encoded.tokens, done.prompt_tokens, seconds)
+        return fit.EncodingPoint(done.encoded_tokens, done.prefilled_tokens, seconds)
 
     def _image_turn(self, pixels: int) -> dict[str, Any]:
         """Return a turn whose image is like no other."""
@@ -354,14 +354,14 @@ class Probe:
             await self._prefill(self._decoder, prompt)
         return prompts
 
-    async def _stored(self, path: str, body: dict[str, Any]) -> tuple[Prefilled, float]:
+    async def _stored(self, path: str, body: dict[str, Any]) -> tuple[TurnStats, float]:
         """Have the prefiller compute a prompt and store its KV, as for a first turn, and time it.
 
         An answer on an engine's other paths may come before its prompt is stored.
         """
         url = self._prefiller + wire.PREFILL_PREFIX + path
         sent_s = time.perf_counter()
-        done = await self._asked("a prefill", url, body, Prefilled)
+        done = await self._asked("a prefill", url, body, TurnStats)
         return done, time.perf_counter() - sent_s
 
     async def _asked(

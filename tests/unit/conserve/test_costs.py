@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.costs import TERMS, SpaceTimeCosts
-from conserve.history import TurnStats
+from conserve.turn import TurnStats
 
 CAPACITY = 1000
 
@@ -26,8 +26,10 @@ def with_a_turn(held_tokens: int = 200, tokens: int = 200, had_tokens: int = 0) 
     return costs
 
 
-def stats(prompt: int, found: int = 0, decode_s: float | None = 4.0) -> TurnStats:
-    return TurnStats(prompt, 20, found, 0, decode_s=decode_s)
+def stats(
+    prompt: int, found: int = 0, decode_s: float | None = 4.0, prefilled: int = 0
+) -> TurnStats:
+    return TurnStats(prompt, 20, found, decode_s=decode_s, prefilled_tokens=prefilled)
 
 
 def of(costs: SpaceTimeCosts, now_s: float) -> dict[str, float]:
@@ -56,16 +58,14 @@ def test_what_was_computed_beyond_what_came_new_is_recomputed() -> None:
 
 def test_what_a_prefiller_computes_again_counts_with_its_turn() -> None:
     costs = with_a_turn(had_tokens=180)
-    costs.prefilled("t", 200)
-    costs.end("t", stats(200, found=200), 10.0)
+    costs.end("t", stats(200, found=200, prefilled=200), 10.0)
     assert of(costs, 10.0)["recompute"] == pytest.approx(1200 * 180 / 200)
     assert costs.recomputed_tokens == 180
 
 
 def test_of_a_first_turn_nothing_is_computed_again() -> None:
     costs = with_a_turn()
-    costs.prefilled("t", 200)
-    costs.end("t", stats(200), 10.0)
+    costs.end("t", stats(200, prefilled=200), 10.0)
     assert of(costs, 10.0) == {"decode": 800, "prefill": 1200, "unused": 8000}
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_left_of_a_decoder_that_is_lost() -> None:
 STEPS = st.lists(
     st.tuples(
         st.floats(-1, 50),  # Clocks may go back a little.
-        st.sampled_from(["look", "begin", "end", "prefilled", "remove", "add"]),
+        st.sampled_from(["look", "begin", "end", "remove", "add"]),
         st.sampled_from(["d", "e"]),
         st.integers(0, 5),
         st.integers(0, 3 * CAPACITY),
@@ -136,8 +136,6 @@ def test_the_terms_add_up_to_the_capacity_times_the_time(steps: list[Any]) -> No
             costs.look(decoder, tokens, now_s)
         elif act == "begin":
             costs.begin(turn, decoder, tokens, had_tokens, now_s)
-        elif act == "prefilled":
-            costs.prefilled(turn, tokens)
         elif act == "end":
             told = None if tokens % 3 == 0 else TurnStats(tokens, 1, 0, 0, decode_s=decode_s)
             costs.end(turn, told, now_s)

@@ -4,8 +4,9 @@ import pytest
 
 from conserve import identity
 from conserve.histories.points import mark
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.holdings import Holdings
+from conserve.turn import TurnKey, TurnStats
 
 STATS = TurnStats(100, 20, 0, 96)
 LATER = TurnStats(150, 30, 120, 0)

@@ -6,7 +6,8 @@ import pytest
 
 from conserve import wire
 from conserve.stream_record import StreamRecord
-from conserve.wire import Emitted, TurnSummary, note, read_notes
+from conserve.turn import TurnStats
+from conserve.wire import Emitted, note, read_notes
 
 
 def _event(text: str, created: int = 1700000000, **choice: object) -> bytes:
@@ -48,14 +49,14 @@ def test_events_are_passed_on_without_their_notes_however_the_bytes_come() -> No
 
 
 def test_what_the_decoder_tells_of_a_turn_is_kept_and_not_passed_on() -> None:
-    told = TurnSummary(600, 128, 256, 4, queued_s=0.5)
+    told = TurnStats(600, 4, 128, 256, engine_queued_s=0.5)
     expected = b"".join(event for _, event in _stream()) + DONE
     whole = b"".join(before + event for before, event in _stream()) + note(told) + DONE
     for size in (1, 7, len(whole)):
         record = StreamRecord(continues=False)
         parts = [whole[start : start + size] for start in range(0, len(whole), size)]
         assert b"".join(record.take(part) for part in parts) == expected
-        assert record.summary == told
+        assert record.stats == told
         assert record.done
         assert wire.SUMMARY_MARK not in record.notes
         # Whatever is noted, nothing goes on that is not to.

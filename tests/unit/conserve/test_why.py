@@ -1,6 +1,5 @@
 """The reason for a slow turn: the sentence, and the facts that a table records for it."""
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -8,32 +7,23 @@ import pytest
 
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.recognition import chain_of
-from conserve.why import Broken, TurnFacts, why_slow
+from conserve.turn import Broken, TurnStats
+from conserve.why import why_slow
 from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
 from tests.unit.conserve.recognition.messages import Message, said
 
-Known = tuple[TurnFacts, TurnStats]
 
-
-def turn(facts: TurnFacts, stats: TurnStats, changes: dict[str, Any]) -> Known:
-    """A turn of which more is known; ``lane_s`` is its time in the prefill lane."""
-    lane_s = changes.pop("lane_s", 0.0)
-    of_facts = {name: changes.pop(name) for name in list(changes) if hasattr(facts, name)}
-    seen = msgspec.structs.replace(stats, prefill_s=lane_s, **changes)
-    return dataclasses.replace(facts, **of_facts), seen
-
-
-def warm(**more: Any) -> Known:
+def warm(**more: Any) -> TurnStats:
     """A later turn that finds what it had."""
-    return turn(TurnFacts(0.0, 3.0, 2000), TurnStats(2100, 10, 2090, 0), more)
+    known = TurnStats(2100, 10, 2090, idle_s=3.0, had_tokens=2000)
+    return msgspec.structs.replace(known, **more)
 
 
-def cold(**more: Any) -> Known:
+def cold(**more: Any) -> TurnStats:
     """A later turn that finds nothing of what it had."""
-    return turn(TurnFacts(0.0, 40.0, 2000), TurnStats(2100, 10, 0, 0), more)
+    return msgspec.structs.replace(warm(idle_s=40.0, decoder_cached_tokens=0), **more)
 
 
 ALL = "(2,100 tokens computed)"
@@ -45,7 +35,7 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
     ("known", "sentence"),
     [
         (warm(), None),
-        (warm(room_s=0.4, engine_wait_s=0.4, encode_s=0.4, lane_s=0.4), None),
+        (warm(room_s=0.4, engine_wait_s=0.4, encode_s=0.4, prefill_s=0.4), None),
         (cold(), f"evicted while idle for 40 s {ALL}"),
         (cold(unbound="paused"), f"paused to make room, and evicted while idle for 40 s {ALL}"),
         (warm(unbound="paused"), None),
@@ -56,14 +46,18 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
         (cold(unbound="lost", lmcache_tokens=2048), None),
         # A prefiller computed it, and the decoder took it from there.
         (
-            cold(prefill_s=2.13, prefill_tokens=2099, lmcache_tokens=2099),
+            cold(remote_prefill_s=2.13, prefilled_tokens=2099, lmcache_tokens=2099),
             "evicted while idle for 40 s (2,099 tokens computed); waited 2.1 s for a prefill",
         ),
         # A first turn had nothing to lose.
         (cold(had_tokens=0, idle_s=None), None),
         (
             cold(
-                had_tokens=0, idle_s=None, prefill_s=0.4, prefill_tokens=2100, lmcache_tokens=2048
+                had_tokens=0,
+                idle_s=None,
+                remote_prefill_s=0.4,
+                prefilled_tokens=2100,
+                lmcache_tokens=2048,
             ),
             None,
         ),
@@ -75,7 +69,7 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
             "waited 12 s because as many conversations were active as the window admits",
         ),
         (
-            warm(prefill_s=1.0),
+            warm(remote_prefill_s=1.0, prefill_failed=True),
             "waited 1.0 s for a prefill that failed, so its decoder computed the prompt",
         ),
         (
@@ -91,7 +85,7 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
             warm(engine_wait_s=0.8, engine_wait_for="step"),
             "waited 0.8 s for other calls of its engine",
         ),
-        (warm(lane_s=4.0), "its prompt took 4.0 s in the prefill lane"),
+        (warm(prefill_s=4.0), "its prompt took 4.0 s in the prefill lane"),
         (
             cold(broken=Broken("messages", 7), had_tokens=0, decoder_cached_tokens=1600),
             "prefix broken after message 7: the client changed what follows (500 tokens computed)",
@@ -109,8 +103,8 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
         (warm(broken=Broken("messages", 7)), None),
     ],
 )
-def test_a_reason_is_given_only_if_it_was_recorded(known: Known, sentence: str | None) -> None:
-    assert why_slow(*known) == sentence
+def test_a_reason_is_given_only_if_it_was_recorded(known: TurnStats, sentence: str | None) -> None:
+    assert why_slow(known) == sentence
 
 
 # --- what a table records -------------------------------------------------------------------------
@@ -148,7 +142,7 @@ def broken_at(*texts: str, system_tokens: int = SYSTEM_TOKENS) -> Broken | None:
     played(table, "agent", OLD)
     opening = Opening(chain_of(talk(*texts)), system_tokens)
     assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    return table.facts[Turn.last(table, "agent\t\t1").id].broken
+    return table.records[Turn.last(table, "agent\t\t1").id].broken
 
 
 @pytest.mark.parametrize(
@@ -179,7 +173,7 @@ def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> Non
     played(table, "agent\t\t1", ("Help!", *OLD[1:]))
     opening = Opening(chain_of(talk("HELP", *OLD[1:])), SYSTEM_TOKENS)
     assert table.bind("agent\t\t2", 400, 1.0, opening=opening) is not None
-    assert table.facts[Turn.last(table, "agent\t\t2").id].broken == Broken("system")
+    assert table.records[Turn.last(table, "agent\t\t2").id].broken == Broken("system")
 
 
 def test_a_history_that_forgot_answers_says_so() -> None:
@@ -190,7 +184,7 @@ def test_a_history_that_forgot_answers_says_so() -> None:
     turned[-4:] = ["changed", "changed", "changed", "changed"]
     opening = Opening(chain_of(talk(*turned)))
     assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    broken = table.facts[Turn.last(table, "agent\t\t1").id].broken
+    broken = table.records[Turn.last(table, "agent\t\t1").id].broken
     assert broken is not None
     assert not broken.exact
 
@@ -198,21 +192,21 @@ def test_a_history_that_forgot_answers_says_so() -> None:
 def test_a_table_knows_why_a_history_has_no_engine_and_how_long_it_was_idle() -> None:
     table = a_table(decoders=1, prefillers=0, pausing=Pausing())
     first = start(table, "c", 600)
-    assert table.facts[first.id].idle_s is None
+    assert table.records[first.id].idle_s is None
     assert first.advance(table, 600, now_s=5.0)
-    assert not table.facts
+    assert not table.records
 
     # Another history does not fit beside it.
     assert start(table, "other", 600, 905.0).advance(table, 600, now_s=905.0)
     assert the(table, "c").decoder_id is None
     again = start(table, "c", 700, 1905.0)
-    facts = table.facts[again.id]
-    assert (facts.unbound, facts.had_tokens, facts.idle_s) == ("paused", 610, 1900.0)
+    record = table.records[again.id]
+    assert (record.unbound, record.had_tokens, record.idle_s) == ("paused", 610, 1900.0)
     assert again.advance(table, 700, now_s=1906.0)
 
     table.remove_decoder("d1")
     table.add_decoder("d2", 1000)
-    assert table.facts[start(table, "c", 800, 1907.0).id].unbound == "lost"
+    assert table.records[start(table, "c", 800, 1907.0).id].unbound == "lost"
 
 
 def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
@@ -222,7 +216,7 @@ def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
     table.leave("d1")
     table.evict("d1")
     table.remove_decoder("d1")
-    assert not table.facts, running
+    assert not table.records, running
     table.add_decoder("d2", 1000)
-    assert table.facts[start(table, "c", 600).id].unbound == "left"
-    assert table.facts[start(table, "running", 100).id].unbound == "left"
+    assert table.records[start(table, "c", 600).id].unbound == "left"
+    assert table.records[start(table, "running", 100).id].unbound == "left"

@@ -18,10 +18,10 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from conserve.placement import EngineLoad
+from conserve.turn import TurnStats
 from conserve_cli.main import cli
 from conserve_cli.running import Seen, Unanswered, next_screen, quantile, read_samples, screen
 from deployments import answers
-from deployments.messages import TurnTiming
 from tests.unit.deployments.table.test_draining import a_service
 
 
@@ -43,7 +43,10 @@ async def _told() -> _Told:
     for name, turns in (("agent-1", 2), ("agent-2", 1), ("agent-3", 1), ("agent-4", 1)):
         for _ in range(turns):
             plan = await service.turn(name, ends=True)
-            await service.observe(TurnTiming("completed", 1.0, 0.3, (), plan.turn, 0.5))
+            await service.observe(
+                plan.turn,
+                TurnStats(outcome="completed", latency_s=1.0, ttft_s=0.3, effective_ago_s=0.5),
+            )
     await service.beat("d#0", load=EngineLoad(prefill_tokens=512, decodes=3))
     await service.drain("d#1")
     engines = msgspec.json.encode(answers.Engines(await service.engines()))

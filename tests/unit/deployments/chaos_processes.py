@@ -23,12 +23,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from conserve.direct import Desk
 from conserve.holdings import Holdings
 from conserve.settings import Settings
+from conserve.turn import TurnStats
 from conserve.wire import BEAT_S, PARK, Role
 from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.reporter import Reporter
 from deployments.engine.vision.failures import FailedImages
-from deployments.messages import Checked, EngineInfo, Prefilled
+from deployments.messages import Checked, EngineInfo
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from deployments.table.table import QUEUE_LIMIT, TableService
@@ -518,13 +519,13 @@ class Upstream:
             raise EngineUnreachable("no tokenizer")
         return Checked([tokens_of(json.loads(raw)["messages"])], multimodal=False, encode_tokens=0)
 
-    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
+    async def prefill(self, url: str, path: str, raw: bytes) -> TurnStats:
         prefiller = self._engine(url)
         tokens = len(json.loads(raw)["prompt"])
         await asyncio.sleep(tokens * _PROMPT_TOKEN_S)
         if prefiller.dead or prefiller.core_dead:
             raise EngineUnreachable(f"{prefiller.name} is gone")
-        return Prefilled(tokens, 0)
+        return TurnStats(prefilled_tokens=tokens)
 
     async def healthy(self, url: str) -> bool:
         await asyncio.sleep(0.002)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conserve.history import TurnKey
+from conserve.turn import TurnKey
 from hetero.energy import BusyShare, EnergyBook, EnergyMeter, EngineEnergy, GpuReading, divide
 from hetero.nvml import NotSupported, Nvml
 from tests.nvml import standin

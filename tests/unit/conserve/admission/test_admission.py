@@ -3,9 +3,10 @@
 import pytest
 
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.pausing import Pausing
 from conserve.placement import Placement
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import a_table
 
 

@@ -4,10 +4,11 @@ from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
 from conserve.admission.admission import attained_service
 from conserve.conversations import ConversationTable
 from conserve.histories.sharing import Prefix
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.pausing import Pausing
 from conserve.placement import PlacementPolicy
 from conserve.policies import room_policies
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import a_table
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from conserve.admission import Admission, Ticket, Window, admission
 from conserve.conversations import ConversationTable
-from conserve.history import TurnKey, TurnStats
 from conserve.pausing import Pausing, ToolReport
 from conserve.placement import ConversationPlacement
+from conserve.turn import TurnKey, TurnStats
 
 STEP_S = 0.5
 TURN_S = 1.0

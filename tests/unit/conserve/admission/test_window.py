@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from conserve.admission import Admission, Admitted, Pressure, Ticket, Window
 from conserve.conversations import ConversationTable
-from conserve.history import TurnStats
 from conserve.pausing import Pausing
 from conserve.policies import room_policies
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import a_table
 
 CALM, MIDDLING, HIGH = Pressure(cpu=0.5), Pressure(cpu=0.8), Pressure(cpu=0.95)

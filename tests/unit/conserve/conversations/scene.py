@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement, PlacementPolicy
 from conserve.recognition import Chain
+from conserve.turn import TurnKey, TurnStats
 
 IDLE_S = 100.0
 TURN_S = 150.0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conserve.history import TurnKey
 from conserve.placement import Placement
+from conserve.turn import TurnKey
 from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,
     TAILS,

@@ -12,8 +12,9 @@ from conserve import identity
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.histories.points import mark
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.placement import ConversationPlacement
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import (
     IDLE_S,
     TURN_S,

@@ -17,9 +17,9 @@ from conserve.direct import (
     Outbox,
 )  # fmt: skip
 from conserve.direct import desk as desks
-from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
 from conserve.recognition import Chain
+from conserve.turn import TurnKey, TurnStats
 
 STATS = TurnStats(100, 20, 0, 96)
 ROOT, END, NEXT = b"r" * 16, b"e" * 16, b"n" * 16

@@ -13,10 +13,10 @@ from conserve import identity
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.history import TurnStats
 from conserve.placement import NOTHING_SHARED, Placement, PlacementPolicy, Shared
 from conserve.recognition import Beginning, chain_of
 from conserve.recognition.apis import heard
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import Turn, the
 
 IDLE_S = 1000.0

@@ -7,9 +7,9 @@ import pytest
 from conserve.conversations import ConversationTable
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
-from conserve.history import TurnStats
 from conserve.placement import ConversationPlacement, Placement
 from conserve.recognition import Chain, chain_of
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import (
     IDLE_S,
     Turn,

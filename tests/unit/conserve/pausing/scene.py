@@ -4,9 +4,9 @@ from typing import Any
 
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.history import TurnStats
 from conserve.pausing import Memory, Pausing
 from conserve.placement import Placement
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
 
 LONG_AGO_S, NOW_S = 10.0, 1000.0

@@ -14,9 +14,10 @@ from conserve.conversations.ledger import RECENT_S
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.sharing import Going, Prefix
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.pausing import Idle, Pausing
 from conserve.placement import ConversationPlacement, Placement
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import Turn, a_table, chain, start, the
 from tests.unit.conserve.pausing.scene import (
     LONG_AGO_S,

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from conserve.admission import Admission, Ticket
 from conserve.conversations import ConversationTable
 from conserve.events import EventLog
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.holdings import Holdings
 from conserve.pausing import Pausing
 from conserve.placement import ConversationPlacement
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import Turn, a_table, start, the
 from tests.unit.conserve.pausing.scene import (
     NOW_S,

@@ -16,8 +16,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES
+from conserve.turn import TurnStats
 from deployments.engine.check import RequestCheck, make_checkable
-from deployments.messages import Checked, Prefilled
+from deployments.messages import Checked
 from tests.unit.deployments.asgi import exchange
 
 PROMPT = [1, 2, 3]
@@ -102,8 +103,8 @@ def ask(engine: Engine, path: str) -> tuple[int, Any]:
     return start["status"], json.loads(body["body"])
 
 
-def read(answer: Any) -> Prefilled:
-    return msgspec.convert(answer, Prefilled)
+def read(answer: Any) -> TurnStats:
+    return msgspec.convert(answer, TurnStats)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,10 @@ def test_a_check_computes_nothing_and_says_what_images_would_take(
 def test_a_prefill_computes_the_prompt_and_nothing_of_what_the_turn_wants() -> None:
     engine = Engine()
     status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
-    assert (status, read(answer)) == (200, Prefilled(3, 1, 2))
+    assert (status, read(answer)) == (
+        200,
+        TurnStats(prefilled_tokens=3, prefiller_lmcache_tokens=1, prefiller_cached_tokens=2),
+    )
     ((params, options),) = engine.ran
     assert (params.n, params.max_tokens, params.temperature) == (1, 1, 0)
     assert params.structured_outputs is params.logprobs is None
@@ -137,7 +141,7 @@ def test_an_engine_that_only_encodes_stores_no_prompt() -> None:
     """An answer to a prompt that is stored waits until it is."""
     engine = Engine(stores=False)
     status, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/chat/completions")
-    assert (status, answer["prompt_tokens"]) == (200, 3)
+    assert (status, answer["prefilled_tokens"]) == (200, 3)
     ((params, _),) = engine.ran
     assert params.extra_args is None
 
@@ -155,7 +159,13 @@ def test_several_prompts_are_one_prefill() -> None:
     engine = Engine(prompts=2, images=["new"])
     _, answer = ask(engine, wire.PREFILL_PREFIX + "/v1/completions")
     # Of each of them the decoder finds something else.
-    assert read(answer) == Prefilled(6, 2, None, wire.Encoded(2, 32, 4))
+    assert read(answer) == TurnStats(
+        prefilled_tokens=6,
+        prefiller_lmcache_tokens=2,
+        encoded_images=2,
+        encoded_tokens=32,
+        node_images=4,
+    )
 
 
 def test_an_engine_that_fails_a_prefill_says_so_though_a_stream_has_begun() -> None:

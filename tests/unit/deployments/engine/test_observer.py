@@ -18,8 +18,8 @@ from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, fo
 from conserve.clock import unix_s
 from conserve.direct import Desk, Ended, Notice
 from conserve.embedded import model_path
-from conserve.history import TurnKey, TurnStats
 from conserve.holdings import Holdings
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.engine.asgi import TURN
 from deployments.engine.copies import Copies
@@ -164,9 +164,8 @@ class Decoder:
         return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
 
     def turn(self, sent: bytes = b"", prefill_cached: int | None = None, **more: Any) -> bytes:
-        told = wire.DecoderTurn(
-            FIRST, sent_bytes=len(sent), prefill_cached_tokens=prefill_cached, notes=True, **more
-        )
+        stats = more.pop("stats", TurnStats(prefiller_cached_tokens=prefill_cached))
+        told = wire.DecoderTurn(FIRST, sent_bytes=len(sent), stats=stats, notes=True, **more)
         return self.ask("/v1/completions", sent, **{wire.TURN_HEADER: told.header()})[1]
 
 
@@ -213,12 +212,13 @@ def test_a_router_is_told_what_the_turn_took() -> None:
     line = before.rpartition(b"\n\n")[2]
     assert line.startswith(wire.SUMMARY_MARK)
     told = wire.read_summary(line.removeprefix(wire.NOTE_MARK))
-    assert told == wire.TurnSummary(
-        len(PROMPT), 1, 1, 2, reused_tokens=2, queued_s=0.5, prefill_s=1.0, decode_s=2.5
-    )
+    assert told == TurnStats(
+        len(PROMPT), 2, 1, 1, reused_tokens=2, engine_queued_s=0.5, engine_prefill_s=1.0,
+        decode_s=2.5,
+    )  # fmt: skip
     # An engine that keeps no times (`disable_log_stats`) tells the rest.
     decoder.times = None
-    assert b'"queued_s"' not in decoder.turn()
+    assert b'queued_s"' not in decoder.turn()
 
 
 def test_an_engine_is_told_what_lmcache_may_have_and_is_to_have() -> None:
@@ -322,7 +322,7 @@ IMAGES = {"mm_hashes": {"image": ["seen", "new"]}, "mm_placeholders": {"image": 
 def test_what_images_took_here_and_on_the_prefiller_is_told() -> None:
     decoder = Decoder("length")
     decoder.images = IMAGES
-    decoder.turn(prefill_encoded=wire.Encoded(2, 40, 1))
+    decoder.turn(stats=TurnStats(encoded_images=2, encoded_tokens=40, node_images=1))
     (stats,) = stats_of(decoder.desk)
     assert (stats.encoded_images, stats.encoded_tokens, stats.node_images) == (3, 16, 1)
     assert decoder.expected[-1] == {"r": (0, 32)}
@@ -478,7 +478,7 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
         assert wire.SUMMARY_HEADER.encode() not in beginning
     else:
         told_router = beginning[wire.SUMMARY_HEADER.encode()]
-    assert wire.read_summary(told_router).prefill_s == 1.0
+    assert wire.read_summary(told_router).engine_prefill_s == 1.0
 
 
 def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_response() -> None:

@@ -9,9 +9,9 @@ from openai.types.responses import Response, ResponseCompletedEvent, ResponseInc
 
 from conserve import wire
 from conserve.apis import RESPONSES
-from conserve.history import TurnKey
 from conserve.items import response_of
 from conserve.recognition.apis import answers_of
+from conserve.turn import TurnKey
 from deployments.engine.asgi import TURN
 from deployments.engine.response_store import ResponseKeeper
 from tests.unit.deployments import asgi

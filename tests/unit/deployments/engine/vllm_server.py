@@ -27,9 +27,9 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from conserve import identity, wire
 from conserve.direct import Desk
 from conserve.embedded import model_path
-from conserve.history import TurnKey
 from conserve.holdings import Holdings
 from conserve.settings import Settings
+from conserve.turn import TurnKey
 from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.load import LoadMeter
 from deployments.engine.observer import TurnObserver, observe_engine

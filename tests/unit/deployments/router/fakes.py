@@ -13,11 +13,11 @@ import msgspec
 
 from conserve import wire
 from conserve.errors import ApiError
-from conserve.history import TurnKey
 from conserve.settings import Settings, load
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
-from deployments.messages import BeginTurn, Checked, PlaceTurn, Prefilled, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, Checked, PlaceTurn, TurnPlan, Unplaced
 from deployments.router.access import Access
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.turn import TurnEndpoint
@@ -110,7 +110,7 @@ class FakeTable(StubTable):
         return None
 
     def tell(self, method: str, *given: Any) -> None:
-        self.told.append((method, given[0]))
+        self.told.append((method, given[-1] if method == "observe" else given[0]))
 
     def told_of(self, method: str) -> list[Any]:
         return [given for name, given in self.told if name == method]
@@ -129,7 +129,7 @@ class Whole:
 
     def __init__(
         self,
-        summary: wire.TurnSummary | None = None,
+        summary: TurnStats | None = None,
         status: int = 200,
         headers: dict[str, str] | None = None,
     ) -> None:
@@ -194,8 +194,8 @@ class FakeEngines:
     gone: Collection[str] = ()
     live: bool = False
     checked: Checked | ApiError = field(default_factory=lambda: Checked([[1, 2, 3]], False, 0))
-    prefilled: Prefilled = field(default_factory=lambda: Prefilled(3, 0))
-    summary: wire.TurnSummary | None = None
+    prefilled: TurnStats = field(default_factory=lambda: TurnStats(prefilled_tokens=3))
+    summary: TurnStats | None = None
     after: dict[str, int] = field(default_factory=dict)
     last_words: bytes = b""
     notes: bool = True
@@ -229,11 +229,12 @@ class FakeEngines:
             raise self.checked
         return self.checked
 
-    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
+    async def prefill(self, url: str, path: str, raw: bytes) -> TurnStats:
         self._serve(url)
         self.asked.append(("prefill", path))
         self.got.append(({}, json.loads(raw)))
-        return self.prefilled
+        # Its caller adds to it.
+        return msgspec.structs.replace(self.prefilled)
 
     async def healthy(self, url: str) -> bool:
         return self.live or url.removeprefix("http://") not in self.dead

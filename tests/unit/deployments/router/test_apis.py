@@ -14,13 +14,13 @@ from PIL import Image
 from conserve import identity, wire
 from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
-from conserve.history import TurnKey
 from conserve.items import item_id
 from conserve.media import Lifted, lifted_media, name_of
 from conserve.recognition import Beginning
 from conserve.recognition.apis import heard
 from conserve.settings import MediaSettings, Settings
 from conserve.tenants import Caller, Limits
+from conserve.turn import TurnKey
 from deployments.answers import Engine
 from deployments.engine.asgi import MEDIA, TURN
 from deployments.engine.response_store import ResponseKeeper, ResponseStore

@@ -7,8 +7,8 @@ import pytest
 
 from conserve import wire
 from conserve.direct import Homes
-from conserve.history import TurnKey
 from conserve.tenants import Limits
+from conserve.turn import TurnKey
 from deployments.messages import TurnPlan
 from deployments.router.access import Access
 from tests.unit.deployments.router.fakes import (

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from conserve import wire
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.encoders import Encoder, Encoders, node_of
 from conserve.errors import ApiError
 from conserve.media import Lifted, name_of, places
 from conserve.settings import Settings
-from conserve.wire import Encoded
-from deployments.messages import Checked, Prefilled
+from conserve.turn import TurnStats
+from deployments.messages import Checked
 from deployments.router import prompt
 from deployments.router.media import MediaReader
 from deployments.router.prompt import Encoding
@@ -28,6 +29,12 @@ from tests.unit.deployments.router.fakes import (
     told_by,
 )
 from tests.unit.deployments.router.images import data_url, png
+
+
+def encoded(told: wire.DecoderTurn) -> tuple[int, int]:
+    """Return how many images, and embeddings of them, a decoder is told that engines encoded."""
+    assert told.stats is not None
+    return told.stats.encoded_images, told.stats.encoded_tokens
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Vision(FakeEngines):
     log: list[str] = field(default_factory=list)
     encoded: list[tuple[str, Any]] = field(default_factory=list)
 
-    async def prefill(self, url: str, path: str, raw: bytes) -> Prefilled:
+    async def prefill(self, url: str, path: str, raw: bytes) -> TurnStats:
         if ":9" not in url:
             self.log.append(f"prefill {node_of(url)}")
             return await super().prefill(url, path, raw)
@@ -56,7 +63,7 @@ class Vision(FakeEngines):
             await asyncio.Event().wait()
         if self.encoder_fails is not None:
             raise self.encoder_fails
-        return Prefilled(9, 0, encoded=Encoded(1, 64))
+        return TurnStats(prefilled_tokens=9, encoded_images=1, encoded_tokens=64)
 
     @contextlib.asynccontextmanager
     async def post(self, url: str, raw: bytes, headers: dict[str, str]) -> Any:
@@ -121,7 +128,7 @@ def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str
         assert not {"tools", "stream"} & sent.keys()
     assert sorted(map(str, found)) == sorted(set(map(str, names)))
     # The decoder's report has what encoders did.
-    assert told_by(engines.got[-1][0]).prefill_encoded == Encoded(2, 128)
+    assert encoded(told_by(engines.got[-1][0])) == (2, 128)
 
 
 @pytest.mark.parametrize(("nodes", "priced"), [(["d1"], 0), ([], 640)])
@@ -157,7 +164,7 @@ def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() ->
         assert ask(endpoint, {"messages": said[:turns]}) == 200
     assert table.asked == ["begin", "place"]
     assert engines.log == ["encode d1", "decode d1", "encode d1", "decode d1", "decode d1"]
-    assert [told.prefill_encoded for told in engines.straight] == [Encoded(1, 64), Encoded()]
+    assert [encoded(told) for told in engines.straight] == [(1, 64), (0, 0)]
 
 
 def test_of_what_a_node_has_no_second_copy_is_made() -> None:
@@ -238,7 +245,7 @@ async def test_what_a_turn_that_has_left_wanted_is_no_longer_an_encoders_work() 
     encoders = Encoders()
     encoders.update([Encoder("e", "http://d1:9")])
     turn = Turn({"a": b"{}", "b": b"{}"})
-    asked = asyncio.create_task(Encoding(engines, encoders).encode(turn, "http://d1"))  # type: ignore[arg-type]
+    asked = asyncio.create_task(Encoding(engines, encoders).encode(turn, "http://d1", TurnStats()))  # type: ignore[arg-type]
     await asyncio.sleep(0.01)
     assert engines.log == ["encode d1"] * 2
     asked.cancel()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from opentelemetry.trace import SpanKind
 
-from conserve import wire
-from deployments.messages import Checked, Prefilled, TurnTiming
+from conserve.turn import TurnStats
+from deployments.messages import Checked
 from deployments.router.spans import Spans
 from deployments.router.upstream import TRACE_HEADERS, Upstream
 from tests.collector import Collector, Span
@@ -28,9 +28,10 @@ from tests.unit.deployments.router.fakes import (
 
 CLIENTS = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
-SUMMARY = wire.TurnSummary(
-    600, 0, 512, 4, reused_tokens=0, queued_s=0.0001, prefill_s=0.0001, decode_s=0.0001
-)
+SUMMARY = TurnStats(
+    600, 4, 0, 512, reused_tokens=0, engine_queued_s=0.0001, engine_prefill_s=0.0001,
+    decode_s=0.0001,
+)  # fmt: skip
 
 
 @dataclass
@@ -94,7 +95,7 @@ def a_turn(
 def test_a_turn_is_one_trace_with_a_span_for_each_phase(
     collector: Collector, all_spans: list[Spans]
 ) -> None:
-    engines = Traced(summary=SUMMARY, prefilled=Prefilled(600, 0))
+    engines = Traced(summary=SUMMARY, prefilled=TurnStats(prefilled_tokens=600))
     given = {"traceparent": f"00-{CLIENTS}-{PARENT}-01", "x-request-id": "mine"}
     *phases, whole = a_turn(collector, all_spans, engines, **given)
     assert {span.trace_id for span in [*phases, whole]} == {CLIENTS}
@@ -210,9 +211,9 @@ def test_a_dead_collector_holds_up_no_turn(
         queue = spans._processor._batch_processor._queue
         assert queue.maxlen == 2048
         scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-        timing = TurnTiming("completed", 1.0, None, ())
+        stats = TurnStats(outcome="completed", latency_s=1.0)
         for _ in range(2 * queue.maxlen):
-            spans.begin(scope, time.perf_counter()).end(timing)
+            spans.begin(scope, time.perf_counter()).end(None, stats)
         # Nothing waited for the collector, which has answered nothing yet.
         assert len(queue) > queue.maxlen / 2
 

@@ -10,10 +10,10 @@ import pytest
 from conserve import identity, wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, form_of
 from conserve.errors import ApiError
-from conserve.history import TurnKey
 from conserve.tenants import Limits
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
-from deployments.messages import Checked, Prefilled, Refusal, TurnPlan, TurnTenant
+from deployments.messages import Checked, Refusal, TurnPlan, TurnTenant
 from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments.router.fakes import (
     ANSWER,
@@ -179,9 +179,11 @@ def test_every_engine_is_told_that_what_room_there_is_will_do(agent: str, more: 
 def test_a_decoder_is_told_what_the_prefiller_had_found(
     prefillers: int, die: tuple[str, ...], found: int | None, told: int | None
 ) -> None:
-    engines = FakeEngines(die, prefilled=Prefilled(3, 0, found))
+    engines = FakeEngines(
+        die, prefilled=TurnStats(prefilled_tokens=3, prefiller_cached_tokens=found)
+    )
     assert ask((FakeTable(prefillers), engines))[0] == 200
-    assert told_by(engines.got[-1][0]).prefill_cached_tokens == told
+    assert told_by(engines.got[-1][0]).stats.prefiller_cached_tokens == told
 
 
 def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_the_table_is_told_what_a_turn_took_wherever_it_ran(
     says: bool, body: dict[str, Any], continue_streams: bool
 ) -> None:
     """Its log has a line for each; see `deployments/table/lines.py`."""
-    done = wire.TurnSummary(600, 0, 512, 4, queued_s=0.1, prefill_s=0.2, decode_s=0.3)
+    done = TurnStats(600, 4, 0, 512, engine_queued_s=0.1, engine_prefill_s=0.2, decode_s=0.3)
     summary = done if says else None
     both = table, _ = FakeTable(prefillers=1), FakeEngines(summary=summary)
     named = {"x-request-id": "mine"}
@@ -217,7 +219,7 @@ def test_the_table_is_told_what_a_turn_took_wherever_it_ran(
     assert (timing.outcome, timing.request_id, timing.error) == ("completed", "mine", None)
     assert (timing.decoder_id, timing.prefiller_id) == ("d1", "p1")
     assert timing.placement == "home"
-    assert timing.summary == summary
+    assert timing.lmcache_tokens == (512 if says else 0)
     here = {"recognition", "wait", "count", "prefill", "decode"}
     assert set(timing.phases) == here | ({"handoff"} if says else set())
 

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from conserve.errors import ApiError
-from deployments.messages import Checked, Prefilled
+from conserve.turn import TurnStats
+from deployments.messages import Checked
 from deployments.router.upstream import EngineUnreachable, Upstream
 from tests.unit.deployments.router.fakes import answering
 
@@ -72,4 +73,4 @@ async def test_a_prefiller_says_what_it_has_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Upstream, "answered", answered)
     done = await Upstream(5).prefill("http://p", "/v1/messages", b"{body}")
-    assert done == Prefilled(3, 0, 2)
+    assert done == TurnStats(prefilled_tokens=3, prefiller_cached_tokens=2)

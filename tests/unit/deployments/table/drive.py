@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from conserve.history import TurnStats
 from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
+from conserve.turn import TurnStats
 from conserve.wire import Role
 from deployments.messages import (
     BeginTurn,

@@ -7,8 +7,8 @@ import pytest
 
 from conserve.direct import Began, Ended, Report
 from conserve.histories.kinship import Opening
-from conserve.history import TurnKey
 from conserve.recognition import Chain
+from conserve.turn import TurnKey
 from deployments.messages import TurnPlan
 from tests.unit.deployments.table.drive import STATS, Drive, engine, refusal
 from tests.unit.deployments.table.virtual_time import in_virtual_time

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from conserve import identity
-from conserve.history import TurnKey, TurnStats
 from conserve.pausing import ToolReport
 from conserve.settings import Settings
 from conserve.tenants import Limits
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Role
 from deployments.messages import (
     BeginTurn,
     EngineInfo,
     PlaceTurn,
-    Prefilled,
     Refusal,
     TurnPlan,
     TurnTenant,
@@ -98,7 +97,7 @@ class World:
         await asyncio.sleep(draw.choice([0, 1, 5]))
         if answer.prefiller_id is not None:
             # A router says so whatever became of it.
-            done = Prefilled(tokens, 0) if draw.random() < 0.8 else None
+            done = TurnStats(prefilled_tokens=tokens) if draw.random() < 0.8 else None
             await self.service.prefilled(answer, done)
         if draw.random() < 0.7:
             stats = TurnStats(tokens, 10, 0, 0)

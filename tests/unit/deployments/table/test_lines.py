@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 
 from conserve import identity
-from conserve.history import TurnKey, TurnStats
-from conserve.wire import TurnSummary
-from deployments.messages import Prefilled, TurnTiming
+from conserve.turn import TurnKey, TurnStats
 from deployments.table import lines
 from deployments.table.lines import Format
 from tests.unit.deployments.table.test_table import TOKENS, a_full_service, a_service
 
-WHOLE = TurnTiming(
-    "completed", 1.23456, 0.5, (0.1,), TurnKey(identity.scoped("acme", "a b\nc"), 1, 7),
-    continued=1, tenant="acme", request_id="req-1", decoder_id="d1", prefiller_id="p1",
-    placement="new", phases={"wait": 0.25, "decode": 0.125},
-    summary=TurnSummary(100, 30, 64, 5),
+TURN = TurnKey(identity.scoped("acme", "a b\nc"), 1, 7)
+WHOLE = TurnStats(
+    100, 5, 30, 64, outcome="completed", latency_s=1.23456, ttft_s=0.5, tbt_s=(0.1,), continued=1,
+    tenant="acme", request_id="req-1", decoder_id="d1", prefiller_id="p1", placement="new",
+    phases={"wait": 0.25, "decode": 0.125},
 )  # fmt: skip
 
 
@@ -53,7 +51,7 @@ def told(log: Path) -> list[dict[str, Any]]:
 
 
 def test_a_turns_line_tells_whose_it_was_and_what_it_took() -> None:
-    assert lines.turn_fields(WHOLE) == {
+    assert lines.turn_fields(TURN, WHOLE) == {
         "request_id": "req-1",
         "conversation": "a b\nc",
         "tenant": "acme",
@@ -72,8 +70,8 @@ def test_a_turns_line_tells_whose_it_was_and_what_it_took() -> None:
         "loaded_tokens": 64,
         "output_tokens": 5,
     }
-    refused = TurnTiming("refused", 0.001, None, (), tenant="acme", error="prompt_too_long")
-    assert lines.turn_fields(refused) == {
+    refused = TurnStats(outcome="refused", latency_s=0.001, tenant="acme", error="prompt_too_long")
+    assert lines.turn_fields(None, refused) == {
         "outcome": "refused", "error": "prompt_too_long", "latency_s": 0.001, "tenant": "acme",
     }  # fmt: skip
 
@@ -90,9 +88,11 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
     await service.release("full")
     plan = await service.placed(tokens=TOKENS)
     assert plan.reason == "new"
-    await service.prefilled(plan, Prefilled(TOKENS, 100))
+    await service.prefilled(plan, TurnStats(prefilled_tokens=TOKENS, prefiller_lmcache_tokens=100))
     await service.ends(plan, TurnStats(TOKENS, 5, 0, 512), (b"c" * 16,))
-    await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, request_id="r-1"))
+    await service.observe(
+        plan.turn, TurnStats(outcome="completed", latency_s=1.5, ttft_s=0.5, request_id="r-1")
+    )
     assert (await service.later()).reason == "home"
     await service.engine_lost("decoder#1", "as it happens")
     written = log.read_text().splitlines()  # noqa: ASYNC240
@@ -123,19 +123,21 @@ async def test_a_slow_turns_line_says_why_whoever_reports_its_end_first(
     with logged("json", tmp_path / "conserve.log") as log:
         service = await a_service()
         plan = await service.turn("c", TOKENS)
-        seen = TurnTiming("completed", 1.5, 0.5, (), plan.turn, request_id="r-1")
+        seen = TurnStats(outcome="completed", latency_s=1.5, ttft_s=0.5, request_id="r-1")
         stats = TurnStats(TOKENS, 5, 0, 0, engine_wait_s=0.8, engine_wait_for="step")
         if first == "router":
-            await service.observe(seen)
+            await service.observe(plan.turn, seen)
         await service.ends(plan, stats)
         if first == "decoder":
-            await service.observe(seen)
+            await service.observe(plan.turn, seen)
         turns = [one for one in told(log) if one["event"] == "turn"]
         assert [one.get("why") for one in turns] == ["waited 0.8 s for other calls of its engine"]
 
         # Its decoder never reports the next one's end.
         later = await service.later()
-        await service.observe(TurnTiming("completed", 1.5, 0.5, (), later.turn, request_id="r-2"))
+        await service.observe(
+            later.turn, TurnStats(outcome="completed", latency_s=1.5, ttft_s=0.5, request_id="r-2")
+        )
         await service._tidy(time.monotonic())
         assert told(log)[-1].get("request_id") != "r-2"
         await service._tidy(time.monotonic() + 6.0)
@@ -143,7 +145,7 @@ async def test_a_slow_turns_line_says_why_whoever_reports_its_end_first(
 
 
 def test_a_line_stays_one_whatever_a_client_calls_its_conversation(log: Path) -> None:
-    lines.log_turn(WHOLE)
+    lines.log_turn(TURN, WHOLE)
     (line,) = log.read_text().splitlines()
     assert r"a b\nc" in line
 
@@ -156,7 +158,7 @@ def test_the_log_is_bounded(log: Path) -> None:
     )
     handler.maxBytes = 2000
     for _ in range(100):
-        lines.log_turn(WHOLE)
+        lines.log_turn(TURN, WHOLE)
     files = sorted(log.parent.iterdir())
     assert len(files) == 1 + handler.backupCount
     assert all(file.stat().st_size <= handler.maxBytes for file in files)

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from conserve.events import EventLog
-from conserve.history import TurnStats
 from conserve.placement import EngineLoad
-from deployments.messages import EventPage, EventQuery, Prefilled, TurnTiming
+from conserve.turn import TurnStats
+from deployments.messages import EventPage, EventQuery
 from deployments.table import views
 from deployments.table.views import listen
 from tests.unit.deployments.table.test_table import TOKENS, a_full_service, a_service
@@ -25,7 +25,7 @@ async def test_what_happens_is_told_in_order() -> None:
     waiting = await service.queued(tokens=TOKENS)
     await service.release("full")
     plan = service.planned(await waiting)
-    await service.prefilled(plan, Prefilled(TOKENS, 100))
+    await service.prefilled(plan, TurnStats(prefilled_tokens=TOKENS, prefiller_lmcache_tokens=100))
     stats = TurnStats(
         TOKENS, 5, 0, 512, engine_wait_s=0.25, engine_wait_for="step", kept_tokens=640,
         kept_s=2.0, encode_wait_s=0.0, encode_s=0.5, decode_s=1.25,
@@ -34,7 +34,7 @@ async def test_what_happens_is_told_in_order() -> None:
     last = msgspec.to_builtins(await service.conversation("c"))["last_turn"]
     times_s = [last[f"{one}_s"] for one in ("encode_wait", "encode", "prefill", "decode")]
     assert times_s == [0.0, 0.5, 0.0, 1.25]
-    await service.observe(TurnTiming("completed", 1.5, 0.5, (), plan.turn, None))
+    await service.observe(plan.turn, TurnStats(outcome="completed", latency_s=1.5, ttft_s=0.5))
     plan = await service.later()
     # Its decoder and its router may both say so.
     for _ in range(2):

@@ -9,10 +9,10 @@ from conserve.admission import Admission, Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import EventLog
-from conserve.history import TurnStats
 from conserve.pausing import Pausing, ToolReport
 from conserve.placement import ConversationPlacement
 from conserve.tenants import UsageBook
+from conserve.turn import TurnStats
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS
 from deployments.table.metrics import ANSWERS, BUILD, TABLE, Metrics, Observed, Rows
 from deployments.table.registry import Registry
@@ -187,9 +187,9 @@ def test_tokens_are_counted_by_tenant_and_by_where_they_came_from() -> None:
     assert samples(rows)["conserve_tokens_total", "acme", "output"] == 0
     counts.prefilled("acme", 300)
     # Of 500, 100 were in the decoder's cache, and 384 came from LMCache.
-    counts.spent("acme", TurnStats(500, 20, 100, 384), 300)
-    counts.spent(None, TurnStats(50, 5, 0, 0), 0)
-    counts.spent("acme", TurnStats(700, 0, 0, 0), 0)  # It was cut before any output.
+    counts.spent("acme", TurnStats(500, 20, 100, 384, prefilled_tokens=300))
+    counts.spent(None, TurnStats(50, 5))
+    counts.spent("acme", TurnStats(700))  # It was cut before any output.
     assert samples(rows) == {
         ("conserve_tokens_total", "acme", "computed"): 316,
         ("conserve_tokens_total", "acme", "cached"): 184,

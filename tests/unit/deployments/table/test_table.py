@@ -9,19 +9,18 @@ import msgspec
 import pytest
 
 from conserve.histories.kinship import Opening
-from conserve.history import History, TurnKey, TurnStats
+from conserve.history import History
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_RUNNING
 from conserve.placement import EngineLoad
 from conserve.recognition import Beginning, Chain, chain_of
 from conserve.settings import Settings
+from conserve.turn import TurnKey, TurnStats
 from deployments.answers import Alive
 from deployments.messages import (
     EngineStarting,
-    Prefilled,
     Refusal,
     Timeouts,
-    TurnTiming,
 )
 from hetero.energy import EngineEnergy, GpuReading
 from tests.unit.deployments.table.drive import Drive, engine, refusal
@@ -103,8 +102,8 @@ async def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() 
     plan = service.planned(await waiting)
 
     async def seen(ago_s: float | None, turn: TurnKey = plan.turn) -> None:
-        timing = TurnTiming("completed", 1.0, 0.5, (), turn, ago_s)
-        await service.observe(timing)
+        stats = TurnStats(outcome="completed", ttft_s=0.5, effective_ago_s=ago_s)
+        await service.observe(turn, stats)
 
     async def ttfet_s() -> Any:
         return (await service.shown()).ttfet_s
@@ -136,7 +135,9 @@ async def test_a_conversation_that_was_taken_over_has_no_ttfet() -> None:
     held = History("c", 1, 0.0, 0.0, turns=3, held_tokens=10)
     service = await Drive.of(PREFILLER, dataclasses.replace(DECODER, holds=[held]))
     plan = await service.later()
-    await service.observe(TurnTiming("completed", 1.0, 0.5, (), plan.turn, 0.1))
+    await service.observe(
+        plan.turn, TurnStats(outcome="completed", latency_s=1.0, ttft_s=0.5, effective_ago_s=0.1)
+    )
     assert (await service.shown()).ttfet_s is None
     assert b"conserve_ttfet_seconds_count 0.0" in await service.metrics()
 
@@ -166,7 +167,7 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
     plan = await service.turn("c", 500)
     assert await told_j() is None
     now_s += 1
-    await service.prefilled(plan, Prefilled(500, 0))
+    await service.prefilled(plan, TurnStats(prefilled_tokens=500))
     now_s += 1
     stats = TurnStats(500, 40, 0, 384)
     await service.ends(plan, stats)
@@ -446,7 +447,7 @@ async def test_a_turn_is_told_to_park_where_there_is_host_memory(
     plan = await service.turn(tokens=TOKENS)
     assert plan.parks == parks
     # What a prefiller has computed is there, whether the decoder parks or not.
-    await service.prefilled(plan, Prefilled(TOKENS, 0))
+    await service.prefilled(plan, TurnStats(prefilled_tokens=TOKENS))
     shown = (await service.metrics()).decode()
     if host_tokens:
         assert f"conserve_parked_tokens {TOKENS:.1f}" in shown

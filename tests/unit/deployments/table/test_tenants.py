@@ -10,10 +10,11 @@ import pytest
 
 from conserve import identity
 from conserve.histories.kinship import Opening
-from conserve.history import History, TurnStats
+from conserve.history import History
 from conserve.recognition import Chain
 from conserve.tenants import Limits
-from deployments.messages import TurnPlan, TurnTenant, TurnTiming, Unplaced
+from conserve.turn import TurnStats
+from deployments.messages import TurnPlan, TurnTenant, Unplaced
 from tests.unit.deployments.table.drive import Drive, engine, refusal
 
 TAIL = b"t" * 16
@@ -189,7 +190,7 @@ async def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -
     service = await a_service()
     plan = await start(service, "secret-name", tenant(turns=1), 300)
     over(await begin(service, "b", tenant(turns=1)), "turns")
-    await service.observe(TurnTiming("completed", 1.0, None, (), plan.turn, tenant="acme"))
+    await service.observe(plan.turn, TurnStats(outcome="completed", latency_s=1.0, tenant="acme"))
     text = (await service.metrics()).decode()
     for line in (
         'conserve_tenant_turns_total{outcome="completed",tenant="acme"} 1.0',

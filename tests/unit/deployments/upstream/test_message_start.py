@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from conserve.apis import MESSAGES
+from conserve.turn import TurnStats
 from tests.unit.deployments.engine.vllm_server import MODEL, Server, events
 
 ASKED = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
@@ -35,8 +36,9 @@ def test_a_stream_says_the_same_of_caches_in_its_first_event_as_in_its_last(
     """And as a body does. Of what a prefiller has just computed, nothing was found."""
     read_tokens = 3 if prefilled is None else prefilled
     server = Server(cached_tokens=3)
-    start, delta = usages(server, prefill_cached_tokens=prefilled)
-    body = server.serve(MESSAGES, ASKED, prefill_cached_tokens=prefilled).json()
+    before = TurnStats(prefiller_cached_tokens=prefilled)
+    start, delta = usages(server, stats=before)
+    body = server.serve(MESSAGES, ASKED, stats=before).json()
     expected = {
         "input_tokens": len(server.prompts[0]) - 3,
         "cache_read_input_tokens": read_tokens,
