@@ -217,10 +217,8 @@ class TableService(Table):
     async def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         self._running.prefilled(plan, done)
 
-    async def abandon(
-        self, turn: TurnKey, decoder_id: str | None = None, stats: TurnStats | None = None
-    ) -> None:
-        self._running.abandon(turn, decoder_id, stats)
+    async def abandon(self, turn: TurnKey) -> None:
+        self._running.abandon(turn, None, None)
 
     async def observe(self, turn: TurnKey | None, stats: TurnStats) -> None:
         self._accounts.observed(turn, stats)

@@ -62,7 +62,7 @@ def test_a_request_left_half_sent_is_refused_in_time(monkeypatch: pytest.MonkeyP
     error = json.loads(body["body"])["error"]
     assert error["code"] == "timeout"
     assert "not whole" in error["message"]
-    assert [method for method, _ in table.told] == ["observe"]
+    assert [method for method, *_ in table.told] == ["observe"]
 
 
 def test_nothing_is_sent_to_a_client_that_left_while_it_sent() -> None:

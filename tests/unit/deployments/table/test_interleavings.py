@@ -103,7 +103,7 @@ class World:
             stats = TurnStats(tokens, 10, 0, 0)
             self.service._running.advance(answer.turn, answer.decoder_id, stats, ())
         else:
-            await self.service.abandon(answer.turn, None, None)
+            await self.service.abandon(answer.turn)
         if draw.random() < 0.5:
             await asyncio.sleep(draw.choice([0, 1]))
             await self.service.release(conversation)
@@ -145,7 +145,7 @@ class World:
             return None
         if fate < 0.4 and isinstance(answer, TurnPlan) and router not in self.gone:
             # As a router does with the answer to a call that nobody waits for any more.
-            await self.service.abandon(answer.turn, None, None)
+            await self.service.abandon(answer.turn)
             return None
         return answer
 
