@@ -91,7 +91,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         error: the code of the error that the client got; never its message, which may quote the
             prompt.
         decoder_id, prefiller_id: the engines that served it last.
-        phases: seconds, by the names of `conserve.phases`.
+        phases: seconds, by the names of `deployments.router.phases`.
 
         began_s: when the table bound or began it; Unix time.
         idle_s: how long its history was idle before; None: it was new, or another turn ran.

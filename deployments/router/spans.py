@@ -23,9 +23,9 @@ from starlette.types import Scope
 
 from conserve import identity
 from conserve.apis import COMPLETIONS
-from conserve.phases import Phase
 from conserve.settings import Settings
 from conserve.turn import TurnKey, TurnStats
+from deployments.router.phases import Phase
 from deployments.tracing import TIMEOUT_S, tell_of_lost_collector
 
 _W3C = TraceContextTextMapPropagator()

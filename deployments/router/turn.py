@@ -19,7 +19,6 @@ from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
-from conserve.phases import Phase, Phases
 from conserve.settings import Settings
 from conserve.stream_record import StreamRecord
 from conserve.turn import Outcome, TurnStats
@@ -44,6 +43,7 @@ from deployments.router.errors import (
     request_id_of,
 )
 from deployments.router.media import MediaReader
+from deployments.router.phases import Phase, Phases
 from deployments.router.prompt import (
     CountedPrompt,
     Encoding,
