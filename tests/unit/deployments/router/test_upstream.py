@@ -69,7 +69,7 @@ async def test_an_engine_judges_a_turn(
 async def test_a_prefiller_says_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answered(self: Upstream, url: str, raw: bytes) -> bytes:
         assert (url, raw) == ("http://p/conserve/prefill/v1/messages", b"{body}")
-        return b'{"prompt_tokens": 3, "lmcache_tokens": 0, "cached_tokens": 2}'
+        return b'{"prefilled_tokens": 3, "prefiller_cached_tokens": 2}'
 
     monkeypatch.setattr(Upstream, "answered", answered)
     done = await Upstream(5).prefill("http://p", "/v1/messages", b"{body}")
