@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from conserve import identity
+from conserve.recognition import Beginning
 from conserve.turn import TurnKey, TurnStats
 
 Role = Literal["encoder", "prefiller", "decoder"]
@@ -75,7 +75,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         key: None if the decoder begins it by itself, by `straight`.
-        recognises: whether the decoder computes the digests that recognise the next turn.
+        beginning: of a chat, from which the decoder computes what recognises the next turn.
         root, points: of a history that begins, if it has them.
         looks_up: whether LMCache may have more of the history than this decoder knows.
         parks: whether it leaves its prompt's KV in host memory.
@@ -90,7 +90,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     key: TurnKey | None = None
     straight: Straight | None = None
-    recognises: bool = False
+    beginning: Beginning | None = None
     root: bytes = b""
     points: bytes = b""
     looks_up: bool = False
@@ -108,12 +108,6 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     def read(cls, value: str) -> "DecoderTurn":
         """Read what `header` has written; ValueError if it is something else."""
         return _DECODER_TURN.decode(base64.b64decode(value))
-
-    @property
-    def tenant(self) -> str | None:
-        if self.key is not None:
-            return identity.tenant_of(self.key.history_id)
-        return None if self.straight is None else self.straight.tenant
 
 
 _DECODER_TURN = msgspec.msgpack.Decoder(DecoderTurn)

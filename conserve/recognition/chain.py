@@ -16,8 +16,38 @@ _LEADING = ("system", "developer")
 _MOST_PROMPTS = 1024
 
 
+class Beginning(NamedTuple):
+    """A turn's messages, as its decoder needs them for the answers that the turn may get.
+
+    Attributes:
+        digest: of all messages, but for one that is continued.
+        alone: whether no answer is among them.
+        continues: whether the last message is the assistant's, which goes on with it.
+    """
+
+    digest: Digest
+    alone: bool = False
+    continues: bool = False
+
+    def tails(self, answer: Mapping[str, Any], last: Any = None) -> tuple[Digest, ...]:
+        """Return the digests by which the next turn may be recognised, the likeliest first.
+
+        There are two if a message is continued, which the client may keep with the answer as one,
+        or as two; and where no answer is among the messages, as it may leave out this one as well.
+
+        Args:
+            last: the message that is continued, if one is.
+        """
+        if not self.continues:
+            left_out = (_unanswered(self.digest),) if self.alone else ()
+            return (_followed(self.digest, answer), *left_out)
+        as_one = _followed(self.digest, continued(last, answer))
+        as_two = _followed(_followed(self.digest, last), answer)
+        return (as_one,) if as_one == as_two else (as_one, as_two)
+
+
 class Chain(NamedTuple):
-    """The digests of a turn's beginnings.
+    """The digests of a turn's beginnings. Each is that of the one before, and a message.
 
     Attributes:
         root: of the first prompt, which is all before the first answer.
@@ -27,6 +57,7 @@ class Chain(NamedTuple):
         ends_with_root: whether the turn is only its first prompt.
         numbers: for each of ``ends``, how many messages that is, as a chat counts them.
         prompts: of a turn without an answer, of its earlier turns' prompts, perhaps; longest first.
+        beginning: for the answers to come.
     """
 
     root: Digest
@@ -35,6 +66,7 @@ class Chain(NamedTuple):
     ends_with_root: bool = False
     numbers: Sequence[int] = ()
     prompts: Sequence[Digest] = ()
+    beginning: Beginning = Beginning(b"")
 
     def since(self, root: Digest) -> "Chain":
         """Return the chain as one that began with one of its ``prompts``."""
@@ -54,91 +86,60 @@ def chain_of(
     No two ``tenant``s have a digest in common. ``before`` stands before the messages, such as
     ``tools``. If it ``continues``, the last message is the assistant's.
     """
-    hasher = _hasher(tenant, before)
     given = _as_list(messages)
+    digest = whole = _of_none(tenant, before)
     root: Digest | None = None
-    system: Digest | None = hasher.digest() if (before or {}).get("tools") else None
+    system: Digest | None = digest if (before or {}).get("tools") else None
     leading = True
     ends: list[Digest] = []
     numbers: list[int] = []
     prompts: deque[Digest] = deque(maxlen=_MOST_PROMPTS)
-    for number, message in enumerate(given if continues else given[:-1], 1):
-        role = message.get("role") if isinstance(message, Mapping) else None
+    for number, message in enumerate(given, 1):
+        is_last, role = number == len(given), _role(message)
         if role == "assistant" and root is None:
-            root = hasher.digest()
-        hasher.update(encoded(normalised(message)))
+            root = digest
+        digest = _followed(digest, message)
+        if not (is_last and continues):
+            whole = digest
+            if is_last:
+                break
         leading = leading and role in _LEADING
         if leading:
-            system = hasher.digest()
+            system = digest
         elif root is None:
-            prompts.appendleft(hasher.digest())
+            prompts.appendleft(digest)
         if role == "assistant":
-            ends.append(hasher.digest())
+            ends.append(digest)
             numbers.append(number)
     first = root is None
-    if root is None:
-        for message in given[-1:]:
-            if _is_answer(message):
-                first = False
-            else:
-                hasher.update(encoded(normalised(message)))
-        root = hasher.digest()
     ends.reverse()
     numbers.reverse()
     cut = slice(most_ends)
-    earlier = tuple(prompts) if first else ()
-    return Chain(root, system, tuple(ends[cut]), first, tuple(numbers[cut]), earlier)
+    return Chain(
+        digest if root is None else root,
+        system,
+        tuple(ends[cut]),
+        first,
+        tuple(numbers[cut]),
+        tuple(prompts) if first else (),
+        Beginning(whole, first, continues),
+    )
 
 
-class Beginning:
-    """A turn's messages, hashed once for all the answers that it may get; see `chain_of`."""
-
-    __slots__ = ("_continued", "_hasher", "root")
-
-    def __init__(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        before: Mapping[str, Any] | None = None,
-        tenant: str | None = None,
-        continues: bool = False,
-    ) -> None:
-        self._hasher = _hasher(tenant, before)
-        given = _as_list(messages)
-        self._continued = given[-1] if continues else None
-        root: Digest | None = None
-        for message in given[:-1] if continues else given:
-            if root is None and _is_answer(message):
-                root = self._hasher.digest()
-            self._hasher.update(encoded(normalised(message)))
-        self.root = self._hasher.digest() if root is None else root
-
-    def tails(self, answer: Mapping[str, Any]) -> tuple[Digest, ...]:
-        """Return the digests by which the next turn may be recognised, the likeliest first.
-
-        There are two if a message is continued, which the client may keep with the answer as one,
-        or as two; and where no answer is among the messages, as it may leave out this one as well.
-        """
-        last = self._continued
-        if last is None:
-            prompt = self._hasher.digest()
-            left_out = (_unanswered(prompt),) if prompt == self.root else ()
-            return (self._followed_by(answer), *left_out)
-        as_one, as_two = self._followed_by(continued(last, answer)), self._followed_by(last, answer)
-        return (as_one,) if as_one == as_two else (as_one, as_two)
-
-    def _followed_by(self, *messages: Any) -> Digest:
-        hasher = self._hasher.copy()
-        for message in messages:
-            hasher.update(encoded(normalised(message)))
-        return hasher.digest()
-
-
-def _hasher(tenant: str | None, before: Mapping[str, Any] | None) -> "hashlib.blake2b":
+def _of_none(tenant: str | None, before: Mapping[str, Any] | None) -> Digest:
+    """Return the digest of no message, from which all others of a tenant come."""
     # A key is at most 64 bytes long, and so is a tenant's name.
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=(tenant or "").encode())
     if before:
         hasher.update(encoded(["before", before]))
-    return hasher
+    return hasher.digest()
+
+
+def _followed(digest: Digest, message: Any) -> Digest:
+    """Return the digest of the messages that have this one, and one more."""
+    hasher = hashlib.blake2b(digest, digest_size=_DIGEST_BYTES)
+    hasher.update(encoded(normalised(message)))
+    return hasher.digest()
 
 
 def _unanswered(prompt: Digest) -> Digest:
@@ -146,8 +147,8 @@ def _unanswered(prompt: Digest) -> Digest:
     return hashlib.blake2b(prompt, digest_size=_DIGEST_BYTES, key=b"unanswered").digest()
 
 
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("role") == "assistant"
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _as_list(messages: Any) -> Sequence[Any]:

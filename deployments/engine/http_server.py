@@ -77,9 +77,7 @@ class EngineHttp:
         make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
         Grammars(client.vllm_config, renderer.renderer.tokenizer).bound(client)
         keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
-        self._observer = TurnObserver(
-            keeper, holdings, desk, has_more, waiting_tokens, settings.volatile_text
-        )
+        self._observer = TurnObserver(keeper, holdings, desk, has_more, waiting_tokens)
         self._host = settings.engine_host
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +19,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conserve import recognition, wire
+from conserve import wire
 from conserve.apis import form_of
 from conserve.clock import unix_s
 from conserve.direct import Continued, Desk, Ended
 from conserve.holdings import Holdings
 from conserve.pausing import tool_called
 from conserve.recognition import Digest
-from conserve.recognition.apis import answers_of, continues, heard
+from conserve.recognition.apis import answers_of, messages_of
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.engine.asgi import TURN, aside, is_stream, read_ahead, replay
@@ -265,7 +265,6 @@ class TurnObserver:
     desk: Desk
     has_more: Callable[[], None] = lambda: None
     waiting_tokens: Callable[[], int] = lambda: 0
-    volatile: Collection[str] = ()
     ending: bool = False
 
     def _engine_ends(self) -> None:
@@ -284,17 +283,15 @@ class TurnObserver:
             return
         path = scope["path"]
         sent: list[Emitted] = []
-        beginning: recognition.Beginning | None = None
-        if told.sent_bytes or told.recognises:
+        continues = told.beginning is not None and told.beginning.continues
+        last: Any = None
+        if told.sent_bytes or continues:
             body = await read_ahead(receive)
             sent = wire.read_notes(body[: told.sent_bytes])
             body = body[told.sent_bytes :]
             receive = replay(body, receive)
-            if told.recognises:
-                recognise = functools.partial(
-                    _beginning, path=path, volatile=self.volatile, tenant=told.tenant
-                )
-                beginning = await aside(recognise, body)
+            if continues:
+                last = await aside(functools.partial(_last_message, path=path), body)
         key = told.key or self._begin_straight(told)
         if key is None:
             refused = Response(status_code=wire.REFUSED_STATUS, headers={wire.REFUSED_HEADER: "1"})
@@ -318,7 +315,7 @@ class TurnObserver:
             before=before,
             stats=msgspec.structs.replace(before, encoded_tokens=0),
         )
-        turn = _Turn(self, path, seen, beginning)
+        turn = _Turn(self, path, seen, last)
         # The response keeper needs it.
         scope = {**scope, TURN: key}
         _current.set(seen)
@@ -345,7 +342,8 @@ class _Turn:
     observer: TurnObserver
     path: str
     observation: _Observation
-    beginning: recognition.Beginning | None
+    # The message that the answer continues, if it does.
+    last: Any
     status: int = 0
     streamed: bool = False
     parts: list[bytes] = field(default_factory=list)
@@ -361,7 +359,7 @@ class _Turn:
                 message["headers"] = [*message["headers"], *self._own_headers()]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
-                if self.beginning is not None and part:
+                if self.observation.asked.beginning is not None and part:
                     self.parts.append(part)
                 # vLLM sends every event as a part of its own.
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
@@ -396,9 +394,9 @@ class _Turn:
         stats = seen.stats if seen.has_begun else None
         answers: list[dict[str, Any]] = []
         tails: tuple[Digest, ...] = ()
-        if completed and self.beginning is not None:
+        if completed and (beginning := seen.asked.beginning) is not None:
             answers = answers_of(self.path, self.parts, self.streamed)
-            tails = tuple(tail for answer in answers for tail in self.beginning.tails(answer))
+            tails = tuple(tail for one in answers for tail in beginning.tails(one, self.last))
         if stats is not None and answers:
             # The client goes on with one of several choices; the first is as likely as any.
             stats.tool = tool_called(answers[0])
@@ -407,16 +405,12 @@ class _Turn:
         observer.has_more()
 
 
-def _beginning(
-    raw: bytes, path: str, volatile: Collection[str], tenant: str | None
-) -> recognition.Beginning | None:
+def _last_message(raw: bytes, path: str) -> Any:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         return None  # The engine refuses it.
-    if not isinstance(body, dict):
-        return None
-    return recognition.Beginning(*heard(path, body, volatile), tenant, continues(path, body))
+    return messages_of(path, body)[-1] if isinstance(body, dict) else None
 
 
 def _told(scope: Scope) -> wire.DecoderTurn | None:

@@ -483,7 +483,7 @@ class Turn:
         """Return the headers for a decoder; ``told`` is what it hears of where the turn was."""
         asked, record = self._request, self._answer.record
         turn = wire.DecoderTurn(
-            recognises=asked.chat,
+            beginning=None if asked.chain is None else asked.chain.beginning,
             resume_s=asked.hints.expected_resume_s,
             last=bool(asked.hints.last_step),
             notes=record is not None and record.continues,

@@ -14,7 +14,7 @@ from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.placement import NOTHING_SHARED, Placement, PlacementPolicy, Shared
-from conserve.recognition import Beginning, chain_of
+from conserve.recognition import chain_of
 from conserve.recognition.apis import heard
 from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import Turn, the
@@ -213,7 +213,7 @@ class Trees(RuleBasedStateMachine):
         if not one.promised:
             cached = tokens_of(common_of(one.kv, one.asked))
         stats = TurnStats(tokens_of(one.asked), ANSWERS[answer], 0 if evicted else cached, 0)
-        beginning = Beginning(*heard(path, asked_by(path, one.asked)))
+        beginning = chain_of(*heard(path, asked_by(path, one.asked))).beginning
         tail = beginning.tails(spoken(said)[-1])[0]
         assert self.table.advance(one.turn.key, one.turn.decoder_id, stats, (tail,), 0)
         one.messages, one.turn, one.promised = said, None, False

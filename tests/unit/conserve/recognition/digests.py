@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from conserve.recognition import Beginning, Digest, chain_of
+from conserve.recognition import Digest, chain_of
 
 
 def candidate_digests(
@@ -19,4 +19,4 @@ def tail_digest(
     tenant: str | None = None,
 ) -> Digest:
     """Return the digest of a finished turn: its messages, then its answer."""
-    return Beginning(messages, tenant=tenant).tails(answer)[0]
+    return chain_of(messages, tenant=tenant).beginning.tails(answer)[0]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from conserve.apis import CHAT
 from conserve.recognition import (
-    Beginning,
     Chain,
     TailIndex,
     chain_of,
@@ -42,9 +41,11 @@ def test_a_turn_without_answers_names_the_prompts_it_may_go_on_from() -> None:
     messages = [SYSTEM, USER, {"role": "user", "content": "b"}, {"role": "user", "content": "c"}]
     chain = chain_of(messages)
     prompts = [chain_of(messages[:count]).root for count in (3, 2)]
-    tails = [Beginning(messages[:count]).tails(said("x"))[1] for count in (3, 2)]
+    tails = [chain_of(messages[:count]).beginning.tails(said("x"))[1] for count in (3, 2)]
     assert list(chain.prompts) == prompts
-    assert chain.since(prompts[1]) == Chain(prompts[1], chain.system, tuple(tails))
+    assert chain.since(prompts[1]) == Chain(
+        prompts[1], chain.system, tuple(tails), beginning=chain.beginning
+    )
     assert chain.since(prompts[0]).ends == (tails[0],)
     # With an answer among the messages, none was left out.
     assert chain_of([*messages, said("x"), USER]).prompts == ()
@@ -60,7 +61,7 @@ def test_digests_are_16_bytes_and_hold_across_processes() -> None:
     # One process computes a tail, another looks it up: neither hash seeds nor, by accident, a new
     # version may change it.
     digest = tail_digest([SYSTEM, USER], called('{"city": "Zürich", "n": 1}'))
-    assert digest.hex() == "0053b32644b230daa5d4e34c4a443e65"
+    assert digest.hex() == "0a108d9143e7630507d85913e464f99a"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_tenants_have_no_digest_in_common() -> None:
 
 def test_one_beginning_serves_all_answers() -> None:
     messages = [SYSTEM, USER]
-    beginning = Beginning(messages)
+    beginning = chain_of(messages).beginning
     for answer in (said("a"), called('{"x": 1}'), said("a")):
         assert beginning.tails(answer)[0] == tail_digest(messages, answer)
 
@@ -216,14 +217,14 @@ def test_arguments_of_very_many_values_are_compared_as_text() -> None:
 def test_a_continued_message_is_known_as_one_or_as_two(
     begun: Message, answer: Message, whole: Message
 ) -> None:
-    beginning = Beginning([SYSTEM, USER, begun], continues=True)
-    as_one, *as_two = beginning.tails(answer)
+    chain = chain_of([SYSTEM, USER, begun], continues=True)
+    as_one, *as_two = chain.beginning.tails(answer, begun)
     assert as_one == tail_digest([SYSTEM, USER], whole)
     assert as_one == candidate_digests([SYSTEM, USER, whole, USER])[0]
     assert as_two == [tail_digest([SYSTEM, USER, begun], answer)]
-    assert beginning.root == Beginning([SYSTEM, USER]).root
+    assert chain.root == chain_of([SYSTEM, USER]).root
     # What is closed is followed by an answer of its own.
-    assert Beginning([SYSTEM, USER, begun]).tails(answer) == tuple(as_two)
+    assert chain_of([SYSTEM, USER, begun]).beginning.tails(answer) == tuple(as_two)
 
 
 def test_a_turn_that_continues_an_answer_goes_on_with_its_history() -> None:
@@ -242,8 +243,8 @@ def test_a_turn_that_continues_an_answer_goes_on_with_its_history() -> None:
 @pytest.mark.parametrize("begun", [None, 7, "a", [], {}, {"content": 7, "tool_calls": "x"}])
 @pytest.mark.parametrize("answer", [{}, {"content": 7}, {"content": [7, None], "tool_calls": {}}])
 def test_junk_is_continued_too(begun: Any, answer: Any) -> None:
-    assert all(len(tail) == 16 for tail in Beginning([USER, begun], continues=True).tails(answer))
-    assert len(chain_of([USER, begun], continues=True).root) == 16
+    chain = chain_of([USER, begun], continues=True)
+    assert all(len(tail) == 16 for tail in (chain.root, *chain.beginning.tails(answer, begun)))
 
 
 def test_what_decides_how_a_prompt_begins_makes_another_chain() -> None:

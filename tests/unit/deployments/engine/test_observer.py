@@ -19,6 +19,7 @@ from conserve.clock import unix_s
 from conserve.direct import Desk, Ended, Notice
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
+from conserve.recognition import chain_of
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.engine.asgi import TURN
@@ -459,7 +460,7 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
         kind = "text/event-stream" if streamed else "application/json"
         await respond(send, *parts, headers={"content-type": kind})
 
-    asked = wire.DecoderTurn(FIRST, recognises=True)
+    asked = wire.DecoderTurn(FIRST, beginning=chain_of([]).beginning)
     headers = {wire.TURN_HEADER: asked.header()}
     holdings, desk = Holdings(), a_desk()
     observer = TurnObserver(app, holdings, desk)

@@ -173,9 +173,11 @@ class Server(Client):
             ApiError: the router refuses it.
         """
         asked = read(path, body)
-        root = b"" if asked.chain is None else asked.chain.root
         key = TurnKey(self.history_id, 1, 256)
-        told = wire.DecoderTurn(key, recognises=True, root=root, **more)
+        chain = asked.chain
+        if chain is not None:
+            more |= {"root": chain.root, "beginning": chain.beginning}
+        told = wire.DecoderTurn(key, **more)
         return self.post(path, asked.raw, {wire.TURN_HEADER: told.header()})
 
     def post(self, path: str, raw: bytes, headers: dict[str, str] | None = None) -> httpx.Response:

@@ -16,7 +16,7 @@ from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.items import item_id
 from conserve.media import Lifted, lifted_media, name_of
-from conserve.recognition import Beginning
+from conserve.recognition import chain_of
 from conserve.recognition.apis import heard
 from conserve.settings import MediaSettings, Settings
 from conserve.tenants import Caller, Limits
@@ -172,7 +172,7 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
     assert "previous_response_id" not in asked.body
     assert asked.body["top_p"] == 1
     # It is recognised by the answer that the decoder has told the table of.
-    begun = Beginning(*heard(RESPONSES, {"input": "hello"}))
+    begun = chain_of(*heard(RESPONSES, {"input": "hello"})).beginning
     assert asked.chain is not None
     assert list(asked.chain.ends) == [begun.tails({"role": "assistant", "content": "a"})[0]]
     assert asked.body["input"][-1] == {"role": "user", "content": "b"}

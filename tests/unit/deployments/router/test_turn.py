@@ -200,7 +200,7 @@ def test_every_chat_is_recognised_by_its_messages() -> None:
         engines = FakeEngines()
         ask((FakeTable(id=history_id), engines))
         ((sent, _),) = engines.got
-        assert told_by(sent).recognises
+        assert told_by(sent).beginning
 
 
 @pytest.mark.parametrize("continue_streams", [True, False])

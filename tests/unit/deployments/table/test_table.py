@@ -13,7 +13,7 @@ from conserve.history import History
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_RUNNING
 from conserve.placement import EngineLoad
-from conserve.recognition import Beginning, Chain, chain_of
+from conserve.recognition import Chain, chain_of
 from conserve.settings import Settings
 from conserve.turn import TurnKey, TurnStats
 from deployments.answers import Alive
@@ -402,7 +402,7 @@ async def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> No
         if count == 1:
             plan = await service.placed(plan, 90, opening=Opening(chain))
         assert plan.turn.history_id == "c"
-        tails = Beginning(said[:count]).tails({"role": "assistant", "content": "hm"})
+        tails = chain_of(said[:count]).beginning.tails({"role": "assistant", "content": "hm"})
         await service.ends(plan, TurnStats(90, 5, 0, 0), tails)
     # What an earlier turn asked is asked once more, beside the history, from its first prompt on.
     again = await service.unplaced("c", chain_of(said[:2]))
