@@ -8,7 +8,6 @@ import msgspec
 
 from conserve.encoders import Encoder
 from conserve.hints import Hints
-from conserve.histories.kinship import Opening
 from conserve.history import History
 from conserve.holdings import Parked
 from conserve.recognition import Chain, Digest
@@ -132,15 +131,31 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class CountingEngine:
+    """An engine that can count a prompt.
+
+    Attributes:
+        url: its HTTP server.
+        max_model_len: the longest that prompt plus output may be, in tokens; None: not known.
+    """
+
+    id: str
+    url: str
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RouterHeard:
     """The table's answer to a router's beat.
 
     Attributes:
         encoders: those that it may send images to.
+        counters: engines that can count a prompt, the likeliest to compute it first.
         can_serve: whether an engine can take turns; None: a new table does not know that yet.
     """
 
     encoders: list[Encoder]
+    counters: list[CountingEngine]
     can_serve: bool | None
 
 
@@ -188,45 +203,33 @@ class EventPage:
 
 @dataclass(frozen=True, slots=True)
 class BeginTurn:
-    """Asks where a turn goes.
+    """Asks where a turn goes, and for room there.
 
     Attributes:
+        number: the router's for this call, by which it can be cancelled.
         explicit_id: the conversation's, scoped to the tenant, if the client has stated it.
         chain: None for a completion, which is recognised by its id alone.
         tenant: None where there are no keys.
-        history_id: None on the turn's first attempt.
+        history_id: None until the table has told it.
         refused_by: the decoder to which it went straight, in vain.
-        prompt_tokens: None unless it seems to append much.
+        waited_s: how long ago its request came.
+        prompt_tokens: None: not counted, since it seems to be bound.
         encode_tokens: embeddings of its images that are not encoded yet, if it is counted.
+        system_tokens: of its tools and leading system messages, if it is counted.
     """
 
     router_id: str
+    number: int
     explicit_id: str | None
     chain: Chain | None
     tenant: TurnTenant | None = None
     history_id: str | None = None
     hints: Hints | None = None
     refused_by: str | None = None
+    waited_s: float = 0.0
     prompt_tokens: int | None = None
     encode_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceTurn:
-    """Asks for a place for a turn that is `Unplaced`, once its prompt is counted.
-
-    Attributes:
-        waited_s: how long ago its first request came.
-        opening: what is known of the prompt beside its length.
-    """
-
-    router_id: str
-    history_id: str
-    prompt_tokens: int
-    waited_s: float = 0.0
-    claim: int | None = None
-    tenant: TurnTenant | None = None
-    opening: Opening | None = None
+    system_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,19 +275,11 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Unplaced:
-    """A turn whose history is bound nowhere: count its prompt, then ask for a place.
-
-    Attributes:
-        tokenizer_url: the HTTP server of an engine that can count.
-        claim: gives up this turn, and no other of the conversation.
-    """
+class Uncounted:
+    """A turn is bound nowhere, and has to be counted before it is begun; nothing is kept of it."""
 
     history_id: str
-    tokenizer_url: str
-    tokenizer_id: str
-    max_model_len: int
-    claim: int
+    counter: CountingEngine
 
 
 @dataclass(frozen=True, slots=True)

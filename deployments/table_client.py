@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import Coroutine
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import ray
 
@@ -19,8 +18,6 @@ from conserve.wire import SILENCE_S
 from deployments import answers, messages
 from deployments.detached import USUAL, ActorClient, Patience, asks, listed
 from hetero.energy import EngineEnergy
-
-Claimed = TypeVar("Claimed", messages.TurnPlan | messages.Unplaced, messages.TurnPlan)
 
 
 class TableName(str):
@@ -49,14 +46,11 @@ class Table(Protocol):
 
     async def begin(
         self, asked: messages.BeginTurn
-    ) -> messages.TurnPlan | messages.Unplaced | messages.Refusal:
-        """Begin a turn; returns where its history is bound, or that it has to be placed."""
+    ) -> messages.TurnPlan | messages.Uncounted | messages.Refusal:
+        """Begin a turn where its history is bound, or where there is room; waits for that."""
 
-    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan | messages.Refusal:
-        """Bind a history for which `begin` answered `Unplaced`; waits for room."""
-
-    async def forgo(self, history_id: str, claim: int) -> None:
-        """Give up placing the turn that `begin` gave this claim."""
+    async def cancel(self, router_id: str, number: int) -> None:
+        """Give up a call of `begin` that has not returned."""
 
     async def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         """Note that the remote prefill is over; ``done`` is None if it failed."""
@@ -177,7 +171,7 @@ class TableClient(ActorClient):
 
     All that return something raise `TableUnavailable` if the table stays down or does not answer,
     and `ApiError` if it refuses. Those that return nothing do not wait for an answer. A turn whose
-    caller of `begin` or `place` is cancelled is given back.
+    call of `begin` is cancelled is given back.
     """
 
     def __init__(self, application: str, deployment: str, settings: Settings) -> None:
@@ -186,14 +180,15 @@ class TableClient(ActorClient):
 
     # --- of routers --------------------------------------------------------------------------
 
-    async def begin(self, asked: messages.BeginTurn) -> messages.TurnPlan | messages.Unplaced:
-        return await self._claimed(self._ask(USUAL, Table.begin, asked))
-
-    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan:
-        return await self._claimed(self._ask(USUAL, Table.place, asked))
-
-    def forgo(self, placed: messages.Unplaced) -> None:
-        self._tell(Table.forgo, placed.history_id, placed.claim)
+    async def begin(self, asked: messages.BeginTurn) -> messages.TurnPlan | messages.Uncounted:
+        asking: asyncio.Future[Any] = asyncio.ensure_future(self._ask(USUAL, Table.begin, asked))
+        try:
+            answer: messages.TurnPlan | messages.Uncounted = await asyncio.shield(asking)
+            return answer
+        except asyncio.CancelledError:
+            self._tell(Table.cancel, asked.router_id, asked.number)
+            asking.add_done_callback(self._give_back)
+            raise
 
     def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         self._tell(Table.prefilled, plan, done)
@@ -252,22 +247,12 @@ class TableClient(ActorClient):
 
     # --- how ---------------------------------------------------------------------------------
 
-    async def _claimed(self, asked: Coroutine[Any, Any, Claimed]) -> Claimed:
-        asking = asyncio.ensure_future(asked)
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            asking.add_done_callback(self._give_back)
-            raise
-
     def _give_back(self, asking: "asyncio.Future[Any]") -> None:
+        """End a turn that had begun when its call was cancelled."""
         if asking.cancelled() or asking.exception() is not None:
             return
-        answer = asking.result()
-        if isinstance(answer, messages.TurnPlan):
-            self.abandon(answer)
-        else:
-            self.forgo(answer)
+        if isinstance(plan := asking.result(), messages.TurnPlan):
+            self.abandon(plan)
 
     def _unavailable(self, why: str) -> Exception:
         return TableUnavailable(f"the conversation table {why}")

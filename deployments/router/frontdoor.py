@@ -64,7 +64,7 @@ class FrontDoor:
         addons: add-ons' parts of this router.
 
     Attributes:
-        encoders: those that its turns have.
+        turns: the endpoint of turns, which hears of encoders and counting engines.
         probes: knows whether turns should be sent here; the router tells it what it hears.
         refusing: whether the application ends, and takes no new turns.
 
@@ -88,9 +88,8 @@ class FrontDoor:
         # How long prompt plus output may be; None until a decoder has said so.
         self._max_model_len: int | None = None
         upstream = Upstream(TURN_SILENCE_S)
-        turns = TurnEndpoint(settings, table, upstream, router_id)
+        self.turns = turns = TurnEndpoint(settings, table, upstream, router_id)
         stored = turns.stored
-        self.encoders = turns.media.encoders
         tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(

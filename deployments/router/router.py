@@ -220,7 +220,7 @@ class Router:
                 # A router that ends may be of an earlier deployment.
                 timeouts = None if self._door.draining else self._timeouts
                 heard = await self._table.router_beat(self._id, timeouts)
-                self._door.encoders.update(heard.encoders)
+                self._door.turns.hear(heard)
                 self._door.probes.heard(heard.can_serve)
             except TableUnavailable as error:
                 logger.warning("router: %s", error)

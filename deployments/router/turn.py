@@ -5,8 +5,10 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,17 +20,10 @@ from conserve.apis import COMPLETIONS, form_of
 from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
-from conserve.histories.kinship import Opening
 from conserve.settings import Settings
 from conserve.stream_record import StreamRecord
 from conserve.turn import Outcome, TurnStats
-from deployments.messages import (
-    BeginTurn,
-    PlaceTurn,
-    TurnPlan,
-    TurnTenant,
-    Unplaced,
-)
+from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan, TurnTenant
 from deployments.router.access import tenant_of
 from deployments.router.answer import (
     AnsweredWithError,
@@ -88,6 +83,9 @@ class TurnEndpoint:
     upstream: Upstream
     router_id: str
     homes: Homes = field(default_factory=Homes)
+    # Those that can count a prompt; each next one is asked by another turn.
+    counters: deque[CountingEngine] = field(default_factory=deque)
+    numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
@@ -100,6 +98,16 @@ class TurnEndpoint:
             from deployments.router import spans
 
             self.spans = spans.Spans(self.settings, self.router_id)
+
+    def hear(self, heard: RouterHeard) -> None:
+        """Take the table's answer to a beat."""
+        self.media.encoders.update(heard.encoders)
+        self.counters = deque(heard.counters)
+
+    def counter(self) -> CountingEngine | None:
+        """Return the engine to count a prompt; None if none is known."""
+        self.counters.rotate(-1)
+        return self.counters[-1] if self.counters else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
@@ -130,7 +138,7 @@ class _Attempt:
     Attributes:
         home: the decoder that the turn goes straight to, on a first attempt; None: the table is
             asked.
-        counter: a decoder that counts the prompt before the table is asked, since it appends much.
+        appends_to: the decoder of its history, if it appends much: the table may move it.
         refused_by: the decoder that the turn went straight to in vain.
         plan: where it goes, once the table or a decoder has said so; its turn is then under way.
         prefilled: what the plan's prefiller did.
@@ -138,7 +146,7 @@ class _Attempt:
     """
 
     home: Home | None = None
-    counter: Home | None = None
+    appends_to: Home | None = None
     refused_by: str | None = None
     plan: TurnPlan | None = None
     prefilled: TurnStats | None = None
@@ -169,6 +177,7 @@ class Turn:
         self._systems = endpoint.systems
         self._encoding = endpoint.encoding
         self._router_id = endpoint.router_id
+        self._counter, self._numbers = endpoint.counter, endpoint.numbers
 
         # The request, and what its client has of the answer.
         record: StreamRecord | None = None
@@ -258,7 +267,7 @@ class Turn:
         if home is None:
             return _Attempt()
         if self._settings.moves_turns and home.appends_much(asked.size, asked.media):
-            return _Attempt(counter=home)
+            return _Attempt(appends_to=home)
         limits = None if asked.tenant is None else asked.tenant.limits
         if limits is not None and (limits.turns, limits.held_tokens) != (None, None):
             # Tenants with these limits must go through the table, which enforces them.
@@ -283,42 +292,20 @@ class Turn:
             await asyncio.sleep(_REPLACEMENT_POLL_S)
 
     async def _place_once(self) -> TurnPlan:
-        asked, attempt, counted = self._request, self._attempt, None
-        if attempt.counter is not None:
-            counted = await self._count(attempt.counter.url, attempt.counter.decoder_id)
-        begin = BeginTurn(
-            self._router_id,
-            asked.explicit_id,
-            asked.chain,
-            self._limited,
-            self._history_id,
-            self._hints,
-            attempt.refused_by,
-            None if counted is None else counted.prompt_tokens,
-            0 if counted is None else counted.encode_tokens,
-        )
-        with self._phases.during("wait"):
-            answer = await self._table.begin(begin)
-        if isinstance(answer, Unplaced):
-            self._history_id = answer.history_id
-            try:
-                if counted is None:
-                    counted = await self._count(answer.tokenizer_url, answer.tokenizer_id)
-                wanted = await self._place_turn(answer, counted)
-            except BaseException:
-                self._table.forgo(answer)
-                raise
-            try:
-                with self._phases.during("wait"):
-                    plan = await self._table.place(wanted)
-            except asyncio.CancelledError:
-                # A refusal has settled the turn; one whose client leaves is still queued.
-                self._table.forgo(answer)
-                raise
-        else:
-            plan = answer
+        counted: CountedPrompt | None = None
+        counter = self._first_counter()
+        while True:
+            if counter is not None:
+                counted = await self._count(counter.url, counter.id)
+            begin = await self._begin_turn(counter, counted)
+            with self._phases.during("wait"):
+                answer = await self._table.begin(begin)
+            if isinstance(answer, TurnPlan):
+                break
+            # It is not of a history that is bound, as it seemed.
+            self._history_id, counter = answer.history_id, answer.counter
+        plan = self._attempt.plan = answer
         self._history_id = plan.turn.history_id
-        attempt.plan = plan
         await self._encode(plan.prefiller_url or plan.decoder_url)
         if plan.prefiller_url is not None:
             if counted is None:
@@ -326,23 +313,44 @@ class Turn:
             await self._prefill(plan, counted)
         return plan
 
-    async def _place_turn(self, unplaced: Unplaced, counted: CountedPrompt) -> PlaceTurn:
-        """Return what the table has to know to place a turn that is bound nowhere."""
-        asked, chain = self._request, self._request.chain
-        if self._sent is None and counted.longest_tokens >= unplaced.max_model_len:
-            raise PromptTooLong(counted.longest_tokens, unplaced.max_model_len)
-        system_tokens = await self._systems.length(asked, counted, unplaced.tokenizer_url)
+    def _first_counter(self) -> CountingEngine | None:
+        """Return the engine that counts the prompt, before the table is asked; None: not yet.
+
+        A turn that goes on from an answer is mostly of a history that is bound. Then its prompt
+        counts only if the turn appends much.
+        """
+        home, chain = self._attempt.appends_to, self._request.chain
+        if home is not None:
+            return CountingEngine(home.decoder_id, home.url)
+        goes_on = chain is not None and not chain.ends_with_root
+        return None if goes_on and self._history_id is None else self._counter()
+
+    async def _begin_turn(
+        self, counter: CountingEngine | None, counted: CountedPrompt | None
+    ) -> BeginTurn:
+        asked, chain, attempt = self._request, self._request.chain, self._attempt
+        system_tokens = 0
+        if counter is not None and counted is not None:
+            most, longest = counter.max_model_len, counted.longest_tokens
+            if self._sent is None and most is not None and longest >= most:
+                raise PromptTooLong(longest, most)
+            system_tokens = await self._systems.length(asked, counted, counter.url)
         if chain is not None and self._sent is not None:
             # The client has a part of the answer already.
             chain = chain._replace(ends_with_root=False)
-        return PlaceTurn(
+        return BeginTurn(
             self._router_id,
-            unplaced.history_id,
-            counted.prompt_tokens,
-            time.perf_counter() - self._arrived_s,
-            unplaced.claim,
+            next(self._numbers),
+            asked.explicit_id,
+            chain,
             self._limited,
-            Opening(chain, system_tokens, self._hints, counted.encode_tokens),
+            self._history_id,
+            self._hints,
+            attempt.refused_by,
+            time.perf_counter() - self._arrived_s,
+            None if counted is None else counted.prompt_tokens,
+            0 if counted is None else counted.encode_tokens,
+            system_tokens,
         )
 
     @property

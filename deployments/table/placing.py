@@ -2,17 +2,21 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
 
 from conserve import identity
 from conserve.admission import Admission, Admitted, QueueFull
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
+from conserve.history import History
 from conserve.recognition import Chain
 from conserve.tenants.limits import Over
 from conserve.turn import Reason
-from deployments.messages import BeginTurn, PlaceTurn, Refusal, TurnPlan, TurnTenant, Unplaced
+from deployments.messages import BeginTurn, Refusal, TurnPlan, TurnTenant, Uncounted
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
 from deployments.table.listeners import LOOK_S, MOVE_S, Listeners
@@ -22,13 +26,12 @@ from deployments.table.running import RunningTurns
 
 logger = logging.getLogger("conserve.table")
 
-# Longest time from `begin` to `place`, for counting tokens, and from room to binding.
-PLACING_S = 30.0
+Placed = TurnPlan | Uncounted | Refusal
 
 
 @dataclass(eq=False)
 class Placing:
-    """Begins turns whose histories are bound, and has the others wait for room."""
+    """Begins turns where their histories are bound, or where there is room, once there is."""
 
     table: ConversationTable
     admission: Admission
@@ -38,11 +41,37 @@ class Placing:
     listeners: Listeners
     room: Room
     running: RunningTurns
+    # By router, and its number for the call.
+    _calls: dict[tuple[str, int], asyncio.Task[Placed]] = field(default_factory=dict)
+    # Numbers of histories within a conversation. The clock is above those of a predecessor.
+    _numbers: Iterator[int] = field(default_factory=lambda: count(time.time_ns() // 1_000_000))
 
-    # --- those that are bound ----------------------------------------------------------------
+    async def begin(self, asked: BeginTurn) -> Placed:
+        """Begin a turn; a call that is cancelled leaves nothing behind."""
+        key = asked.router_id, asked.number
+        self._calls[key] = call = asyncio.ensure_future(self._begin(asked))
+        try:
+            await asyncio.wait([call])
+        finally:
+            del self._calls[key]
+            call.cancel()
+        return refusals.UNAVAILABLE if call.cancelled() else call.result()
 
-    async def begin(self, asked: BeginTurn) -> TurnPlan | Unplaced | Refusal:
-        tenant, chain = asked.tenant, asked.chain and self.table.rooted(asked.chain)
+    def cancel(self, router_id: str, number: int) -> None:
+        """Give up a call; of one that has returned, the router has the turn abandoned."""
+        call = self._calls.get((router_id, number))
+        if call is not None:
+            call.cancel()
+
+    def router_lost(self, router_id: str) -> None:
+        for of, number in list(self._calls):
+            if of == router_id:
+                self.cancel(of, number)
+
+    async def _begin(self, asked: BeginTurn) -> Placed:
+        tenant, chain = asked.tenant, asked.chain or None
+        if chain is not None:
+            chain = self.table.rooted(chain)
         decoder_ids = set() if asked.refused_by is None else {asked.refused_by}
         if chain and asked.history_id is None:
             decoder_ids |= self.table.to_be_heard(chain, asked.explicit_id)
@@ -53,7 +82,8 @@ class Placing:
         if over := self.gate.turn_over(tenant):
             return self._over_limit(tenant, over)
         with self.gate.arriving(tenant):
-            await self._others_are_bound(history_id)
+            while (other := self.room.pending.get(history_id)) is not None:
+                await asyncio.wait([other.settled])
         if self.registry.router_is_lost(asked.router_id):
             return refusals.UNAVAILABLE
         if over := self.gate.conversation_over(tenant, history_id, unix_s()):
@@ -65,14 +95,12 @@ class Placing:
             prefiller_id = self.table.prefill_later_turn(history)
             turn = history.newest_turn
             return self.running.plan(turn, history, prefiller_id, asked.router_id, later=True)
-        counter = self.registry.tokenizer()
-        if counter is None:
-            return refusals.UNAVAILABLE
-        # 0: no claim. Another turn of this history is still queued, so `forgo` must not cancel it.
-        claim = 0
-        if history_id not in self.room.pending:
-            claim = self.room.pend(history_id, asked.router_id, bool(chain)).claim
-        return Unplaced(history_id, counter.url, counter.id, counter.max_model_len, claim)
+        if asked.prompt_tokens is None:
+            counters = self.registry.counters()
+            return Uncounted(history_id, counters[0]) if counters else refusals.UNAVAILABLE
+        opening = Opening(chain, asked.system_tokens, asked.hints, asked.encode_tokens)
+        with self.room.placing(history_id, chat=chain is not None) as pending:
+            return await self._place(pending, asked, asked.prompt_tokens, opening)
 
     def _history_of(
         self, explicit_id: str | None, chain: Chain | None, tenant: TurnTenant | None
@@ -92,64 +120,34 @@ class Placing:
             return beside if chats or beside in self.table else explicit_id
         if first is None and explicit_id not in self.room.pending:
             return explicit_id
-        return identity.further(explicit_id, self.room.new_claim())
+        return identity.further(explicit_id, next(self._numbers))
 
-    async def _others_are_bound(self, history_id: str) -> None:
-        """Return when no turn of the conversation is pending, or one has been for too long."""
-        while (pending := self.room.pending.get(history_id)) is not None:
-            await asyncio.wait([pending.settled], timeout=self.admission.line.timeout_s + PLACING_S)
-            if not pending.settled.done():
-                if not pending.waits:
-                    # A router that died in between never settles it.
-                    self.room.settle(pending)
-                break
+    # --- those that are bound nowhere --------------------------------------------------------
 
-    # --- those that are not ------------------------------------------------------------------
-
-    async def place(self, asked: PlaceTurn) -> TurnPlan | Refusal:
-        history_id, prompt_tokens = asked.history_id, asked.prompt_tokens
-        tenant, opening = asked.tenant, asked.opening
-        if opening is not None and opening.chain is not None:
-            opening = replace(opening, chain=self.table.rooted(opening.chain))
-        called_s = unix_s()
-        pending = self.room.pending.get(history_id)
-        if pending is not None and pending.waits:
-            # Both were told `Unplaced`, the second when it had waited for the first for too long.
-            return refusals.busy(self.admission.line.retry_after_s(called_s))
-        if pending is None:
-            # The turn is unknown: a predecessor of this table was asked to begin it, or another
-            # router has given it up.
-            over = self.gate.turn_over(tenant)
-            if over := over or self.gate.conversation_over(tenant, history_id, called_s):
-                return self._over_limit(tenant, over)
-            chat = opening is not None and opening.chain is not None
-            pending = self.room.pend(history_id, asked.router_id, chat, asked.claim)
-        arrived_s = called_s - asked.waited_s
-        try:
-            largest = max((one.capacity_tokens for one in self.table.decoders.values()), default=0)
-            if largest and prompt_tokens > largest:
-                return refusals.never_fits(prompt_tokens, largest)
-            hints = None if opening is None else opening.hints
-            # Where it was before, a turn may have begun.
-            was_on = self.table.notices.unconfirmed(history_id)
-            if was_on and not await self.listeners.have_heard(was_on, MOVE_S):
+    async def _place(
+        self, pending: PendingTurn, asked: BeginTurn, prompt_tokens: int, opening: Opening
+    ) -> TurnPlan | Refusal:
+        """Bind a history, now or when there is room, and begin its turn there."""
+        history_id, tenant, called_s = pending.history_id, asked.tenant, unix_s()
+        largest = max((one.capacity_tokens for one in self.table.decoders.values()), default=0)
+        if largest and prompt_tokens > largest:
+            return refusals.never_fits(prompt_tokens, largest)
+        # Where it was before, a turn may have begun.
+        if was_on := self.table.notices.unconfirmed(history_id):
+            if not await self.listeners.have_heard(was_on, MOVE_S):
                 logger.warning("%s moves; decoder %s is silent", history_id, was_on)
-            if pending.settled.done():
-                return refusals.UNAVAILABLE  # It was given up meanwhile.
-            if pending.waits:
-                return refusals.busy(self.admission.line.retry_after_s(called_s))
-            bound = self.table.begin(history_id, called_s, hints)
+            bound = self.table.begin(history_id, called_s, asked.hints)
             if bound is not None:
-                # Another turn of it was placed meanwhile, or a decoder had it still.
-                turn = bound.newest_turn
-                return self.running.plan(turn, bound, None, asked.router_id, later=True)
-            shared_tokens = 0 if opening is None else self.table.held(opening)
-            if over := self.gate.binding_over(tenant, prompt_tokens - shared_tokens):
-                return self._over_limit(tenant, over)
-            admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening)
-            history = self.table.get(history_id)
-            while not pending.given_up and (history is None or history.decoder_id is None):
-                # Its decoder was lost between the binding and now.
+                return self.running.plan(
+                    bound.newest_turn, bound, None, asked.router_id, later=True
+                )
+        if over := self.gate.binding_over(tenant, prompt_tokens - self.table.held(opening)):
+            return self._over_limit(tenant, over)
+        arrived_s = called_s - asked.waited_s
+        history: History | None = None
+        try:
+            # A decoder may be lost between the binding and now.
+            while history is None or history.decoder_id is None:
                 admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening)
                 history = self.table.get(history_id)
         except QueueFull as full:
@@ -159,32 +157,19 @@ class Placing:
             self.accounts.turned_away(history_id, "timeout")
             retry_after_s = self.admission.line.retry_after_s(unix_s())
             return refusals.timed_out(prompt_tokens, self.admission.line.timeout_s, retry_after_s)
-        finally:
-            if not pending.waits:  # Else another call places it.
-                self.room.settle(pending)
-        if pending.given_up or history is None:
-            self.running.abandon(admitted.turn)
-            return refusals.UNAVAILABLE
         self.accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
-        prefiller_id = admitted.placement.prefiller_id
-        reason = _reason(admitted)
         return self.running.plan(
-            admitted.turn, history, prefiller_id, asked.router_id, reason=reason
+            admitted.turn,
+            history,
+            admitted.placement.prefiller_id,
+            asked.router_id,
+            reason=_reason(admitted),
         )
 
-    def forgo(self, history_id: str, claim: int) -> None:
-        pending = self.room.pending.get(history_id)
-        if pending is not None and pending.claim == claim:
-            self.room.give_up(pending)
-
     async def _admitted(
-        self, pending: PendingTurn, prompt_tokens: int, arrived_s: float, opening: Opening | None
+        self, pending: PendingTurn, prompt_tokens: int, arrived_s: float, opening: Opening
     ) -> Admitted:
-        """Bind a conversation, now or when there is room.
-
-        Raises `QueueFull`, `TimeoutError`, or `asyncio.CancelledError` if it was given up
-        (`forgo`).
-        """
+        """Bind a conversation, now or when there is room. Raises `QueueFull` or `TimeoutError`."""
         answer = self.admission.enter(
             pending.history_id, prompt_tokens, unix_s(), arrived_s, opening
         )
@@ -205,8 +190,8 @@ class Placing:
             self.accounts.has_waited(admitted.turn, unix_s() - since_s, why)
             return admitted
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                # This call is being ended, and only it knows of the turn.
+            if granted.done():
+                # Only this call knows of the turn.
                 self.running.abandon(granted.result().turn)
             raise
         finally:

@@ -25,15 +25,6 @@ TOO_MANY_TOOLS = Refusal(
 )
 
 
-def busy(retry_after_s: int) -> Refusal:
-    return Refusal(
-        429,
-        "another turn of this conversation is still waiting for room; send one at a time",
-        "conversation_busy",
-        retry_after_s,
-    )
-
-
 def queue_full(full: QueueFull) -> Refusal:
     return Refusal(429, str(full), "queue_full", full.retry_after_s)
 

@@ -9,7 +9,7 @@ from conserve.history import History
 from conserve.holdings import Parked
 from conserve.placement.load import EngineLoad
 from conserve.wire import SILENCE_S, Role, StartPhase
-from deployments.messages import EngineInfo, EngineStarting, SchedulerLoad
+from deployments.messages import CountingEngine, EngineInfo, EngineStarting, SchedulerLoad
 
 # An engine that has not come further by then is taken for one that died while it started.
 _STARTS_WITHIN_S = 1800.0
@@ -121,15 +121,15 @@ class Registry:
         engines = (one for one in self.engines.values() if one.role == "encoder")
         return [Encoder(one.id, one.url) for one in engines if not self._table.is_leaving(one.id)]
 
-    def tokenizer(self) -> EngineInfo | None:
-        """Return the engine to count a prompt: the likeliest prefiller for it, or a decoder."""
+    def counters(self) -> list[CountingEngine]:
+        """Return the engines to count a prompt: prefillers, or decoders, the likeliest first."""
         prefillers = self._table.accepting_prefillers
         decoders = self._table.accepting_decoders
-        if prefillers:
-            return self.engines[min(prefillers, key=lambda p: p.queued_tokens).id]
-        if decoders:
-            return self.engines[min(decoders, key=lambda d: d.conversations).id]
-        return None
+        ids = [one.id for one in sorted(prefillers, key=lambda one: one.queued_tokens)] or [
+            one.id for one in sorted(decoders, key=lambda one: one.conversations)
+        ]
+        engines = (self.engines[id_] for id_ in ids)
+        return [CountingEngine(one.id, one.url, one.max_model_len) for one in engines]
 
     # --- what decoders are told --------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,36 +18,23 @@ from deployments.table.registry import Registry
 
 @dataclass(slots=True, eq=False)
 class PendingTurn:
-    """A turn whose conversation is bound nowhere, until it is bound or given up.
+    """A turn whose history is bound nowhere, while it is placed. Its call of `begin` owns it.
 
     Attributes:
-        router_id: the router that asked first. If it dies, the turn is given up.
-        claim: tells it from other turns of the conversation.
-        settled: done once it is bound or given up; other turns of the conversation wait for that.
         chat: whether it has messages.
-        granted: None unless `place` waits for room. Done when there is room, cancelled when the
-            turn is given up.
-        given_up: whether it was given up once there was room, and `place` has to abandon it.
+        settled: done once the call is over; other turns of the history wait for that.
+        granted: None unless it waits for room; done when there is some.
     """
 
     history_id: str
-    router_id: str
-    claim: int
+    chat: bool
     settled: asyncio.Future[None]
-    chat: bool = False
     granted: asyncio.Future[Admitted] | None = None
-    given_up: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """Whether `place` waits for room: queued, or just admitted and not resumed yet."""
-        return self.granted is not None
 
     @property
     def has_room(self) -> bool:
-        """Whether it is bound already, and `place` only has to notice."""
-        granted = self.granted
-        return granted is not None and granted.done() and not granted.cancelled()
+        """Whether it is bound already, and its call only has to notice."""
+        return self.granted is not None and self.granted.done()
 
 
 # When to try again, where that is not known: turns end soon, conversations do not.
@@ -163,46 +148,21 @@ class Room:
     accounts: Accounts
     gate: TenantGate
     pending: dict[str, PendingTurn] = field(default_factory=dict)
-    # The clock is above all numbers of a predecessor, of which nothing is kept.
-    _claims: Iterator[int] = field(
-        default_factory=lambda: itertools.count(time.time_ns() // 1_000_000)
-    )
 
     # --- pending turns -----------------------------------------------------------------------
 
-    def new_claim(self) -> int:
-        """Return a number that no other turn or history has."""
-        return next(self._claims)
-
-    def pend(
-        self, history_id: str, router_id: str, chat: bool, claim: int | None = None
-    ) -> PendingTurn:
-        """Note that a turn waits to be placed; a ``claim`` of None is a new one."""
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        claim = self.new_claim() if claim is None else claim
-        pending = PendingTurn(history_id, router_id, claim, settled, chat)
+    @contextlib.contextmanager
+    def placing(self, history_id: str, *, chat: bool) -> Iterator[PendingTurn]:
+        """Have a turn be pending; other turns of its history wait until it no longer is."""
+        pending = PendingTurn(history_id, chat, asyncio.get_running_loop().create_future())
         self.pending[history_id] = pending
         self.gate.pends(pending)
-        return pending
-
-    def settle(self, pending: PendingTurn) -> None:
-        """Note that a turn is bound or given up."""
-        if self.pending.get(pending.history_id) is pending:
-            del self.pending[pending.history_id]
-        self.gate.settled(pending)
-        if not pending.settled.done():
+        try:
+            yield pending
+        finally:
+            del self.pending[history_id]
+            self.gate.settled(pending)
             pending.settled.set_result(None)
-
-    def give_up(self, pending: PendingTurn) -> None:
-        if pending.granted is None:
-            self.settle(pending)
-        elif not pending.granted.done():
-            # `place`, which waits for it, settles it: a queued turn is always in `pending`.
-            self.admission.leave(pending.history_id)
-            pending.granted.cancel()
-        else:
-            # There is room for it, and `place` does not know yet.
-            pending.given_up = True
 
     # --- room --------------------------------------------------------------------------------
 

@@ -99,7 +99,6 @@ class TableService(Table):
         self._recovery = Recovery(self._table, self._registry, self._autoscaler, started_s)
         gate = TenantGate(self._table, self._admission.line)
         self._room = Room(self._table, self._admission, self._registry, self._accounts, gate)
-        self._pending = self._room.pending
         self._running = RunningTurns(
             settings, self._table, self._registry, self._accounts, self._room
         )
@@ -202,17 +201,13 @@ class TableService(Table):
 
     async def begin(
         self, asked: messages.BeginTurn
-    ) -> messages.TurnPlan | messages.Unplaced | messages.Refusal:
+    ) -> messages.TurnPlan | messages.Uncounted | messages.Refusal:
         if refusal := await self._recovery.not_ready():
             return refusal
         return await self._placing.begin(asked)
 
-    async def place(self, asked: messages.PlaceTurn) -> messages.TurnPlan | messages.Refusal:
-        await self._recovery.not_over()
-        return await self._placing.place(asked)
-
-    async def forgo(self, history_id: str, claim: int) -> None:
-        self._placing.forgo(history_id, claim)
+    async def cancel(self, router_id: str, number: int) -> None:
+        self._placing.cancel(router_id, number)
 
     async def prefilled(self, plan: messages.TurnPlan, done: TurnStats | None) -> None:
         self._running.prefilled(plan, done)
@@ -266,7 +261,8 @@ class TableService(Table):
             logger.info("changed in place: %s", timeouts)
         self._registry.router_beat(router_id, time.monotonic())
         can_serve = True if self._table.decoders else False if self._recovery.is_over else None
-        return messages.RouterHeard(self._registry.encoders(), can_serve)
+        encoders, counters = self._registry.encoders(), self._registry.counters()
+        return messages.RouterHeard(encoders, counters, can_serve)
 
     async def health(self) -> answers.Alive:
         await self._recovery.not_ready()
@@ -326,7 +322,7 @@ class TableService(Table):
         if not self._recovery.is_over:
             return messages.Lifecycle(self._events.first, None)
         waiting = self._admission.line.tickets(unix_s())
-        found = standings(conversation_ids, self._table, waiting, self._pending)
+        found = standings(conversation_ids, self._table, waiting, self._room.pending)
         return messages.Lifecycle(self._events.first, found)
 
     async def note(self, kind: Kind, conversation_id: str, details: dict[str, Any]) -> None:
@@ -384,8 +380,6 @@ class TableService(Table):
 
     async def _router_lost(self, router_id: str) -> None:
         self._registry.remove_router(router_id)
-        for pending in list(self._pending.values()):
-            if pending.router_id == router_id:
-                self._room.give_up(pending)
+        self._placing.router_lost(router_id)
         self._running.router_lost(router_id)
         logger.warning("router %s is lost (silent for %g s)", router_id, SILENCE_S)

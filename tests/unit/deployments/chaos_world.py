@@ -312,7 +312,7 @@ class World:
         """What is bound where and holds what, once table and decoders agree about it."""
         service = self.cluster.table.service
         assert len(service._admission.line) == 0
-        assert not service._pending
+        assert not service._room.pending
         assert not service._running.routers
         assert not service._running.decoders
         table = service._table

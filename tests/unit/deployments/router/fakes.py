@@ -17,7 +17,7 @@ from conserve.settings import Settings, load
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
-from deployments.messages import BeginTurn, Checked, PlaceTurn, TurnPlan, Unplaced
+from deployments.messages import BeginTurn, Checked, CountingEngine, TurnPlan, Uncounted
 from deployments.router.access import Access
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.turn import TurnEndpoint
@@ -60,6 +60,9 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+TOKENIZER = CountingEngine("tokenizer", "http://tokenizer", 1000)
+
+
 @dataclass
 class FakeTable(StubTable):
     """Binds each turn to the next decoder, with a prefiller of its own if there are any.
@@ -67,10 +70,10 @@ class FakeTable(StubTable):
     Attributes:
         prefillers: the first turns have one.
         plan: changes of each plan.
-        later: the plan of a turn whose prompt was counted before the table is asked.
+        later: the plan of a counted turn that is not the first one.
         answers: makes of this table what is answered instead, by method; None: as always.
         asked: methods, in order.
-        begun, placed: what `begin` and `place` were given.
+        begun, placed: what `begin` was given, and of that what it has placed.
         lost: engines that were reported.
     """
 
@@ -81,7 +84,7 @@ class FakeTable(StubTable):
     answers: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     begun: list[BeginTurn] = field(default_factory=list)
-    placed: list[PlaceTurn] = field(default_factory=list)
+    placed: list[BeginTurn] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -92,14 +95,14 @@ class FakeTable(StubTable):
             instead = await instead
         if instead is not None:
             return instead
-        turn = self.asked.count("place")
         if method == "begin":
             self.begun.append(given[0])
-            if self.later is not None and given[0].prompt_tokens is not None:
+            if given[0].prompt_tokens is None:
+                return Uncounted(self.id, TOKENIZER)
+            if self.later is not None and self.placed:
                 return self.later
-            return Unplaced(self.id, "http://tokenizer", "tokenizer", 1000, claim=turn + 1)
-        if method == "place":
             self.placed.append(given[0])
+            turn = len(self.placed)
             prefiller = f"p{turn}" if turn <= self.prefillers else None
             url = None if prefiller is None else f"http://{prefiller}"
             key = TurnKey(self.id, 1, turn)
@@ -298,7 +301,9 @@ def noted_event(number: int, text: str, created: int, noted: bool) -> bytes:
 
 def endpoint_of(table: FakeTable, engines: FakeEngines, **settings: Any) -> TurnEndpoint:
     """Return a router's endpoint of turns between these."""
-    return TurnEndpoint(load(settings), table, engines, "router")  # type: ignore[arg-type]
+    endpoint = TurnEndpoint(load(settings), table, engines, "router")  # type: ignore[arg-type]
+    endpoint.counters.append(TOKENIZER)
+    return endpoint
 
 
 def exchange(

@@ -54,7 +54,7 @@ def play(
 
 def test_it_goes_straight() -> None:
     table, engines, (first, later) = play(FIRST, LATER)
-    assert table.asked == ["begin", "place"]
+    assert table.asked == ["begin"]
     assert first["x-conserve-decoder"] == later["x-conserve-decoder"] == "d1"
     assert later["x-conversation-id"] == "c"
     (told,) = engines.straight
@@ -66,7 +66,7 @@ def test_it_goes_straight() -> None:
 def test_a_completion_goes_straight_by_its_conversations_id() -> None:
     named = {"prompt": [1, 2, 3], "conversation_id": "mine"}
     table, engines, _ = play(named, named, named)
-    assert table.asked == ["begin", "place"]
+    assert table.asked == ["begin"]
     for told in engines.straight:
         assert told.straight == wire.Straight("router", stated_id="mine")
         assert told.root == b""
@@ -76,7 +76,7 @@ def test_a_completion_goes_straight_by_its_conversations_id() -> None:
 def test_a_completion_without_an_id_asks_and_is_not_remembered() -> None:
     homes = Homes()
     table, engines, _ = play({"prompt": "on"}, {"prompt": "on"}, homes=homes)
-    assert table.asked == ["begin", "place"] * 2
+    assert table.asked == ["begin"] * 2
     assert engines.straight == []
     # Its conversation ends with it.
     assert len(homes) == 0
@@ -86,9 +86,10 @@ def test_a_completion_without_an_id_asks_and_is_not_remembered() -> None:
 
 def test_what_is_refused_is_asked_for() -> None:
     table, engines, _ = play(FIRST, LATER, engines=FakeEngines(straight_will="refuse"))
-    assert table.asked == ["begin", "place"] * 2
+    # The table, which has it bound nowhere, asks for its length.
+    assert [one.prompt_tokens for one in table.begun] == [3, None, 3]
     # What that decoder has done by then is to be known first.
-    assert [one.refused_by for one in table.begun] == [None, "d1"]
+    assert [one.refused_by for one in table.begun] == [None, "d1", "d1"]
     assert engines.served == ["d1", "d2"]
 
 
@@ -103,7 +104,7 @@ def test_another_first_prompt_and_a_policy_that_wants_to_be_asked_are_asked_for(
     for given, chats in ((DIRECT, (FIRST, other)), ({}, (FIRST, LATER))):
         table, engines, _ = play(*chats, table=FakeTable(plan=given))
         assert engines.straight == []
-        assert table.asked.count("begin") == 2
+        assert len(table.placed) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,9 +130,9 @@ def test_the_table_says_where_a_turn_that_appends_much_is_prefilled() -> None:
     )  # fmt: skip
     table = FakeTable(plan=DIRECT, later=at_p1)
     _, engines, _ = play(FIRST, LATER, FAR, FURTHER, table=table, placement="elastic")
-    assert table.asked == ["begin", "place", "begin"]
+    assert table.asked == ["begin", "begin"]
     # It was counted, once, by the decoder that has its history.
-    assert [one.prompt_tokens for one in table.begun] == [None, 3]
+    assert [one.prompt_tokens for one in table.begun] == [3, 3]
     assert engines.counted == ["http://tokenizer", "http://d1"]
     assert engines.served == ["d1", "p1", "d1"]
     assert len(engines.straight) == 2
@@ -150,12 +151,12 @@ def test_a_turn_that_appends_an_image_appends_much() -> None:
     again = [*later, {"role": "assistant", "content": "so"}, seen("and now?")]
     last = [*again, {"role": "assistant", "content": "so"}, {"role": "user", "content": "on"}]
     table, engines, _ = play(first, later, again, last, placement="elastic")
-    assert [one.prompt_tokens for one in table.begun] == [None, 3]
+    assert [one.prompt_tokens for one in table.begun] == [3, 3]
     assert len(engines.straight) == 2
 
 
 @pytest.mark.parametrize("settings", [{"placement": "conversation"}, {"pausing": False}])
 def test_a_turn_that_appends_much_asks_nobody_where_it_stays_anyway(settings: Any) -> None:
     table, engines, _ = play(FIRST, FAR, **settings)
-    assert table.asked == ["begin", "place"]
+    assert table.asked == ["begin"]
     assert len(engines.straight) == 1

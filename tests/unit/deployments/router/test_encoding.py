@@ -135,7 +135,7 @@ def test_each_new_image_is_encoded_alone_before_the_prompt_is_computed(path: str
 def test_what_encoders_do_is_not_priced_as_an_engines_work(nodes: list[str], priced: int) -> None:
     table, engines = FakeTable(), Vision(checked=Checked([[1, 2, 3]], True, 640))
     assert ask(vision(engines, *nodes, table=table), body(CHAT, 1)) == 200
-    assert table.placed[-1].opening.encode_tokens == priced
+    assert table.placed[-1].encode_tokens == priced
 
 
 def test_an_image_is_sent_once_and_text_never() -> None:
@@ -148,7 +148,7 @@ def test_an_image_is_sent_once_and_text_never() -> None:
     assert ask(endpoint, body(CHAT, 1, 2)) == 200
     assert engines.log[1:] == ["encode d2", "decode d2", "encode d3", "encode d3", "decode d3"]
     for _ in range(2):
-        endpoint.table.asked.clear()  # type: ignore[attr-defined]
+        endpoint.table.placed.clear()  # type: ignore[attr-defined]
         assert ask(endpoint, body(CHAT, 1, 2)) == 200
     assert engines.log[6:] == ["encode d1", "encode d1", "decode d1", "decode d1"]
 
@@ -162,7 +162,7 @@ def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() ->
     said += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "and?"}]
     for turns in (1, 3, 5):
         assert ask(endpoint, {"messages": said[:turns]}) == 200
-    assert table.asked == ["begin", "place"]
+    assert table.asked == ["begin"]
     assert engines.log == ["encode d1", "decode d1", "encode d1", "decode d1", "decode d1"]
     assert [encoded(told) for told in engines.straight] == [(1, 64), (0, 0)]
 
@@ -211,7 +211,7 @@ def test_a_turn_goes_on_without_an_encoder_that_fails(
     assert ask(endpoint, body(CHAT, 1)) == 200
     assert engines.log == ["encode d1", "decode d1"]
     assert table.lost == lost
-    table.asked.clear()
+    table.placed.clear()
     assert ask(endpoint, body(CHAT, 2)) == 200
     assert engines.log[2:] == ([] if passed_over else ["encode d1"]) + ["decode d1"]
 

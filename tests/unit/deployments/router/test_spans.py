@@ -104,7 +104,6 @@ def test_a_turn_is_one_trace_with_a_span_for_each_phase(
     assert {span.parent_id for span in phases} == {whole.id}
     assert [(span.name, span.attributes.get("conserve.engine")) for span in phases] == [
         ("recognition", None),
-        ("wait", None),
         ("count", "tokenizer"),
         ("wait", None),
         ("prefill", "p1"),

@@ -278,7 +278,7 @@ def test_a_stream_outlives_its_decoder(after: int, last_words: bytes) -> None:
     # And room is found for all of it: the prompt's three tokens, and these.
     assert [one.prompt_tokens for one in table.placed] == [3, 3 + after]
     # Which are the first prompt, and more than that.
-    assert [one.opening.chain.ends_with_root for one in table.placed] == [True, False]  # type: ignore[union-attr]
+    assert [one.chain.ends_with_root for one in table.placed] == [True, False]  # type: ignore[union-attr]
     (timing,) = table.told_of("observe")
     assert (timing.outcome, timing.continued) == ("completed", 1)
 
@@ -336,19 +336,19 @@ def test_a_refusal_in_a_streams_first_event_gets_its_status(continues: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("refused", "refusal"),
+    "refusal",
     [
-        ("begin", Refusal(503, "no engine is ready", "unavailable", 5)),
-        ("place", Refusal(429, "64 conversations wait for room already", "queue_full", 5)),
+        Refusal(503, "no engine is ready", "unavailable", 5),
+        Refusal(429, "64 conversations wait for room already", "queue_full", 5),
     ],
 )
 def test_a_stream_waits_for_a_decoder_where_there_is_none_or_none_with_room(
-    monkeypatch: pytest.MonkeyPatch, refused: str, refusal: Refusal
+    monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ) -> None:
     monkeypatch.setattr("deployments.router.turn._REPLACEMENT_POLL_S", 0.0)
     refusals = [refusal] * 4
     table = FakeTable(
-        answers={refused: lambda at: refusals.pop() if at.lost and refusals else None}
+        answers={"begin": lambda at: refusals.pop() if at.lost and refusals else None}
     )
     assert _streamed(table, FakeEngines(after={"d1": 2})) == ("".join(ANSWER), ["done"])
     assert refusals == []
@@ -365,19 +365,19 @@ ASKED = {
 }
 
 
-def waiting(slow: str = "place", wait_s: int = 40, refusal: Refusal | None = None) -> FakeTable:
-    """Return a table that takes long for a method, and knows no engine for a while after a loss."""
+def waiting(slow: bool = True, wait_s: int = 40, refusal: Refusal | None = None) -> FakeTable:
+    """Return a table that may take long, and knows no engine for a while after a loss."""
     none_yet = [Refusal(503, "no engine is ready", "unavailable", 5)] * 3
 
     async def answer(table: FakeTable) -> Refusal | None:
-        if table.asked[-1] == "begin" and table.lost and none_yet:
+        if table.lost and none_yet:
             return none_yet.pop()
-        if table.asked[-1] == slow:
+        if slow:
             await asyncio.sleep(wait_s)
             return refusal
         return None
 
-    return FakeTable(answers={"begin": answer, "place": answer})
+    return FakeTable(answers={"begin": answer})
 
 
 # 1 and 2 are events with output, ( and ) the halves of the first, ~ is silence of 7 s, k a comment
@@ -386,19 +386,18 @@ def waiting(slow: str = "place", wait_s: int = 40, refusal: Refusal | None = Non
 @pytest.mark.parametrize(
     ("slow", "decoders", "got"),
     [
-        ("begin", ["12E"], "kk12E"),
-        ("place", ["12E"], "kk12E"),
-        ("", ["~~1~~2~~E"], "12E"),
-        ("", ["~~~~~~1~~~~~~2~~~E"], "kk1kk2kE"),
-        ("", ["(~~~~~~)2E"], "kk12E"),
-        ("", ["~c~p~~1p2E"], "k12E"),
-        ("", ["~~~", "12E"], "k12E"),
-        ("", ["~(~~", "12E"], "k12E"),
-        ("", ["c", "12E"], "12E"),
+        (True, ["12E"], "kk12E"),
+        (False, ["~~1~~2~~E"], "12E"),
+        (False, ["~~~~~~1~~~~~~2~~~E"], "kk1kk2kE"),
+        (False, ["(~~~~~~)2E"], "kk12E"),
+        (False, ["~c~p~~1p2E"], "k12E"),
+        (False, ["~~~", "12E"], "k12E"),
+        (False, ["~(~~", "12E"], "k12E"),
+        (False, ["c", "12E"], "12E"),
     ],
 )
 def test_a_stream_is_never_silent_for_long(
-    path: str, slow: str, decoders: list[str], got: str
+    path: str, slow: bool, decoders: list[str], got: str
 ) -> None:
     body, begins = ASKED[path]
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -488,15 +487,3 @@ def test_a_decoder_that_is_lost_once_is_counted_once() -> None:
     table = FakeTable(answers={"begin": lambda at: None if at.lost else plan})
     status, headers, _ = ask((table, FakeEngines(die={"d9"})))
     assert (status, headers["x-conserve-decoder"]) == (200, "d1")
-
-
-@pytest.mark.parametrize(("refused_by", "forgone"), [("engine", 1), ("table", 0)])
-def test_a_refused_turn_gives_its_claim_back_unless_the_table_settled_it(
-    refused_by: str, forgone: int
-) -> None:
-    full = Refusal(429, "64 conversations wait for room already", "queue_full", 5)
-    table, engines = FakeTable(answers={"place": lambda _: full}), FakeEngines()
-    if refused_by == "engine":
-        engines.checked = ApiError(400, "no such parameter")
-    assert ask((table, engines))[0] == (400 if refused_by == "engine" else 429)
-    assert len(table.told_of("forgo")) == forgone

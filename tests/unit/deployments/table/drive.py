@@ -1,6 +1,7 @@
 """A table without its actor, driven as routers and engines drive it."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,10 @@ from conserve.wire import Role
 from deployments.messages import (
     BeginTurn,
     EngineInfo,
-    PlaceTurn,
     Refusal,
     TurnPlan,
     TurnTenant,
-    Unplaced,
+    Uncounted,
 )
 from deployments.table.table import QUEUE_LIMIT, TableService
 
@@ -41,7 +41,10 @@ class Drive(TableService):
 
     Attributes:
         plans: the newest plan of each history.
+        numbers: of calls, for those that are not given one.
     """
+
+    numbers = itertools.count(1000)
 
     def __init__(self, settings: Settings, queue_limit: int = QUEUE_LIMIT) -> None:
         super().__init__(settings, queue_limit)
@@ -60,15 +63,17 @@ class Drive(TableService):
 
     async def begins(
         self, name: str | None = "c", chain: Chain | Sequence[Any] | None = (),
-        tenant: TurnTenant | None = None, router: str = "r",
+        tenant: TurnTenant | None = None, router: str = "r", **more: Any,
     ) -> Any:  # fmt: skip
-        """Return what the table answers to a turn's beginning."""
-        return await self.begin(BeginTurn(router, name, chain, tenant))  # type: ignore[arg-type]
+        """Return what the table answers to a turn's beginning; it may wait for room."""
+        number = more.pop("number", next(self.numbers))
+        asked = BeginTurn(router, number, name, chain, tenant, **more)  # type: ignore[arg-type]
+        return await self.begin(asked)
 
-    async def unplaced(self, name: str | None = "c", *more: Any, **named: Any) -> Unplaced:
-        """Begin a turn of a history that is bound nowhere."""
+    async def unplaced(self, name: str | None = "c", *more: Any, **named: Any) -> Uncounted:
+        """Ask for a turn whose prompt is not counted, of a history that is bound nowhere."""
         asked = await self.begins(name, *more, **named)
-        assert isinstance(asked, Unplaced)
+        assert isinstance(asked, Uncounted)
         return asked
 
     async def later(self, name: str | None = "c", *more: Any, **named: Any) -> TurnPlan:
@@ -76,13 +81,13 @@ class Drive(TableService):
         return self.planned(await self.begins(name, *more, **named))
 
     async def places(
-        self, asked: Unplaced | str = "c", tokens: int = 100, *, router: str = "r", **more: Any
-    ) -> Any:
-        """Return what the table answers when it is asked for a place; it may wait for room."""
+        self, asked: Uncounted | str = "c", tokens: int = 100, chain: Chain | None = None,
+        **more: Any,
+    ) -> Any:  # fmt: skip
+        """Return what the table answers to a counted turn of a history; it may wait for room."""
         history_id = asked if isinstance(asked, str) else asked.history_id
-        if isinstance(asked, Unplaced):
-            more.setdefault("claim", asked.claim)
-        return await self.place(PlaceTurn(router, history_id, tokens, **more))
+        more |= {"history_id": history_id, "prompt_tokens": tokens}
+        return await self.begins(None, chain, **more)
 
     async def placed(self, *asked: Any, **more: Any) -> TurnPlan:
         return self.planned(await self.places(*asked, **more))
@@ -90,7 +95,7 @@ class Drive(TableService):
     async def turn(self, name: str = "c", tokens: int = 100, ends: bool = False) -> TurnPlan:
         """Begin a turn of a history, which is bound first if need be."""
         answer = await self.begins(name)
-        if isinstance(answer, Unplaced):
+        if isinstance(answer, Uncounted):
             answer = await self.places(answer, tokens)
         plan = self.planned(answer)
         if ends:
@@ -100,7 +105,8 @@ class Drive(TableService):
     async def queued(self, *asked: Any, **more: Any) -> "asyncio.Task[Any]":
         """Return the call for a place that waits for room."""
         waiting = asyncio.create_task(self.places(*asked, **more))
-        await asyncio.sleep(0)
+        for _ in range(6):
+            await asyncio.sleep(0)
         assert not waiting.done()
         return waiting
 

@@ -52,7 +52,7 @@ async def test_no_conversation_and_no_prompt_is_put_on_one() -> None:
     await service.register(engine("d"))
     for name in "abc":
         begun = await service.unplaced(name)
-        assert begun.tokenizer_id == "d"
+        assert begun.counter.id == "d"
         plan = await service.placed(begun)
         assert (plan.decoder_id, plan.prefiller_id) == ("d", None)
 

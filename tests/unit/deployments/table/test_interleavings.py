@@ -19,11 +19,10 @@ from conserve.wire import Role
 from deployments.messages import (
     BeginTurn,
     EngineInfo,
-    PlaceTurn,
     Refusal,
     TurnPlan,
     TurnTenant,
-    Unplaced,
+    Uncounted,
 )
 from deployments.table.table import TableService
 from tests.unit.deployments.table.virtual_time import run
@@ -85,11 +84,18 @@ class World:
         if router in self.gone:
             return
         tenant = self.tenant(conversation)
-        answer = await self.service.begin(BeginTurn(router, conversation, [], tenant))
+        answer = await self._begun(BeginTurn(router, number, conversation, None, tenant), draw)
+        if isinstance(answer, Uncounted):
+            await asyncio.sleep(draw.choice([0, 0, 0, 1, 3, 40, 60]))
+            if router in self.gone:
+                return
+            counted = BeginTurn(
+                router, number, None, None, tenant, answer.history_id,
+                waited_s=draw.random(), prompt_tokens=tokens,
+            )  # fmt: skip
+            answer = await self._begun(counted, draw)
         if isinstance(answer, Refusal) and answer.code == "tenant_limit":
-            assert answer.retry_after_s
-        if isinstance(answer, Unplaced) and router not in self.gone:
-            answer = await self._placed(answer, router, tokens, draw)
+            assert answer.retry_after_s or answer.status == 400
         if not isinstance(answer, TurnPlan) or router in self.gone:
             return
         self.planned.append(answer.turn)
@@ -111,43 +117,23 @@ class World:
             report = ToolReport("bash", draw.choice([None, "1"]), draw.random() < 0.3)
             await self.service.report_tool(conversation, report)
 
-    async def _placed(
-        self, asked: Unplaced, router: str, tokens: int, draw: random.Random
-    ) -> TurnPlan | Refusal | None:
-        await asyncio.sleep(draw.choice([0, 0, 0, 1, 3, 40, 60]))
-        if router in self.gone:
-            return None
-        fate = draw.random()
-        if fate < 0.15:
-            await self.service.forgo(asked.history_id, asked.claim)
-            return None
-        placing = asyncio.ensure_future(
-            self.service.place(
-                PlaceTurn(
-                    router,
-                    asked.history_id,
-                    tokens,
-                    draw.random(),
-                    asked.claim,
-                    self.tenant(asked.history_id),
-                )
-            )
-        )
-        if fate < 0.4:
+    async def _begun(self, asked: BeginTurn, draw: random.Random) -> Any:
+        """Return the table's answer; None to a client that has left meanwhile."""
+        beginning = asyncio.ensure_future(self.service.begin(asked))
+        leaves = draw.random() < 0.2
+        if leaves:
             await asyncio.sleep(draw.choice([0, 0, draw.random() * 4]))
             for _ in range(draw.randrange(5)):
                 await asyncio.sleep(0)
-            if router not in self.gone:
-                await self.service.forgo(asked.history_id, asked.claim)
-        try:
-            answer = await placing
-        except asyncio.CancelledError:
-            return None
-        if fate < 0.4 and isinstance(answer, TurnPlan) and router not in self.gone:
+            if asked.router_id not in self.gone:
+                await self.service.cancel(asked.router_id, asked.number)
+        answer = await beginning
+        if not leaves:
+            return answer
+        if isinstance(answer, TurnPlan) and asked.router_id not in self.gone:
             # As a router does with the answer to a call that nobody waits for any more.
             await self.service.abandon(answer.turn)
-            return None
-        return answer
+        return None
 
     async def mishap(self, number: int) -> None:
         draw = random.Random(f"{self.seed} mishap {number}")
@@ -216,7 +202,7 @@ async def _everything_at_once(seed: int, close: bool) -> None:
         await service.router_beat(router)
         await service._router_lost(router)
     assert len(service._admission.line) == 0
-    assert not service._pending
+    assert not service._room.pending
     assert not service._running.routers
     world.within_limits()
     gate = service._room.gate

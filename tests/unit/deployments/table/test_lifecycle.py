@@ -7,7 +7,7 @@ from conserve.wire import SILENCE_S
 from deployments.messages import HostPressure, Standing
 from tests.unit.deployments.table.drive import Drive, engine
 
-ASKED = ["bound", "placing", "first", "second", "tenant\tx", "nobody"]
+ASKED = ["bound", "first", "second", "tenant\tx", "nobody"]
 
 
 async def test_a_table_says_who_lives_and_who_waits_where() -> None:
@@ -17,11 +17,7 @@ async def test_a_table_says_who_lives_and_who_waits_where() -> None:
         await table.register(one)
     await table.router_beat("r")
     await table.turn("bound", 900)
-    waiting = [
-        await table.queued(await table.unplaced(name), 500)
-        for name in ("first", "tenant\tx", "second")
-    ]
-    await table.unplaced("placing")
+    waiting = [await table.queued(name, 500) for name in ("first", "tenant\tx", "second")]
     seen = await table.lifecycle(ASKED, HostPressure(3, 0.5))
     await table.release("bound")
     after = await table.lifecycle(ASKED, HostPressure(3, 0.5))
@@ -34,7 +30,6 @@ async def test_a_table_says_who_lives_and_who_waits_where() -> None:
     assert young.standings is None
     assert seen.standings == {
         "bound": Standing("live"),
-        "placing": Standing("live"),
         "first": Standing("waiting", 0),
         "tenant\tx": Standing("waiting", 1),
         "second": Standing("waiting", 2),

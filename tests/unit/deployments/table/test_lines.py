@@ -84,7 +84,6 @@ async def test_there_is_a_line_for_each_turn_and_for_what_befalls_conversations_
         if type(handler) is logging.StreamHandler:
             handler.setStream(stderr)
     service = await a_full_service()
-    await service.unplaced()
     await service.release("full")
     plan = await service.placed(tokens=TOKENS)
     assert plan.reason == "new"

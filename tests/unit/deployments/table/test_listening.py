@@ -21,7 +21,6 @@ async def test_what_happens_is_told_in_order() -> None:
     # So much that prompts are prefilled elsewhere.
     await service.beat("decoder#1", None, EngineLoad(decodes=9, step_s=0.02))
     began = (await service.events(EventQuery(None))).newest
-    await service.unplaced()
     waiting = await service.queued(tokens=TOKENS)
     await service.release("full")
     plan = service.planned(await waiting)

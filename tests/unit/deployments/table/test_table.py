@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from conserve.histories.kinship import Opening
 from conserve.history import History
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_RUNNING
@@ -55,15 +54,15 @@ async def test_health_says_what_engines_do_that_are_not_ready() -> None:
 
 
 async def test_a_conversation_waits_once_for_room() -> None:
-    """A second turn that was told to place it, the first having seemed lost, is turned away."""
+    """A second turn waits for the first one to be bound, and goes where that is."""
     service = await a_full_service()
-    await service.unplaced()
     first = await service.queued(tokens=TOKENS)
-    assert refusal(await service.places(), 429, "conversation_busy").retry_after_s is not None
-    assert not first.done()
+    second = await service.queued(tokens=TOKENS)
+    assert b"conserve_queue_length 1.0" in await service.metrics()
     await service.release("full")
     placed = service.planned(await first)
     assert (placed.turn.history_id, placed.decoder_id) == ("c", "decoder#1")
+    assert service.planned(await second).later
     # Nothing is left in the way of its next turn.
     await asyncio.wait_for(service.later(), 5)
 
@@ -72,7 +71,6 @@ async def test_a_slow_turn_says_why_until_a_quick_one_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = await a_full_service()
-    await service.unplaced()
     now_s = time.time()
     monkeypatch.setattr("deployments.table.placing.unix_s", lambda: now_s)
     waiting = await service.queued(tokens=TOKENS)
@@ -96,7 +94,6 @@ async def test_a_slow_turn_says_why_until_a_quick_one_follows(
 
 async def test_ttfet_is_counted_once_from_the_first_request_even_if_it_waited() -> None:
     service = await a_full_service()
-    await service.unplaced()
     waiting = await service.queued(tokens=TOKENS, waited_s=5.0)
     await service.release("full")
     plan = service.planned(await waiting)
@@ -205,35 +202,29 @@ async def test_without_gpus_nothing_is_said_of_them() -> None:
 async def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
     """Its client left; the next turn of the same conversation waits in its own right."""
     service = await a_full_service()
-    asked = await service.unplaced()
-    first = await service.queued(tokens=TOKENS)
-    await service.forgo("c", asked.claim)
+    first = await service.queued(tokens=TOKENS, number=1)
+    await service.cancel("r", 1)
     # Before the first call has noticed.
-    await service.unplaced()
     second = await service.queued(tokens=TOKENS)
-    with pytest.raises(asyncio.CancelledError):
-        await first
+    assert isinstance(await first, Refusal)
     await service.release("full")
     service.planned(await asyncio.wait_for(second, 5))
-    assert not service._pending
+    assert not service._room.pending
 
 
 async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
     service = await a_service(queue_timeout_s=0.05)
     await service.turn("full", TOKENS)
-    await service.unplaced("large")
     large = await service.queued("large", 900)
     await asyncio.sleep(0.03)
     await service.turn("small", 300)
     refusal(await large, 429, "queue_timeout")
     assert b'conserve_queue_refusals_total{reason="timeout"} 1.0' in await service.metrics()
-    assert not service._pending
+    assert not service._room.pending
 
 
 async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
     service = await a_service(queue_limit=1)
-    for name in ("full", "waits", "late"):
-        await service.unplaced(name)
     await service.placed("full", 900)
     waits = await service.queued("waits", 900)
     refused = refusal(await service.places("late", 900), 429, "queue_full")
@@ -247,7 +238,6 @@ async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
 async def test_the_longest_wait_changes_in_place() -> None:
     service = await a_full_service()
     await service.router_beat("r", Timeouts(queue_timeout_s=0.05, idle_timeout_s=1800.0))
-    await service.unplaced()
     waiting = service.places(tokens=TOKENS)
     refusal(await asyncio.wait_for(waiting, 30), 429, "queue_timeout")
 
@@ -255,58 +245,38 @@ async def test_the_longest_wait_changes_in_place() -> None:
 async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
     service = await a_full_service()
     await service.router_beat("lost")
-    await service.unplaced(router="lost")
-    await service.unplaced("counted", router="lost")
     waiting = await service.queued(tokens=TOKENS, router="lost")
     assert b"conserve_queue_length 1.0" in await service.metrics()
     await service._router_lost("lost")
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert b"conserve_queue_length 0.0" in await service.metrics()
-    # The one whose prompt was being counted is in no other turn's way.
-    await asyncio.wait_for(service.unplaced("counted"), 5)
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-
-
-async def test_a_turn_whose_table_was_lost_before_it_was_placed_is_placed_by_the_next() -> None:
-    service = await a_service()
-    # `begin` was another table's.
-    await service.placed(tokens=TOKENS)
-    assert not service._pending
-    # Its claim holds on: a client that leaves gives its place up.
-    waiting = await service.queued("d", TOKENS, claim=5)
-    assert b"conserve_queue_length 1.0" in await service.metrics()
-    await service.forgo("d", 5)
-    assert b"conserve_queue_length 0.0" in await service.metrics()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    assert isinstance(await waiting, Refusal)
 
 
 async def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
     """All before the call that waits for room has noticed."""
     service = await a_full_service()
-    asked = await service.unplaced()
-    waiting = await service.queued(tokens=TOKENS)
+    waiting = await service.queued(tokens=TOKENS, number=1)
     await service.release("full")  # Room for it.
-    await service.forgo("c", asked.claim)
+    await service.cancel("r", 1)
     await service.engine_lost("decoder#1", "as it happens")
     assert isinstance(await asyncio.wait_for(waiting, 5), Refusal)
     assert b"conserve_queue_length 0.0" in await service.metrics()
     await service.register(DECODER)
-    assert not service._pending
+    assert not service._room.pending
     await service.turn(tokens=TOKENS)
 
 
 async def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
     """The second comes after room was found for the first, and before the first has noticed."""
     service = await a_full_service()
-    asked = await service.unplaced()
-    first = await service.queued(tokens=TOKENS)
+    first = await service.queued(tokens=TOKENS, number=1)
     await service.release("full")
-    await service.forgo("c", asked.claim)
-    second = await service.unplaced()
+    await service.cancel("r", 1)
+    plan = await service.placed(tokens=TOKENS)
     # The first one was given up, and is over.
     assert isinstance(await first, Refusal)
-    plan = await service.placed(second, TOKENS)
     assert (await service.shown()).phase == "reasoning"
     await service.ends(plan, TurnStats(TOKENS, 1, 0, 0))
     assert (await service.shown()).phase == "acting"
@@ -314,22 +284,21 @@ async def test_two_turns_of_a_conversation_never_get_the_same_key() -> None:
 
 async def test_a_call_that_is_ended_as_it_gets_room_leaves_no_turn_running() -> None:
     service = await a_full_service()
-    await service.unplaced()
     waiting = await service.queued(tokens=TOKENS)
     await service.release("full")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await service.conversation("c") is None
-    assert not service._pending
+    assert not service._room.pending
 
 
 async def test_who_gives_up_its_turn_leaves_another_turn_of_the_conversation_alone() -> None:
     service = await a_full_service()
-    asked = await service.unplaced()
-    waiting = await service.queued(tokens=TOKENS)
-    await service.forgo("c", asked.claim + 1)
-    await service.forgo("c", 0)
+    waiting = await service.queued(tokens=TOKENS, number=1)
+    await service.cancel("r", 2)
+    await service.cancel("another", 1)
+    await asyncio.sleep(0)
     assert not waiting.done()
     await service.release("full")
     service.planned(await waiting)
@@ -339,7 +308,6 @@ async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -
     """One gets room just then, the other waits for its conversation's first turn."""
     service = await a_full_service()
     await service.router_beat("lost")
-    await service.unplaced(router="lost")
     placing = await service.queued(tokens=TOKENS, router="lost")
     later = asyncio.create_task(service.begins(router="lost"))
     await asyncio.sleep(0)
@@ -348,11 +316,10 @@ async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -
     assert isinstance(await placing, Refusal)
     assert isinstance(await later, Refusal)
     assert await service.conversation("c") is None
-    assert not service._pending
+    assert not service._room.pending
     assert not service._running.routers or all(key[0] == "full" for key in service._running.routers)
     # One that was only silent is served again.
     await service.router_beat("lost")
-    await service.unplaced("d", router="lost")
 
 
 # --- What nobody may do to others ----------------------------------------------------------------
@@ -360,7 +327,6 @@ async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -
 
 async def test_what_fits_on_no_decoder_is_refused_instead_of_keeping_others_waiting() -> None:
     service = await a_service()
-    await service.unplaced("huge")
     refused = refusal(await service.places("huge", 1001), 400, "context_length_exceeded")
     assert "1001 tokens" in refused.message
     await service.turn("c", 1000)
@@ -384,7 +350,7 @@ async def test_a_cut_later_turn_ends_nothing() -> None:
     service = await a_service()
     chain = Chain(b"r" * 16, None, [])
     asked = await service.unplaced(None, chain)
-    first = await service.placed(asked, TOKENS, opening=Opening(chain))
+    first = await service.placed(asked, TOKENS, chain=chain)
     stats = TurnStats(TOKENS, 5, 0, 512)
     await service.ends(first, stats, (b"t" * 16,))
     second = await service.later(None, Chain(b"r" * 16, None, [b"t" * 16]))
@@ -397,17 +363,16 @@ async def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> No
     said = [{"role": "user", "content": f"{n}"} for n in range(99)]
     for count in (1, 2, 90):
         chain = chain_of(said[:count], most_ends=64)
-        await service.unplaced("d", chain)
         plan = await service.begins("c", chain)
         if count == 1:
-            plan = await service.placed(plan, 90, opening=Opening(chain))
+            plan = await service.placed(plan, 90, chain=chain)
         assert plan.turn.history_id == "c"
         tails = chain_of(said[:count]).beginning.tails({"role": "assistant", "content": "hm"})
         await service.ends(plan, TurnStats(90, 5, 0, 0), tails)
     # What an earlier turn asked is asked once more, beside the history, from its first prompt on.
     again = await service.unplaced("c", chain_of(said[:2]))
     assert again.history_id != "c"
-    other = await service.placed(again, 90, opening=Opening(chain_of(said[:2])))
+    other = await service.placed(again, 90, chain=chain_of(said[:2]))
     assert other.root == chain_of(said[:1]).root
 
 
@@ -416,16 +381,20 @@ async def test_a_completion_under_a_chats_id_is_a_history_of_its_own(bound: bool
     """Also while the chat is not bound yet, and after it has ended."""
     service = await a_service()
     chain = Chain(b"r" * 16, None, [], ends_with_root=True)
-    chat = await service.unplaced("c", chain)
     if bound:
-        placed = await service.placed(chat, 10, opening=Opening(chain))
+        chat = await service.placed("c", 10, chain)
+    else:
+        await service.turn("full", 900)
+        waiting = await service.queued("c", 200, chain, number=1)
     completion = await asyncio.wait_for(service.unplaced("c", None), 5)
     beside = completion.history_id
-    assert beside != chat.history_id == "c"
+    assert beside != "c"
     await service.placed(beside, 10)
-    await service.forgo("c", chat.claim)
     if bound:
-        await service.abandon(placed.turn)
+        await service.abandon(chat.turn)
+    else:
+        await service.cancel("r", 1)
+        assert isinstance(await waiting, Refusal)
     again = await service.later("c", None)
     assert again.turn.history_id == beside
 
@@ -519,6 +488,9 @@ async def test_what_kv_space_is_used_for_is_counted(monkeypatch: pytest.MonkeyPa
         return {one.split('term="')[1].split('"')[0]: float(one.split()[-1]) for one in found}
 
     service = await a_full_service()
+    # It would take the engine, which sends no beats, for lost.
+    assert service._housekeeping is not None
+    service._housekeeping.cancel()
     now_s[0] += 10
     stats = TurnStats(TOKENS, 100, 0, 512, decode_s=6.0)
     await service.ends("full", stats)

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from conserve import identity
-from conserve.histories.kinship import Opening
 from conserve.history import History
 from conserve.recognition import Chain
 from conserve.tenants import Limits
 from conserve.turn import TurnStats
-from deployments.messages import TurnPlan, TurnTenant, Unplaced
+from deployments.messages import Refusal, TurnPlan, TurnTenant
 from tests.unit.deployments.table.drive import Drive, engine, refusal
 
 TAIL = b"t" * 16
@@ -29,15 +28,16 @@ def tenant(**limits: int) -> TurnTenant:
     return TurnTenant("acme", Limits(**limits))
 
 
-async def begin(service: Drive, name: str, of: TurnTenant) -> Any:
-    return await service.begins(identity.scoped(of.name, name), (), of)
+async def begin(service: Drive, name: str, of: TurnTenant, tokens: int = 50) -> Any:
+    return await service.begins(identity.scoped(of.name, name), (), of, prompt_tokens=tokens)
 
 
 async def start(service: Drive, name: str, of: TurnTenant, tokens: int = 100) -> TurnPlan:
-    asked = await begin(service, name, of)
-    if isinstance(asked, TurnPlan):
-        return asked
-    return await service.placed(asked, tokens, tenant=of)
+    return service.planned(await begin(service, name, of, tokens))
+
+
+async def queue(service: Drive, name: str, of: TurnTenant, tokens: int) -> "asyncio.Task[Any]":
+    return await service.queued(identity.scoped(of.name, name), tokens, tenant=of)
 
 
 async def end(service: Drive, plan: TurnPlan, tokens: int = 100) -> None:
@@ -56,85 +56,82 @@ def over(answer: object, limit: str) -> int:
 async def test_turns_count_from_their_beginning_to_their_end_however_they_wait() -> None:
     service, acme = await a_service(1000), tenant(turns=3)
     running = await start(service, "a", acme, 900)
-    in_line = await begin(service, "b", acme)
-    waiting = await service.queued(in_line, 900, tenant=acme)
+    waiting = await queue(service, "b", acme, 900)
     behind = asyncio.create_task(begin(service, "b", acme))
     await asyncio.sleep(0)
     over(await begin(service, "c", acme), "turns")
     over(await begin(service, "a", acme), "turns")
     # Other tenants are none of it, and nothing of a refused turn is left.
-    assert isinstance(await begin(service, "c", TurnTenant("umbrella", acme.limits)), Unplaced)
+    await start(service, "c", TurnTenant("umbrella", acme.limits), 50)
     await end(service, running)
     await service.release("acme\ta")
     service.planned(await waiting)
     service.planned(await behind)
-    third = await begin(service, "d", acme)
-    assert isinstance(third, Unplaced)
+    third = await start(service, "d", acme, 50)
     over(await begin(service, "e", acme), "turns")
-    await service.forgo(third.history_id, third.claim)
-    assert isinstance(await begin(service, "e", acme), Unplaced)
+    await service.abandon(third.turn)
+    await start(service, "e", acme, 50)
 
 
 async def test_a_turn_that_has_got_room_counts_once_before_it_has_noticed() -> None:
     service, acme = await a_service(1000), tenant(turns=2, conversations=2)
     first = await start(service, "a", acme, 900)
-    in_line = await begin(service, "b", acme)
-    waiting = await service.queued(in_line, 900, tenant=acme)
+    waiting = await queue(service, "b", acme, 900)
     await end(service, first)
     await service.release("acme\ta")
     assert service._table.usage.tenant("acme").turns == 1
     assert not waiting.done()
-    assert isinstance(await begin(service, "c", acme), Unplaced)
+    await start(service, "c", acme, 50)
     over(await begin(service, "d", acme), "turns")
     service.planned(await waiting)
 
 
 async def test_conversations_count_while_they_are_bound_yet_and_until_they_end() -> None:
-    service, acme = await a_service(), tenant(conversations=2)
+    service, acme = await a_service(1000), tenant(conversations=2)
     first = await start(service, "a", acme)
-    asked = await begin(service, "b", acme)
-    over(await begin(service, "c", acme), "conversations")
-    second = await service.placed(asked, tenant=acme)
+    waiting = await queue(service, "b", acme, 950)
     over(await begin(service, "c", acme), "conversations")
     # Those that are there go on.
+    await start(service, "a", acme)
     await end(service, first)
-    assert isinstance(await begin(service, "a", acme), TurnPlan)
+    await service.release("acme\ta")
+    second = service.planned(await waiting)
+    await start(service, "a", acme, 10)
+    over(await begin(service, "c", acme), "conversations")
     # A first turn that leaves nothing is no conversation.
     await service.abandon(second.turn)
-    assert isinstance(await begin(service, "c", acme), Unplaced)
+    await start(service, "c", acme, 10)
 
 
 async def test_so_many_begin_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     for module in ("placing", "room", "running", "table"):
         monkeypatch.setattr(f"deployments.table.{module}.unix_s", lambda: now_s)
-    service, acme = await a_service(), tenant(new_per_minute=2)
+    service, acme = await a_service(1000), tenant(new_per_minute=2)
     await end(service, await start(service, "a", acme))
     await service.release("acme\ta")
     now_s += 10
     plan = await start(service, "b", acme)
     assert over(await begin(service, "c", acme), "new_per_minute") == 50
     await end(service, plan)
-    assert isinstance(await begin(service, "b", acme), TurnPlan)
+    await start(service, "b", acme)
     now_s += 50
-    asked = await begin(service, "c", acme)
     # One that is not bound yet counts, and one that never will be does not.
+    await service.turn("full", 700)
+    waiting = await service.queued("acme\tc", 950, tenant=acme, number=1)
     over(await begin(service, "d", acme), "new_per_minute")
-    assert isinstance(asked, Unplaced)
-    await service.forgo(asked.history_id, asked.claim)
-    assert isinstance(await begin(service, "d", acme), Unplaced)
+    await service.cancel("r", 1)
+    assert isinstance(await waiting, Refusal)
+    await start(service, "d", acme)
 
 
 async def test_tokens_count_from_the_promise_and_in_line() -> None:
     service, acme = await a_service(1000), tenant(held_tokens=1500)
     first = await start(service, "a", acme, 900)
-    asked = await begin(service, "b", acme)
-    waiting = await service.queued(asked, 500, tenant=acme)
-    third = await begin(service, "c", acme)
-    over(await service.places(third, 200, tenant=acme), "held_tokens")
-    third = await begin(service, "c", acme)
+    waiting = await queue(service, "b", acme, 500)
+    over(await begin(service, "c", acme, 200), "held_tokens")
     # More than any decoder holds, which is the first thing to say.
-    refusal(await service.places(third, 1600, tenant=acme), 400, "context_length_exceeded")
+    refusal(await begin(service, "c", acme, 1600), 400, "context_length_exceeded")
     await end(service, first, 950)
     await service.release("acme\ta")
     service.planned(await waiting)
@@ -144,14 +141,13 @@ async def test_tokens_count_from_the_promise_and_in_line() -> None:
 
 async def test_who_holds_all_it_may_begins_no_turn_until_a_conversation_ends() -> None:
     service, acme = await a_service(), tenant(held_tokens=1000)
-    alone = await begin(service, "z", acme)
-    refusal(await service.places(alone, 1001, tenant=acme), 400, "tenant_limit")
+    refusal(await begin(service, "z", acme, 1001), 400, "tenant_limit")
     for name in ("a", "b"):
         await end(service, await start(service, name, acme, 400), 600)
     over(await begin(service, "a", acme), "held_tokens")
     over(await begin(service, "c", acme), "held_tokens")
     await service.release("acme\tb")
-    assert isinstance(await begin(service, "a", acme), TurnPlan)
+    await start(service, "a", acme)
 
 
 async def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
@@ -163,10 +159,7 @@ async def test_a_table_that_is_rebuilt_counts_what_decoders_hold() -> None:
     over(await begin(service, "b", tenant(turns=1)), "turns")
     over(await begin(service, "c", tenant(conversations=2)), "conversations")
     over(await begin(service, "b", tenant(held_tokens=1100)), "held_tokens")
-    # Asked to place what its predecessor had been asked to begin.
-    late = await service.places("acme\tc", claim=5, tenant=tenant(conversations=2))
-    over(late, "conversations")
-    assert not service._pending
+    assert not service._room.pending
 
 
 async def test_a_generated_id_is_the_tenants_and_listed_to_it_alone() -> None:
@@ -220,7 +213,7 @@ async def a_history(service: Drive, name: str, of: TurnTenant, tokens: int) -> T
     """One whose first turn is over."""
     chain = Chain(b"r" * 16, None, [], ends_with_root=True)
     asked = await service.unplaced(identity.scoped(of.name, name), chain, of)
-    plan = await service.placed(asked, tokens, tenant=of, opening=Opening(chain))
+    plan = await service.placed(asked, tokens, tenant=of, chain=chain)
     await end(service, plan, tokens)
     return plan
 
@@ -243,7 +236,7 @@ async def test_what_is_held_already_is_not_asked_for_again() -> None:
     await a_history(service, "a", acme, 1000)
     await service.later("acme\ta", FORK, acme)
     fork = await service.unplaced("acme\ta", FORK, acme)
-    placed = await service.placed(fork, 1200, tenant=acme, opening=Opening(FORK))
+    placed = await service.placed(fork, 1200, tenant=acme, chain=FORK)
     assert placed.prefiller_id is None
 
 
@@ -252,7 +245,7 @@ async def test_a_decoder_is_told_of_what_made_room() -> None:
     left = await a_history(service, "a", acme, 900)
     compacted = Chain(b"s" * 16, None, [], ends_with_root=True)
     asked = await service.unplaced("acme\ta", compacted, acme)
-    await service.placed(asked, 500, tenant=acme, opening=Opening(compacted))
+    await service.placed(asked, 500, tenant=acme, chain=compacted)
     heard = await service.beat("decoder#1")
     assert heard is not None
     assert heard.ended == [("acme\ta", left.turn.incarnation)]
