@@ -4,6 +4,8 @@ The struct has ``gc=False``: the garbage collector would visit a million of them
 them leads back to them.
 """
 
+from enum import Enum, auto
+
 import msgspec
 
 from conserve.hints import Hints
@@ -15,31 +17,61 @@ from conserve.turn import PACKED_BYTES, TurnKey, TurnStats
 _NO_TURN = bytes(PACKED_BYTES)
 
 
+class State(Enum):
+    """The state of a history in a conversation table."""
+
+    NEW = auto()
+    """Nothing of it was bound yet."""
+    BOUND = auto()
+    """It is at its home, and none of its turns runs."""
+    RUNNING = auto()
+    """A turn of it runs at its home, or is on its way there."""
+    PAUSED = auto()
+    """It gave up its room, and is bound nowhere."""
+    UNBOUND = auto()
+    """It is bound nowhere since its home is gone, is leaving, or never had it."""
+    ENDED = auto()
+
+    def may_become(self, state: "State") -> bool:
+        return state in _CHANGES[self]
+
+
+_CHANGES = {
+    State.NEW: {State.BOUND, State.UNBOUND, State.ENDED},
+    State.BOUND: {State.RUNNING, State.PAUSED, State.UNBOUND, State.ENDED},
+    State.RUNNING: {State.BOUND, State.UNBOUND, State.ENDED},
+    State.PAUSED: {State.BOUND, State.ENDED},
+    State.UNBOUND: {State.BOUND, State.ENDED},
+    State.ENDED: set(),
+}
+
+
 class History(msgspec.Struct, gc=False):
     """A live history. Times are seconds of the clock whose readings are passed in.
 
     Attributes:
         incarnation: tells it from an earlier history of the same id.
-        decoder_id: None while it is bound nowhere.
-        held_tokens: its KV on that decoder; until its first turn's end, the promised prompt length.
-        moves: how often it was bound again because its decoder was lost.
+        home: the engine that has it; None while it is bound nowhere.
+        held_tokens: its KV there; until its first turn's end, the promised prompt length.
+        moves: how often it was bound again because its home was lost.
         prefiller_id, prefill_tokens: the remote prefill under way, if any.
         packed: `last_turn` and `points` in one small object.
         further_tails: of an answer with several choices, `tails` but for the first.
         finished: id of the latest turn known to have ended.
-        promised: whether no turn on this decoder has computed what it holds yet.
+        promised: whether no turn at its home has computed what it holds yet.
         asked_s: when its first request came; None if the table was lost since.
         period: the table's period in which to look next whether it is idle.
         energy_j: estimated share of what its engines' GPUs have used; 0 if none report.
         root: the digest of its first prompt; None for completions.
-        base: in a table, what it begins with as others on its decoder do.
+        base: in a table, what it begins with as others at its home do.
+        state: in a table; see `State`.
     """
 
     id: str
     incarnation: int
     created_s: float
     last_used_s: float
-    decoder_id: str | None = None
+    home: str | None = None
     held_tokens: int = 0
     turns: int = 0
     running: tuple[int, ...] = ()
@@ -58,6 +90,7 @@ class History(msgspec.Struct, gc=False):
     base: Prefix | None = None
     hints: Hints | None = None
     tool: str | None = None
+    state: State = State.NEW
 
     @property
     def last_turn(self) -> TurnStats | None:

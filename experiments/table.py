@@ -177,7 +177,7 @@ class _Population:
         def end(number: int) -> None:
             conversation = self.table.get(_conversation_id(number))
             assert conversation is not None
-            decoder_id, stats = conversation.decoder_id or "", self._stats()
+            decoder_id, stats = conversation.home or "", self._stats()
             tails = (_digest(number),)
             self.table.advance(conversation.newest_turn, decoder_id, stats, tails, self._clock_s)
 

@@ -235,8 +235,8 @@ class Admission:
     def _bind(self, ticket: Ticket, now_s: float) -> Admitted | None:
         history_id, tokens = ticket.history_id, ticket.prompt_tokens
         known = self._table.begin(history_id, now_s)
-        if known is not None and known.decoder_id is not None:
-            where = Placement(known.decoder_id, None)
+        if known is not None and known.home is not None:
+            where = Placement(known.home, None)
             return Admitted(known, known.newest_turn, tokens, where, newly_bound=False)
         before = self._table.get(history_id)
         moves = 0 if before is None else before.moves

@@ -41,10 +41,10 @@ class Binding(Turns):
             encode_tokens: embeddings of its images that are not encoded yet.
         """
         known, memory = self._by_id.get(history_id), self.memory
-        if known is not None and memory is not None and known.decoder_id and not known.running:
+        if known is not None and memory is not None and known.home and not known.running:
             shared = memory.found(history_id, replace(NOTHING_SHARED, encode_tokens=encode_tokens))
             costs = self._turn_costs(prompt_tokens or known.held_tokens, shared, now_s)
-            if min(costs.values(), default=inf) < costs.get(known.decoder_id, 0.0):
+            if min(costs.values(), default=inf) < costs.get(known.home, 0.0):
                 memory.pause(known, "load")
                 return None
         history = super().begin(history_id, now_s, hints)
@@ -76,8 +76,8 @@ class Binding(Turns):
             ValueError: it is bound already; use `begin`.
         """
         known = self._by_id.get(history_id)
-        if known is not None and known.decoder_id is not None:
-            raise ValueError(f"conversation {history_id!r} is bound to {known.decoder_id}")
+        if known is not None and known.home is not None:
+            raise ValueError(f"conversation {history_id!r} is bound to {known.home}")
         opening = opening or Opening()
         shared = self._shared(known, history_id, opening)
         decoders = self._engines.accepting_decoders
@@ -221,7 +221,7 @@ class Binding(Turns):
         in_the_way = [
             one
             for one in self._live.siblings(history_id)
-            if one.decoder_id is not None
+            if one.home is not None
             and not one.running
             and _fits_without(one, prompt_tokens, decoders)
         ]
@@ -229,5 +229,5 @@ class Binding(Turns):
 
 
 def _fits_without(history: History, tokens: int, decoders: list[Decoder]) -> bool:
-    decoder = next((one for one in decoders if one.id == history.decoder_id), None)
+    decoder = next((one for one in decoders if one.id == history.home), None)
     return decoder is not None and tokens <= decoder.free_tokens + held_alone(history)

@@ -40,8 +40,8 @@ class Engines:
             self.loads.says(engine_id, load, now_s)
 
     def left(self, history: History) -> None:
-        if self.loads is not None and history.decoder_id is not None:
-            self.loads.left(history.id, history.decoder_id)
+        if self.loads is not None and history.home is not None:
+            self.loads.left(history.id, history.home)
 
     def _forget(self, engine_id: str) -> None:
         self._leaving.discard(engine_id)

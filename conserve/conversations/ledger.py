@@ -1,5 +1,6 @@
 """Counts what decoders hold and tenants have of live histories, and how many are active."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -9,11 +10,13 @@ from conserve.conversations.engines import Engines
 from conserve.direct.notices import Notices
 from conserve.histories.kinship import Kinship
 from conserve.histories.points import mark
-from conserve.history import History
+from conserve.history import History, State
 from conserve.pausing import RunningTools
 from conserve.recognition import Chain
 from conserve.tenants.limits import TenantUsage, UsageBook
 from conserve.turn import TurnStats, Unbound
+
+logger = logging.getLogger("conserve.table")
 
 # At most this many histories with the same newest tail are looked at.
 _LOOKED_AT = 256
@@ -102,7 +105,7 @@ class LiveHistories:
         if not chain.ends:
             return set()
         before = islice(self._families.before(chain, conversation_id), _LOOKED_AT)
-        running = (one.decoder_id for one in before if one.running)
+        running = (one.home for one in before if one.running)
         return {decoder_id for decoder_id in running if decoder_id is not None}
 
 
@@ -140,11 +143,15 @@ class Activity:
 class Ledger:
     """Counts what histories hold, where they are bound, and which of their turns run.
 
-    All changes of these happen here, so that they always agree.
+    All changes of these happen here, so that they always agree, with the histories' states.
 
     Attributes:
+        strict: whether a history that gets into a state that cannot follow its own is an error
+            (`State.may_become`), and not only logged.
         records: of the turns that run, by their number.
     """
+
+    strict = False
 
     def __init__(self, engines: Engines) -> None:
         self._decoders = engines.decoders
@@ -176,9 +183,9 @@ class Ledger:
         self.tools.forget(history_id)
         self._engines.leave_queue(history)
         self._engines.left(history)
-        if history.decoder_id is not None:
+        if history.home is not None:
             self._sharing.hold(history, 0)
-            self._decoders[history.decoder_id].conversations -= 1
+            self._decoders[history.home].conversations -= 1
         usage = self.usage.of(history_id)
         usage.conversations -= self.live.remove(history)
         usage.histories -= 1
@@ -188,29 +195,37 @@ class Ledger:
         self._activity.not_idle(history.id)
         self._without_engine.pop(history_id, None)
         self._forget_records(history.running)
+        self._become(history, State.ENDED)
         return history
 
     def bind(self, history: History, decoder_id: str, tokens: int) -> None:
         """Bind a history, which was bound nowhere, and count what it holds."""
-        history.decoder_id = decoder_id
+        history.home = decoder_id
         self._without_engine.pop(history.id, None)
         self._decoders[decoder_id].conversations += 1
         self._sharing.hold(history, tokens)
+        self._become(history, State.BOUND)
+        if history.running:
+            self._become(history, State.RUNNING)
 
     def hold(self, history: History, tokens: int) -> None:
-        if history.decoder_id is not None:
+        if history.home is not None:
             self._sharing.hold(history, tokens)
 
-    def unbind(self, history: History) -> None:
+    def pause(self, history: History) -> None:
+        self.unbind(history, State.PAUSED)
+
+    def unbind(self, history: History, state: State = State.UNBOUND) -> None:
         """Bind a history nowhere, and tell its decoder so."""
+        self._become(history, state)
         self._engines.left(history)
-        if history.decoder_id is not None:
+        if history.home is not None:
             self._sharing.hold(history, 0)
-            self._decoders[history.decoder_id].conversations -= 1
+            self._decoders[history.home].conversations -= 1
             self.give_up(history)
-            if self._engines.is_leaving(history.decoder_id):
+            if self._engines.is_leaving(history.home):
                 self._without_engine[history.id] = "left"
-        history.decoder_id = None
+        history.home = None
         history.promised = False
         self._activity.not_idle(history.id)
 
@@ -220,23 +235,24 @@ class Ledger:
 
     def give_up(self, history: History, *, ended: bool = False) -> None:
         """Tell a history's decoder that it no longer has it."""
-        if history.decoder_id is not None:
-            self.notices.give_up(history.decoder_id, history.id, history.incarnation, ended=ended)
+        if history.home is not None:
+            self.notices.give_up(history.home, history.id, history.incarnation, ended=ended)
 
     def lose(self, history: History) -> None:
         """Unbind a history whose decoder is lost, and end its turns."""
         self._sharing.hold(history, 0)
         self.usage.of(history.id).turns -= len(history.running)
         self._forget_records(history.running)
-        if history.decoder_id is not None:
-            leaves = self._engines.is_leaving(history.decoder_id)
+        if history.home is not None:
+            leaves = self._engines.is_leaving(history.home)
             self._without_engine[history.id] = "left" if leaves else "lost"
-        history.decoder_id = None
+        history.home = None
         self._activity.not_idle(history.id)
         if history.running:
             history.finished = max(history.finished, *history.running)
             history.running = ()
             self.reasoning -= 1
+        self._become(history, State.UNBOUND)
 
     def turn_starts(
         self, history: History, usage: TenantUsage, turn_id: int, record: TurnStats
@@ -248,6 +264,7 @@ class Ledger:
             self.reasoning += 1
             self._activity.not_idle(history.id)
         history.running += (turn_id,)
+        self._become(history, State.RUNNING)
 
     def turn_ends(self, history: History, turn_id: int, now_s: float) -> None:
         self.records.pop(turn_id, None)
@@ -261,7 +278,17 @@ class Ledger:
             if not history.running:
                 self.reasoning -= 1
                 self._activity.idle(history.id, now_s)
+                self._become(history, State.BOUND)
         history.finished = max(history.finished, turn_id)
+
+    def _become(self, history: History, state: State) -> None:
+        before = history.state
+        if before is not state and not before.may_become(state):
+            what = f"history {history.id!r} was {before.name}, and is {state.name}"
+            if self.strict:
+                raise ValueError(what)
+            logger.error("%s", what)
+        history.state = state
 
     def _forget_records(self, turn_ids: Iterable[int]) -> None:
         for turn_id in turn_ids:
@@ -272,6 +299,6 @@ class Ledger:
         return self.reasoning + self._activity.acting(now_s)
 
     def _charge(self, history: History, tokens: int) -> None:
-        assert history.decoder_id is not None
-        self._decoders[history.decoder_id].held_tokens += tokens
+        assert history.home is not None
+        self._decoders[history.home].held_tokens += tokens
         self.usage.of(history.id).held_tokens += tokens

@@ -4,8 +4,7 @@ import copy
 from collections.abc import Iterable
 
 from conserve.conversations.binding import Binding
-from conserve.history import History
-from conserve.placement import Decoder, Prefiller
+from conserve.history import History, State
 from conserve.turn import TurnKey
 
 # For the process that keeps a table: finding and freeing conversations' scattered objects on pages
@@ -22,33 +21,6 @@ class ConversationTable(Binding):
     not complete. When a decoder is lost, its histories stay, unbound, and their next turns bind
     again. Ending a turn twice changes nothing.
     """
-
-    # --- what is there -----------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __contains__(self, history_id: str) -> bool:
-        return history_id in self._by_id
-
-    def live(self) -> list[History]:
-        return list(self._by_id.values())
-
-    @property
-    def conversations(self) -> int:
-        return self._live.conversations
-
-    @property
-    def reasoning(self) -> int:
-        return self._ledger.reasoning
-
-    @property
-    def accepting_decoders(self) -> list[Decoder]:
-        return self._engines.accepting_decoders
-
-    @property
-    def accepting_prefillers(self) -> list[Prefiller]:
-        return self._engines.accepting_prefillers
 
     def engine_joined(
         self, engine_id: str, kind: str, handoffs: Iterable[tuple[int, float]] = ()
@@ -73,21 +45,22 @@ class ConversationTable(Binding):
             return False
         if self.memory is not None and self.memory.paused_on(history.id) == decoder_id:
             return True
-        return history.decoder_id == decoder_id
+        return history.home == decoder_id
 
     # --- engines come and go -----------------------------------------------------------------
 
     def take_over(self, histories: Iterable[History]) -> None:
         """Add a predecessor's histories. Each is bound once its decoder registers."""
         for history in histories:
-            decoder_id = history.decoder_id
+            decoder_id = history.home
             if decoder_id is not None:
                 self._homes[history.id] = decoder_id
                 if history.running:
                     self._running.setdefault(decoder_id, []).append(copy.copy(history))
-            history.decoder_id = history.prefiller_id = history.base = None
+            history.home = history.prefiller_id = history.base = None
             history.held_tokens = history.prefill_tokens = 0
             history.running, history.promised = (), False
+            history.state = State.UNBOUND
             usage = self._ledger.usage.of(history.id)
             usage.began(history.created_s)
             self._ledger.add(history, usage)
@@ -113,9 +86,7 @@ class ConversationTable(Binding):
             elif known is None and held.incarnation >= self.first_id:
                 # This table made it, and has ended it while the decoder was away.
                 foreign.append(held.id)
-            elif known is None or (
-                known.decoder_id is None and known.incarnation == held.incarnation
-            ):
+            elif known is None or (known.home is None and known.incarnation == held.incarnation):
                 was_on = None if self.memory is None else self.memory.paused_on(held.id)
                 if was_on in (None, decoder_id):
                     self._adopt(held, decoder_id)
@@ -127,7 +98,7 @@ class ConversationTable(Binding):
                 assert self.memory is not None
                 self.memory.moved_from(known)
                 self._adopt(held, decoder_id)
-            elif known.decoder_id != decoder_id:
+            elif known.home != decoder_id:
                 foreign.append(held.id)
         return foreign
 
@@ -144,7 +115,7 @@ class ConversationTable(Binding):
     def _is_newer(self, held: History, known: History) -> bool:
         return (
             self.memory is not None
-            and known.decoder_id is not None
+            and known.home is not None
             and held.incarnation == known.incarnation
             and max((held.finished, *held.running)) > known.finished
             and not known.running
@@ -183,7 +154,7 @@ class ConversationTable(Binding):
         idle = [
             history
             for history in self._by_id.values()
-            if history.decoder_id == decoder_id and not history.running
+            if history.home == decoder_id and not history.running
         ]
         for history in idle:
             self._ledger.unbind(history)
@@ -207,7 +178,7 @@ class ConversationTable(Binding):
             self.memory.decoder_lost(decoder_id)
         unbound = []
         for history in self._by_id.values():
-            if history.decoder_id == decoder_id:
+            if history.home == decoder_id:
                 running = history.running
                 self._ledger.lose(history)
                 if running:

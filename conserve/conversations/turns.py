@@ -3,7 +3,7 @@
 from sys import intern
 
 from conserve import identity
-from conserve.conversations.state import State
+from conserve.conversations.parts import Parts
 from conserve.direct.desk import STRIDE, first_asked
 from conserve.hints import Hints
 from conserve.histories.points import Points
@@ -13,7 +13,7 @@ from conserve.tenants.limits import TenantUsage
 from conserve.turn import Broken, TurnKey, TurnStats, Unbound
 
 
-class Turns(State):
+class Turns(Parts):
     """Starts turns and ends them, with what follows for their histories.
 
     Attributes:
@@ -27,16 +27,16 @@ class Turns(State):
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound."""
         history = self._by_id.get(history_id)
-        if history is None or history.decoder_id is None:
+        if history is None or history.home is None:
             return None
-        if history.decoder_id in self._engines.evicting and not history.running:
+        if history.home in self._engines.evicting and not history.running:
             self._ledger.unbind(history)
             return None
         if hints is not None:
             history.hints = hints
         self._start(history, self._ledger.usage.of(history_id), now_s)
         if self.loads is not None:
-            self.loads.turn_came(history.id, history.decoder_id, now_s)
+            self.loads.turn_came(history.id, history.home, now_s)
         return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
@@ -48,12 +48,12 @@ class Turns(State):
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or decoder_id not in self._engines.decoders:
             return False
-        if history.decoder_id is None:
+        if history.home is None:
             notices = self._ledger.notices
             if not notices.may_run(decoder_id, history.id, history.incarnation):
                 return False
             self._take_back(history, decoder_id)
-        if history.decoder_id != decoder_id:
+        if history.home != decoder_id:
             return False
         usage = self._ledger.usage.of(history.id)
         self._start(history, usage, now_s, turn_id=turn.turn_id)
@@ -121,8 +121,8 @@ class Turns(State):
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is None or history.asked_s is None or history.ttfet_s is not None:
             return None
-        if self.loads is not None and history.decoder_id is not None:
-            self.loads.done(history.decoder_id, history.id)
+        if self.loads is not None and history.home is not None:
+            self.loads.done(history.home, history.id)
         asked_s = history.asked_s
         if self._live.has_several(history.id):
             for one in self._live.siblings(history.id):
@@ -146,7 +146,7 @@ class Turns(State):
         began under a table that was lost.
         """
         history = self._live.current(turn.history_id, turn.incarnation)
-        if history is None or history.decoder_id != decoder_id:
+        if history is None or history.home != decoder_id:
             return False
         if turn.turn_id not in history.running:
             if turn.turn_id <= history.finished:
@@ -188,7 +188,7 @@ class Turns(State):
             stats is not None
             and turn.turn_id > history.finished
             and decoder_id is not None
-            and decoder_id == history.decoder_id
+            and decoder_id == history.home
         )
         if turn.turn_id in history.running or began_elsewhere:
             self._number_above(turn.turn_id)

@@ -72,14 +72,14 @@ class Kinship:
         promised: dict[str, int] = {}
         conversation_id = identity.conversation_of(history_id)
         for kin in self._kin(opening.chain.root):
-            if kin.decoder_id is None or not any(one.id == kin.decoder_id for one in decoders):
+            if kin.home is None or not any(one.id == kin.home for one in decoders):
                 continue
             common = _common(kin, opening.chain)
-            tokens[kin.decoder_id] = max(tokens.get(kin.decoder_id, 0), common)
+            tokens[kin.home] = max(tokens.get(kin.home, 0), common)
             # Other conversations that begin with an equal prompt are spread over decoders.
             if opening.chain.ends or identity.conversation_of(kin.id) == conversation_id:
                 known = promised if kin.promised else computed
-                known[kin.decoder_id] = max(known.get(kin.decoder_id, 0), common)
+                known[kin.home] = max(known.get(kin.home, 0), common)
         warm_on = max(computed, key=computed.__getitem__, default=None)
         coming_to = max(promised, key=promised.__getitem__, default=None)
         system = opening.system
@@ -91,9 +91,9 @@ class Kinship:
                     tokens[decoder.id] = held
             if warm_on is None:
                 at_home = (
-                    one.decoder_id
+                    one.home
                     for one in reversed(siblings(history_id))
-                    if one.decoder_id in tokens and not one.promised and _system_of(one) == system
+                    if one.home in tokens and not one.promised and _system_of(one) == system
                 )
                 warm_on = next(at_home, None)
         return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
@@ -122,7 +122,7 @@ class Kinship:
             return Broken("messages", messages, exact)
         # Only a long system part, of a history that is bound, is known. Those that are paused may
         # have this one, but it is another that the client went on with lately.
-        systems = [_system_of(one) for one in others if one.decoder_id is not None]
+        systems = [_system_of(one) for one in others if one.home is not None]
         differs = bool(systems) and None not in systems and chain.system not in systems
         return Broken("system" if differs else "first_prompt")
 
@@ -192,7 +192,7 @@ class Kinship:
         beginnings = {mark(digest) for digest in (*chain.ends, chain.root)}
         lengths = dict(Points(history.points))
         for kin in self._kin(chain.root, history):
-            if kin.decoder_id == history.decoder_id:
+            if kin.home == history.home:
                 for known, tokens in Points(kin.points):
                     if known in beginnings:
                         lengths.setdefault(known, tokens)
@@ -209,7 +209,7 @@ class Kinship:
         """Return the history on its decoder with which it has most in common, and how much."""
         nearest, most = None, 0
         for kin in self._kin(root, history):
-            if kin.decoder_id == history.decoder_id:
+            if kin.home == history.home:
                 tokens = common(kin)
                 if tokens > most:
                     nearest, most = kin, tokens
@@ -240,6 +240,6 @@ def _system_of(history: History) -> Digest | None:
     prefix = history.base
     while prefix is not None and prefix.base is not None:
         prefix = prefix.base
-    if prefix is None or prefix.key is None or prefix.key[0] != history.decoder_id:
+    if prefix is None or prefix.key is None or prefix.key[0] != history.home:
         return None
     return prefix.key[1]

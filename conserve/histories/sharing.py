@@ -24,7 +24,7 @@ class Prefix(msgspec.Struct, gc=False):
 class Holder(Protocol):
     """A history on a decoder, or with nothing held."""
 
-    decoder_id: str | None
+    home: str | None
     held_tokens: int
     base: Prefix | None
 
@@ -63,9 +63,9 @@ class Sharing(Generic[Held]):
 
     def share_system(self, history: Held, digest: Digest, tokens: int) -> None:
         tokens = min(tokens, history.held_tokens)
-        if history.decoder_id is None or tokens <= _length(history.base):
+        if history.home is None or tokens <= _length(history.base):
             return
-        key = (history.decoder_id, digest)
+        key = (history.home, digest)
         system = self._systems.get(key)
         if system is not None and system.tokens > tokens:
             return  # It was counted as longer, so nothing is known to be shared.

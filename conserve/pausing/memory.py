@@ -135,7 +135,7 @@ class Memory:
 
     def used(self, history: History) -> None:
         """Note that a history's KV is on its decoder, as a turn begins or ends."""
-        decoder_id = history.decoder_id
+        decoder_id = history.home
         if decoder_id is None:
             return
         cache = self._caches.get(decoder_id)
@@ -149,12 +149,12 @@ class Memory:
             emptied.pop(history.id, None)
         for history_id in gone:
             other = self._get(history_id)
-            if other is not None and other.decoder_id == decoder_id:
+            if other is not None and other.home == decoder_id:
                 emptied[history_id] = None
 
     def park(self, history: History) -> bool:
         """Return whether the turn that has just begun leaves its KV in host memory too."""
-        if not self.parks_on(history.decoder_id or ""):
+        if not self.parks_on(history.home or ""):
             return False
         self._parking.add(history.running[-1])
         return True
@@ -177,7 +177,7 @@ class Memory:
                 self._tools.turn_ended(history)
             until_s = history.last_used_s + self._policy.hold_s(self._wait(history).tool)
             self.working.rest(history.id, _own_tokens(history), until_s)
-        if (rested := self._rested.get(history.decoder_id or "")) is not None:
+        if (rested := self._rested.get(history.home or "")) is not None:
             rested[history.id] = None
         parking = turn_id in self._parking
         self._parking.discard(turn_id)
@@ -225,9 +225,9 @@ class Memory:
 
     def lost(self, histories: Iterable[History]) -> None:
         for history in histories:
-            if history.decoder_id in self._caches:
-                self._caches[history.decoder_id].drop(history.id)
-                self._emptied[history.decoder_id][history.id] = None
+            if history.home in self._caches:
+                self._caches[history.home].drop(history.id)
+                self._emptied[history.home][history.id] = None
 
     def bound(self, history: History, kept: bool) -> bool:
         """Note that a history is bound again, and return whether to another decoder.
@@ -242,7 +242,7 @@ class Memory:
             return True
         # If this turn fails, that decoder still has its record of the history.
         self._left.setdefault(history.id, set()).add(was_on)
-        moved = was_on != history.decoder_id
+        moved = was_on != history.home
         cache = self._caches.get(was_on)
         here = 0 if moved or cache is None else cache.left_tokens(history.id)
         if kept and 2 * here < there:
@@ -265,24 +265,24 @@ class Memory:
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
         if was_on is not None:
             left.add(was_on)
-        if history.decoder_id is not None:
-            self._emptied.get(history.decoder_id, {}).pop(history.id, None)
+        if history.home is not None:
+            self._emptied.get(history.home, {}).pop(history.id, None)
         self._forgotten += [
             Forgotten(decoder_id, history.id, history.incarnation)
             for decoder_id in sorted(left)
-            if decoder_id in self._decoders and decoder_id != history.decoder_id
+            if decoder_id in self._decoders and decoder_id != history.home
         ]
 
     def found_on(self, history: History) -> None:
         """Note that a history turns out to be on its decoder still."""
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
-        if was_on is not None and was_on != history.decoder_id:
+        if was_on is not None and was_on != history.home:
             self._left.setdefault(history.id, set()).add(was_on)
 
     def moved_from(self, history: History) -> None:
         """Note that a history turns out to have left the decoder that it is bound to."""
-        assert history.decoder_id is not None
-        self._left.setdefault(history.id, set()).add(history.decoder_id)
+        assert history.home is not None
+        self._left.setdefault(history.id, set()).add(history.home)
 
     def decoder_lost(self, decoder_id: str) -> None:
         self._caches.pop(decoder_id, None)
@@ -301,7 +301,7 @@ class Memory:
         rested, self._rested[decoder_id] = self._rested.get(decoder_id, {}), {}
         for history_id in rested:
             history = self._get(history_id)
-            if history is None or history.decoder_id != decoder_id or history.running:
+            if history is None or history.home != decoder_id or history.running:
                 continue
             said = history.hints
             if said is not None and (said.expected_resume_s is not None or said.last_step):
@@ -370,8 +370,8 @@ class Memory:
         if self._host is not None and history is not None and _key(history) in self._host:
             shared = replace(shared, parked_tokens=self._host.left_tokens(_key(history)))
         was_on, shared_tokens = self._paused_on.get(history_id, ("", 0))
-        if history is not None and history.decoder_id is not None:
-            was_on, shared_tokens = history.decoder_id, history.shared_tokens
+        if history is not None and history.home is not None:
+            was_on, shared_tokens = history.home, history.shared_tokens
         cache = self._caches.get(was_on)
         if cache is None or history_id not in cache:
             return shared
@@ -457,9 +457,9 @@ class Memory:
             self.pause(history, "mark")
 
     def pause(self, history: History, reason: str) -> None:
-        assert history.decoder_id is not None
-        self._paused_on[history.id] = (history.decoder_id, history.shared_tokens)
-        self._emptied.get(history.decoder_id, {}).pop(history.id, None)
+        assert history.home is not None
+        self._paused_on[history.id] = (history.home, history.shared_tokens)
+        self._emptied.get(history.home, {}).pop(history.id, None)
         freed_tokens = held_alone(history)
         self.pauses[reason] += 1
         self.paused_tokens += freed_tokens
@@ -468,7 +468,7 @@ class Memory:
 
     def _tell(self, kind: Kind, history: History, **details: Any) -> None:
         if self._events is not None:
-            self._events.add(kind, history.id, decoder=history.decoder_id, **details)
+            self._events.add(kind, history.id, decoder=history.home, **details)
 
     def _may_leave(self, decoder: Decoder, others: Iterable[Decoder]) -> Callable[[Idle], bool]:
         """Return a function that says in turn which may go, or fit on another decoder."""
@@ -549,7 +549,7 @@ class Memory:
                 one
                 for one in histories
                 if one is not None
-                and one.decoder_id == decoder_id
+                and one.home == decoder_id
                 and one.held_tokens
                 and not one.running
             )
@@ -566,20 +566,20 @@ class Memory:
         for idle_for_s in alike.values():
             idle_for_s.sort()
         for history, wait in zip(found, waits, strict=True):
-            assert history.decoder_id is not None
+            assert history.home is not None
             idle_s = max(0.0, now_s - wait.since_s)
             idle_for_s = alike[wait.tool, wait.tool_ended]
             # Those idle for at least half as long, on the scale on which gaps differ.
             still_idle = len(idle_for_s) - bisect_left(idle_for_s, idle_s / 2) - 1
-            idle[history.decoder_id].append(self._look_at(history, wait, idle_s, still_idle))
+            idle[history.home].append(self._look_at(history, wait, idle_s, still_idle))
         return idle
 
     def _wait(self, history: History) -> Wait:
         return self._tools.wait(history.id, history.tool, history.last_used_s)
 
     def _look_at(self, history: History, wait: Wait, idle_s: float, still_idle: int) -> Idle:
-        assert history.decoder_id is not None
-        cache = self._caches[history.decoder_id]
+        assert history.home is not None
+        cache = self._caches[history.home]
         left_tokens = 0
         if history.id in cache:
             left_tokens = cache.left_tokens(history.id) + history.shared_tokens

@@ -189,10 +189,10 @@ class Loads:
         """Add what a later turn appends; `computed` counts it when it is done."""
         cached_tokens = min(history.held_tokens, prompt_tokens - 1)
         new_tokens = prompt_tokens - cached_tokens
-        costs = self._of(history.decoder_id or "").costs
+        costs = self._of(history.home or "").costs
         seconds = costs.encode_s(min(encode_tokens, new_tokens))
         seconds += costs.prefill_s(new_tokens, cached_tokens)
-        self._of(history.decoder_id or "").queue.add(history.id, new_tokens, seconds, now_s)
+        self._of(history.home or "").queue.add(history.id, new_tokens, seconds, now_s)
 
     def turn_came(self, history_id: str, engine_id: str, now_s: float) -> None:
         self._of(engine_id).turns.add(history_id, now_s)
@@ -205,15 +205,13 @@ class Loads:
 
     def turn_ended(self, history: History, stats: TurnStats | None, now_s: float) -> None:
         """Note that a turn, and its prefill, is over; ``stats`` is None if unknown."""
-        if history.decoder_id is None:
+        if history.home is None:
             return
         if stats is not None and not history.promised:
             cached_tokens = stats.found_tokens
             new_tokens = max(0, stats.prompt_tokens - cached_tokens)
-            self.computed(
-                history.decoder_id, new_tokens, cached_tokens, now_s, stats.encoded_tokens
-            )
-        self.done(history.decoder_id, history.id)
+            self.computed(history.home, new_tokens, cached_tokens, now_s, stats.encoded_tokens)
+        self.done(history.home, history.id)
 
     def computed(
         self,

@@ -158,10 +158,10 @@ class Cluster(Clients):
     def _count_turn(self, turn: TurnKey, now_s: float) -> None:
         history = self.table.get(turn.history_id)
         assert history is not None
-        assert history.decoder_id is not None
+        assert history.home is not None
         self._count_kv(now_s)
         tokens, had_tokens = history.held_tokens, history.last_tokens
-        self._kv_costs.begin(turn, history.decoder_id, tokens, had_tokens, now_s)
+        self._kv_costs.begin(turn, history.home, tokens, had_tokens, now_s)
 
     def _kv_shares(self) -> dict[str, float]:
         """Return each term's share of all decoders' KV space until the end; empty of no time."""

@@ -21,7 +21,6 @@ from conserve.direct import Home, Homes
 from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.settings import Settings
-from conserve.stream_record import StreamRecord
 from conserve.turn import Outcome, TurnStats
 from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan, TurnTenant
 from deployments.router.access import tenant_of
@@ -49,6 +48,7 @@ from deployments.router.prompt import (
 from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
+from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import (
     TRACE_HEADERS,
     EngineUnreachable,

@@ -116,7 +116,7 @@ class Accounts:
 
     def has_waited(self, turn: TurnKey, wait_s: float, why: Why) -> None:
         """Note that a turn that has just begun had waited for room."""
-        record = self._table.records.get(turn.turn_id)
+        record = self._table.record(turn.turn_id)
         if record is not None:
             record.room_s, record.room_why = wait_s, why
 
@@ -179,7 +179,7 @@ class Accounts:
             tokens=None if done is None else done.prefilled_tokens,
             loaded_tokens=None if done is None else done.prefiller_lmcache_tokens,
         )  # fmt: skip
-        record = self._table.records.get(plan.turn.turn_id)
+        record = self._table.record(plan.turn.turn_id)
         if record is not None:
             record.remote_prefill_s = max(0.0, unix_s() - record.began_s)
             record.prefill_failed = done is None

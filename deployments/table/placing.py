@@ -147,7 +147,7 @@ class Placing:
         history: History | None = None
         try:
             # A decoder may be lost between the binding and now.
-            while history is None or history.decoder_id is None:
+            while history is None or history.home is None:
                 admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening)
                 history = self.table.get(history_id)
         except QueueFull as full:

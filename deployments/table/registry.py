@@ -135,8 +135,8 @@ class Registry:
 
     def note_ended(self, history: History) -> None:
         """Have a history's decoder told, with its next beat, that the history has ended."""
-        if history.decoder_id is not None:
-            self.note_forgotten(history.decoder_id, history.id, history.incarnation)
+        if history.home is not None:
+            self.note_forgotten(history.home, history.id, history.incarnation)
 
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
         if decoder_id in self._ended:

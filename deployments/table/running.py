@@ -42,15 +42,15 @@ class RunningTurns:
         reason: Reason = "home",
     ) -> TurnPlan:
         """Return where a turn that has just begun goes."""
-        assert history.decoder_id is not None
+        assert history.home is not None
         engines = self.registry.engines
         prefiller = engines.get(prefiller_id) if prefiller_id else None
         parks = self.settings.prefills_later_turns or self.table.park(history)
         looks_up = prefiller is not None or (not later and self.may_be_stored)
         plan = TurnPlan(
             turn=turn,
-            decoder_id=history.decoder_id,
-            decoder_url=engines[history.decoder_id].url,
+            decoder_id=history.home,
+            decoder_url=engines[history.home].url,
             prefiller_id=prefiller.id if prefiller else None,
             prefiller_url=prefiller.url if prefiller else None,
             later=later,
@@ -79,7 +79,7 @@ class RunningTurns:
         self, turn: TurnKey, decoder_id: str, stats: TurnStats, tails: tuple[Digest, ...]
     ) -> bool:
         # The table has noted how the turn began; a turn of a predecessor's has no such record.
-        known = self.table.records.get(turn.turn_id)
+        known = self.table.record(turn.turn_id)
         if known is not None:
             known.merge(stats)
             stats = known

@@ -15,7 +15,7 @@ from conserve.admission import Ticket
 from conserve.conversations import ConversationTable
 from conserve.events import Event, EventLog
 from conserve.histories.sharing import held_together
-from conserve.history import History
+from conserve.history import History, State
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
@@ -107,7 +107,7 @@ def conversation_view(
         phase=_phase(histories),
         turns=sum(one.turns for one in histories),
         held_tokens=held_together(histories),
-        decoder=newest.decoder_id,
+        decoder=newest.home,
         moves=sum(one.moves for one in histories),
         ttfet_s=None if ttfet_s is None else round(ttfet_s, 4),
         created=int(first.created_s),
@@ -125,9 +125,9 @@ def conversation_view(
 
 def _phase(histories: Sequence[History]) -> answers.Phase:
     """`reasoning` while any turn runs, `paused` while none is on a decoder, else `acting`."""
-    if any(one.running for one in histories):
+    if any(one.state is State.RUNNING for one in histories):
         return "reasoning"
-    return "paused" if all(one.decoder_id is None for one in histories) else "acting"
+    return "paused" if all(one.home is None for one in histories) else "acting"
 
 
 def _recent(histories: Sequence[History]) -> Sequence[History]:
@@ -145,7 +145,7 @@ def _history(
         turns=history.turns,
         held_tokens=history.held_tokens,
         shared_tokens=history.shared_tokens,
-        decoder=history.decoder_id,
+        decoder=history.home,
         moves=history.moves,
         age_s=round(max(0.0, now_s - history.created_s), 3),
         idle_s=round(max(0.0, now_s - history.last_used_s), 3),
@@ -311,7 +311,7 @@ def standings(
     placed = {identity.conversation_of(history_id) for history_id in pending}
     for conversation_id in asked:
         histories = table.histories(conversation_id)
-        if any(one.decoder_id is not None for one in histories):
+        if any(one.home is not None for one in histories):
             found[conversation_id] = Standing("live")
         elif histories or conversation_id in placed:
             found.setdefault(conversation_id, Standing("live"))

@@ -8,9 +8,12 @@ import pytest
 from ray._private import ray_constants
 from ray.serve._private import replica
 
+from conserve.conversations.ledger import Ledger
 from hetero.nvml import Nvml
 from tests.nvml import library, standin
 
+# A history gets into no state that cannot follow its own.
+Ledger.strict = True
 # Tests see stand-in GPUs alone, whatever the machine has.
 library.load_here()
 # A proxy is no way to this machine.

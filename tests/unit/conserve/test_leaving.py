@@ -20,7 +20,7 @@ def test_a_decoder_that_leaves_keeps_its_conversations_and_gets_no_new_one() -> 
     assert {bind(table, f"new{number}") for number in range(5)} == {"d2"}
     again = table.begin("old", 1)
     assert again is not None
-    assert again.decoder_id == "d1"
+    assert again.home == "d1"
     assert [one.id for one in table.accepting_decoders] == ["d2"]
 
 
@@ -54,11 +54,11 @@ def test_eviction_spares_a_running_turn_and_moves_the_conversation_after_it() ->
     assert table.bind("busy", 150, 1) is not None
     moved = table.get("busy")
     assert moved is not None
-    assert (moved.moves, moved.decoder_id) == (1, "d3")
+    assert (moved.moves, moved.home) == (1, "d3")
     # Others are left alone.
     kept = table.begin("idle", 1)
     assert kept is not None
-    assert (kept.decoder_id, kept.moves) == ("d1", 0)
+    assert (kept.home, kept.moves) == ("d1", 0)
 
 
 def test_an_engine_of_the_same_id_starts_afresh() -> None:

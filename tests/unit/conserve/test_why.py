@@ -132,7 +132,7 @@ def played(table: ConversationTable, history_id: str, texts: tuple[str, ...]) ->
             assert table.bind(history_id, 100, 0.0, opening=opening) is not None
         turn = Turn.last(table, history_id)
         tail = chain_of(talk(*texts[: length + 2])).ends[0]
-        home = the(table, history_id).decoder_id
+        home = the(table, history_id).home
         assert home is not None
         assert table.advance(turn.key, home, TurnStats(100 * number, 10, 0, 0), (tail,), 0.0)
 
@@ -142,7 +142,7 @@ def broken_at(*texts: str, system_tokens: int = SYSTEM_TOKENS) -> Broken | None:
     played(table, "agent", OLD)
     opening = Opening(chain_of(talk(*texts)), system_tokens)
     assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    return table.records[Turn.last(table, "agent\t\t1").id].broken
+    return table.record(Turn.last(table, "agent\t\t1").id).broken
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> Non
     played(table, "agent\t\t1", ("Help!", *OLD[1:]))
     opening = Opening(chain_of(talk("HELP", *OLD[1:])), SYSTEM_TOKENS)
     assert table.bind("agent\t\t2", 400, 1.0, opening=opening) is not None
-    assert table.records[Turn.last(table, "agent\t\t2").id].broken == Broken("system")
+    assert table.record(Turn.last(table, "agent\t\t2").id).broken == Broken("system")
 
 
 def test_a_history_that_forgot_answers_says_so() -> None:
@@ -184,7 +184,7 @@ def test_a_history_that_forgot_answers_says_so() -> None:
     turned[-4:] = ["changed", "changed", "changed", "changed"]
     opening = Opening(chain_of(talk(*turned)))
     assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    broken = table.records[Turn.last(table, "agent\t\t1").id].broken
+    broken = table.record(Turn.last(table, "agent\t\t1").id).broken
     assert broken is not None
     assert not broken.exact
 
@@ -192,21 +192,21 @@ def test_a_history_that_forgot_answers_says_so() -> None:
 def test_a_table_knows_why_a_history_has_no_engine_and_how_long_it_was_idle() -> None:
     table = a_table(decoders=1, prefillers=0, pausing=Pausing())
     first = start(table, "c", 600)
-    assert table.records[first.id].idle_s is None
+    assert table.record(first.id).idle_s is None
     assert first.advance(table, 600, now_s=5.0)
-    assert not table.records
+    assert not table._ledger.records
 
     # Another history does not fit beside it.
     assert start(table, "other", 600, 905.0).advance(table, 600, now_s=905.0)
-    assert the(table, "c").decoder_id is None
+    assert the(table, "c").home is None
     again = start(table, "c", 700, 1905.0)
-    record = table.records[again.id]
+    record = table.record(again.id)
     assert (record.unbound, record.had_tokens, record.idle_s) == ("paused", 610, 1900.0)
     assert again.advance(table, 700, now_s=1906.0)
 
     table.remove_decoder("d1")
     table.add_decoder("d2", 1000)
-    assert table.records[start(table, "c", 800, 1907.0).id].unbound == "lost"
+    assert table.record(start(table, "c", 800, 1907.0).id).unbound == "lost"
 
 
 def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
@@ -216,7 +216,7 @@ def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
     table.leave("d1")
     table.evict("d1")
     table.remove_decoder("d1")
-    assert not table.records, running
+    assert not table._ledger.records, running
     table.add_decoder("d2", 1000)
-    assert table.records[start(table, "c", 600).id].unbound == "left"
-    assert table.records[start(table, "running", 100).id].unbound == "left"
+    assert table.record(start(table, "c", 600).id).unbound == "left"
+    assert table.record(start(table, "running", 100).id).unbound == "left"

@@ -322,7 +322,7 @@ class World:
         assert all(one.queued_tokens == 0 for one in table.prefillers.values())
         assert set(table.decoders) == {one.name for one in self.hosts()}
         for decoder in self.hosts():
-            bound = [one for one in live if one.decoder_id == decoder.name]
+            bound = [one for one in live if one.home == decoder.name]
             mine = {one.id: one.held_tokens for one in bound}
             # With its next beat it is told of those that have just ended.
             untold = set(service._registry._ended[decoder.name])
@@ -347,7 +347,7 @@ class World:
             assert set(left) <= known, f"{decoder.name} has others"
             assert table.decoders[decoder.name].held_tokens == held_together(bound)
             assert table.decoders[decoder.name].conversations == len(mine)
-        return {one.id: (one.decoder_id, one.held_tokens) for one in live}
+        return {one.id: (one.home, one.held_tokens) for one in live}
 
 
 class Asked:

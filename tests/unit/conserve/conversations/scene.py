@@ -62,12 +62,12 @@ class Turn:
     @classmethod
     def last(cls, table: ConversationTable, history_id: str) -> "Turn":
         conversation = the(table, history_id)
-        assert conversation.decoder_id is not None
+        assert conversation.home is not None
         return cls(
             history_id,
             conversation.incarnation,
             conversation.running[-1],
-            conversation.decoder_id,
+            conversation.home,
         )
 
     @property
@@ -115,7 +115,7 @@ def held(table: ConversationTable) -> dict[str, tuple[int, int]]:
 
 
 def binding(table: ConversationTable, history_id: str) -> str | None:
-    return the(table, history_id).decoder_id
+    return the(table, history_id).home
 
 
 def listed(table: ConversationTable) -> list[str]:

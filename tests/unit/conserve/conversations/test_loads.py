@@ -131,7 +131,7 @@ def test_a_prefiller_hosts_and_later_turns_find_their_conversation_there() -> No
     assert Turn.last(table, "b").advance(table, 800)
     conversation = table.begin("b", 1.0)
     assert conversation is not None
-    assert conversation.decoder_id == "p1"
+    assert conversation.home == "p1"
     assert table.prefill_later_turn(conversation) is None
 
 
@@ -190,12 +190,12 @@ def test_whoever_comes_and_goes_nobody_is_sent_to_who_is_not_there(
         now_s += then_s
         name, engine_id = f"c{number}", engines[number % 2]
         known = table.get(name)
-        if what == "bind" and (known is None or known.decoder_id is None):
+        if what == "bind" and (known is None or known.home is None):
             placement = table.bind(name, tokens, now_s, opening=Opening(chain(name)))
             if placement is not None:
                 used = {placement.decoder_id, placement.prefiller_id or placement.decoder_id}
                 assert used <= there - leaving
-        elif what == "end" and known is not None and known.running and known.decoder_id:
+        elif what == "end" and known is not None and known.running and known.home:
             Turn.last(table, name).advance(table, tokens, (b"1" * 16,), now_s)
         elif what == "release":
             table.release(name)
@@ -226,7 +226,7 @@ def parking_table() -> ConversationTable:
     assert table.memory is not None
     table.memory.set_host_tokens(100_000)
     first = start(table, "a", 2_000)
-    assert the(table, "a").decoder_id == "d1"
+    assert the(table, "a").home == "d1"
     assert first.advance(table, 1_990, (b"1" * 16,))
     table.memory.parked(the(table, "a"), 2_000)
     return table
@@ -247,7 +247,7 @@ def test_a_turn_whose_home_is_idle_stays_and_what_it_appends_counts_there() -> N
     table = parking_table()
     conversation = table.begin("a", 1.0, prompt_tokens=5_000)
     assert conversation is not None
-    assert conversation.decoder_id == "d1"
+    assert conversation.home == "d1"
     assert backlog(table, "d1", 1.0) == 3_000
 
 
@@ -264,7 +264,7 @@ def test_where_a_turn_costs_least_idle_histories_give_way() -> None:
     room = table.decoders["d1"].free_tokens
     placement = table.bind("b", room + 500, 1.0)
     assert placement == Placement("d1", None)
-    assert the(table, "a").decoder_id is None
+    assert the(table, "a").home is None
 
 
 def test_a_turn_runs_where_there_is_room_if_nobody_gives_way_where_it_costs_least() -> None:

@@ -12,7 +12,7 @@ from conserve import identity
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
 from conserve.histories.points import mark
-from conserve.history import History
+from conserve.history import History, State
 from conserve.placement import ConversationPlacement
 from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import (
@@ -230,13 +230,13 @@ class AnyOrder(RuleBasedStateMachine):
         """
         account = []
         for conversation in self.table.live():
-            if conversation.decoder_id == decoder_id:
+            if conversation.home == decoder_id:
                 own = copy.copy(conversation)
                 if not arrived:
                     own.running = ()
                     if own.last_turn is None:
                         continue
-                own.prefiller_id, own.prefill_tokens, own.decoder_id = None, 0, None
+                own.prefiller_id, own.prefill_tokens, own.home = None, 0, None
                 own.moves = 0
                 if own.promised:
                     own.held_tokens = 0  # a decoder has not heard of what was promised for it
@@ -330,7 +330,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(self.table) == len(self.known)
         for history_id, known in self.known.items():
             conversation = the(self.table, history_id)
-            assert conversation.decoder_id == known.decoder
+            assert conversation.home == known.decoder
             assert conversation.incarnation == known.incarnation
             assert conversation.held_tokens == known.held
             assert conversation.turns == known.turns
@@ -338,6 +338,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert set(conversation.running) == known.running
             assert conversation.finished == known.finished
             assert conversation.last_used_s == known.last_used_s
+            state = State.BOUND if known.decoder else State.UNBOUND
+            assert conversation.state is (State.RUNNING if known.running else state)
 
     @invariant()
     def each_decoder_holds_its_conversations_tokens(self) -> None:

@@ -72,7 +72,7 @@ def test_a_lost_table_is_rebuilt_from_what_decoders_hold() -> None:
         assert rebuilt.reasoning == 1
         for i in range(5):
             old, new = the(table, f"c{i}"), the(rebuilt, f"c{i}")
-            assert (new.decoder_id, new.held_tokens) == (old.decoder_id, old.held_tokens)
+            assert (new.home, new.held_tokens) == (old.home, old.held_tokens)
             assert (new.turns, new.incarnation) == (old.turns, old.incarnation)
             assert new.last_turn == old.last_turn
             assert rebuilt.recognise(chain(f"c{i}", old.tails), f"c{i}") == (
@@ -165,7 +165,7 @@ def test_a_decoder_forgets_what_moved_elsewhere_meanwhile() -> None:
     turn(table, "again", 50)
     lost = [table.get("moved"), table.get("again")]
     account = [copy.copy(c) for c in lost if c is not None]
-    assert {c.decoder_id for c in account} == {"d1"}
+    assert {c.home for c in account} == {"d1"}
     table.remove_decoder("d1")
     start(table, "moved", 120)
     # The same id, but another conversation since.
@@ -184,7 +184,7 @@ def test_an_earlier_conversation_of_the_same_id_is_not_revived() -> None:
     turn(table, "c", 50)
     table.remove_decoder("d2")
     assert table.add_decoder("d1", 1000, account) == ["c"]
-    assert the(table, "c").decoder_id is None
+    assert the(table, "c").home is None
     assert held(table) == {"d1": (0, 0)}
 
 
@@ -200,7 +200,7 @@ def test_a_conversations_history_outlasts_its_decoders_return() -> None:
     table.add_decoder("d2", 1000, [own])
     conversation = the(table, "c")
     assert (conversation.turns, conversation.moves, conversation.created_s) == (2, 1, 1)
-    assert conversation.decoder_id == "d2"
+    assert conversation.home == "d2"
 
 
 def test_a_successors_numbers_are_above_those_it_hears_of() -> None:

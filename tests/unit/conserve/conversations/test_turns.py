@@ -78,7 +78,7 @@ def test_a_first_turn_that_never_reached_an_engine_leaves_nothing() -> None:
     ended = first.abandon(table)
     assert ended is not None
     assert ended.id == "c"
-    assert ended.decoder_id == "d1"
+    assert ended.home == "d1"
     assert "c" not in table
     assert held(table)["d1"] == (0, 0)
     assert table.prefillers["p1"].queued_tokens == 0

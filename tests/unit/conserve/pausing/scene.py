@@ -13,7 +13,7 @@ LONG_AGO_S, NOW_S = 10.0, 1000.0
 
 
 def paused(table: ConversationTable) -> set[str]:
-    return {one.id for one in table.live() if one.decoder_id is None}
+    return {one.id for one in table.live() if one.home is None}
 
 
 def memory_of(table: ConversationTable) -> Memory:

@@ -109,7 +109,7 @@ def test_who_will_be_back_soon_moves_where_there_is_room() -> None:
     table = a_table(decoders=2, pausing=Pausing())
     for name in "abcd":
         idle(table, name, 400, NOW_S - 1)
-    homes = {name: the(table, name).decoder_id for name in "abcd"}
+    homes = {name: the(table, name).home for name in "abcd"}
     full = homes["a"]
     (other,) = (name for name in "bcd" if homes[name] == full)
     table.release(next(name for name in "bcd" if homes[name] != full))
@@ -202,7 +202,7 @@ def test_who_comes_back_finds_what_its_engine_has_kept() -> None:
     table = a_table(decoders=2, pausing=Pausing())
     for name in ("a", "b"):
         idle(table, name, 400)
-    home = the(table, "a").decoder_id
+    home = the(table, "a").home
     assert home is not None
     table.decoders[home].held_tokens += 1000
     relieve(table)
@@ -235,7 +235,7 @@ def test_what_was_used_since_has_taken_the_place_of_what_is_idle() -> None:
 def test_a_move_is_counted_and_both_decoders_forget_at_the_end() -> None:
     table = a_table(pausing=Pausing())
     idle(table, "a", 600)
-    home = the(table, "a").decoder_id
+    home = the(table, "a").home
     start(table, "b", 900, NOW_S)
     start(table, "c", 900, NOW_S)
     assert paused(table) == {"a"}
@@ -266,7 +266,7 @@ def test_what_several_begin_with_comes_free_with_the_last_of_them() -> None:
 def test_a_lost_decoder_leaves_nothing_to_come_back_to() -> None:
     table = a_table(pausing=Pausing())
     idle(table, "a", 600)
-    home = the(table, "a").decoder_id
+    home = the(table, "a").home
     assert home is not None
     start(table, "b", 900, NOW_S)
     start(table, "c", 900, NOW_S)
@@ -302,14 +302,14 @@ def test_the_account_is_right_whoever_is_paused(seed: int) -> None:
             for decoder in table.decoders.values():
                 memory_of(table).relieve(decoder, table.decoders.values(), now_s)
         for decoder in table.decoders.values():
-            held = [one for one in table.live() if one.decoder_id == decoder.id]
+            held = [one for one in table.live() if one.home == decoder.id]
             assert decoder.held_tokens == sum(one.held_tokens for one in held)
             assert decoder.conversations == len(held)
         assert memory_of(table).paused <= len(paused(table))
         at_work = [
             one
             for one in table.live()
-            if one.running or (one.decoder_id and now_s - one.last_used_s < RECENT_S)
+            if one.running or (one.home and now_s - one.last_used_s < RECENT_S)
         ]
         assert table.active(now_s) == len(at_work)
     assert memory_of(table).pauses["room"] > 5
@@ -410,19 +410,19 @@ def test_nothing_is_kept_of_those_that_ended() -> None:
 def test_a_decoder_that_returns_with_an_older_record_is_to_forget_it() -> None:
     table = a_table(pausing=Pausing())
     idle(table, "a", 400)
-    home = str(the(table, "a").decoder_id)
+    home = str(the(table, "a").home)
     old = copy.copy(the(table, "a"))
     start(table, "b", 900, NOW_S)
     start(table, "c", 900, NOW_S)
     table.release("b" if Turn.last(table, "c").decoder_id == home else "c")
     assert table.bind("a", 700, NOW_S) is not None
-    away = the(table, "a").decoder_id
+    away = the(table, "a").home
     assert away != home
     assert Turn.last(table, "a").advance(table, 700, (b"2" * 16,), NOW_S)
     memory_of(table).pause(the(table, "a"), "room")
     table.remove_decoder(home)
     assert table.add_decoder(home, 1000, [old]) == ["a"]
-    assert the(table, "a").decoder_id is None
+    assert the(table, "a").home is None
     assert memory_of(table).paused_on("a") == away
 
 
@@ -433,7 +433,7 @@ def test_a_new_table_takes_the_newest_record_though_its_turn_runs() -> None:
     new = History("a", 7, 1.0, 1.0, running=(9,))
     assert table.add_decoder("d1", 1000, [old]) == []
     assert table.add_decoder("d2", 1000, [new]) == []
-    assert the(table, "a").decoder_id == "d2"
+    assert the(table, "a").home == "d2"
     assert memory_of(table).left_on("d1") == {"a"}
 
 

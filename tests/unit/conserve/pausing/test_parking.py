@@ -96,7 +96,7 @@ def test_host_memory_serves_any_decoder_and_who_has_lost_his() -> None:
     start(table, "another", 400)
     home = Turn.last(table, "other").decoder_id
     assert parking(table, "a", 550)
-    assert the(table, "a").decoder_id == home
+    assert the(table, "a").home == home
     table.remove_decoder(home)
     placement = bound(table, "a", 580, NOW_S)
     assert (placement.decoder_id != home, placement.prefiller_id) == (True, None)
@@ -227,7 +227,7 @@ def test_who_moved_and_is_computed_there_was_not_kept() -> None:
     memory_of(table).pause(the(table, "a"), "room")
     start(table, "b", 900, NOW_S)
     assert table.bind("a", 650, NOW_S) is not None
-    assert the(table, "a").decoder_id == "d2"
+    assert the(table, "a").home == "d2"
     assert memory_of(table).restores == {"moved": 1}
 
 

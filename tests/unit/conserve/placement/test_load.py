@@ -215,7 +215,7 @@ def test_what_a_prefiller_has_lent_is_kept_in_mind_for_ten_seconds() -> None:
 
 def test_what_a_later_turn_appends_waits_at_its_home() -> None:
     loads = Loads(COSTS)
-    history = History("b", 1, 0.0, 0.0, decoder_id="d1", held_tokens=500)
+    history = History("b", 1, 0.0, 0.0, home="d1", held_tokens=500)
     loads.appended(history, 3_500, 1.0, 0)
     here = loads.work("d1", 1.0)
     assert (here.backlog_tokens, here.lent_tokens) == (3_000, 0)

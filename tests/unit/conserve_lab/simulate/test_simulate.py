@@ -256,9 +256,9 @@ def _ledger(cluster: Cluster) -> tuple[int, int]:
     """Tokens held for conversations between turns: by engines, and as the table says."""
     held = said = 0
     for conversation in cluster.table.live():
-        if conversation.running or conversation.decoder_id is None:
+        if conversation.running or conversation.home is None:
             continue
-        held += cluster.decoders[conversation.decoder_id].holds(conversation.id)
+        held += cluster.decoders[conversation.home].holds(conversation.id)
         said += conversation.held_tokens
     return held, said
 

@@ -14,10 +14,10 @@ from vllm.renderers.chat_utils import make_tool_call_id
 
 from conserve.apis import MESSAGES, RESPONSES
 from conserve.recognition.apis import answers_of
-from conserve.stream_record import StreamRecord
 from conserve.wire import Emitted, note, read_notes
 from deployments.engine import response_events
 from deployments.engine.response_events import AgreeingResponse
+from deployments.router.stream_record import StreamRecord
 
 TOKENS = [Emitted([token]) for token in range(5)]
 

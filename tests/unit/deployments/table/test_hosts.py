@@ -76,7 +76,7 @@ async def test_what_a_lost_one_had_goes_on_elsewhere_and_its_queue_is_gone() -> 
     assert (table.prefillers, [*table.decoders]) == ({}, ["d"])
     known = table.get("c")
     assert known is not None
-    assert known.decoder_id is None
+    assert known.home is None
     again = await service.turn("c", ends=True)
     assert (again.decoder_id, again.prefiller_id) == ("d", None)
     assert not table.is_leaving("p")

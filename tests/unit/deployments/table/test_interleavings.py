@@ -220,7 +220,7 @@ async def _everything_at_once(seed: int, close: bool) -> None:
         assert (usage.turns, usage.conversations) == (0, len(of_it))
         assert usage.held_tokens == sum(one.held_tokens for one in of_it)
     for decoder in service._table.decoders.values():
-        mine = [one for one in live if one.decoder_id == decoder.id]
+        mine = [one for one in live if one.home == decoder.id]
         assert decoder.held_tokens == sum(one.held_tokens for one in mine)
         assert decoder.conversations == len(mine)
     assert all(one.queued_tokens == 0 for one in service._table.prefillers.values())

@@ -539,7 +539,7 @@ async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_th
 
 
 async def test_an_engine_that_has_served_before_may_have_had_something_stored() -> None:
-    held = History("b", 2, 0.0, 0.0, decoder_id="decoder#1")
+    held = History("b", 2, 0.0, 0.0, home="decoder#1")
     service = await Drive.of(PREFILLER, dataclasses.replace(DECODER, holds=[held]))
     plan = await service.turn("a", TOKENS)
     assert plan.looks_up

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from conserve import wire
-from conserve.stream_record import StreamRecord
 from conserve.turn import TurnStats
 from conserve.wire import Emitted, note, read_notes
+from deployments.router.stream_record import StreamRecord
 
 
 def _event(text: str, created: int = 1700000000, **choice: object) -> bytes:
