@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from conserve.admission import FirstCome, Levels, LineOrder, Window
+from conserve.admission import FirstCome, Levels, QueueOrder, Window
 from conserve.pausing import Pausing, patience_s
 
 
@@ -16,7 +16,7 @@ class RoomPolicies(NamedTuple):
     """
 
     pausing: Pausing | None
-    order: LineOrder
+    order: QueueOrder
     window: Window | None
 
 

@@ -6,7 +6,7 @@ from math import inf
 from typing import Literal, get_args
 
 from conserve import identity
-from conserve.admission.waiting import LineOrder, Ticket, WaitingLine
+from conserve.admission.queue import Queue, QueueOrder, Ticket
 from conserve.admission.window import Pressure, Window
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
@@ -84,11 +84,11 @@ class Admission:
         table: ConversationTable,
         limit: int,
         timeout_s: float,
-        order: LineOrder | None = None,
+        order: QueueOrder | None = None,
         window: Window | None = None,
     ) -> None:
         self._table = table
-        self.line = WaitingLine(limit, timeout_s, order)
+        self.queue = Queue(limit, timeout_s, order)
         self.window = window
         self._counted = (0, 0)
         self._touched_s = -_TOUCH_S
@@ -100,7 +100,7 @@ class Admission:
             memory.working.advance(now_s)
             if now_s - self._touched_s >= _TOUCH_S:
                 self._touched_s = now_s
-                memory.touch((one.history_id for one in self.line.tickets(now_s)), now_s)
+                memory.touch((one.history_id for one in self.queue.tickets(now_s)), now_s)
         window = self.window
         if window is None or not window.is_due(now_s):
             return False
@@ -142,14 +142,14 @@ class Admission:
             history_id, prompt_tokens, now_s, arrived_s, now_s, opening,
             own_tokens=own_tokens, warm=warm,
         )  # fmt: skip
-        if not self.line and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
+        if not self.queue and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(ticket, now_s)
             if admitted is not None:
                 return admitted
         histories = self._table.histories(identity.conversation_of(history_id))
         served_tokens = attained_service(histories)
-        others_wait = bool(self.line)
-        ticket = self.line.join(
+        others_wait = bool(self.queue)
+        ticket = self.queue.join(
             history_id, prompt_tokens, now_s, arrived_s, opening,
             served_tokens=served_tokens, own_tokens=own_tokens, warm=warm,
         )  # fmt: skip
@@ -169,7 +169,7 @@ class Admission:
 
     def leave(self, history_id: str) -> Ticket | None:
         """Give up a place; None if it has none. Others may fit then, so call `admit`."""
-        ticket = self.line.leave(history_id)
+        ticket = self.queue.leave(history_id)
         if ticket is not None and self._table.memory is not None:
             self._table.memory.working.remove(history_id)
         return ticket
@@ -178,7 +178,7 @@ class Admission:
         """Yield the waiting tickets in their order, and the reason why each waits."""
         tried = {one.history_id for one in self._candidates(now_s)}
         free_tokens = self._free_tokens(now_s)
-        for ticket in self.line.tickets(now_s):
+        for ticket in self.queue.tickets(now_s):
             if ticket.history_id in tried:
                 yield ticket, "room"
             else:
@@ -194,11 +194,11 @@ class Admission:
     def _candidates(self, now_s: float) -> list[Ticket]:
         candidates: list[Ticket] = []
         free_tokens = self._free_tokens(now_s)
-        for ticket in self.line.tickets(now_s):
+        for ticket in self.queue.tickets(now_s):
             if not self._has_slot(ticket, now_s, free_tokens):
                 continue
             candidates.append(ticket)
-            if len(candidates) == _TRIED or self.line.holds_up(ticket, now_s):
+            if len(candidates) == _TRIED or self.queue.holds_up(ticket, now_s):
                 break
         return candidates
 
@@ -215,7 +215,7 @@ class Admission:
     def _admit_one(self, ticket: Ticket, now_s: float) -> Admitted | None:
         admitted = self._bind(ticket, now_s)
         if admitted is not None:
-            self.line.leave(ticket.history_id, went=True)
+            self.queue.leave(ticket.history_id, went=True)
         return admitted
 
     def _free_tokens(self, now_s: float) -> float:
@@ -226,7 +226,7 @@ class Admission:
         return memory.free_tokens(now_s)
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
-        late = now_s - ticket.joined_s >= patience_s(self.line.timeout_s)
+        late = now_s - ticket.joined_s >= patience_s(self.queue.timeout_s)
         passes = ticket.warm or (late and ticket.history_id in self._table)
         if not passes and ticket.own_tokens > free_tokens:
             return False

@@ -229,7 +229,7 @@ class Cluster(Clients):
         self._looks = False
         self._observe(now_s)
         self._admit(now_s)
-        if self._admission.line:
+        if self._admission.queue:
             self._look_again(now_s)
 
     def _observe(self, now_s: float) -> None:
@@ -361,12 +361,12 @@ class Cluster(Clients):
         self._count_kv(now_s)
         self._completed(one, work, decoder.id, now_s, one.found_tokens)
         self._observe(now_s)
-        if self._admission.line:
+        if self._admission.queue:
             self._admit(now_s)
 
     def _refuse(self, one: Open, now_s: float, error: str) -> None:
         super()._refuse(one, now_s, error)
-        if self._admission.line:
+        if self._admission.queue:
             self._admit(now_s)
 
     def _closed(self, one: Open, now_s: float) -> None:

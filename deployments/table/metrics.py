@@ -390,7 +390,7 @@ TABLE: tuple[Row[Observed], ...] = (
     ),
     Row(
         GAUGE, "conserve_queue_length", "Conversations that wait for a decoder with room.",
-        (), lambda seen: len(seen.admission.line),
+        (), lambda seen: len(seen.admission.queue),
     ),
     Row(
         GAUGE, "conserve_waiting",

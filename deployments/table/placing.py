@@ -155,8 +155,8 @@ class Placing:
             return refusals.queue_full(full)
         except TimeoutError:
             self.accounts.turned_away(history_id, "timeout")
-            retry_after_s = self.admission.line.retry_after_s(unix_s())
-            return refusals.timed_out(prompt_tokens, self.admission.line.timeout_s, retry_after_s)
+            retry_after_s = self.admission.queue.retry_after_s(unix_s())
+            return refusals.timed_out(prompt_tokens, self.admission.queue.timeout_s, retry_after_s)
         self.accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
         return self.running.plan(
             admitted.turn,
@@ -183,7 +183,7 @@ class Placing:
         try:
             # Not wait_for, which on Python 3.12 can lose what comes at the moment in which its time
             # is up.
-            await asyncio.wait([granted], timeout=self.admission.line.timeout_s)
+            await asyncio.wait([granted], timeout=self.admission.queue.timeout_s)
             if not granted.done():
                 raise TimeoutError
             admitted = granted.result()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from conserve import identity
-from conserve.admission import Admission, Admitted, WaitingLine
+from conserve.admission import Admission, Admitted, Queue
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.history import History
@@ -50,7 +50,7 @@ class TenantGate:
     """
 
     table: ConversationTable
-    line: WaitingLine
+    queue: Queue
     _arriving: dict[str, int] = field(default_factory=dict)
     _pending: dict[str, set[PendingTurn]] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class TenantGate:
 
     def _tokens(self, name: str) -> int:
         """Count the tokens that are held, and those that queued turns ask for."""
-        waiting = self.line.tokens_of(identity.scoped(name, "")) if self.line else 0
+        waiting = self.queue.tokens_of(identity.scoped(name, "")) if self.queue else 0
         return self.table.usage.tenant(name).held_tokens + waiting
 
 

@@ -97,7 +97,7 @@ class TableService(Table):
             settings.model_id,
         )
         self._recovery = Recovery(self._table, self._registry, self._autoscaler, started_s)
-        gate = TenantGate(self._table, self._admission.line)
+        gate = TenantGate(self._table, self._admission.queue)
         self._room = Room(self._table, self._admission, self._registry, self._accounts, gate)
         self._running = RunningTurns(
             settings, self._table, self._registry, self._accounts, self._room
@@ -256,7 +256,7 @@ class TableService(Table):
         self._ensure_housekeeping()
         if timeouts is not None and timeouts != self._timeouts:
             self._timeouts = timeouts
-            self._admission.line.timeout_s = timeouts.queue_timeout_s
+            self._admission.queue.timeout_s = timeouts.queue_timeout_s
             self._table.end_when_idle_for(timeouts.idle_timeout_s)
             logger.info("changed in place: %s", timeouts)
         self._registry.router_beat(router_id, time.monotonic())
@@ -321,7 +321,7 @@ class TableService(Table):
         self._host, self._host_told_s = pressure, time.monotonic()
         if not self._recovery.is_over:
             return messages.Lifecycle(self._events.first, None)
-        waiting = self._admission.line.tickets(unix_s())
+        waiting = self._admission.queue.tickets(unix_s())
         found = standings(conversation_ids, self._table, waiting, self._room.pending)
         return messages.Lifecycle(self._events.first, found)
 
@@ -369,7 +369,7 @@ class TableService(Table):
 
     def _scale(self, now_s: float) -> None:
         table = self._table
-        waiting_tokens = self._admission.line.tokens
+        waiting_tokens = self._admission.queue.tokens
         changed = self._autoscaler.decide(
             table.decoders.values(), table.prefillers.values(), waiting_tokens, now_s
         )

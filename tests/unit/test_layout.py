@@ -45,7 +45,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     ("file", "line"),
     [
         ("conserve/conversations/table.py", "import deployments.messages"),
-        ("conserve/admission/waiting.py", "import ray"),
+        ("conserve/admission/queue.py", "import ray"),
         ("hetero/tiers.py", "import deployments.messages"),
         ("deployments/node/node.py", "import deployments.engine.engine"),
         ("deployments/table_client.py", "import deployments.table.table"),

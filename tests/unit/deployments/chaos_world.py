@@ -311,7 +311,7 @@ class World:
     def _require_agreement(self) -> dict[str, tuple[str | None, int]]:
         """What is bound where and holds what, once table and decoders agree about it."""
         service = self.cluster.table.service
-        assert len(service._admission.line) == 0
+        assert len(service._admission.queue) == 0
         assert not service._room.pending
         assert not service._running.routers
         assert not service._running.decoders

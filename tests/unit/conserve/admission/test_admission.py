@@ -33,14 +33,14 @@ def test_who_does_not_fit_waits_and_goes_when_there_is_room() -> None:
     ticket = admission.enter("second", 800, 1.0, arrived_s=0.5)
     times_s = {"joined_s": 1.0, "arrived_s": 0.5, "deadline_s": 61.0}
     assert ticket == Ticket("second", 800, **times_s, own_tokens=800)
-    assert admission.line.tokens == 800
+    assert admission.queue.tokens == 800
     assert admission.admit(2.0) == []
     table.release("first")
     (admitted,) = admission.admit(3.0)
     assert names([admitted]) == ["second"]
     # From its first request, not from when there was room.
     assert admitted.history.asked_s == 0.5
-    assert len(admission.line) == 0
+    assert len(admission.queue) == 0
     assert admission.admit(4.0) == []
 
 
@@ -77,7 +77,7 @@ def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
         admission.enter("late", 100, 40.0)
     assert refused.value.retry_after_s == 31
     assert "late" not in table
-    assert len(admission.line) == 1
+    assert len(admission.queue) == 1
 
 
 def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -> None:

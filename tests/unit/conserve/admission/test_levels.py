@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conserve import identity
-from conserve.admission import Levels, Ticket, WaitingLine
+from conserve.admission import Levels, Queue, Ticket
 
 FIRST_TOKENS, GROWTH, LEVELS, RISE_S = 100, 4, 3, 10.0
 # Of the three levels' conversations, one each.
 SERVED = (0, 100, 400)
 
 
-def a_line(limit: int = 1024) -> WaitingLine:
-    return WaitingLine(limit, 1e9, Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S))
+def a_queue(limit: int = 1024) -> Queue:
+    return Queue(limit, 1e9, Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S))
 
 
-def keys(line: WaitingLine, now_s: float) -> list[str]:
-    return [ticket.history_id for ticket in line.tickets(now_s)]
+def keys(queue: Queue, now_s: float) -> list[str]:
+    return [ticket.history_id for ticket in queue.tickets(now_s)]
 
 
 def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
@@ -39,29 +39,29 @@ def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
 
 
 def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:
-    line = a_line()
-    old = line.join("old", 10, 0.0, served_tokens=5000)
-    line.join("at ten", 10, 10.0, served_tokens=150)
-    assert keys(line, 10.0) == ["old", "at ten"]
-    young = line.join("at fifteen", 10, 15.0)
-    assert keys(line, 19.9) == ["at fifteen", "old", "at ten"]
+    queue = a_queue()
+    old = queue.join("old", 10, 0.0, served_tokens=5000)
+    queue.join("at ten", 10, 10.0, served_tokens=150)
+    assert keys(queue, 10.0) == ["old", "at ten"]
+    young = queue.join("at fifteen", 10, 15.0)
+    assert keys(queue, 19.9) == ["at fifteen", "old", "at ten"]
     # In a level who came first goes first, wherever it began.
-    assert keys(line, 20.0) == ["old", "at ten", "at fifteen"]
-    assert not line.holds_up(old, 29.9)
-    assert line.holds_up(old, 30.0)
+    assert keys(queue, 20.0) == ["old", "at ten", "at fifteen"]
+    assert not queue.holds_up(old, 29.9)
+    assert queue.holds_up(old, 30.0)
     # Both are aged, one of them since 25 s.
-    assert line.holds_up(young, 30.0)
-    assert keys(line, 30.0) == ["at fifteen", "old", "at ten"]
+    assert queue.holds_up(young, 30.0)
+    assert keys(queue, 30.0) == ["at fifteen", "old", "at ten"]
 
 
 def test_what_is_warm_comes_aged_and_rises_no_further() -> None:
-    line = a_line()
-    line.join("old", 10, 0.0)
-    line.join("warm", 10, 5.0, served_tokens=5000, warm=True)
-    line.join("young", 10, 6.0)
-    line.join("warm too", 10, 12.0, warm=True)
+    queue = a_queue()
+    queue.join("old", 10, 0.0)
+    queue.join("warm", 10, 5.0, served_tokens=5000, warm=True)
+    queue.join("young", 10, 6.0)
+    queue.join("warm too", 10, 12.0, warm=True)
     for now_s in (12.0, 16.0, 60.0):
-        assert keys(line, now_s) == ["warm", "old", "warm too", "young"]
+        assert keys(queue, now_s) == ["warm", "old", "warm too", "young"]
 
 
 @given(
@@ -77,17 +77,17 @@ def test_what_is_warm_comes_aged_and_rises_no_further() -> None:
     )
 )
 def test_the_order_is_the_rule_s_at_any_time(steps: list[tuple[str, float, int, int]]) -> None:
-    line, waiting, now_s = a_line(), list[Ticket](), 0.0
+    queue, waiting, now_s = a_queue(), list[Ticket](), 0.0
     for number, (what, after_s, served, pick) in enumerate(steps):
         now_s += after_s
         if what == "join":
-            waiting.append(line.join(f"c{number}", 1, now_s, served_tokens=served))
+            waiting.append(queue.join(f"c{number}", 1, now_s, served_tokens=served))
         elif waiting:
-            line.leave(waiting.pop(pick % len(waiting)).history_id, went=bool(pick % 2))
-        assert keys(line, now_s) == by_the_rule(waiting, now_s)
+            queue.leave(waiting.pop(pick % len(waiting)).history_id, went=bool(pick % 2))
+        assert keys(queue, now_s) == by_the_rule(waiting, now_s)
         for ticket in waiting:
             level = SERVED.index(ticket.served_tokens)
-            held_up = line.holds_up(ticket, now_s)
+            held_up = queue.holds_up(ticket, now_s)
             assert held_up == (now_s - ticket.joined_s >= (level + 1) * RISE_S)
 
 
@@ -95,22 +95,22 @@ def test_the_order_is_the_rule_s_at_any_time(steps: list[tuple[str, float, int, 
 class _Run:
     """A queue before one decoder whose room comes and goes, and what happened in it."""
 
-    line: WaitingLine = field(default_factory=a_line)
+    queue: Queue = field(default_factory=a_queue)
     joined: dict[str, Ticket] = field(default_factory=dict)
     # Pairs in which the first went before the second while both waited.
     passed: dict[str, list[Ticket]] = field(default_factory=lambda: defaultdict(list))
 
     def join(self, key: str, tokens: int, served: int, now_s: float) -> None:
-        self.joined[key] = self.line.join(key, tokens, now_s, served_tokens=served)
+        self.joined[key] = self.queue.join(key, tokens, now_s, served_tokens=served)
 
     def look(self, room: int, now_s: float) -> None:
-        for ticket in list(self.line.tickets(now_s)):
+        for ticket in list(self.queue.tickets(now_s)):
             if ticket.prompt_tokens <= room:
                 room -= ticket.prompt_tokens
-                self.line.leave(ticket.history_id, went=True)
-                for other in self.line.tickets(now_s):
+                self.queue.leave(ticket.history_id, went=True)
+                for other in self.queue.tickets(now_s):
                     self.passed[other.history_id].append(ticket)
-            elif self.line.holds_up(ticket, now_s):
+            elif self.queue.holds_up(ticket, now_s):
                 break
 
 
@@ -134,31 +134,31 @@ def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants:
         own = identity.tenant_of(key)
         passed = [one for one in run.passed[key] if identity.tenant_of(one.history_id) == own]
         assert all(one.joined_s < aged_s(ticket) for one in passed)
-    while len(run.line):
+    while len(run.queue):
         # By now all are aged, so one goes whenever there is room for the largest.
         now_s += LEVELS * RISE_S
-        waited = len(run.line)
+        waited = len(run.queue)
         run.look(10, now_s)
-        assert len(run.line) < waited
+        assert len(run.queue) < waited
 
 
 def test_tenants_take_turns() -> None:
-    line = a_line()
+    queue = a_queue()
     for number in range(100):
-        line.join(identity.scoped("crowd", f"c{number}"), 1, 0.0)
-    line.join(identity.scoped("one", "c"), 1, 5.0, served_tokens=5000)
-    first_two = [identity.tenant_of(key) for key in keys(line, 5.0)[:2]]
+        queue.join(identity.scoped("crowd", f"c{number}"), 1, 0.0)
+    queue.join(identity.scoped("one", "c"), 1, 5.0, served_tokens=5000)
+    first_two = [identity.tenant_of(key) for key in keys(queue, 5.0)[:2]]
     assert first_two == ["crowd", "one"]
-    line.leave(identity.scoped("crowd", "c0"), went=True)
-    assert identity.tenant_of(keys(line, 5.0)[0]) == "one"
+    queue.leave(identity.scoped("crowd", "c0"), went=True)
+    assert identity.tenant_of(keys(queue, 5.0)[0]) == "one"
 
 
 def test_who_gives_up_does_not_cost_its_tenant_a_turn() -> None:
-    line = a_line()
+    queue = a_queue()
     for tenant, own in (("a", "1"), ("a", "2"), ("b", "1")):
-        line.join(identity.scoped(tenant, own), 1, 0.0)
-    line.leave(identity.scoped("a", "1"))
-    assert keys(line, 0.0)[0] == identity.scoped("a", "2")
+        queue.join(identity.scoped(tenant, own), 1, 0.0)
+    queue.leave(identity.scoped("a", "1"))
+    assert keys(queue, 0.0)[0] == identity.scoped("a", "2")
 
 
 @settings(max_examples=40, deadline=None)
@@ -172,12 +172,12 @@ def test_of_other_tenants_no_more_go_before_an_aged_one_than_have_a_turn(seed: i
         now_s += rng.expovariate(1.0)
         key = identity.scoped(f"t{rng.randrange(tenants)}", f"c{number}")
         run.join(key, rng.choice([1, 3, 10]), rng.choice(SERVED), now_s)
-        for other in list(run.line.tickets(now_s)):
-            if run.line.holds_up(other, now_s) and other.history_id not in went_since:
+        for other in list(run.queue.tickets(now_s)):
+            if run.queue.holds_up(other, now_s) and other.history_id not in went_since:
                 mine = identity.tenant_of(other.history_id)
                 ahead = [
                     one
-                    for one in run.line.tickets(now_s)
+                    for one in run.queue.tickets(now_s)
                     if identity.tenant_of(one.history_id) == mine and aged_s(one) <= aged_s(other)
                 ]
                 went_since[other.history_id] = [len(ahead) - 1, len(run.passed[other.history_id])]

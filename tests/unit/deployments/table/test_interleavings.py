@@ -201,7 +201,7 @@ async def _everything_at_once(seed: int, close: bool) -> None:
     for router in sorted(set(ROUTERS) - world.gone):
         await service.router_beat(router)
         await service._router_lost(router)
-    assert len(service._admission.line) == 0
+    assert len(service._admission.queue) == 0
     assert not service._room.pending
     assert not service._running.routers
     world.within_limits()

@@ -37,7 +37,7 @@ class Scene:
     def __init__(self, window: Window | None = None) -> None:
         self.table = ConversationTable(ConversationPlacement(), 60, pausing=Pausing())
         admission = Admission(self.table, limit=3, timeout_s=60, window=window)
-        self.line = admission.line
+        self.queue = admission.queue
         self.registry = Registry(self.table, 0.0)
         self.autoscaler = Autoscaler({}, {"decoder": 3}, None, window_s=60)
         observed = Observed(
@@ -106,7 +106,7 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
     table.add_prefiller("p")
     table.bind("a", 300, now_s=1)
     table.bind("b", 500, now_s=1)
-    scene.line.join("c", 900, now_s=1)
+    scene.queue.join("c", 900, now_s=1)
     assert scene.value("conserve_conversations", phase="reasoning") == 2
     assert scene.value("conserve_prefiller_queued_tokens", prefiller="p") == 800
     assert scene.value("conserve_decoder_held_tokens", decoder="d1") == 300
@@ -121,7 +121,7 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
     table.prefilled(a.newest_turn)
     stats = TurnStats(300, 11, 0, 256)
     table.advance(a.newest_turn, "d1", stats, (), now_s=2)
-    scene.line.leave("c")
+    scene.queue.leave("c")
     assert scene.value("conserve_conversations", phase="reasoning") == 1
     assert scene.value("conserve_conversations", phase="acting") == 1
     assert scene.value("conserve_prefiller_queued_tokens", prefiller="p") == 500

@@ -92,7 +92,7 @@ async def test_conversations_go_on_where_they_were() -> None:
     await world.registered()
     assert {name: (await world.begin(name)).decoder_id for name in "abcd"} == before
     assert (world.history("a").created_s, world.history("a").turns) == (created_s, 1)
-    assert world.table._admission.line.timeout_s == 5.0
+    assert world.table._admission.queue.timeout_s == 5.0
 
 
 async def test_turns_wait_for_the_engines_of_before_and_for_no_others() -> None:

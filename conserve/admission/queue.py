@@ -33,7 +33,7 @@ class Ticket:
     warm: bool = False
 
 
-class LineOrder(Protocol):
+class QueueOrder(Protocol):
     """Orders the queue, and says which tickets others may overtake."""
 
     def join(self, ticket: Ticket) -> None: ...
@@ -186,32 +186,32 @@ class QueueFull(Exception):
         self.retry_after_s = retry_after_s
 
 
-class WaitingLine:
+class Queue:
     """A bounded queue with a longest wait; by default in order of arrival.
 
     Attributes:
         timeout_s: the longest wait of those that join from now on.
     """
 
-    def __init__(self, limit: int, timeout_s: float, order: LineOrder | None = None) -> None:
+    def __init__(self, limit: int, timeout_s: float, order: QueueOrder | None = None) -> None:
         self._limit = limit
         self.timeout_s = timeout_s
         self._order = FirstCome() if order is None else order
         # The oldest first.
-        self._line: dict[str, Ticket] = {}
+        self._tickets: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._tickets)
 
     @property
     def tokens(self) -> int:
-        return sum(ticket.prompt_tokens for ticket in self._line.values())
+        return sum(ticket.prompt_tokens for ticket in self._tickets.values())
 
     def tokens_of(self, beginning: str) -> int:
         """Return the sum of the prompts of histories whose ids have this prefix."""
-        line = self._line.values()
+        tickets = self._tickets.values()
         return sum(
-            ticket.prompt_tokens for ticket in line if ticket.history_id.startswith(beginning)
+            ticket.prompt_tokens for ticket in tickets if ticket.history_id.startswith(beginning)
         )
 
     def join(
@@ -232,9 +232,9 @@ class WaitingLine:
             QueueFull: no place is free.
             ValueError: it has a place already.
         """
-        if history_id in self._line:
+        if history_id in self._tickets:
             raise ValueError(f"{history_id!r} waits already")
-        if len(self._line) >= self._limit:
+        if len(self._tickets) >= self._limit:
             raise QueueFull(self._limit, self.retry_after_s(now_s))
         arrived_s = now_s if arrived_s is None else arrived_s
         deadline_s = now_s + self.timeout_s
@@ -242,13 +242,13 @@ class WaitingLine:
             history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens,
             own_tokens, warm,
         )  # fmt: skip
-        self._line[history_id] = ticket
+        self._tickets[history_id] = ticket
         self._order.join(ticket)
         return ticket
 
     def leave(self, history_id: str, *, went: bool = False) -> Ticket | None:
         """Give the place up; None if it has none. ``went`` says whether it is admitted."""
-        ticket = self._line.pop(history_id, None)
+        ticket = self._tickets.pop(history_id, None)
         if ticket is not None:
             self._order.leave(ticket, went=went)
         return ticket
@@ -261,6 +261,6 @@ class WaitingLine:
 
     def retry_after_s(self, now_s: float) -> int:
         """Return the time until a place is free at the latest, in whole seconds from 1 to 60."""
-        oldest = next(iter(self._line.values()), None)
+        oldest = next(iter(self._tickets.values()), None)
         wait_s = oldest.deadline_s - now_s if oldest is not None else self.timeout_s
         return max(1, min(int(wait_s) + 1, 60))
