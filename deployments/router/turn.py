@@ -109,6 +109,10 @@ class TurnEndpoint:
         self.counters.rotate(-1)
         return self.counters[-1] if self.counters else None
 
+    def lost(self, engine_id: str) -> None:
+        """Have no prompt counted by an engine that is lost, until the table says otherwise."""
+        self.counters = deque(one for one in self.counters if one.id != engine_id)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = time.perf_counter()
         span = None if self.spans is None else self.spans.begin(scope, arrived_s)
@@ -178,6 +182,7 @@ class Turn:
         self._encoding = endpoint.encoding
         self._router_id = endpoint.router_id
         self._counter, self._numbers = endpoint.counter, endpoint.numbers
+        self._lost_engine = endpoint.lost
 
         # The request, and what its client has of the answer.
         record: StreamRecord | None = None
@@ -622,6 +627,7 @@ class Turn:
             # One that was gone before the prompt came cannot have died of it.
             if had_prompt:
                 self._lost.add(engine_id)
+            self._lost_engine(engine_id)
             await self._table.engine_lost(engine_id, why)
 
     def _stats(self, outcome: Outcome) -> TurnStats:

@@ -13,7 +13,7 @@ from conserve.errors import ApiError
 from conserve.tenants import Limits
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
-from deployments.messages import Checked, Refusal, TurnPlan, TurnTenant
+from deployments.messages import Checked, CountingEngine, Refusal, RouterHeard, TurnPlan, TurnTenant
 from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments.router.fakes import (
     ANSWER,
@@ -24,6 +24,7 @@ from tests.unit.deployments.router.fakes import (
     Keys,
     Stream,
     ask,
+    endpoint_of,
     exchange,
     noted_event,
     told_by,
@@ -72,6 +73,17 @@ def test_a_turn_outlives_engines_that_did_not_die_of_it(
         assert headers["x-conserve-decoder"] == served[-1]
     # Each turn that was placed is given back, and the last one only if it was not served.
     assert len(table.told_of("abandon")) == len(table.placed) - (status == 200)
+
+
+def test_a_lost_engine_counts_no_further_prompt() -> None:
+    table, engines = FakeTable(), FakeEngines({"p9"})
+    endpoint = endpoint_of(table, engines)
+    endpoint.hear(RouterHeard([], [CountingEngine("p9", "http://p9", 1000)], True))
+    for _ in range(2):
+        assert ask(endpoint)[0] == 200
+    assert table.lost == ["p9"]
+    # The table knows another.
+    assert engines.counted == ["http://p9", "http://tokenizer", "http://tokenizer"]
 
 
 def test_a_client_is_told_which_of_its_tools_and_fields_are_left_out() -> None:
