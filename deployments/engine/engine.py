@@ -29,9 +29,9 @@ from deployments.engine.http_server import EngineHttp
 from deployments.engine.inside import inside_of
 from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
 from deployments.engine.load import measure
-from deployments.engine.observer import observe_engine
 from deployments.engine.reporter import Reporter
-from deployments.engine.stored import hold_until_stored
+from deployments.engine.response_store import ResponseStore
+from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.failures import TELLS, FailedImages
 from deployments.engine.vision.node_images import NodeImages
 from deployments.engine.warm_up import WarmUp
@@ -155,15 +155,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         client, settings, role = self._client, self._settings, self._role
         failed = FailedImages(lambda request_ids: in_background(client.abort(request_ids)))
         self._meter = measure(client, failed.have_failed, self._node.lmcache_hangs)
-        hold_until_stored(client)
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         host_tokens = self._host_tokens(client.vllm_config) if settings.parks else 0
         self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens)
-        schedules = settings.schedules_conversations and settings.hosts(role)
-        observe_engine(
-            client, self._meter, failed, missing_tokens, schedules=schedules, copies=self._copies
-        )
         gpus = await self._gpus(config)
         if gpus and settings.of_role(role).num_gpus < 1:
             await self._workers.keep_to_their_part()
@@ -172,12 +167,16 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             self._node.use = EngineUse(self._id, gpus, self._tier.cap, leases)
         app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
         self._inside.add_routes(app)
-        self._http = EngineHttp(
-            app, client, tasks, settings,
-            holdings=self._holdings, desk=self._desk, has_more=self._reporter.has_more,
+        self._turns = EngineTurns(
+            app, client, self._holdings, self._desk,
+            meter=self._meter, failed=failed, missing_tokens=missing_tokens, tasks=tasks,
+            stores=client.vllm_config.kv_transfer_config is not None,
+            schedules=settings.schedules_conversations and settings.hosts(role),
+            copies=self._copies, has_more=self._reporter.has_more,
             waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
-            missing_tokens=missing_tokens, image_name=failed.name,
+            responses=ResponseStore(media_bytes=settings.media.bytes),
         )  # fmt: skip
+        self._http = EngineHttp(app, self._turns, settings, failed.name)
         await self._http.listen()
         cache = client.vllm_config.cache_config
         return EngineInfo(
@@ -226,7 +225,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     async def _require_engine(self) -> None:
         await super().check_health()
-        if self._http.engine_ends:
+        if self._turns.ending:
             raise RuntimeError("the engine's core has been told to end")
 
     async def _load_engine(self, config: LLMConfig) -> None:

@@ -30,7 +30,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from deployments.engine import grammar_process
-from deployments.engine.check import refuse_check
+from deployments.engine.turns import refuse_check
 from deployments.upstream import unbounded_grammars
 from deployments.upstream.patch import require
 

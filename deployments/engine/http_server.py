@@ -7,37 +7,23 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
-import pybase64
 import ray
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.serve import create_error_response
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
-from vllm.multimodal.media.image import ImageMediaIO
 
-from conserve import wire
 from conserve.apis import TOKEN_PATHS, TURN_PATHS
 from conserve.complaints import complaint
-from conserve.direct import Desk
-from conserve.holdings import Holdings
-from conserve.media import lifted_media
 from conserve.settings import Settings
 from conserve.tokenizing import TokenCache
-from deployments.engine.asgi import MEDIA, read_ahead, replay
-from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.grammars import Grammars
-from deployments.engine.observer import TurnObserver
-from deployments.engine.response_store import ResponseKeeper
 from deployments.engine.tokenizing import keep_text, keep_tokens
-from deployments.engine.vision.node_images import MissingTokens
+from deployments.engine.turns import MEDIA_CONNECTOR, EngineTurns, skip_media_cache
 from deployments.upstream import media_names, prepared_twice
 from deployments.upstream.patch import require
 from deployments.upstream.seams import require_seams
@@ -49,44 +35,28 @@ class EngineHttp:
     """Serves one engine's turns by vLLM's HTTP app, which has not served anything yet."""
 
     def __init__(
-        self,
-        app: FastAPI,
-        client: Any,
-        tasks: tuple[str, ...],
-        settings: Settings,
-        *,
-        holdings: Holdings,
-        desk: Desk,
-        has_more: Callable[[], None],
-        waiting_tokens: Callable[[], int],
-        missing_tokens: MissingTokens,
-        image_name: Callable[[str], str],
+        self, app: FastAPI, turns: EngineTurns, settings: Settings, image_name: Callable[[str], str]
     ) -> None:
         describe(app)
         explain_refusals(app)
+        client, renderer = turns.client, app.state.online_renderer
         require(media_names.PATCH)
         media_names.keep_media_names(image_name)
         require(prepared_twice.PATCH)
         prepared_twice.prepare_once(client.renderer)
-        renderer = app.state.online_renderer
+        require_seams("media_aside")
+        os.environ["VLLM_MEDIA_CONNECTOR"] = MEDIA_CONNECTOR
         if not settings.special_tokens_in_text:
             keep_text(renderer)
         keyed = settings.keys_file is not None
         self.tokens: TokenCache | None = keep_tokens(renderer, salted_only=keyed)
-        stores = client.vllm_config.kv_transfer_config is not None
-        make_checkable(client, renderer, tasks, missing_tokens, stores=stores)
+        skip_media_cache(renderer)
         Grammars(client.vllm_config, renderer.renderer.tokenizer).bound(client)
-        keeper = ResponseKeeper(app, media_bytes=settings.media.bytes)
-        self._observer = TurnObserver(keeper, holdings, desk, has_more, waiting_tokens)
+        self._turns = turns
         self._host = settings.engine_host
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
-
-    @property
-    def engine_ends(self) -> bool:
-        """Return whether the engine has been told to end, as a turn has found out."""
-        return self._observer.ending
 
     @property
     def has_ended(self) -> bool:
@@ -103,7 +73,7 @@ class EngineHttp:
         listener.bind((host, 0))
         server = uvicorn.Server(
             uvicorn.Config(
-                MediaAside(RequestCheck(self._observer)),
+                self._turns,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -154,58 +124,3 @@ async def _invalid(request: Request, error: Exception) -> Response:
         message = f"{field}: {message}"
     refusal = create_error_response(message, param=field or None)
     return JSONResponse(refusal.model_dump(), refusal.error.code)
-
-
-_CONNECTOR = "conserve"
-# Shorter bodies take vLLM a few milliseconds.
-_LONG_BYTES = 256 * 1024
-# Base64 by its mark, for requests that are served now.
-_aside: dict[str, bytes] = {}
-
-
-class MediaAside:
-    """ASGI middleware that sets media in long bodies aside while a request is served.
-
-    On the event loop, vLLM would take half a second for 40 MB of base64. It gets the data where it
-    decodes the image, in threads of its own, by the connector that ``VLLM_MEDIA_CONNECTOR`` names.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        require_seams("media_aside")
-        self._app = app
-        os.environ["VLLM_MEDIA_CONNECTOR"] = _CONNECTOR
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers({})
-        if int(headers.get("content-length", 0)) <= _LONG_BYTES:
-            await self._app(scope, receive, send)
-            return
-        body = await read_ahead(receive)
-        told = headers.get(wire.TURN_HEADER)
-        noted = 0 if told is None else wire.DecoderTurn.read(told).sent_bytes
-        path = scope["path"].removeprefix(wire.CHECK_PREFIX).removeprefix(wire.PREFILL_PREFIX)
-        lifted = await asyncio.to_thread(lambda: lifted_media(body[noted:], path))
-        _aside.update(lifted.spans)
-        try:
-            receive = replay(body[:noted] + lifted.raw, receive)
-            # The turn may last, and its media are in memory already.
-            body = b""
-            await self._app({**scope, MEDIA: lifted.spans}, receive, send)
-        finally:
-            for mark in lifted.spans:
-                del _aside[mark]
-
-
-@MEDIA_CONNECTOR_REGISTRY.register(_CONNECTOR)
-class AsideConnector(MediaConnector):  # type: ignore[misc]  # vLLM's types are not looked at.
-    """Reads the data that were set aside."""
-
-    def _load_data_url(self, url: str, media_io: Any) -> Any:
-        head, _, mark = url.partition(",")
-        data = _aside.get(mark)
-        if data is None:
-            return super()._load_data_url(url, media_io)
-        if isinstance(media_io, ImageMediaIO):
-            # Without a copy as text.
-            return media_io.load_bytes(pybase64.b64decode(data, validate=True))
-        return super()._load_data_url(f"{head},{data.decode()}", media_io)

@@ -17,7 +17,6 @@ import msgspec
 from starlette.types import Message, Send
 
 from conserve.items import call_id, item_id
-from deployments.engine.asgi import is_stream
 
 _BEGINNINGS = (b"event: response.created\n", b"event: response.in_progress\n")
 _ADDED = b"event: response.output_item.added\n"
@@ -52,6 +51,14 @@ _RESPONSE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[Json])
 _TEXT = msgspec.json.Decoder(str)
 _encode = msgspec.json.encode
+
+
+def is_stream(start: Message) -> bool:
+    """Return whether an answer is a stream of events, by its first message."""
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start["headers"]
+    )
 
 
 class AgreeingResponse:

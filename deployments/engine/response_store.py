@@ -16,13 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from conserve import identity, wire
-from conserve.apis import RESPONSES
 from conserve.media import put_back
-from conserve.turn import TurnKey
-from deployments.engine.asgi import MEDIA, TURN, aside, read_ahead, replay
 from deployments.engine.response_events import AgreeingResponse
 
 # Sent at a time, between other turns' tokens.
@@ -36,7 +33,9 @@ _LARGEST_HISTORIES = 4
 _ENTRY_BYTES = 512
 
 
-class _Asked(msgspec.Struct, gc=False):
+class Asked(msgspec.Struct, gc=False):
+    """The members of a request for a response that its keeper reads."""
+
     request_id: str = ""
     store: bool | None = True
     # Unchecked: vLLM judges them, or ignores them.
@@ -45,7 +44,7 @@ class _Asked(msgspec.Struct, gc=False):
     text: dict[str, Any] | None = None
 
 
-_ASKED = msgspec.json.Decoder(_Asked)
+_ASKED = msgspec.json.Decoder(Asked)
 
 
 class Image(NamedTuple):
@@ -114,11 +113,14 @@ class ResponseStore:
     """The newest responses, by tenant and id, as far as there is room.
 
     Images of requests have room of their own, for their base64.
+
+    Args:
+        media_bytes: the most that the media of one request may have.
     """
 
-    def __init__(self, room_bytes: int, images_bytes: int = 0) -> None:
+    def __init__(self, room_bytes: int = ROOM_MB * _MB, media_bytes: int = 0) -> None:
         self._room = room_bytes
-        self._images_room = images_bytes
+        self._images_room = _LARGEST_HISTORIES * media_bytes * 4 // 3
         self._used = 0
         self._images = _Images()
         self._entries: OrderedDict[tuple[str | None, str], _Entry] = OrderedDict()
@@ -158,52 +160,40 @@ class ResponseStore:
             self._images.drop(image)
         return True
 
+    async def keeping(
+        self,
+        send: Send,
+        history_id: str,
+        asked: Asked,
+        request: bytes,
+        media: Mapping[str, bytes],
+    ) -> Send:
+        """Return a ``send`` that keeps what the client is told (`response_events`).
 
-class ResponseKeeper:
-    """ASGI middleware that keeps a decoder's responses, and serves them to routers.
+        Args:
+            media: what marks in the request stand for.
+        """
+        keeps = asked.store is not False
+        images: dict[str, Image] = {}
+        if keeps and media:
+            images = await asyncio.to_thread(hashed, media)
 
-    It keeps what the client was told, see `deployments.engine.response_events`.
-    """
+        def keep(response: bytes) -> None:
+            if keeps:
+                self.add(asked.request_id, history_id, request, response, images)
 
-    def __init__(self, app: ASGIApp, room_mb: int = ROOM_MB, media_bytes: int = 0) -> None:
-        self._app = app
-        self._store = ResponseStore(room_mb * _MB, _LARGEST_HISTORIES * media_bytes * 4 // 3)
+        return AgreeingResponse(send, asked.request_id, _left_out(asked, keeps), keep).send
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def tell(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a router's request for a response, or to delete it."""
         headers = Headers(scope=scope)
-        if scope["path"].startswith(wire.STORED_PREFIX):
-            await self._tell(scope, headers, receive, send)
-            return
-        key: TurnKey | None = scope.get(TURN)
-        if scope["path"] != RESPONSES or scope["method"] != "POST" or key is None:
-            await self._app(scope, receive, send)
-            return
-        request = await read_ahead(receive)
-        asked = await aside(_asked, request)
-        if asked is not None and asked.request_id:
-            keeps = asked.store is not False
-            images: dict[str, Image] = {}
-            if keeps and (media := scope.get(MEDIA)):
-                images = await asyncio.to_thread(hashed, media)
-
-            def keep(response: bytes) -> None:
-                if keeps:
-                    self._store.add(asked.request_id, key.history_id, request, response, images)
-
-            send = AgreeingResponse(send, asked.request_id, _left_out(asked, keeps), keep).send
-        await self._app(scope, replay(request, receive), send)
-
-    async def _tell(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         key = headers.get(wire.TENANT_HEADER), scope["path"].removeprefix(wire.STORED_PREFIX)
         if scope["method"] == "DELETE":
-            status = 204 if self._store.discard(*key) else 404
+            status = 204 if self.discard(*key) else 404
             await Response(status_code=status)(scope, receive, send)
             return
         # With its images it may be long.
-        found = await asyncio.to_thread(self._store.get, *key)
+        found = await asyncio.to_thread(self.get, *key)
         if found is None:
             await Response(status_code=404)(scope, receive, send)
             return
@@ -214,14 +204,14 @@ class ResponseKeeper:
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-def _asked(request: bytes) -> _Asked | None:
+def read_asked(request: bytes) -> Asked | None:
     try:
         return _ASKED.decode(request)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # The engine refuses it.
 
 
-def _left_out(asked: _Asked, keeps: bool) -> dict[str, Any]:
+def _left_out(asked: Asked, keeps: bool) -> dict[str, Any]:
     """Return what OpenAI's clients may read in a response, and vLLM 0.29 leaves out."""
     return {
         "store": keeps,

@@ -65,9 +65,14 @@ class Stored:
 
 
 class StoredPrompts:
-    """Hears which prompts of an engine are stored, on a socket without a file."""
+    """Has an ``AsyncLLM`` end requests that store their prompt only when it is stored.
 
-    def __init__(self) -> None:
+    Workers tell so on a socket without a file. After ``timeout_s`` the answer ends all the same,
+    and a decoder computes the prompt again.
+    """
+
+    def __init__(self, client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self._client, self._generate, self._timeout_s = client, client.generate, timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind("")
@@ -76,8 +81,43 @@ class StoredPrompts:
         self._expected: dict[int, Stored] = {}
         self._listening = False
 
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        """Return what the client's ``generate`` would; its last output may be held back."""
+        run = functools.partial(self._generate, prompt, sampling_params, request_id, **options)
+        told = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
+        return self._hold(run, sampling_params, request_id) if told.get(PARK) else run()
+
+    async def _hold(
+        self, run: Callable[[], Any], sampling_params: Any, request_id: str
+    ) -> AsyncIterator[Any]:
+        extra = sampling_params.extra_args
+        with self._expect(sampling_params.n) as stored:
+            told = {**extra["kv_transfer_params"], STORED_TO: list(stored.address)}
+            sampling_params.extra_args = {**extra, "kv_transfer_params": told}
+            async with contextlib.aclosing(run()) as stream:
+                async for output in stream:
+                    aborted = any(one.finish_reason == "abort" for one in output.outputs)
+                    if output.finished and not aborted:
+                        await self._wait(stored, request_id)
+                    yield output
+
+    async def _wait(self, stored: Stored, request_id: str) -> None:
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stored.done.wait(), min(left_s, _LOOKS_EVERY_S))
+                return
+            if self._client.errored:
+                raise self._client.dead_error
+        logger.warning(
+            "KV of request %s may not be stored: LMCache has not answered in %g s",
+            request_id, self._timeout_s,
+        )  # fmt: skip
+
     @contextlib.contextmanager
-    def expected(self, prompts: int = 1) -> Iterator[Stored]:
+    def _expect(self, prompts: int) -> Iterator[Stored]:
         if not self._listening:
             asyncio.get_running_loop().add_reader(self._socket, self._hear)
             self._listening = True
@@ -96,50 +136,3 @@ class StoredPrompts:
                 # None if the request's client has left.
                 if stored is not None:
                     stored.hear(workers)
-
-
-def hold_until_stored(client: Any, timeout_s: float = STORE_TIMEOUT_S) -> None:
-    """Have an ``AsyncLLM`` end requests that store their prompt only when it is stored.
-
-    After ``timeout_s`` the answer ends all the same, and a decoder computes the prompt again.
-    """
-    generate = client.generate
-    prompts = StoredPrompts()
-
-    @functools.wraps(generate)
-    def held(
-        prompt: Any, sampling_params: Any, request_id: str, **options: Any
-    ) -> AsyncIterator[Any]:
-        run = functools.partial(generate, prompt, sampling_params, request_id, **options)
-        told = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
-        return hold(run, sampling_params, request_id) if told.get(PARK) else run()
-
-    async def hold(
-        run: Callable[[], Any], sampling_params: Any, request_id: str
-    ) -> AsyncIterator[Any]:
-        extra = sampling_params.extra_args
-        with prompts.expected(sampling_params.n) as stored:
-            told = {**extra["kv_transfer_params"], STORED_TO: list(stored.address)}
-            sampling_params.extra_args = {**extra, "kv_transfer_params": told}
-            async with contextlib.aclosing(run()) as stream:
-                async for output in stream:
-                    aborted = any(one.finish_reason == "abort" for one in output.outputs)
-                    if output.finished and not aborted:
-                        await _wait(client, stored, request_id, timeout_s)
-                    yield output
-
-    client.generate = held
-
-
-async def _wait(client: Any, stored: Stored, request_id: str, timeout_s: float) -> None:
-    deadline_s = asyncio.get_running_loop().time() + timeout_s
-    while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stored.done.wait(), min(left_s, _LOOKS_EVERY_S))
-            return
-        if client.errored:
-            raise client.dead_error
-    logger.warning(
-        "KV of request %s may not be stored: LMCache has not answered in %g s",
-        request_id, timeout_s,
-    )  # fmt: skip

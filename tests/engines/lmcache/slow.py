@@ -17,7 +17,7 @@ from conserve import wire
 from conserve.engines import engine_environment
 from conserve.settings import EMBEDDED_MODEL
 from deployments.engine.lmcache_connector import ResilientMPConnector
-from deployments.engine.stored import hold_until_stored
+from deployments.engine.stored import StoredPrompts
 from deployments.engine.warm_up import forget
 from tests.engines.lmcache.engine import arguments
 from tests.engines.lmcache.worker import say
@@ -104,7 +104,7 @@ async def serve(port: str) -> None:
 
     chosen = arguments(port, SlowConnector.__name__, "tests.engines.lmcache.slow", "kv_both")
     client = AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen))
-    hold_until_stored(client)
+    client.generate = StoredPrompts(client).generate
     say("ready")
     for line in iter(sys.stdin.readline, ""):
         assert line.strip() == "beside"

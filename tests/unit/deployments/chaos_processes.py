@@ -26,8 +26,8 @@ from conserve.settings import Settings
 from conserve.turn import TurnStats
 from conserve.wire import BEAT_S, PARK, Role
 from deployments.engine.load import LoadMeter
-from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.reporter import Reporter
+from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.failures import FailedImages
 from deployments.messages import Checked, EngineInfo
 from deployments.router.turn import TurnEndpoint
@@ -210,7 +210,7 @@ class EngineDead(Exception):
 
 @dataclass
 class Engine(Process):
-    """A prefiller or a decoder: `TurnObserver` and `Holdings`, around a model that is none.
+    """A prefiller or a decoder: `EngineTurns` and `Holdings`, around a model that is none.
 
     Attributes:
         core_dead: its core is gone, and its server still answers, with errors.
@@ -233,8 +233,11 @@ class Engine(Process):
         self._client = SimpleNamespace(generate=self._generate, tokenizer=None)
         self._requests: dict[str, Any] = {}
         self._load = LoadMeter(self._requests)
-        observe_engine(self._client, self._load, FailedImages(list), lambda _: 0)
-        self._observer = TurnObserver(self._app, self.holdings, self.desk, self._reporter.has_more)
+        self._turns = EngineTurns(
+            self._app, self._client, self.holdings, self.desk,
+            meter=self._load, failed=FailedImages(list), missing_tokens=lambda _: 0, stores=False,
+            has_more=self._reporter.has_more,
+        )  # fmt: skip
         self._exchanges: set[Exchange] = set()
         self.cluster.engines[self.name] = self
         self.start(self._beat())
@@ -283,7 +286,7 @@ class Engine(Process):
         self._exchanges.add(exchange)
         names = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         scope = {"type": "http", "path": path, "headers": names}
-        task = self.start(self._observer(scope, exchange.receive, exchange.send))
+        task = self.start(self._turns(scope, exchange.receive, exchange.send))
 
         def over(_: "asyncio.Task[Any]") -> None:
             self._exchanges.discard(exchange)

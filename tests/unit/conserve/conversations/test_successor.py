@@ -26,7 +26,7 @@ from tests.unit.conserve.conversations.scene import (
 
 
 class Decoders:
-    """Two decoders' own accounts, kept beside a table as `TurnObserver` does."""
+    """Two decoders' own accounts, kept beside a table as `EngineTurns` does."""
 
     def __init__(self, table: ConversationTable) -> None:
         self.table = table

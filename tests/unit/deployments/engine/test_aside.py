@@ -11,9 +11,12 @@ from PIL import Image
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.media import Medium
-from deployments.engine import http_server
-from deployments.engine.http_server import AsideConnector, MediaAside
+from conserve.turn import TurnKey
+from conserve.wire import Emitted
+from deployments.engine import turns
+from deployments.engine.turns import AsideConnector
 from tests.unit.deployments.asgi import exchange
+from tests.unit.deployments.engine.following import engine_turns
 
 
 def _png(colour: str, side: int = 400) -> bytes:
@@ -54,7 +57,7 @@ def _urls(path: str, body: Any) -> list[str]:
 
 
 def _seen(path: str, raw: bytes, headers: dict[str, str] | None = None) -> list[Any]:
-    """Return the body that an engine's app gets, and the colours of its images."""
+    """Return the body that an engine's app gets, the colours of its images, and its turn."""
     seen: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -65,10 +68,10 @@ def _seen(path: str, raw: bytes, headers: dict[str, str] | None = None) -> list[
         for url in _urls(inner, json.loads(got[got.index(b"{") :])):
             image = await connector.fetch_image_async(url)
             colours.append(image.getpixel((0, 0)))
-        seen.extend((got, colours))
+        seen.extend((got, colours, turns._current.get()))
 
     given = {"content-length": str(len(raw)), **(headers or {})}
-    exchange(MediaAside(app), raw, path=path, headers=given)
+    exchange(engine_turns(app), raw, path=path, headers=given)
     return seen
 
 
@@ -76,13 +79,13 @@ def _seen(path: str, raw: bytes, headers: dict[str, str] | None = None) -> list[
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 def test_images_are_read_though_the_body_is_short(path: str, prefix: str) -> None:
     raw = json.dumps(_body(path, _url(RED), _url(BLUE), _url(RED))).encode()
-    got, colours = _seen(prefix + path, raw)
+    got, colours, _ = _seen(prefix + path, raw)
     assert colours == [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
     # What is text stays text.
     assert got.count(b";base64,") == 4
     assert got.count(base64.b64encode(RED)) == 1
     assert len(got) < len(raw) / 2
-    assert not http_server._aside
+    assert not turns._media
 
 
 def test_other_bodies_stay_as_they_are() -> None:
@@ -93,10 +96,12 @@ def test_other_bodies_stay_as_they_are() -> None:
         assert _seen(path, raw)[0] == raw
 
 
-def test_notes_of_a_stream_stay_before_the_body() -> None:
-    notes = b"\x93;base64," + b"A" * 20_000 + b'"'
+def test_notes_of_a_stream_stay_as_they_are() -> None:
+    emitted = Emitted([41], "stop", ";base64," + "A" * 20_000)
+    notes = wire.note([emitted])
     raw = notes + json.dumps(_body(CHAT, _url(BLUE))).encode()
-    told = wire.DecoderTurn(sent_bytes=len(notes)).header()
-    got, colours = _seen(CHAT, raw, {wire.TURN_HEADER: told})
-    assert got.startswith(notes + b'{"messages"')
+    told = wire.DecoderTurn(TurnKey("c", 1, 256), sent_bytes=len(notes)).header()
+    got, colours, turn = _seen(CHAT, raw, {wire.TURN_HEADER: told})
+    assert turn.sent == [emitted]
+    assert got.startswith(b'{"messages"')
     assert colours == [(0, 0, 255)]

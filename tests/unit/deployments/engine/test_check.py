@@ -17,9 +17,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, MESSAGES
 from conserve.turn import TurnStats
-from deployments.engine.check import RequestCheck, make_checkable
+from deployments.engine.stored import tell_stored
+from deployments.engine.turns import skip_media_cache
 from deployments.messages import Checked
-from tests.unit.deployments.asgi import exchange
+from tests.unit.deployments.asgi import exchange, receiver, scope_of
+from tests.unit.deployments.engine.following import engine_turns
 
 PROMPT = [1, 2, 3]
 # As a turn may want its output.
@@ -36,6 +38,7 @@ class Engine:
         images: what `process_inputs` makes of the prompt's.
         fails: what becomes of a prompt that is computed.
         ran: the parameters of what was computed.
+        stored: where its worker told that prompts are stored, for which their answers wait.
         closed: how many outputs were given up.
     """
 
@@ -46,19 +49,16 @@ class Engine:
     prompts: int = 1
     stores: bool = True
     ran: list[Any] = field(default_factory=list)
+    stored: list[Any] = field(default_factory=list)
     closed: int = 0
     skipped: list[bool] = field(default_factory=list)
     shown: list[RequestOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.input_processor = self
-        make_checkable(
-            self,
-            self,
-            ("generate",),
-            lambda images: 16 * ("new" in dict(images)),
-            stores=self.stores,
-        )
+        skip_media_cache(self)
+        missing = {"missing_tokens": lambda images: 16 * ("new" in dict(images))}
+        self.turns = engine_turns(self.app, self, stores=self.stores, **missing)
 
     def process_inputs(self, *asked: Any, **options: Any) -> Any:
         features = self.images and [
@@ -70,6 +70,10 @@ class Engine:
         self, prompt: Any, params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         self.ran.append((params, options))
+        told = (params.extra_args or {}).get("kv_transfer_params", {})
+        if (address := told.pop(wire.STORED_TO, None)) is not None:
+            tell_stored(address, workers=1)
+            self.stored.append(address)
         try:
             if self.fails is not None:
                 raise self.fails
@@ -99,7 +103,7 @@ class Engine:
 
 def ask(engine: Engine, path: str) -> tuple[int, Any]:
     """Status and body of the answer."""
-    start, body = exchange(RequestCheck(engine.app), b"{}", method="POST", path=path)
+    start, body = exchange(engine.turns, b"{}", method="POST", path=path)
     return start["status"], json.loads(body["body"])
 
 
@@ -132,6 +136,7 @@ def test_a_prefill_computes_the_prompt_and_nothing_of_what_the_turn_wants() -> N
     assert params.structured_outputs is params.logprobs is None
     assert params.extra_args == {"kv_transfer_params": wire.transfer_params(park=True)}
     assert options == {"priority": 1}
+    assert len(engine.stored) == 1
     # What the engine is sent, its core has to be sent too.
     assert engine.skipped == [False]
     assert engine.closed == 1
@@ -185,9 +190,9 @@ def test_an_engine_that_fails_a_prefill_says_so_though_a_stream_has_begun() -> N
 async def test_a_prefill_that_nobody_waits_for_is_given_up() -> None:
     engine = Engine(hangs=True)
     serving = asyncio.ensure_future(
-        RequestCheck(engine.app)(
-            {"type": "http", "path": wire.PREFILL_PREFIX + "/v1/completions"},
-            None,
+        engine.turns(
+            scope_of(path=wire.PREFILL_PREFIX + "/v1/completions"),
+            receiver(),
             None,  # type: ignore[arg-type]
         )
     )

@@ -15,7 +15,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from conserve.embedded import model_path
 from conserve.wire import Emitted, note, read_notes
-from deployments.engine.continuation import can_be_continued, continued
+from deployments.engine.turn import can_be_continued, continued
 
 # Characters of several bytes are several tokens of the embedded model, and so are all words.
 TEXT = "naïve café: 東京 — 😀 done. Then STOP and more"

@@ -18,11 +18,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import from_engine
-from deployments.engine.check import RequestCheck, make_checkable
 from deployments.engine.http_server import explain_refusals
 from deployments.engine.tokenizing import keep_text, keep_tokens
+from deployments.engine.turns import EngineTurns, skip_media_cache
 from deployments.upstream import prompt_lengths
 from tests.unit.deployments.asgi import ask
+from tests.unit.deployments.engine.following import engine_turns
 from tests.unit.deployments.engine.vllm_server import MODEL, Client, new_renderer
 from tests.unit.deployments.upstream.originals import unpatched
 
@@ -45,12 +46,12 @@ class Uncomputing(Client):
 
 
 @pytest.fixture(scope="module")
-def server() -> RequestCheck:
+def server() -> EngineTurns:
     return served()
 
 
 @functools.cache
-def served() -> RequestCheck:
+def served() -> EngineTurns:
     client = Uncomputing()
     keep_text(client.online)
     keep_tokens(client.online)
@@ -58,15 +59,15 @@ def served() -> RequestCheck:
     # As vLLM's own way to make the app ends.
     app.middleware_stack = app.build_middleware_stack()
     explain_refusals(app)
-    make_checkable(client, client.online, ("generate",), lambda _: 0)
-    return RequestCheck(app)
+    skip_media_cache(client.online)
+    return engine_turns(app, client)
 
 
-def post(server: RequestCheck, path: str, body: Any) -> httpx.Response:
+def post(server: EngineTurns, path: str, body: Any) -> httpx.Response:
     return ask(server, "POST", path, json={"model": MODEL, **body})
 
 
-def refused(server: RequestCheck, path: str, body: Any) -> dict[str, Any]:
+def refused(server: EngineTurns, path: str, body: Any) -> dict[str, Any]:
     """The error as a client is told it."""
     reply = post(server, wire.CHECK_PREFIX + path, body)
     error = from_engine(reply.status_code, reply.json())
@@ -95,7 +96,7 @@ CAPS = {
 }
 
 
-def counted(server: RequestCheck, path: str, words: int) -> int:
+def counted(server: EngineTurns, path: str, words: int) -> int:
     """How many tokens a prompt has, by one that is shorter."""
     body = {**PROMPTS[path]("hello " * 100), CAPS[path]: 1}
     reply = post(server, wire.CHECK_PREFIX + path, body)
@@ -103,11 +104,11 @@ def counted(server: RequestCheck, path: str, words: int) -> int:
     return len(reply.json()["prompts"][0]) + words - 100
 
 
-def test_a_chats_older_cap_is_named_too(server: RequestCheck) -> None:
+def test_a_chats_older_cap_is_named_too(server: EngineTurns) -> None:
     assert refused(server, CHAT, {"messages": [U], "max_tokens": 32_000})["param"] == "max_tokens"
 
 
-def test_token_ids_are_judged_alike(server: RequestCheck) -> None:
+def test_token_ids_are_judged_alike(server: EngineTurns) -> None:
     told = refused(server, COMPLETIONS, {"prompt": [5] * 1500, "max_tokens": 600})
     assert (told["code"], told["param"]) == ("invalid_value", "max_tokens")
     for cap in ({"max_tokens": 1}, {"max_tokens": None}):
@@ -116,14 +117,14 @@ def test_token_ids_are_judged_alike(server: RequestCheck) -> None:
         assert "2048 tokens" in told["message"]
 
 
-def test_what_cannot_fit_is_not_tokenized(server: RequestCheck) -> None:
+def test_what_cannot_fit_is_not_tokenized(server: EngineTurns) -> None:
     told = refused(server, MESSAGES, {**PROMPTS[MESSAGES]("x" * 500_000), "max_tokens": 1})
     said = rf"prompt is too long: (50\d{{4}}) characters > {CONTEXT} tokens maximum"
     assert re.fullmatch(said, told["message"])
 
 
 @pytest.mark.parametrize("path", PROMPTS)
-def test_a_default_of_the_clients_gets_what_room_there_is(server: RequestCheck, path: str) -> None:
+def test_a_default_of_the_clients_gets_what_room_there_is(server: EngineTurns, path: str) -> None:
     body = {**PROMPTS[path]("hello " * 1000), CAPS[path]: 32_000}
     reply = post(server, wire.CHECK_PREFIX + path + wire.ROOM_LEFT, body)
     assert reply.status_code == 200, reply.text
@@ -136,13 +137,13 @@ def test_a_default_of_the_clients_gets_what_room_there_is(server: RequestCheck, 
     assert error.code == "context_length_exceeded"
 
 
-def test_tokens_are_counted_however_many_they_are(server: RequestCheck) -> None:
+def test_tokens_are_counted_however_many_they_are(server: EngineTurns) -> None:
     reply = post(server, COUNT_TOKENS, PROMPTS[MESSAGES]("hello " * 5000))
     assert reply.status_code == 200, reply.text
     assert reply.json()["input_tokens"] == counted(server, MESSAGES, 5000)
 
 
-def test_a_prompt_that_is_to_be_cut_is_cut(server: RequestCheck) -> None:
+def test_a_prompt_that_is_to_be_cut_is_cut(server: EngineTurns) -> None:
     body = {**PROMPTS[RESPONSES]("hello " * 5000), "truncation": "auto", "max_output_tokens": 48}
     reply = post(server, wire.CHECK_PREFIX + RESPONSES, body)
     assert reply.status_code == 200, reply.text
@@ -251,7 +252,7 @@ WRONG: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     [(path, *row) for path, rows in WRONG.items() for row in rows],
 )
 def test_a_field_is_named_as_its_client_wrote_it(
-    server: RequestCheck, path: str, field: str, sent: Any, said: str
+    server: EngineTurns, path: str, field: str, sent: Any, said: str
 ) -> None:
     told = refused(server, path, PLAIN[path] | sent)
     message = f"{field}: {said}" if field else said
@@ -267,14 +268,14 @@ def test_a_field_is_named_as_its_client_wrote_it(
     [(b"{}", "text/plain", "Only 'application/json' is allowed"), (b"{", "application/json", "")],
 )
 def test_what_is_no_json_is_refused_too(
-    server: RequestCheck, content: bytes, type_: str, said: str
+    server: EngineTurns, content: bytes, type_: str, said: str
 ) -> None:
     reply = ask(server, "POST", CHAT, content=content, headers={"content-type": type_})
     assert reply.status_code == 400
     assert said in reply.json()["error"]["message"]
 
 
-def test_nothing_of_the_request_is_repeated(server: RequestCheck) -> None:
+def test_nothing_of_the_request_is_repeated(server: EngineTurns) -> None:
     body = {"messages": [{"role": "user", "content": {"private": "diary"}}]}
     reply = post(server, wire.CHECK_PREFIX + CHAT, body)
     assert reply.status_code == 400

@@ -12,9 +12,8 @@ from conserve.apis import RESPONSES
 from conserve.items import response_of
 from conserve.recognition.apis import answers_of
 from conserve.turn import TurnKey
-from deployments.engine.asgi import TURN
-from deployments.engine.response_store import ResponseKeeper
 from tests.unit.deployments import asgi
+from tests.unit.deployments.engine.following import engine_turns
 from tests.unit.deployments.engine.vllm_responses import CALL, RESPONSE_ID, Answered
 
 Json = dict[str, Any]
@@ -63,7 +62,7 @@ async def told(answered: Answered, stream: bool, **request: Any) -> Told:
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         await asgi.respond(send, *parts, headers=about)
 
-    keeper = ResponseKeeper(vllm, 1)
+    keeper = engine_turns(vllm)
     sent = await asked(keeper, **request)
     kept = await asgi.exchanged(keeper, b"", method="GET", path=wire.STORED_PREFIX + RESPONSE_ID)
     _, headers, _ = asgi.told(sent)
@@ -74,7 +73,8 @@ async def told(answered: Answered, stream: bool, **request: Any) -> Told:
 async def asked(app: Any, **request: Any) -> list[Json]:
     """Return what an application answers to a turn."""
     body = {"request_id": RESPONSE_ID, "input": "x", **request}
-    return await asgi.exchanged(app, body, method="POST", path=RESPONSES, **{TURN: KEY})
+    headers = {wire.TURN_HEADER: wire.DecoderTurn(KEY).header()}
+    return await asgi.exchanged(app, body, method="POST", path=RESPONSES, headers=headers)
 
 
 def without_usage(event: Json) -> Json:
@@ -194,5 +194,5 @@ async def test_what_is_no_response_is_passed_on() -> None:
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         await asgi.respond(send, error, status=400)
 
-    status, _, body = asgi.told(await asked(ResponseKeeper(vllm, 1)))
+    status, _, body = asgi.told(await asked(engine_turns(vllm)))
     assert (status, body) == (400, error)

@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from conserve import wire
-from deployments.engine.stored import hold_until_stored, tell_stored
+from deployments.engine.stored import StoredPrompts, tell_stored
 
 # A wrong store of answers may wait for ever.
 pytestmark = pytest.mark.timeout(120)
@@ -32,7 +32,7 @@ class Client:
         self.errored, self.dead_error = False, RuntimeError("dead")
         self.closed = 0
         self.plain = self.generate
-        hold_until_stored(self, **more)
+        self.generate = StoredPrompts(self, **more).generate  # type: ignore[method-assign]
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any

@@ -25,17 +25,14 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from conserve import identity, wire
-from conserve.direct import Desk
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.turn import TurnKey
-from deployments.engine.check import RequestCheck, make_checkable
-from deployments.engine.load import LoadMeter
-from deployments.engine.observer import TurnObserver, observe_engine
-from deployments.engine.vision.failures import FailedImages
+from deployments.engine.turns import skip_media_cache
 from deployments.router.request import ClientRequest
 from tests.unit.deployments.asgi import ask, read_turn
+from tests.unit.deployments.engine.following import engine_turns
 
 MODEL = Settings().model_id
 
@@ -124,16 +121,13 @@ class Server(Client):
         self._cached_tokens = cached_tokens
         self.prompts: list[list[int]] = []
         super().__init__(*renderer())
-        self.vllm_config = SimpleNamespace(kv_transfer_config=None)
         self.input_processor = self
         self.tokenizer = self.renderer.tokenizer
-        observe_engine(self, LoadMeter({}), FailedImages(list), lambda _: 0)
         self.holdings = Holdings()
         self.history_id = identity.new_id()
         app = self.app("chat", "messages", enable_prompt_tokens_details=True)
-        observer = TurnObserver(app, self.holdings, Desk(self.holdings, 60))
-        make_checkable(self, self.online, ("generate",), lambda _: 0)
-        self._app = RequestCheck(observer)
+        skip_media_cache(self.online)
+        self._app = engine_turns(app, self, holdings=self.holdings)
 
     def process_inputs(self, request_id: str, prompt: Any, *_: Any, **options: Any) -> Any:
         return SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], mm_features=[])

@@ -15,15 +15,15 @@ from conserve import identity, wire
 from conserve.apis import COUNT_INPUT, COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.errors import ApiError
 from conserve.items import item_id
-from conserve.media import Lifted, lifted_media, name_of
+from conserve.media import Lifted, name_of
 from conserve.recognition import chain_of
 from conserve.recognition.apis import heard
 from conserve.settings import MediaSettings, Settings
 from conserve.tenants import Caller, Limits
 from conserve.turn import TurnKey
 from deployments.answers import Engine
-from deployments.engine.asgi import MEDIA, TURN
-from deployments.engine.response_store import ResponseKeeper, ResponseStore
+from deployments.engine import turns as engine
+from deployments.engine.response_store import ResponseStore
 from deployments.messages import Checked
 from deployments.router import answer
 from deployments.router.request import ClientRequest
@@ -32,6 +32,7 @@ from deployments.router.upstream import EngineUnreachable
 from deployments.table_client import TableUnavailable
 from tests.unit.conserve.recognition.apis.told import event
 from tests.unit.deployments import asgi
+from tests.unit.deployments.engine.following import engine_turns
 from tests.unit.deployments.router import described
 from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable, listed_engine
@@ -358,8 +359,9 @@ def image_of(number: int, length: int = 90_000) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def test_an_image_is_kept_once_for_all_turns_that_have_it() -> None:
+def test_an_image_is_kept_once_for_all_turns_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations of several turns, each of which adds an image, go on by responses' ids."""
+    monkeypatch.setattr(engine, "_LONG_BYTES", 0)
     media_bytes, turns = 400_000, 4
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -369,7 +371,7 @@ def test_an_image_is_kept_once_for_all_turns_that_have_it() -> None:
         await send({**start, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
-    keeper = ResponseKeeper(app, 1, media_bytes)
+    keeper = engine_turns(app, responses=ResponseStore(10**6, media_bytes))
 
     class Decoder(Upstream):
         async def stored(self, method: str, url: str, id_: str, tenant: Any) -> bytes | None:
@@ -387,9 +389,10 @@ def test_an_image_is_kept_once_for_all_turns_that_have_it() -> None:
         part = {"type": "input_image", "image_url": image_of(next(images))}
         body = {"input": [{"role": "user", "content": [part]}], "previous_response_id": before}
         request = read(RESPONSES, body, stored, whole=False, **given)
-        lifted = lifted_media(request.raw, RESPONSES)
-        scope = {"path": RESPONSES, "method": "POST", TURN: TurnKey(conversation, 1, 256)}
-        status, _, _ = exchange(keeper, {**scope, MEDIA: lifted.spans}, lifted.raw)
+        told = wire.DecoderTurn(TurnKey(conversation, 1, 256)).header()
+        headers = {wire.TURN_HEADER: told, "content-length": str(len(request.raw))}
+        scope = {"path": RESPONSES, "method": "POST", "headers": headers}
+        status, _, _ = exchange(keeper, scope, request.raw)
         assert status == 200
         shown = [part["image_url"] for item in json.loads(request.raw)["input"]
                  for part in item["content"]]  # fmt: skip
@@ -403,7 +406,7 @@ def test_an_image_is_kept_once_for_all_turns_that_have_it() -> None:
             assert shown[:-1] == seen[name]
             seen[name] = shown
     # What is kept is bounded all the same.
-    store = keeper._store
+    store = keeper.responses
     assert store._images.size <= 4 * media_bytes * 4 / 3
     for number in range(40):
         turn(f"other-{number}", None)
@@ -449,9 +452,9 @@ def test_a_decoder_keeps_what_it_was_to_keep(
         for part in [*parts, b""]:
             await send({"type": "http.response.body", "body": part, "more_body": bool(part)})
 
-    keeper = ResponseKeeper(app, 1)
-    key = TurnKey("acme\tc", 1, 256)
-    asked = {"path": RESPONSES, "method": "POST", "headers": [], TURN: key}
+    keeper = engine_turns(app)
+    turn = {wire.TURN_HEADER: wire.DecoderTurn(TurnKey("acme\tc", 1, 256)).header()}
+    asked = {"path": RESPONSES, "method": "POST", "headers": turn}
     assert exchange(keeper, asked, json.dumps(request).encode())[0] == 200
     mine = [(wire.TENANT_HEADER.encode(), b"acme")]
     told = {"path": wire.STORED_PREFIX + "resp_1", "headers": mine}

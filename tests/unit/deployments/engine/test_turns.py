@@ -1,6 +1,7 @@
 """What a decoder makes of outputs that are none, however its stream began."""
 
 import copy
+import json
 from array import array
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -22,12 +23,12 @@ from conserve.holdings import Holdings
 from conserve.recognition import chain_of
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
-from deployments.engine.asgi import TURN
 from deployments.engine.copies import Copies
 from deployments.engine.load import ALL_TOKENS, LoadMeter
-from deployments.engine.observer import TurnObserver, observe_engine
 from deployments.engine.vision.failures import FailedImages, ImageNotEncoded
+from tests.unit.deployments import asgi
 from tests.unit.deployments.asgi import exchange, receiver, respond, scope_of
+from tests.unit.deployments.engine.following import engine_turns
 
 PROMPT = [5, 6, 7]
 
@@ -49,13 +50,6 @@ def stats_of(desk: Desk) -> list[TurnStats]:
     stats = [one.stats for one in told(desk)]
     assert None not in stats
     return stats  # type: ignore[return-value]
-
-
-def watched(generate: Any) -> Any:
-    """An engine's client that is observed."""
-    client = SimpleNamespace(generate=generate)
-    observe_engine(client, LoadMeter({}), FailedImages(list), lambda _: 0)
-    return client
 
 
 class Decoder:
@@ -99,12 +93,11 @@ class Decoder:
         engine = SimpleNamespace(model="m", use_mla=False, world_size=1)
         config = SimpleNamespace(model_config=engine, parallel_config=engine)
         self.copies = Copies("http://127.0.0.1:1", config, most_tokens=5)
-        observe_engine(
-            self.client, self.meter, self.failed, self._missing,
-            schedules=schedules, copies=self.copies,
-        )  # fmt: skip
         self.failure: Exception | None = None
-        self.observer = TurnObserver(self._app, Holdings(), self.desk)
+        self.turns = engine_turns(
+            self._app, self.client, desk=self.desk, meter=self.meter, failed=self.failed,
+            missing_tokens=self._missing, schedules=schedules, copies=self.copies,
+        )  # fmt: skip
 
     @staticmethod
     def _missing(images: list[tuple[str, Any]]) -> int:
@@ -161,7 +154,7 @@ class Decoder:
         given = [
             (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
         ]
-        messages = exchange(self.observer, sent + b"{}", path=path, headers=given)
+        messages = exchange(self.turns, sent + b"{}", path=path, headers=given)
         return messages[0]["status"], b"".join(one["body"] for one in messages[1:])
 
     def turn(self, sent: bytes = b"", prefill_cached: int | None = None, **more: Any) -> bytes:
@@ -183,7 +176,7 @@ def test_an_answer_that_the_engine_aborts_is_none(sent: bytes) -> None:
     # Nothing of it is completed, and nobody takes the engine for one that lives on.
     assert [one.completed for one in told(decoder.desk)] == [False]
     assert decoder.ask("/health")[0] == 503
-    assert decoder.observer.ending
+    assert decoder.turns.ending
 
 
 @pytest.mark.parametrize("sent", [b"", SENT])
@@ -375,7 +368,7 @@ def test_an_error_without_output_is_the_grammars_where_there_is_one(
     decoder = Decoder("error", tokens=tokens, **asked)
     decoder.turn()
     assert isinstance(decoder.failure, failure)
-    assert not decoder.observer.ending
+    assert not decoder.turns.ending
 
 
 @pytest.mark.parametrize("path", TURN_PATHS)
@@ -389,7 +382,7 @@ async def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str)
     async def generate(*_: Any) -> AsyncIterator[RequestOutput]:
         yield RequestOutput("r", None, PROMPT, None, [], finished=True)
 
-    client = watched(generate)
+    client = SimpleNamespace(generate=generate)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -402,8 +395,8 @@ async def test_a_turn_is_reported_before_its_client_learns_of_the_end(path: str)
 
     headers = {wire.TURN_HEADER: wire.DecoderTurn(FIRST).header()}
     more: list[None] = []
-    observer = TurnObserver(app, Holdings(), desk, lambda: more.append(None))
-    await observer(scope_of(headers, path=path), receiver(b"{}"), send)
+    turns = engine_turns(app, client, desk=desk, has_more=lambda: more.append(None))
+    await turns(scope_of(headers, path=path, method="POST"), receiver(b"{}"), send)
     assert [one.completed for one in told(desk)] == [True]
     # The start, two events, the last of them, and the end of the body.
     assert reported == [0, 0, 0, 1, 1]
@@ -452,7 +445,7 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
         finished = reason == "stop"
         yield RequestOutput("r", None, PROMPT, None, [], finished=finished, metrics=times)  # type: ignore[arg-type]
 
-    client = watched(generate)
+    client = SimpleNamespace(generate=generate)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(), "r"):
@@ -463,8 +456,9 @@ def test_the_table_and_the_holdings_are_told_what_an_answer_calls(
     asked = wire.DecoderTurn(FIRST, beginning=chain_of([]).beginning)
     headers = {wire.TURN_HEADER: asked.header()}
     holdings, desk = Holdings(), a_desk()
-    observer = TurnObserver(app, holdings, desk)
-    sent = exchange(observer, {"messages": [], "input": []}, path=path, headers=headers)
+    turns = engine_turns(app, client, holdings=holdings, desk=desk)
+    body = {"messages": [], "input": []}
+    sent = exchange(turns, body, method="POST", path=path, headers=headers)
     called = "bash" if reason == "stop" else None
     (stats,) = stats_of(desk)
     assert stats.tool == called
@@ -490,15 +484,16 @@ def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_r
     desk = Desk(holdings, idle_timeout_s=60)
     desk.outbox.register()
     desk.hear(Notice(1), asked_s=unix_s())
-    seen: list[TurnKey] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope[TURN])
+        await respond(send, b'{"status": "completed", "output": []}')
 
     straight = wire.Straight("router", b"answered", "c")
     asked = wire.DecoderTurn(straight=straight, root=b"root")
     headers = {wire.TURN_HEADER: asked.header()}
-    observer = TurnObserver(app, holdings, desk)
-    assert not exchange(observer, method="POST", path=RESPONSES, headers=headers)
-    (found,) = seen
+    turns, body = engine_turns(app, holdings=holdings, desk=desk), {"request_id": "resp_1"}
+    sent = exchange(turns, body, method="POST", path=RESPONSES, headers=headers)
+    found = wire.read_key(asgi.told(sent)[1][wire.TURN_HEADER])
     assert (found.history_id, found.turn_id) == ("c", 257)
+    kept = exchange(turns, method="GET", path=wire.STORED_PREFIX + "resp_1")
+    assert json.loads(asgi.told(kept)[2])["history_id"] == "c"
