@@ -161,12 +161,7 @@ class ResponseStore:
         return True
 
     async def keeping(
-        self,
-        send: Send,
-        history_id: str,
-        asked: Asked,
-        request: bytes,
-        media: Mapping[str, bytes],
+        self, send: Send, history_id: str, asked: Asked, request: bytes, media: Mapping[str, bytes]
     ) -> Send:
         """Return a ``send`` that keeps what the client is told (`response_events`).
 

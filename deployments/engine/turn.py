@@ -45,20 +45,20 @@ class EngineTurn:
         sent: outputs of an engine before this one, where the stream is continued.
         engine_ends: called when the engine aborts its requests because it is told to end.
         reports: called once with the turn, its answers' tails, and whether it is complete.
-        stats: its record; ``asked`` has it as it came.
+        before, stats: its record as it came, and as it is now.
     """
 
     asked: wire.DecoderTurn
     key: TurnKey
     path: str
     last: Any
+    sent: list[Emitted]
+    before: TurnStats
     stored_tokens: int | None
     parks: bool
     expected_tokens: int
-    sent: list[Emitted]
     engine_ends: Callable[[], None]
     reports: "Callable[[EngineTurn, tuple[Digest, ...], bool], None]"
-    before: TurnStats
     stats: TurnStats = field(init=False)
     # Whether outputs are noted, for another engine to continue, and those that are in no event yet.
     notes: bool = field(init=False)

@@ -44,8 +44,6 @@ from deployments.upstream.message_fields import no_output
 from deployments.upstream.prompt_lengths import counting, takes_room_left
 
 _T = TypeVar("_T")
-# What a request is; None: neither a check nor a router's turn.
-_Asked = Check | wire.DecoderTurn | None
 # Base64 by the marks that stand for it in a body.
 _Media = Mapping[str, bytes]
 
@@ -60,7 +58,7 @@ MEDIA_CONNECTOR = "conserve"
 # The media of requests that are served now.
 _media: dict[str, bytes] = {}
 
-# The request that is served now.
+# The request that is served now; None if it is neither a check nor a router's turn.
 _current: ContextVar[Check | EngineTurn | None] = ContextVar("conserve_request", default=None)
 
 
@@ -103,7 +101,6 @@ class EngineTurns:
         stores: whether the engine has a KV connector, by which it stores what it prefills.
         schedules: whether the engine's scheduler is told which turn each request is.
         copies: told which prompts are left in host memory.
-        has_more: called when the table has to be told of something.
         waiting_tokens: how much of prompts the engine has to compute.
         ending: whether the engine has been told to end.
     """
@@ -141,35 +138,29 @@ class EngineTurns:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request = _read(scope["path"], headers)
-        if int(headers.get("content-length", 0)) <= _LONG_BYTES:
-            await self._serve(request, {}, scope, receive, send)
-            return
-        body = await read_ahead(receive)
-        path = request.path if isinstance(request, Check) else scope["path"]
-        noted = request.sent_bytes if isinstance(request, wire.DecoderTurn) else 0
-        lifted = await asyncio.to_thread(lambda: lifted_media(body[noted:], path))
-        with _set_aside(lifted.spans):
-            receive = replay(body[:noted] + lifted.raw, receive)
-            # The turn may last, and its media are in memory already.
-            body = b""
-            await self._serve(request, lifted.spans, scope, receive, send)
-
-    async def _serve(
-        self, request: _Asked, media: _Media, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if isinstance(request, Check):
-            _current.set(request)
-            await request.serve(self.app, scope, receive, send)
-        elif request is not None:
-            await self._serve_turn(request, media, scope, receive, send)
-        elif self.ending and scope["path"] == "/health":
-            await Response(status_code=503)(scope, receive, send)
-        elif scope["path"].startswith(wire.STORED_PREFIX):
-            await self.responses.tell(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        headers, path = Headers(scope=scope), scope["path"]
+        told = check = None
+        if path.startswith((CHECK_PREFIX, PREFILL_PREFIX)):
+            prefills = path.startswith(PREFILL_PREFIX)
+            path = path.removeprefix(PREFILL_PREFIX if prefills else CHECK_PREFIX)
+            check = Check(path, prefills)
+        elif (value := headers.get(wire.TURN_HEADER)) is not None:
+            told = wire.DecoderTurn.read(value)
+        media: _Media = {}
+        if int(headers.get("content-length", 0)) > _LONG_BYTES:
+            receive, media = await _lift(receive, told.sent_bytes if told else 0, path)
+        with _set_aside(media):
+            if check is not None:
+                _current.set(check)
+                await check.serve(self.app, scope, receive, send)
+            elif told is not None:
+                await self._serve_turn(told, media, scope, receive, send)
+            elif self.ending and path == "/health":
+                await Response(status_code=503)(scope, receive, send)
+            elif path.startswith(wire.STORED_PREFIX):
+                await self.responses.tell(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
 
     async def _serve_turn(
         self, told: wire.DecoderTurn, media: _Media, scope: Scope, receive: Receive, send: Send
@@ -223,18 +214,12 @@ class EngineTurns:
         prefilled = before.prefiller_cached_tokens is not None
         stored_tokens = self.holdings.stored_tokens(key.history_id)
         return EngineTurn(
-            told,
-            key,
-            path,
-            last,
+            told, key, path, last, sent, before,
             stored_tokens=None if told.key is not None and told.looks_up else stored_tokens,
             parks=self.desk.parks if told.key is None else told.parks,
             expected_tokens=ALL_TOKENS if prefilled else held_tokens,
-            sent=sent,
-            engine_ends=self._engine_ends,
-            reports=self._report,
-            before=before,
-        )
+            engine_ends=self._engine_ends, reports=self._report,
+        )  # fmt: skip
 
     def _report(self, turn: EngineTurn, tails: tuple[Digest, ...], completed: bool) -> None:
         stats = turn.stats if turn.has_begun else None
@@ -261,26 +246,18 @@ class EngineTurns:
             return request.prefill(stream, choices)
         known = ("lora_request", "priority", "data_parallel_rank")
         try:
-            asked = self.client.input_processor.process_inputs(
-                request_id,
-                prompt,
-                sampling_params,
-                self.tasks,
-                **{name: options[name] for name in known if name in options},
-            )
+            options = {name: options[name] for name in known if name in options}
+            process = self.client.input_processor.process_inputs
+            asked = process(request_id, prompt, sampling_params, self.tasks, **options)
         except Exception as error:
             request.refuse(error)
             raise
         return request.judged(asked, self.missing_tokens, request_id, choices)
 
     async def _observed(
-        self,
-        turn: EngineTurn | None,
-        prompt: Any,
-        sampling_params: Any,
-        request_id: str,
+        self, turn: EngineTurn | None, prompt: Any, sampling_params: Any, request_id: str,
         options: dict[str, Any],
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncIterator[Any]:  # fmt: skip
         images = images_of(prompt)
         identifiers = {identifier for identifier, _ in images}
         if turn is not None:
@@ -322,14 +299,6 @@ class EngineTurns:
                     if turn is not None:
                         turn.put_out(output)
                     yield output
-
-
-def _read(path: str, headers: Headers) -> _Asked:
-    for prefix in (CHECK_PREFIX, PREFILL_PREFIX):
-        if path.startswith(prefix):
-            return Check(path.removeprefix(prefix), prefills=prefix == PREFILL_PREFIX)
-    value = headers.get(wire.TURN_HEADER)
-    return None if value is None else wire.DecoderTurn.read(value)
 
 
 # --- Bodies --------------------------------------------------------------------------------------
@@ -377,6 +346,13 @@ def _last_message(raw: bytes, path: str) -> Any:
     except (ValueError, RecursionError):
         return None  # The engine refuses it.
     return messages_of(path, body)[-1] if isinstance(body, dict) else None
+
+
+async def _lift(receive: Receive, noted: int, path: str) -> tuple[Receive, _Media]:
+    """Return a ``receive`` with marks for media behind a body's notes, and what marks stand for."""
+    body = await read_ahead(receive)
+    lifted = await asyncio.to_thread(lambda: lifted_media(body[noted:], path))
+    return replay(body[:noted] + lifted.raw, receive), lifted.spans
 
 
 @contextlib.contextmanager
