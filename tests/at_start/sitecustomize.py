@@ -16,5 +16,9 @@ try:
         from tests import machines
 
         machines.view_cpu_here(os.environ["CONSERVE_TEST_CPU"])
+    if "CONSERVE_TURN_PATH" in os.environ:
+        from tests.engines.turn_path import recorder
+
+        recorder.watch_here()
 finally:
     sys.path.remove(_ROOT)
