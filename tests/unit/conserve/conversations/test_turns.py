@@ -1,5 +1,8 @@
 """Turns that are reported twice or late, and turns that do not complete."""
 
+from typing import Any
+
+from conserve.turn import TurnStats
 from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,
     TAILS,
@@ -125,3 +128,14 @@ def test_a_promise_that_never_arrived_is_no_occupancy() -> None:
     assert held(table)["d2"] == (0, 0)
     assert table.begin("c", now_s=1) is None
     assert table.bind("c", 160, now_s=2) is not None
+
+
+# --- Records -------------------------------------------------------------------------------------
+
+
+def test_a_record_takes_over_all_that_another_has_set() -> None:
+    fields: dict[str, Any] = {name: name for name in TurnStats.__struct_fields__}
+    whole, merged = TurnStats(**fields), TurnStats()
+    merged.merge(whole)
+    merged.merge(TurnStats())
+    assert merged == whole

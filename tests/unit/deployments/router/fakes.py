@@ -177,7 +177,7 @@ class FakeEngines:
         gone: those that were gone before.
         live: whether all of them are there all the same.
         checked: what a check answers, or raises.
-        prefilled: what a prefill answers.
+        prefilled: what a prefill answers, after ``prefill_s``.
         summary: what decoders tell of a turn at its end.
         after: how many events a decoder puts out before it dies.
         last_words: what it puts out then.
@@ -198,6 +198,7 @@ class FakeEngines:
     live: bool = False
     checked: Checked | ApiError = field(default_factory=lambda: Checked([[1, 2, 3]], False, 0))
     prefilled: TurnStats = field(default_factory=lambda: TurnStats(prefilled_tokens=3))
+    prefill_s: float = 0.0
     summary: TurnStats | None = None
     after: dict[str, int] = field(default_factory=dict)
     last_words: bytes = b""
@@ -236,6 +237,7 @@ class FakeEngines:
         self._serve(url)
         self.asked.append(("prefill", path))
         self.got.append(({}, json.loads(raw)))
+        await asyncio.sleep(self.prefill_s)
         # Its caller adds to it.
         return msgspec.structs.replace(self.prefilled)
 

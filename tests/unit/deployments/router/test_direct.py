@@ -7,6 +7,7 @@ import pytest
 
 from conserve import wire
 from conserve.direct import Homes
+from conserve.recognition import chain_of
 from conserve.tenants import Limits
 from conserve.turn import TurnKey
 from deployments.messages import TurnPlan
@@ -61,6 +62,18 @@ def test_it_goes_straight() -> None:
     assert told.straight is not None
     assert (told.straight.router_id, told.straight.stated_id) == ("router", None)
     assert len(told.root) == len(told.straight.end) == 16
+    # From this the decoder computes by what the next turn is recognised.
+    assert told.beginning == chain_of(LATER).beginning
+
+
+def test_a_turn_that_is_bound_nowhere_is_counted_and_asked_for_again() -> None:
+    table, _, _ = play(LATER)
+    first, second = table.begun
+    assert (first.history_id, first.prompt_tokens) == (None, None)
+    assert (second.history_id, second.prompt_tokens) == ("c", 3)
+    # By its number either call can be cancelled.
+    assert first.number != second.number
+    assert second.waited_s > first.waited_s > 0
 
 
 def test_a_completion_goes_straight_by_its_conversations_id() -> None:

@@ -15,6 +15,7 @@ from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.messages import Checked, CountingEngine, Refusal, RouterHeard, TurnPlan, TurnTenant
 from deployments.router.upstream import EngineUnreachable
+from tests.unit.deployments import asgi
 from tests.unit.deployments.router.fakes import (
     ANSWER,
     PROMPT,
@@ -84,6 +85,15 @@ def test_a_lost_engine_counts_no_further_prompt() -> None:
     assert table.lost == ["p9"]
     # The table knows another.
     assert engines.counted == ["http://p9", "http://tokenizer", "http://tokenizer"]
+
+
+def test_engines_that_the_last_beat_named_count_prompts_by_turns() -> None:
+    endpoint = endpoint_of(FakeTable(), engines := FakeEngines())
+    counters = [CountingEngine(name, f"http://{name}") for name in ("p1", "p2")]
+    endpoint.hear(RouterHeard([], counters, True))
+    for _ in range(3):
+        assert ask(endpoint)[0] == 200
+    assert engines.counted == ["http://p1", "http://p2", "http://p1"]
 
 
 def test_a_client_is_told_which_of_its_tools_and_fields_are_left_out() -> None:
@@ -245,6 +255,32 @@ def test_a_turn_that_is_refused_names_the_error_and_not_its_text() -> None:
     exchange((table, FakeEngines(EIGHT)))
     timing = table.told[-1][1]
     assert (timing.outcome, timing.error) == ("failed", "engines_lost")
+
+
+@pytest.mark.parametrize(("prefill_s", "given_back_s"), [(60.0, 0.0), (0.0, 10.0)])
+def test_a_turn_whose_client_leaves_is_given_back(prefill_s: float, given_back_s: float) -> None:
+    """At once; or later if a decoder has it, which tells of its end itself."""
+    table, engines = FakeTable(prefillers=1), FakeEngines(scripts=[[60]], prefill_s=prefill_s)
+    parts = [asgi.receiver(STREAMED)]
+
+    async def receive() -> Any:
+        if parts:
+            return await parts.pop()()
+        await asyncio.sleep(1)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        """Nobody reads it."""
+
+    async def leave() -> None:
+        await endpoint_of(table, engines)(asgi.scope_of(path=CHAT), receive, send)
+        assert bool(table.told_of("abandon")) == (not given_back_s)
+        await asyncio.sleep(given_back_s)
+
+    virtual_time.run(leave())
+    assert table.told_of("abandon") == [TurnKey("c", 1, 1)]
+    assert [one.turn for one in table.told_of("prefilled")] == table.told_of("abandon")
+    assert [one.outcome for one in table.told_of("observe")] == ["cancelled"]
 
 
 # --- streams ------------------------------------------------------------------------------------

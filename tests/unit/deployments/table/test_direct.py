@@ -103,6 +103,7 @@ async def test_who_moves_waits_for_the_decoder_that_it_leaves(began: bool) -> No
     placed = service.planned(await placing)
     # A turn that runs already has it stay.
     assert (placed.decoder_id == here) is began
+    assert len(history.running) == 1 + began
 
 
 @in_virtual_time

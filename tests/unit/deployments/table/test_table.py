@@ -318,8 +318,11 @@ async def test_nothing_is_left_of_a_router_that_is_lost_while_its_turns_wait() -
     assert await service.conversation("c") is None
     assert not service._room.pending
     assert not service._running.routers or all(key[0] == "full" for key in service._running.routers)
+    # A call of it that comes late begins nothing: its client is gone.
+    refusal(await service.begins("late", router="lost"), 503, "unavailable")
     # One that was only silent is served again.
     await service.router_beat("lost")
+    await service.unplaced("late", router="lost")
 
 
 # --- What nobody may do to others ----------------------------------------------------------------
@@ -356,6 +359,25 @@ async def test_a_cut_later_turn_ends_nothing() -> None:
     second = await service.later(None, Chain(b"r" * 16, None, [b"t" * 16]))
     service._running.abandon(second.turn, "decoder#1", stats)
     assert await service.conversation(asked.history_id) is not None
+
+
+async def test_a_turn_beside_one_that_waits_is_a_history_of_its_own() -> None:
+    service = await a_service()
+    begins, follows = Chain(b"r" * 16, None, [], True), Chain(b"r" * 16, None, [b"t" * 16])
+    plan = await service.placed(await service.unplaced(None, begins), TOKENS, chain=begins)
+    history_id = plan.turn.history_id
+    await service.ends(plan, TurnStats(TOKENS, 5, 0, 0), (b"t" * 16,))
+    history = service._table.get(history_id)
+    assert history is not None
+    assert service._table.memory is not None
+    service._table.memory.pause(history, "room")
+    await service.turn("full", TOKENS)
+    asked = await service.unplaced(None, follows)
+    assert asked.history_id == history_id
+    waiting = await service.queued(asked, TOKENS, follows)
+    beside = await asyncio.wait_for(service.unplaced(None, follows), 5)
+    assert beside.history_id != history_id
+    waiting.cancel()
 
 
 async def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> None:
