@@ -56,8 +56,8 @@ _STRUCTS = {
 
 def _turn(text: str) -> tuple[float, float, float]:
     """Have a chat's first turn answered: its beginning, first token, and a second after its end."""
-    body = {"model": "conserve-embedded", "messages": [{"role": "user", "content": text}]}
-    body |= {"max_tokens": 24, "stream": True}
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "conserve-embedded", "messages": messages, "max_tokens": 24, "stream": True}
     asked_s, first_s = time.time(), 0.0
     with httpx.stream("POST", URL + "/v1/chat/completions", json=body, timeout=START_S) as answer:
         for line in answer.iter_lines():
@@ -96,7 +96,10 @@ def _measured() -> dict[str, Any]:
     calls = [call for one in seen for call in one["calls"] if times_s[0] <= call[0] <= times_s[1]]
     return {
         "files": files,
-        "lines": {kind: sum(map(_lines, names)) for kind, names in files.items()},
+        "lines": {
+            kind: sum(len((ROOT / one).read_text().splitlines()) for one in names)
+            for kind, names in files.items()
+        },
         "alone": {kind: len(_files(alone, part)) for kind, part in _KINDS.items()},
         "calls": Counter(method for _, method in calls),
         "calls alone": sorted({method for one in alone for _, method in one["calls"]}),
@@ -106,10 +109,6 @@ def _measured() -> dict[str, Any]:
 
 def _files(records: list[dict[str, Any]], part: str) -> list[str]:
     return sorted({file for one in records if part in one["title"] for file in one["files"]})
-
-
-def _lines(file: str) -> int:
-    return len((ROOT / file).read_text().splitlines())
 
 
 def _fields(file: str) -> dict[str, int]:
@@ -125,8 +124,9 @@ def _fields(file: str) -> dict[str, int]:
 
 
 def _is_set(node: ast.AST) -> bool:
-    is_own = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
-    return is_own and isinstance(node.ctx, ast.Store)
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+        return False
+    return ast.unparse(node.value) == "self"
 
 
 def main() -> None:

@@ -212,6 +212,19 @@ async def test_a_turn_that_is_given_up_leaves_the_line_at_once() -> None:
     assert not service._room.pending
 
 
+async def test_of_turns_that_wait_for_one_that_is_given_up_one_waits_for_room() -> None:
+    service = await a_full_service()
+    first = await service.queued(tokens=TOKENS, number=1)
+    second, third = [await service.queued(tokens=TOKENS) for _ in range(2)]
+    await service.cancel("r", 1)
+    assert isinstance(await first, Refusal)
+    await asyncio.sleep(0.01)
+    assert await service.says("conserve_queue_length 1.0")
+    await service.release("full")
+    assert not service.planned(await second).later
+    assert service.planned(await third).later
+
+
 async def test_who_waits_too_long_is_turned_away_and_the_next_one_moves_up() -> None:
     service = await a_service(queue_timeout_s=0.05)
     await service.turn("full", TOKENS)
@@ -396,6 +409,18 @@ async def test_a_client_that_leaves_answers_out_goes_on_with_its_history() -> No
     assert again.history_id != "c"
     other = await service.placed(again, 90, chain=chain_of(said[:2]))
     assert other.root == chain_of(said[:1]).root
+
+
+async def test_a_history_that_makes_room_for_a_waiting_one_of_its_conversation_has_ended() -> None:
+    service = await a_service(pausing=False)
+    first, compacted = (Chain(root * 16, None, [], True) for root in (b"1", b"2"))
+    plan = await service.placed("c", TOKENS, first)
+    waiting = await service.queued(await service.unplaced("c", compacted), TOKENS, compacted)
+    await service.ends(plan, TurnStats(TOKENS, 5, 0, 0), (b"t" * 16,))
+    service.planned(await waiting)
+    heard = await service.beat("decoder#1")
+    assert heard is not None
+    assert ("c", plan.turn.incarnation) in heard.ended
 
 
 @pytest.mark.parametrize("bound", [True, False])
