@@ -38,20 +38,15 @@ _KINDS = {
     "router": ":Router", "table": "TableActor", "prefiller's server": ":prefiller",
     "decoder's server": ":decoder", "engine cores": "VLLM", "distinct": "",
 }  # fmt: skip
-# Structs that hold facts of one turn, by their module.
+# Structs that hold what is known of one turn, by their module.
 _STRUCTS = {
-    "deployments/router/request": "ClientRequest", "conserve/recognition/chain": "Chain Beginning",
-    "conserve/hints": "Hints", "deployments/router/prompt": "CountedPrompt",
-    "deployments/messages": "TurnTenant BeginTurn Uncounted TurnPlan Checked",
-    "conserve/histories/kinship": "Opening", "conserve/placement/state": "Shared Placement",
-    "conserve/admission/waiting": "Ticket", "conserve/admission/admission": "Admitted",
-    "deployments/table/room": "PendingTurn", "conserve/turn": "TurnKey TurnStats Broken",
-    "conserve/wire": "DecoderTurn Straight EngineTold StageTimes CachedTokens Encoded Emitted",
-    "deployments/engine/observer": "_Turn _Observation", "conserve/direct/desk": "Began Ended",
-    "conserve/direct/homes": "Home", "conserve/stream_record": "StreamRecord",
-    "deployments/router/answer": "RelayedAnswer", "deployments/router/phases": "Phase Phases",
-    "deployments/router/turn": "Turn _Attempt",
-}  # fmt: skip
+    "deployments/router/request": "ClientRequest",
+    "deployments/messages": "BeginTurn TurnPlan",
+    "conserve/wire": "DecoderTurn",
+    "deployments/engine/turn": "EngineTurn",
+    "conserve/turn": "TurnStats",
+    "deployments/answers": "Turn",
+}
 
 
 def _turn(text: str) -> tuple[float, float, float]:
