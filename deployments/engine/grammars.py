@@ -114,15 +114,17 @@ class Grammars:
             async with asyncio.timeout(_WAIT_S):
                 self._known[key] = await self._problem(kind, text)
         except TimeoutError:
-            # The process hangs: its CPU time is bounded, too.
-            self._end()
+            self._end()  # The process hangs: its CPU time is bounded, too.
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     async def _problem(self, kind: str, text: str) -> str | None:
         if kind != "json":
             return await self._compiled(kind, text)
-        schema = json.loads(text)
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return f"the schema is no JSON: {error}"
         if not has_xgrammar_unsupported_json_features(schema):
             problem = await self._compiled(kind, text)
             final = problem in (None, grammar_process.NO_TEXT) or self._process is None

@@ -95,6 +95,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("what never ends", {"json": {"$ref": "#"}}, "no text fits this"),
     ("a rule of itself", {"grammar": "root ::= root"}, "no text fits this"),
     ("no choice", {"choice": []}, "EBNF parser error"),
+    ("half a schema", {"json": "{"}, "the schema is no JSON: Expecting property name"),
     ("an invalid regex", {"regex": "((("}, "egex"),
     ("a rule that is not there", {"grammar": 'root ::= "a" | no'}, "no"),
     ("an ordinary one after all of these", objects(z={"type": "integer"}), "xgrammar"),
