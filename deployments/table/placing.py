@@ -53,7 +53,7 @@ class Placing:
         try:
             await asyncio.wait([call])
         finally:
-            del self._calls[key]
+            self._calls.pop(key, None)  # It may have been asked twice.
             call.cancel()
         return refusals.UNAVAILABLE if call.cancelled() else call.result()
 
