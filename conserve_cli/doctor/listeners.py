@@ -86,8 +86,7 @@ def check_listeners(settings: Settings) -> list[Finding]:
     """
     open_to_others: dict[int, set[tuple[str, int]]] = {}
     for connection in _listening():
-        is_near = is_loopback(connection.laddr.ip)
-        if not is_near and connection.pid not in (None, os.getpid()):
+        if not is_loopback(connection.laddr.ip) and connection.pid not in (None, os.getpid()):
             where = (connection.laddr.ip, connection.laddr.port)
             open_to_others.setdefault(connection.pid, set()).add(where)
     findings = []

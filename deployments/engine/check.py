@@ -49,7 +49,7 @@ class Check:
         self.refusal = create_error_response(error)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have vLLM's app serve the turn, and answer what was found."""
+        """Run vLLM's app on the turn, and answer with what was found."""
         status, parts = 0, []
 
         async def keep(message: Message) -> None:

@@ -65,7 +65,7 @@ class Stored:
 
 
 class StoredPrompts:
-    """Has an ``AsyncLLM`` end requests that store their prompt only when it is stored.
+    """Ends an ``AsyncLLM``'s requests that store their prompt only when it is stored.
 
     Workers tell so on a socket without a file. After ``timeout_s`` the answer ends all the same,
     and a decoder computes the prompt again.

@@ -63,13 +63,13 @@ _current: ContextVar[Check | EngineTurn | None] = ContextVar("conserve_request",
 
 
 def refuse_check(error: Exception) -> None:
-    """Have the current request, if it is a check, answer an error with its status."""
+    """Answer the current request, if it is a check, with an error and its status."""
     if isinstance(check := _current.get(), Check):
         check.refuse(error)
 
 
 def skip_media_cache(renderer: Any) -> None:
-    """Have vLLM's renderer read requests that the engine does not get without its cache of media.
+    """Keep requests that the engine does not get out of the renderer's cache of media.
 
     Half of that cache is in the engine's core.
     """

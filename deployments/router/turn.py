@@ -110,7 +110,7 @@ class TurnEndpoint:
         return self.counters[-1] if self.counters else None
 
     def lost(self, engine_id: str) -> None:
-        """Have no prompt counted by an engine that is lost, until the table says otherwise."""
+        """Ask an engine that is lost for no count, until a beat names it again."""
         self.counters = deque(one for one in self.counters if one.id != engine_id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

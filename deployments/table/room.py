@@ -153,7 +153,7 @@ class Room:
 
     @contextlib.contextmanager
     def placing(self, history_id: str, *, chat: bool) -> Iterator[PendingTurn]:
-        """Have a turn be pending; other turns of its history wait until it no longer is."""
+        """Keep a turn pending within the block; other turns of its history wait for its end."""
         pending = PendingTurn(history_id, chat, asyncio.get_running_loop().create_future())
         self.pending[history_id] = pending
         self.gate.pends(pending)

@@ -50,7 +50,7 @@ _STRUCTS = {
 
 
 def _turn(text: str) -> tuple[float, float, float]:
-    """Have a chat's first turn answered: its beginning, first token, and a second after its end."""
+    """Send a chat's first turn; returns its beginning, first token, and a second after its end."""
     messages = [{"role": "user", "content": text}]
     body = {"model": "conserve-embedded", "messages": messages, "max_tokens": 24, "stream": True}
     asked_s, first_s = time.time(), 0.0

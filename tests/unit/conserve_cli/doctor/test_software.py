@@ -95,7 +95,8 @@ def test_a_compiler_of_cudas_that_is_too_old_is_named(
     here: Here, h100: Machine, tmp_path: Path
 ) -> None:
     nvcc = tmp_path / "nvcc"
-    for release, expected in (("13.0", []), ("12.4", [("warning", "nvcc")])):
+    bad = [("warning", "nvcc")]
+    for release, expected in (("13.0", []), ("12.4", bad), ("", bad)):
         nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V\n")
         nvcc.chmod(0o755)
         here.nvcc = str(nvcc)
