@@ -9,8 +9,7 @@ from enum import Enum, auto
 import msgspec
 
 from conserve.hints import Hints
-from conserve.histories.points import mark, newest_mark, with_point
-from conserve.histories.sharing import Prefix
+from conserve.histories.prefixes import Prefix, mark, newest_mark, with_point
 from conserve.recognition import Digest
 from conserve.turn import PACKED_BYTES, TurnKey, TurnStats
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from conserve import identity
 from conserve.clock import unix_s
-from conserve.histories.families import scope_for, scope_of
-from conserve.histories.points import mark
+from conserve.histories.kinship import scope_for, scope_of
+from conserve.histories.prefixes import mark
 from conserve.history import History
 from conserve.recognition import Digest, TailIndex
 from conserve.turn import TurnKey, TurnStats

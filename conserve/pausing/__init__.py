@@ -1,8 +1,7 @@
 """Decides which idle histories give up their room, and knows where those may still be found."""
 
 from conserve.pausing.cache import EngineCache
-from conserve.pausing.gaps import Gaps
 from conserve.pausing.memory import Forgotten, Memory
 from conserve.pausing.policy import Idle, Pausing, patience_s
-from conserve.pausing.times import ToolTimes
+from conserve.pausing.times import Gaps, ToolTimes
 from conserve.pausing.tools import RunningTools, ToolReport, TooManyTools, tool_called

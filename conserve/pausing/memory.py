@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from conserve.events import EventLog, Kind
-from conserve.histories.sharing import Going, held_alone
+from conserve.histories.prefixes import Going, held_alone
 from conserve.history import History
 from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from conserve.pausing.gaps import Gaps
+from conserve.pausing.times import Gaps
 
 # A turn that comes within this time comes soon: about as long as a long prefill takes.
 _SOON_S = 30.0

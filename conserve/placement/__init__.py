@@ -11,11 +11,11 @@ from conserve.placement.conversation import (
 from conserve.placement.elastic import ElasticPlacement
 from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.load import EngineLoad, Loads
-from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
     NOTHING_SHARED,
     Decoder,
     Placement,
+    PlacementPolicy,
     Prefiller,
     Shared,
 )

@@ -4,11 +4,11 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
     NOTHING_SHARED,
     Decoder,
     Placement,
+    PlacementPolicy,
     Prefiller,
     Shared,
     emptiest_decoder,

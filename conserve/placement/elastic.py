@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
-from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
     NOTHING_SHARED,
     Decoder,
     Placement,
+    PlacementPolicy,
     Prefiller,
     Shared,
 )

@@ -22,7 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from conserve import wire
 from conserve.apis import MESSAGES, RESPONSES
 from conserve.turn import TurnStats
-from deployments.engine.vision.node_images import MissingTokens
+from deployments.engine.vision.images import MissingTokens
 from deployments.messages import Checked
 
 # vLLM makes answers of these only from an output with a choice.

@@ -32,8 +32,7 @@ from deployments.engine.load import measure
 from deployments.engine.reporter import Reporter
 from deployments.engine.response_store import ResponseStore
 from deployments.engine.turns import EngineTurns
-from deployments.engine.vision.failures import TELLS, FailedImages
-from deployments.engine.vision.node_images import NodeImages
+from deployments.engine.vision.images import TELLS, FailedImages, NodeImages
 from deployments.engine.warm_up import WarmUp
 from deployments.event_loop import in_background, switch_threads_sooner
 from deployments.messages import EngineInfo, EngineStarting, Heard

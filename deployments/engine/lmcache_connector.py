@@ -43,7 +43,7 @@ from deployments.engine.stores import (
     StoresReport,
     groups_that_give_up,
 )
-from deployments.engine.vision.failures import failures
+from deployments.engine.vision.images import failures
 from deployments.node.lmcache_server import wait_for_server
 from deployments.upstream import lost_server
 from deployments.upstream.lost_server import Connection, fail_fast

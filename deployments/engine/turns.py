@@ -38,8 +38,7 @@ from deployments.engine.load import ALL_TOKENS, LoadMeter
 from deployments.engine.response_store import ResponseStore, read_asked
 from deployments.engine.stored import StoredPrompts
 from deployments.engine.turn import EngineTurn, continued
-from deployments.engine.vision.failures import FailedImages
-from deployments.engine.vision.node_images import MissingTokens, images_of
+from deployments.engine.vision.images import FailedImages, MissingTokens, images_of
 from deployments.upstream.message_fields import no_output
 from deployments.upstream.prompt_lengths import counting, takes_room_left
 

@@ -14,7 +14,7 @@ from conserve.apis import form_of, is_dialogue
 from conserve.errors import ApiError
 from conserve.turn import TurnStats
 from deployments.router.errors import RawHeaders, refuse
-from deployments.router.stream_record import END_OF_EVENT, StreamRecord
+from deployments.router.upstream import END_OF_EVENT, StreamRecord
 
 # Proxies close a connection that is silent for a while: nginx and AWS's load balancers after 60 s.
 _SILENCE_S = 15.0

@@ -107,7 +107,7 @@ class SystemLengths:
 
     An engine counts each once: the tokens that the turn's prompt and two others with that part have
     in common. A part that may be written otherwise, though its digest is the same, is not counted:
-    digests leave out `volatile` text.
+    digests leave out text that changes each time.
     """
 
     def __init__(self, upstream: Upstream, volatile: Collection[str] = ()) -> None:

@@ -17,12 +17,12 @@ from conserve.hints import Hints, InvalidHint, hints
 from conserve.media import Lifted, places
 from conserve.recognition import Chain
 from conserve.recognition.apis import continues, heard
-from conserve.recognition.volatile import without_billing_header
+from conserve.recognition.normal import without_billing_header
 from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
-from deployments.router.access import caller_of, tenant_of
 from deployments.router.errors import request_id_of
+from deployments.router.guard import caller_of, tenant_of
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
     changed_body,

@@ -23,7 +23,6 @@ from conserve.hints import Hints
 from conserve.settings import Settings
 from conserve.turn import Outcome, TurnStats
 from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan, TurnTenant
-from deployments.router.access import tenant_of
 from deployments.router.answer import (
     AnsweredWithError,
     RelayedAnswer,
@@ -36,6 +35,7 @@ from deployments.router.errors import (
     refuse,
     request_id_of,
 )
+from deployments.router.guard import tenant_of
 from deployments.router.media import MediaReader
 from deployments.router.phases import Phase, Phases
 from deployments.router.prompt import (
@@ -48,10 +48,10 @@ from deployments.router.prompt import (
 from deployments.router.reading import disconnected
 from deployments.router.request import ClientRequest, read_request
 from deployments.router.stored import StoredResponses
-from deployments.router.stream_record import StreamRecord
 from deployments.router.upstream import (
     TRACE_HEADERS,
     EngineUnreachable,
+    StreamRecord,
     Upstream,
     engine_error,
     error_of_event,

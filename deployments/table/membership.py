@@ -13,10 +13,9 @@ from conserve.wire import SILENCE_S, Role
 from deployments.messages import EngineInfo, Refusal
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
-from deployments.table.listeners import Listeners
 from deployments.table.registry import Registry
 from deployments.table.room import Room
-from deployments.table.running import RunningTurns
+from deployments.table.running import Listeners, RunningTurns
 
 logger = logging.getLogger("conserve.table")
 

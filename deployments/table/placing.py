@@ -19,10 +19,9 @@ from conserve.turn import Reason
 from deployments.messages import BeginTurn, Refusal, TurnPlan, TurnTenant, Uncounted
 from deployments.table import refusals
 from deployments.table.accounts import Accounts
-from deployments.table.listeners import LOOK_S, MOVE_S, Listeners
 from deployments.table.registry import Registry
 from deployments.table.room import PendingTurn, Room, TenantGate
-from deployments.table.running import RunningTurns
+from deployments.table.running import LOOK_S, MOVE_S, Listeners, RunningTurns
 
 logger = logging.getLogger("conserve.table")
 

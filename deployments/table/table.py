@@ -34,12 +34,11 @@ from deployments import answers, messages
 from deployments.messages import SchedulerLoad
 from deployments.table import lines, refusals
 from deployments.table.accounts import Accounts
-from deployments.table.listeners import LOOK_S, Listeners
 from deployments.table.membership import Membership, Recovery
 from deployments.table.placing import Placing
 from deployments.table.registry import Registry
 from deployments.table.room import Room, TenantGate
-from deployments.table.running import RunningTurns
+from deployments.table.running import LOOK_S, Listeners, RunningTurns
 from deployments.table.views import (
     SHOWN_EVENTS,
     conversation_view,

@@ -14,7 +14,7 @@ from conserve import identity
 from conserve.admission import Ticket
 from conserve.conversations import ConversationTable
 from conserve.events import Event, EventLog
-from conserve.histories.sharing import held_together
+from conserve.histories.prefixes import held_together
 from conserve.history import History, State
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running

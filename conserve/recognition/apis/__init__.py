@@ -12,7 +12,7 @@ from typing import Any
 from conserve.apis import MESSAGES, RESPONSES
 from conserve.recognition.answers import answers_from_body, answers_from_stream
 from conserve.recognition.apis import anthropic, responses
-from conserve.recognition.volatile import without_times
+from conserve.recognition.normal import without_times
 
 # Beside tools, these change the prompt, or its KV, from the first token on.
 _FROM_THE_BEGINNING = ("chat_template", "cache_salt")
@@ -33,7 +33,7 @@ def messages_of(path: str, body: Mapping[str, Any], volatile: Collection[str] = 
 
     Args:
         volatile: kinds of text that are left out of system messages; see
-            `conserve.recognition.volatile`.
+            `conserve.recognition.normal`.
     """
     if path == MESSAGES:
         messages = anthropic.messages_in(body)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from conserve.recognition.answers import events_in, read
-from conserve.recognition.volatile import BILLING_MARK
+from conserve.recognition.normal import BILLING_MARK
 
 Message = dict[str, Any]
 

@@ -23,8 +23,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.platforms import current_platform
 
 from conserve.wire import ENCODED, NOTHING_ENCODED, Encoded
-from deployments.engine.vision.failures import can_tell_failures, failures
-from deployments.engine.vision.node_images import NodeImages
+from deployments.engine.vision.images import NodeImages, can_tell_failures, failures
 from deployments.upstream import encoder_errors
 from deployments.upstream.patch import require
 

@@ -3,7 +3,7 @@
 import pytest
 
 from conserve import identity
-from conserve.histories.points import mark
+from conserve.histories.prefixes import mark
 from conserve.history import History
 from conserve.holdings import Holdings
 from conserve.turn import TurnKey, TurnStats

@@ -28,7 +28,7 @@ from conserve.wire import BEAT_S, PARK, Role
 from deployments.engine.load import LoadMeter
 from deployments.engine.reporter import Reporter
 from deployments.engine.turns import EngineTurns
-from deployments.engine.vision.failures import FailedImages
+from deployments.engine.vision.images import FailedImages
 from deployments.messages import Checked, EngineInfo
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable

@@ -14,8 +14,7 @@ import pytest
 from vllm.v1.engine import detokenizer
 
 from conserve.clock import unix_s
-from conserve.histories.points import Points
-from conserve.histories.sharing import held_together
+from conserve.histories.prefixes import Points, held_together
 from conserve.placement import PolicyName
 from conserve.settings import Settings
 from tests.acceptance.chaos.plan import Plan, PlannedConversation, PlannedKill, PlannedTurn

@@ -3,7 +3,7 @@
 from conserve.admission import Admission, Admitted, FirstCome, Levels, Ticket
 from conserve.admission.admission import attained_service
 from conserve.conversations import ConversationTable
-from conserve.histories.sharing import Prefix
+from conserve.histories.prefixes import Prefix
 from conserve.history import History
 from conserve.pausing import Pausing
 from conserve.placement import PlacementPolicy

@@ -2,7 +2,7 @@
 
 import copy
 
-from conserve.histories.points import mark
+from conserve.histories.prefixes import mark
 from conserve.placement import FullDisaggregationPlacement, Placement
 from tests.unit.conserve.conversations.scene import (
     OTHER_TAILS,

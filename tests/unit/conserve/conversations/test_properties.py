@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from conserve import identity
 from conserve.conversations import ConversationTable
 from conserve.histories.kinship import Opening
-from conserve.histories.points import mark
+from conserve.histories.prefixes import mark
 from conserve.history import History, State
 from conserve.placement import ConversationPlacement
 from conserve.turn import TurnStats

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from conserve import direct
 from conserve.direct import (
     LEASE_S,
     Began,
@@ -16,7 +17,6 @@ from conserve.direct import (
     Notices,
     Outbox,
 )  # fmt: skip
-from conserve.direct import desk as desks
 from conserve.holdings import Holdings
 from conserve.recognition import Chain
 from conserve.turn import TurnKey, TurnStats
@@ -101,8 +101,8 @@ def test_a_turn_that_begins_is_reported(decoder: Decoder) -> None:
     decoder.desk.hear(Notice(1, parks=True), 101.0)
     turn = decoder.begins()
     assert turn is not None
-    assert desks.is_direct(turn.turn_id)
-    assert not desks.is_direct(desks.first_asked(turn.turn_id))
+    assert direct.is_direct(turn.turn_id)
+    assert not direct.is_direct(direct.first_asked(turn.turn_id))
     report = decoder.desk.outbox.next()
     assert report is not None
     assert report == (1, (Began(turn, "router", True),), 1)

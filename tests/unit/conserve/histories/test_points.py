@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conserve.histories.points import MOST_POINTS, Points, mark, newest_mark
+from conserve.histories.prefixes import MOST_POINTS, Points, mark, newest_mark
 
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=200)
 

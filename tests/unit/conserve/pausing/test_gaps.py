@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conserve.pausing import Gaps
-from conserve.pausing.gaps import MOST_TOOLS
+from conserve.pausing.times import MOST_TOOLS
 
 TIMES_S = st.floats(0, 1e6)
 

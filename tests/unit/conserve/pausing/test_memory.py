@@ -13,7 +13,7 @@ from conserve.conversations import ConversationTable
 from conserve.conversations.ledger import RECENT_S
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
-from conserve.histories.sharing import Going, Prefix
+from conserve.histories.prefixes import Going, Prefix
 from conserve.history import History
 from conserve.pausing import Idle, Pausing
 from conserve.placement import ConversationPlacement, Placement

@@ -6,7 +6,7 @@ import pytest
 
 from conserve.conversations import ConversationTable
 from conserve.pausing import Pausing, ToolReport, ToolTimes
-from conserve.pausing.gaps import MOST_TOOLS
+from conserve.pausing.times import MOST_TOOLS
 from tests.unit.conserve.conversations.scene import a_table, start
 from tests.unit.conserve.pausing.scene import calls
 

@@ -4,7 +4,7 @@ import pytest
 
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.recognition.apis import messages_of
-from conserve.recognition.volatile import without_billing_header
+from conserve.recognition.normal import without_billing_header
 from tests.unit.conserve.recognition.digests import candidate_digests
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.117.48f; cc_entrypoint=cli; cch={};"

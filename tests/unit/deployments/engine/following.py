@@ -7,7 +7,7 @@ from conserve.direct import Desk
 from conserve.holdings import Holdings
 from deployments.engine.load import LoadMeter
 from deployments.engine.turns import EngineTurns
-from deployments.engine.vision.failures import FailedImages
+from deployments.engine.vision.images import FailedImages
 
 
 def engine_turns(app: Any, client: Any = None, **more: Any) -> EngineTurns:

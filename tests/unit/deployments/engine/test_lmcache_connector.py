@@ -23,7 +23,7 @@ from conserve.late_kv import LateKV
 from deployments.engine import lmcache_connector
 from deployments.engine.lmcache_connector import ResilientMPConnector
 from deployments.engine.stores import FORGOTTEN_S, StepNotes
-from deployments.engine.vision.failures import WorkersFailures
+from deployments.engine.vision.images import WorkersFailures
 from deployments.upstream.lost_server import Connection
 from tests.unit.deployments.engine.connectors import scheduler_half, worker_half
 from tests.unit.deployments.waiting import eventually

@@ -17,7 +17,7 @@ from conserve.recognition.apis import answers_of
 from conserve.wire import Emitted, note, read_notes
 from deployments.engine import response_events
 from deployments.engine.response_events import AgreeingResponse
-from deployments.router.stream_record import StreamRecord
+from deployments.router.upstream import StreamRecord
 
 TOKENS = [Emitted([token]) for token in range(5)]
 

@@ -7,7 +7,7 @@ import pytest
 from conserve import wire
 from conserve.turn import TurnStats
 from conserve.wire import Emitted, note, read_notes
-from deployments.router.stream_record import StreamRecord
+from deployments.router.upstream import StreamRecord
 
 
 def _event(text: str, created: int = 1700000000, **choice: object) -> bytes:

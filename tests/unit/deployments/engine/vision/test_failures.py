@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.engine.vision.failures import FailedImages, ImageNotEncoded, WorkersFailures
+from deployments.engine.vision.images import FailedImages, ImageNotEncoded, WorkersFailures
 
 
 def test_failures_are_told_once_and_remembered() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.multimodal.inputs import PlaceholderRange
 
-from deployments.engine.vision.node_images import NodeImages, images_of
+from deployments.engine.vision.images import NodeImages, images_of
 from deployments.node.arena import ARENA_PATH, make_arena
 
 
