@@ -28,8 +28,7 @@ from deployments.engine.gpu_worker import WorkerClient
 from deployments.engine.http_server import EngineHttp
 from deployments.engine.inside import inside_of
 from deployments.engine.kv_layers import capacity_tokens, host_token_bytes
-from deployments.engine.load import measure
-from deployments.engine.reporter import Reporter
+from deployments.engine.reporter import Reporter, measure
 from deployments.engine.response_store import ResponseStore
 from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.images import TELLS, FailedImages, NodeImages

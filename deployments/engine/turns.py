@@ -34,7 +34,7 @@ from conserve.turn import TurnStats
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
 from deployments.engine.check import Check, one_token
 from deployments.engine.copies import Copies
-from deployments.engine.load import ALL_TOKENS, LoadMeter
+from deployments.engine.reporter import ALL_TOKENS, LoadMeter
 from deployments.engine.response_store import ResponseStore, read_asked
 from deployments.engine.stored import StoredPrompts
 from deployments.engine.turn import EngineTurn, continued

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
-from deployments.engine.load import LoadMeter
+from deployments.engine.reporter import LoadMeter
 from deployments.messages import EngineInfo
 
 logger = logging.getLogger("ray.serve")

@@ -25,8 +25,7 @@ from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.turn import TurnStats
 from conserve.wire import BEAT_S, PARK, Role
-from deployments.engine.load import LoadMeter
-from deployments.engine.reporter import Reporter
+from deployments.engine.reporter import LoadMeter, Reporter
 from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.images import FailedImages
 from deployments.messages import Checked, EngineInfo

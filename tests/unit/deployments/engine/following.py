@@ -5,7 +5,7 @@ from typing import Any
 
 from conserve.direct import Desk
 from conserve.holdings import Holdings
-from deployments.engine.load import LoadMeter
+from deployments.engine.reporter import LoadMeter
 from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.images import FailedImages
 

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from conserve.placement import EngineLoad, Step
 from conserve.wire import OVERDUE, STEPS
-from deployments.engine.load import ALL_TOKENS, WINDOW_S, Lately, LoadMeter, measure
+from deployments.engine.reporter import ALL_TOKENS, WINDOW_S, Lately, LoadMeter, measure
 
 
 @dataclass

@@ -24,7 +24,7 @@ from conserve.recognition import chain_of
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.engine.copies import Copies
-from deployments.engine.load import ALL_TOKENS, LoadMeter
+from deployments.engine.reporter import ALL_TOKENS, LoadMeter
 from deployments.engine.vision.images import FailedImages, ImageNotEncoded
 from tests.unit.deployments import asgi
 from tests.unit.deployments.asgi import exchange, receiver, respond, scope_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from conserve.placement import Step
-from deployments.engine.load import LoadMeter
+from deployments.engine.reporter import LoadMeter
 from deployments.engine.warm_up import forget, try_handoff
 
 TOKENS = 1_500
