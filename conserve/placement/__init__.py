@@ -2,23 +2,17 @@
 
 from typing import Literal
 
-from conserve.placement.conversation import (
+from conserve.placement.elastic import ElasticPlacement
+from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
+from conserve.placement.load import EngineLoad, Loads
+from conserve.placement.policy import (
     CollocatedPlacement,
     ConversationPlacement,
     FullDisaggregationPlacement,
     PerTurnPlacement,
-)
-from conserve.placement.elastic import ElasticPlacement
-from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
-from conserve.placement.load import EngineLoad, Loads
-from conserve.placement.state import (
-    NOTHING_SHARED,
-    Decoder,
-    Placement,
     PlacementPolicy,
-    Prefiller,
-    Shared,
 )
+from conserve.placement.state import NOTHING_SHARED, Decoder, Placement, Prefiller, Shared
 
 PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 

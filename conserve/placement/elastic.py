@@ -5,14 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
-from conserve.placement.state import (
-    NOTHING_SHARED,
-    Decoder,
-    Placement,
-    PlacementPolicy,
-    Prefiller,
-    Shared,
-)
+from conserve.placement.policy import PlacementPolicy
+from conserve.placement.state import NOTHING_SHARED, Decoder, Placement, Prefiller, Shared
 
 # A home counts as at most this busy.
 _BUSIEST = 0.95
