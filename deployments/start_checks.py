@@ -11,8 +11,8 @@ from autoscale.capacity.served import with_profile
 from conserve.addons import TOOLS, addon
 from conserve.settings import Settings, SettingsError
 from deployments.model_files import require_files
+from deployments.router.access import require_keys
 from deployments.router.certificate import require_certificate
-from deployments.router.guard import require_keys
 
 
 class Checked(Protocol):

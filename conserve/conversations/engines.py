@@ -5,19 +5,15 @@ from conserve.placement import Decoder, EngineLoad, Loads, Prefiller
 
 
 class Engines:
-    """Decoders and prefillers, as placement sees them.
+    """Decoders and prefillers, as placement sees them; a prefiller that hosts is both.
 
-    Attributes:
-        evicting: ids of decoders whose histories are unbound as soon as none of their turns runs.
-        loads: what is known of their work; None if the policy does not ask.
+    ``loads`` is what is known of their work; None if the policy does not ask.
     """
 
     def __init__(self, loads: Loads | None) -> None:
         self.loads = loads
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
-        self.evicting: set[str] = set()
-        self._leaving: set[str] = set()
 
     def add_prefiller(self, prefiller_id: str) -> None:
         self.prefillers.setdefault(prefiller_id, Prefiller(prefiller_id))
@@ -26,14 +22,11 @@ class Engines:
         if decoder_id not in self.decoders:
             self.decoders[decoder_id] = Decoder(decoder_id, capacity_tokens)
 
-    def remove_prefiller(self, prefiller_id: str) -> None:
-        del self.prefillers[prefiller_id]
-        self._forget(prefiller_id)
-
-    def remove_decoder(self, decoder_id: str) -> None:
-        del self.decoders[decoder_id]
-        self.evicting.discard(decoder_id)
-        self._forget(decoder_id)
+    def remove(self, engine_id: str) -> None:
+        self.decoders.pop(engine_id, None)
+        self.prefillers.pop(engine_id, None)
+        if self.loads is not None:
+            self.loads.gone(engine_id)
 
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
         if self.loads is not None and (engine_id in self.decoders or engine_id in self.prefillers):
@@ -43,31 +36,21 @@ class Engines:
         if self.loads is not None and history.home is not None:
             self.loads.left(history.id, history.home)
 
-    def _forget(self, engine_id: str) -> None:
-        self._leaving.discard(engine_id)
-        if self.loads is not None:
-            self.loads.gone(engine_id)
-
     def leave(self, engine_id: str) -> None:
         """Give an engine nothing new; it keeps what it has."""
-        self._leaving.add(engine_id)
-
-    def is_leaving(self, engine_id: str) -> bool:
-        return engine_id in self._leaving
+        for one in (self.decoders.get(engine_id), self.prefillers.get(engine_id)):
+            if one is not None:
+                one.leaving = True
 
     @property
     def accepting_decoders(self) -> list[Decoder]:
         """Return the decoders to which conversations may be bound."""
-        if not self._leaving:
-            return list(self.decoders.values())
-        return [one for one in self.decoders.values() if one.id not in self._leaving]
+        return [one for one in self.decoders.values() if not one.leaving]
 
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
         """Return the prefillers to which prompts may be sent."""
-        if not self._leaving:
-            return list(self.prefillers.values())
-        return [one for one in self.prefillers.values() if one.id not in self._leaving]
+        return [one for one in self.prefillers.values() if not one.leaving]
 
     def join_queue(self, history: History, prefiller_id: str, tokens: int) -> None:
         """Queue a history's tokens, of which none are queued yet, at a prefiller."""

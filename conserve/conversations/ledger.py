@@ -295,7 +295,7 @@ class Ledger:
             self._sharing.hold(history, 0)
             self._decoders[history.home].conversations -= 1
             self.give_up(history)
-            if self._engines.is_leaving(history.home):
+            if self._decoders[history.home].leaving:
                 self._without_engine[history.id] = "left"
         history.home = None
         history.promised = False
@@ -316,7 +316,7 @@ class Ledger:
         self.usage.of(history.id).turns -= len(history.running)
         self._forget_records(history.running)
         if history.home is not None:
-            leaves = self._engines.is_leaving(history.home)
+            leaves = self._decoders[history.home].leaving
             self._without_engine[history.id] = "left" if leaves else "lost"
         history.home = None
         self._activity.not_idle(history.id)

@@ -369,7 +369,7 @@ class ConversationTable(Turns):
 
     def evict(self, decoder_id: str) -> list[str]:
         """Unbind a decoder's idle histories, the others later, and return their ids."""
-        self._engines.evicting.add(decoder_id)
+        self._engines.decoders[decoder_id].evicting = True
         idle = [
             history
             for history in self._by_id.values()
@@ -379,25 +379,16 @@ class ConversationTable(Turns):
             self._ledger.unbind(history)
         return [history.id for history in idle]
 
-    def remove_prefiller(self, prefiller_id: str) -> None:
-        if prefiller_id not in self._engines.prefillers:
-            return
-        self._engines.remove_prefiller(prefiller_id)
-        # It may come back under its id, with an empty queue.
-        for history in self._by_id.values():
-            if history.prefiller_id == prefiller_id:
-                self._engines.leave_queue(history)
-
-    def remove_decoder(self, decoder_id: str) -> list[str]:
-        """Remove a decoder that is lost, end its turns, and return the ids of its histories."""
-        if decoder_id not in self._engines.decoders:
-            return []
-        self._ledger.notices.remove(decoder_id)
-        if self.memory is not None:
-            self.memory.decoder_lost(decoder_id)
+    def remove_engine(self, engine_id: str) -> list[str]:
+        """Remove an engine that is lost, end its turns, and return the ids of its histories."""
+        self._ledger.notices.remove(engine_id)
+        if self.memory is not None and engine_id in self._engines.decoders:
+            self.memory.decoder_lost(engine_id)
         unbound = []
         for history in self._by_id.values():
-            if history.home == decoder_id:
+            if history.prefiller_id == engine_id:
+                self._engines.leave_queue(history)
+            if history.home == engine_id:
                 running = history.running
                 self._ledger.lose(history)
                 if running:
@@ -406,7 +397,7 @@ class ConversationTable(Turns):
                     # It may have been kept for its running turn.
                     self._idleness.watch(history)
                 unbound.append(history.id)
-        self._engines.remove_decoder(decoder_id)
+        self._engines.remove(engine_id)
         return unbound
 
 

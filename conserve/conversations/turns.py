@@ -131,9 +131,6 @@ class Turns:
         """Give an engine nothing new; it keeps what it has."""
         self._engines.leave(engine_id)
 
-    def is_leaving(self, engine_id: str) -> bool:
-        return self._engines.is_leaving(engine_id)
-
     # --- histories end -----------------------------------------------------------------------
 
     def end_when_idle_for(self, idle_timeout_s: float) -> None:
@@ -166,7 +163,7 @@ class Turns:
         history = self._by_id.get(history_id)
         if history is None or history.home is None:
             return None
-        if history.home in self._engines.evicting and not history.running:
+        if self._engines.decoders[history.home].evicting and not history.running:
             self._ledger.unbind(history)
             return None
         if hints is not None:

@@ -11,6 +11,8 @@ class Decoder:
     Attributes:
         held_tokens: for live conversations, those promised included.
         kept_tokens: the part of its capacity that is kept free of new histories.
+        leaving: whether it gets nothing new.
+        evicting: whether its histories are unbound as soon as none of their turns runs.
     """
 
     id: str
@@ -18,6 +20,8 @@ class Decoder:
     held_tokens: int = 0
     conversations: int = 0
     kept_tokens: int = 0
+    leaving: bool = False
+    evicting: bool = False
 
     @property
     def occupancy(self) -> float:
@@ -35,10 +39,14 @@ class Decoder:
 
 @dataclass(slots=True)
 class Prefiller:
-    """A prefiller, with the tokens of prefills sent to it and not yet done."""
+    """A prefiller, with the tokens of prefills sent to it and not yet done.
+
+    ``leaving``: it gets nothing new.
+    """
 
     id: str
     queued_tokens: int = 0
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from conserve.errors import ApiError
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments import answers
+from deployments.router.access import caller_of
 from deployments.router.errors import answer_response
-from deployments.router.guard import caller_of
 from deployments.router.reading import read_short
 from deployments.table_client import TableClient
 

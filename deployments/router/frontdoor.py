@@ -22,6 +22,7 @@ from conserve.errors import ApiError, unknown_model
 from conserve.settings import Settings
 from conserve.wire import TURN_SILENCE_S
 from deployments import answers
+from deployments.router.access import Access
 from deployments.router.addons import RouterPart
 from deployments.router.conversations import Conversations
 from deployments.router.errors import (
@@ -31,7 +32,7 @@ from deployments.router.errors import (
     error_response,
     named,
 )
-from deployments.router.guard import Access, Guard, with_headers
+from deployments.router.guard import Guard, with_headers
 from deployments.router.openapi import Description
 from deployments.router.operators import Dashboard, Events, MetricsPaths, Probes
 from deployments.router.tokens import TokensEndpoint

@@ -21,8 +21,8 @@ from conserve.recognition.normal import without_billing_header
 from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
+from deployments.router.access import caller_of, tenant_of
 from deployments.router.errors import request_id_of
-from deployments.router.guard import caller_of, tenant_of
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
     changed_body,

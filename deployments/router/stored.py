@@ -20,8 +20,8 @@ from conserve.items import REFERENCE, item_id, response_of
 from conserve.media import Lifted
 from conserve.settings import Settings
 from deployments import answers
+from deployments.router.access import tenant_of
 from deployments.router.errors import answer_response
-from deployments.router.guard import tenant_of
 from deployments.router.reading import lifted_text, most_bytes, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table_client import TableClient

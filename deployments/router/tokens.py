@@ -23,8 +23,8 @@ from conserve.recognition.normal import without_billing_header
 from conserve.served import as_served
 from conserve.settings import Settings
 from deployments import answers
+from deployments.router.access import caller_of
 from deployments.router.errors import answer_response, hold_back
-from deployments.router.guard import caller_of
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
     changed_body,

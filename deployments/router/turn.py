@@ -23,6 +23,7 @@ from conserve.hints import Hints
 from conserve.settings import Settings
 from conserve.turn import Outcome, TurnStats
 from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan, TurnTenant
+from deployments.router.access import tenant_of
 from deployments.router.answer import (
     AnsweredWithError,
     RelayedAnswer,
@@ -35,7 +36,6 @@ from deployments.router.errors import (
     refuse,
     request_id_of,
 )
-from deployments.router.guard import tenant_of
 from deployments.router.media import MediaReader
 from deployments.router.phases import Phase, Phases
 from deployments.router.prompt import (

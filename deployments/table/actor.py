@@ -81,7 +81,7 @@ class TableActor(TableService):
         memory = table.memory
         parked = () if memory is None else memory.all_parked(histories)
         turns = [(turn, router, running.decoders[turn]) for turn, router in running.routers.items()]
-        engines = [one.id for one in self._registry.engines.values() if one.role != "encoder"]
+        engines = [one.id for one in self._registry.infos if one.role != "encoder"]
         legacy = Legacy(
             [msgspec.structs.replace(one, base=None) for one in histories],
             turns, list(parked), self._events.after(0), engines,

@@ -12,23 +12,24 @@ from hetero.energy import PHASES, EnergyBook, GpuReading
 
 def _loads(read: Callable[[EngineLoad], float | None]) -> Callable[[Registry], Samples]:
     return lambda registry: [
-        (engine_id, registry.engines[engine_id].role, read(load))
-        for engine_id, load in registry.loads.items()
+        (engine_id, engine.info.role, read(engine.load))
+        for engine_id, engine in registry.engines.items()
+        if engine.load is not None
     ]
 
 
 def _text_tokens(registry: Registry) -> Samples:
     return [
-        (engine_id, registry.engines[engine_id].role, source, tokens)
-        for engine_id, load in registry.loads.items()
-        if load.new_text_tokens
+        (engine_id, engine.info.role, source, tokens)
+        for engine_id, engine in registry.engines.items()
+        if (load := engine.load) is not None and load.new_text_tokens
         for source, tokens in (("kept", load.kept_text_tokens), ("new", load.new_text_tokens))
     ]
 
 
 def _slots(read: Callable[[EngineInfo], int]) -> Callable[[Registry], Samples]:
     def samples(registry: Registry) -> Samples:
-        engines = [one for one in registry.engines.values() if one.sm_slots]
+        engines = [one for one in registry.infos if one.sm_slots]
         return [(one.id, one.role, read(one)) for one in engines] or None
 
     return samples
@@ -44,8 +45,9 @@ def _scheduler(
 
     def samples(registry: Registry) -> Samples:
         found: list[tuple[Any, ...]] = []
-        for engine_id, load in registry.schedulers.items():
-            value = getattr(load, field or name)
+        for engine_id, engine in registry.engines.items():
+            # None where it has no such scheduler, too.
+            value = getattr(engine.scheduler, field or name, None)
             if value is None:
                 continue
             if not label:

@@ -101,15 +101,13 @@ class Membership:
     listeners: Listeners
     room: Room
     running: RunningTurns
-    # Engines that an operator drains: their replicas do not ask whether to stay.
-    _drained: set[str] = field(default_factory=set)
 
     def register(self, engine: EngineInfo) -> list[tuple[str, int]]:
         now_s = time.monotonic()
         known = self.registry.engines.get(engine.id)
         if known is not None and engine.registration:
             # It has not heard that it is known; what it has done since is in what it holds.
-            self._remove(known)
+            self._remove(engine.id)
         forget = self.registry.add(engine, now_s)
         # It has served under a table before this one, which may have had some of it stored.
         self.running.may_be_stored |= bool(engine.holds or engine.parked)
@@ -126,32 +124,32 @@ class Membership:
         if engine is None:
             return
         self.running.engine_lost(engine_id)
-        self.accounts.engine_gone(engine, len(self._remove(engine)), why)
+        self.accounts.engine_gone(engine.info, len(self._remove(engine_id)), why)
 
     def leave(self, engine_id: str, overdue: bool) -> bool:
         engine = self.registry.engines.get(engine_id)
         if engine is None:
             # This is a new table, with which it has not registered yet; or it was lost.
             return not overdue
-        if not self.table.is_leaving(engine_id):
-            self.table.leave(engine_id)
-            logger.info("%s %s is leaving", engine.role, engine_id)
+        if not engine.leaving:
+            self.registry.leave(engine)
+            logger.info("%s %s is leaving", engine.info.role, engine_id)
         if not self.registry.has_routers and self.recovery.age_s > SILENCE_S:
             # Routers belong to a new deployment, with a table of its own: no turn comes here.
             return False
         prefills = False
-        if engine.role == "prefiller":
+        if engine.info.role == "prefiller":
             prefills = self.table.prefillers[engine_id].queued_tokens > 0 and not overdue
-        if not engine.hosts:
+        if not engine.info.hosts:
             return prefills
-        if overdue or self._replaced(engine.role) or not self.table.accepting_decoders:
+        if overdue or self._replaced(engine.info.role) or not self.table.accepting_decoders:
             # With no other decoder the application ends, as a rule. Or the others have died: then
             # turns that run are not cut, and the rest is prefilled again once there is another.
             unbound = self.table.evict(engine_id)
             if unbound:
                 logger.info(
                     "%s %s leaves: %d conversations will be prefilled again elsewhere",
-                    engine.role, engine_id, len(unbound),
+                    engine.info.role, engine_id, len(unbound),
                 )  # fmt: skip
             self.room.admit()
         return prefills or self.table.decoders[engine_id].conversations > 0
@@ -174,22 +172,22 @@ class Membership:
         if engine is None:
             return None
         others = [one for one in self.table.accepting_decoders if one.id != engine_id]
-        if engine.hosts and not others:
+        if engine.info.hosts and not others:
             return refusals.LAST_ENGINE
-        if engine_id not in self._drained:
-            self._drained.add(engine_id)
-            self.table.leave(engine_id)
-            logger.info("%s %s is drained", engine.role, engine_id)
+        if not engine.drained:
+            engine.drained = True
+            self.registry.leave(engine)
+            logger.info("%s %s is drained", engine.info.role, engine_id)
             self.move_drained()
-        return self.table.decoders[engine_id].conversations if engine.hosts else 0
+        return self.table.decoders[engine_id].conversations if engine.info.hosts else 0
 
     def move_drained(self) -> None:
         """Unbind the idle conversations of drained engines; those that run, once they are idle."""
         if not self.table.accepting_decoders:
             return  # The other engines have gone, and these serve what they have.
         unbound = 0
-        for engine_id in self._drained:
-            if engine_id in self.table.decoders:
+        for engine_id, engine in self.registry.engines.items():
+            if engine.drained and engine.info.hosts:
                 unbound += len(self.table.evict(engine_id))
         if unbound:
             self.room.admit()
@@ -198,10 +196,9 @@ class Membership:
         engine = self.registry.engines.get(engine_id)
         if engine is not None:
             self.running.engine_lost(engine_id)
-            self.accounts.engine_gone(engine, len(self._remove(engine)))
+            self.accounts.engine_gone(engine.info, len(self._remove(engine_id)))
 
-    def _remove(self, engine: EngineInfo) -> list[str]:
-        self._drained.discard(engine.id)
-        unbound = self.registry.remove(engine)
-        self.listeners.lost(engine.id)
+    def _remove(self, engine_id: str) -> list[str]:
+        unbound = self.registry.remove(engine_id)
+        self.listeners.lost(engine_id)
         return unbound

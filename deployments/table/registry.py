@@ -1,6 +1,7 @@
 """Keeps the engines and routers that live, and what engines are still to be told."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from conserve.conversations import ConversationTable
@@ -15,6 +16,27 @@ from deployments.messages import CountingEngine, EngineInfo, EngineStarting, Sch
 _STARTS_WITHIN_S = 1800.0
 
 
+@dataclass(eq=False, slots=True)
+class Engine:
+    """An engine that lives: what it has told of itself, and what it is still to be told.
+
+    Attributes:
+        heard_s: when it was heard of.
+        load, scheduler: what it told last of its work, and of a scheduler that knows conversations.
+        leaving: whether it gets nothing new.
+        drained: whether an operator drains it: its replica does not ask whether to stay.
+        ended: histories (and incarnations) that its next beat tells it to forget.
+    """
+
+    info: EngineInfo
+    heard_s: float
+    load: EngineLoad | None = None
+    scheduler: SchedulerLoad | None = None
+    leaving: bool = False
+    drained: bool = False
+    ended: list[tuple[str, int]] = field(default_factory=list)
+
+
 class Registry:
     """Engines and routers that were heard of lately. Times are of the monotonic clock.
 
@@ -22,25 +44,18 @@ class Registry:
         table: is told of prefillers and decoders that come and go.
 
     Attributes:
-        loads: what engines have told last of their work, by id.
-        schedulers: the same of their schedulers, where these know conversations.
         last_beat_s: when any engine or router was heard of.
         parked_before: what a predecessor knew of host memory, until there is an engine with some.
     """
 
     def __init__(self, table: ConversationTable, now_s: float) -> None:
         self._table = table
-        self.engines: dict[str, EngineInfo] = {}
-        self.loads: dict[str, EngineLoad] = {}
-        self.schedulers: dict[str, SchedulerLoad] = {}
+        self.engines: dict[str, Engine] = {}
         self.last_beat_s = now_s
         self.parked_before: list[Parked] = []
         self._starting: dict[str, tuple[EngineStarting, float]] = {}
-        self._engine_beats_s: dict[str, float] = {}
         self._router_beats_s: dict[str, float] = {}
         self._lost_routers: set[str] = set()
-        # Conversations (and incarnations) that a decoder's next beat tells it to forget.
-        self._ended: dict[str, list[tuple[str, int]]] = {}
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -64,15 +79,14 @@ class Registry:
             sent = {held.id: held.incarnation for held in engine.holds}
             foreign = self._table.add_decoder(engine.id, engine.capacity_tokens, engine.holds)
             forget = [(history_id, sent[history_id]) for history_id in foreign]
-            self._ended.setdefault(engine.id, [])
             if engine.registration:
                 self._table.notices.add(engine.id, engine.registration)
         if engine.role != "encoder":
             self._table.engine_joined(engine.id, engine.kind, engine.handoffs)
+        known = self.engines.setdefault(engine.id, Engine(engine, now_s))
+        known.info, known.heard_s = engine, now_s
         if engine.leaving:
-            self._table.leave(engine.id)
-        self.engines[engine.id] = engine
-        self._engine_beats_s[engine.id] = now_s
+            self.leave(known)
         self._count_host_memory()
         if self._table.memory is not None:
             # Now that there is room for it.
@@ -81,45 +95,48 @@ class Registry:
                 self.parked_before = []
         return forget
 
-    def engine_beat(self, engine_id: str, now_s: float) -> EngineInfo | None:
+    def engine_beat(self, engine_id: str, now_s: float) -> Engine | None:
         """Note that an engine was heard of; None if it is unknown, and has to register."""
         self.last_beat_s = now_s
         engine = self.engines.get(engine_id)
         if engine is not None:
-            self._engine_beats_s[engine_id] = now_s
+            engine.heard_s = now_s
         return engine
 
-    def remove(self, engine: EngineInfo) -> list[str]:
+    def leave(self, engine: Engine) -> None:
+        """Give an engine nothing new; it keeps what it has."""
+        engine.leaving = True
+        self._table.leave(engine.info.id)
+
+    def remove(self, engine_id: str) -> list[str]:
         """Remove an engine that is lost or has left; returns ids of conversations bound to it."""
-        del self.engines[engine.id]
+        del self.engines[engine_id]
         self._count_host_memory()
-        self._engine_beats_s.pop(engine.id, None)
-        self._ended.pop(engine.id, None)
-        self.loads.pop(engine.id, None)
-        self.schedulers.pop(engine.id, None)
-        # A prefiller that hosts is both.
-        self._table.remove_prefiller(engine.id)
-        return self._table.remove_decoder(engine.id)
+        return self._table.remove_engine(engine_id)
 
     def _count_host_memory(self) -> None:
         """Count host memory once a node: engines that share an address share a server."""
         if self._table.memory is not None:
-            engines = [one for one in self.engines.values() if one.role != "encoder"]
+            engines = [one for one in self.infos if one.role != "encoder"]
             of_node = {urlsplit(one.url).hostname: one.host_tokens for one in engines}
             self._table.memory.set_host_tokens(sum(of_node.values()))
 
+    @property
+    def infos(self) -> list[EngineInfo]:
+        return [engine.info for engine in self.engines.values()]
+
     def silent_engines(self, now_s: float) -> list[str]:
-        return _silent(self._engine_beats_s, now_s)
+        return _silent({id_: engine.heard_s for id_, engine in self.engines.items()}, now_s)
 
     def living_and_leaving(self, role: Role) -> tuple[int, int]:
         """Count a role's engines, and those of them that are leaving."""
-        found = [engine.id for engine in self.engines.values() if engine.role == role]
-        return len(found), sum(map(self._table.is_leaving, found))
+        found = [engine.leaving for engine in self.engines.values() if engine.info.role == role]
+        return len(found), sum(found)
 
     def encoders(self) -> list[Encoder]:
         """Return the engines that only encode, and stay."""
-        engines = (one for one in self.engines.values() if one.role == "encoder")
-        return [Encoder(one.id, one.url) for one in engines if not self._table.is_leaving(one.id)]
+        stay = (engine.info for engine in self.engines.values() if not engine.leaving)
+        return [Encoder(one.id, one.url) for one in stay if one.role == "encoder"]
 
     def counters(self) -> list[CountingEngine]:
         """Return the engines to count a prompt: prefillers, or decoders, the likeliest first."""
@@ -128,7 +145,7 @@ class Registry:
         ids = [one.id for one in sorted(prefillers, key=lambda one: one.queued_tokens)] or [
             one.id for one in sorted(decoders, key=lambda one: one.conversations)
         ]
-        engines = (self.engines[id_] for id_ in ids)
+        engines = (self.engines[id_].info for id_ in ids)
         return [CountingEngine(one.id, one.url, one.max_model_len) for one in engines]
 
     # --- what decoders are told --------------------------------------------------------------
@@ -139,15 +156,10 @@ class Registry:
             self.note_forgotten(history.home, history.id, history.incarnation)
 
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
-        if decoder_id in self._ended:
-            self._ended[decoder_id].append((history_id, incarnation))
+        decoder = self.engines.get(decoder_id)
+        if decoder is not None and decoder.info.hosts:
+            decoder.ended.append((history_id, incarnation))
             self._table.notices.give_up(decoder_id, history_id, incarnation, ended=True)
-
-    def take_ended(self, engine_id: str) -> list[tuple[str, int]]:
-        """Return the histories that an engine has to forget; each is returned once."""
-        ended = self._ended.get(engine_id, [])
-        self._ended[engine_id] = []
-        return ended
 
     # --- routers -----------------------------------------------------------------------------
 

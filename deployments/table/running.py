@@ -50,13 +50,13 @@ class RunningTurns:
         """Return where a turn that has just begun goes."""
         assert history.home is not None
         engines = self.registry.engines
-        prefiller = engines.get(prefiller_id) if prefiller_id else None
+        prefiller = engines[prefiller_id].info if prefiller_id in engines else None
         parks = self.settings.prefills_later_turns or self.table.park(history)
         looks_up = prefiller is not None or (not later and self.may_be_stored)
         plan = TurnPlan(
             turn=turn,
             decoder_id=history.home,
-            decoder_url=engines[history.home].url,
+            decoder_url=engines[history.home].info.url,
             prefiller_id=prefiller.id if prefiller else None,
             prefiller_url=prefiller.url if prefiller else None,
             later=later,
@@ -220,7 +220,7 @@ class Listeners:
         turn = event.turn
         if isinstance(event, Began):
             if self.table.began(turn, decoder_id, unix_s(), event.parks):
-                url = self.registry.engines[decoder_id].url
+                url = self.registry.engines[decoder_id].info.url
                 plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
                 self._begun[decoder_id].add(turn)
                 self.running.begins(plan, event.router_id)

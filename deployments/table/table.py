@@ -150,24 +150,21 @@ class TableService(Table):
         if engine is None:
             return None
         if energy is not None:
-            self._accounts.charge(engine, energy)
+            self._accounts.charge(engine.info, energy)
         if load is not None:
-            self._registry.loads[engine_id] = load
+            engine.load = load
             self._table.engine_says(engine_id, load, unix_s())
         if scheduler is not None:
-            self._registry.schedulers[engine_id] = scheduler
-        ended = self._registry.take_ended(engine_id)
-        wanted = self._autoscaler.replicas(engine.role)
+            engine.scheduler = scheduler
+        ended, engine.ended = engine.ended, []
+        wanted = self._autoscaler.replicas(engine.info.role)
         memory = self._table.memory
         touched = [] if memory is None else memory.take_touched(engine_id)
-        return messages.Heard(ended, wanted, self._decided_s, self._holds(engine_id), touched)
-
-    def _holds(self, engine_id: str) -> list[tuple[str, int, float]]:
-        memory = self._table.memory
-        if memory is None or engine_id not in self._registry.schedulers:
-            return []
-        holds = memory.take_holds(engine_id, unix_s())
-        return [(one.history_id, one.incarnation, one.for_s) for one in holds]
+        held = []
+        if memory is not None and engine.scheduler is not None:
+            held = memory.take_holds(engine_id, unix_s())
+        holds = [(one.history_id, one.incarnation, one.for_s) for one in held]
+        return messages.Heard(ended, wanted, self._decided_s, holds, touched)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
         self._membership.lost(engine_id, why)
@@ -265,7 +262,7 @@ class TableService(Table):
 
     async def health(self) -> answers.Alive:
         await self._recovery.not_ready()
-        roles = [engine.role for engine in self._registry.engines.values()]
+        roles = [engine.role for engine in self._registry.infos]
         starting = self._registry.starting(time.monotonic())
         wants_encoders = "encoder" in self._autoscaler.wanted
         return answers.Alive(
@@ -279,9 +276,7 @@ class TableService(Table):
         await self._recovery.not_ready()
         if exact:
             await self._look()
-        loads = self._registry.loads
-        engines = self._registry.engines.values()
-        return [engine_view(engine, self._table, loads.get(engine.id)) for engine in engines]
+        return [engine_view(one, self._table) for one in self._registry.engines.values()]
 
     async def conversation(self, conversation_id: str) -> answers.Conversation | None:
         await self._recovery.not_ready()

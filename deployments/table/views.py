@@ -20,8 +20,9 @@ from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
 from deployments import answers
-from deployments.messages import EngineInfo, EventPage, EventQuery, Standing
+from deployments.messages import EventPage, EventQuery, Standing
 from deployments.table import lines
+from deployments.table.registry import Engine
 
 # The newest events of a conversation that are shown with it.
 SHOWN_EVENTS = 32
@@ -173,10 +174,9 @@ def _last_turn(history: History, why: Mapping[str, str]) -> answers.Turn | None:
     return answers.Turn(**said | times_s, why=why.get(history.id, msgspec.UNSET))
 
 
-def engine_view(
-    engine: EngineInfo, table: ConversationTable, load: EngineLoad | None
-) -> answers.Engine:
-    """Return one engine, what it holds and what it does; ``load`` is None before its first beat."""
+def engine_view(known: Engine, table: ConversationTable) -> answers.Engine:
+    """Return one engine, what it holds and what it does."""
+    engine, load = known.info, known.load
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
     return answers.Engine(
@@ -185,7 +185,7 @@ def engine_view(
         hosts=engine.hosts,
         url=engine.url,
         pid=engine.pid,
-        leaving=table.is_leaving(engine.id),
+        leaving=known.leaving,
         capacity_tokens=engine.capacity_tokens,
         max_model_len=engine.max_model_len,
         max_batched_tokens=engine.max_batched_tokens,

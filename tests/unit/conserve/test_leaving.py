@@ -65,7 +65,7 @@ def test_an_engine_of_the_same_id_starts_afresh() -> None:
     table = a_table(prefillers=2)
     table.leave("d1")
     table.evict("d1")
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.add_decoder("d1", 1000)
     table.leave("d2")
     assert bind(table, "c") == "d1"

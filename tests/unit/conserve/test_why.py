@@ -168,7 +168,7 @@ def test_a_broken_prefix_is_found_where_it_breaks(
 def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
     played(table, "agent", OLD)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.add_decoder("d2", 10_000)
     played(table, "agent\t\t1", ("Help!", *OLD[1:]))
     opening = Opening(chain_of(talk("HELP", *OLD[1:])), SYSTEM_TOKENS)
@@ -204,7 +204,7 @@ def test_a_table_knows_why_a_history_has_no_engine_and_how_long_it_was_idle() ->
     assert (record.unbound, record.had_tokens, record.idle_s) == ("paused", 610, 1900.0)
     assert again.advance(table, 700, now_s=1906.0)
 
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.add_decoder("d2", 1000)
     assert table.record(start(table, "c", 800, 1907.0).id).unbound == "lost"
 
@@ -215,7 +215,7 @@ def test_an_engine_that_leaves_is_not_said_to_be_lost() -> None:
     running = start(table, "running", 100)
     table.leave("d1")
     table.evict("d1")
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert not table._ledger.records, running
     table.add_decoder("d2", 1000)
     assert table.record(start(table, "c", 600).id).unbound == "left"

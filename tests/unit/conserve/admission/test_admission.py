@@ -88,7 +88,7 @@ def test_a_decoder_that_is_back_has_its_conversation_whoever_waits_before_it() -
     assert isinstance(began, Admitted)
     table.advance(began.history.newest_turn, "d1", TurnStats(100, 10, 0, 0), (), 1.0)
     held = History("c", began.history.incarnation, 0.0, 1.0, held_tokens=110, turns=1)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert isinstance(admission.enter("c", 120, 2.0), Ticket)
     table.add_decoder("d1", 1000, [held])
     (admitted,) = admission.admit(3.0)
@@ -104,7 +104,7 @@ def test_one_that_lost_its_decoder_is_bound_again_and_counts_as_moved() -> None:
     admission = Admission(table, 8, 60)
     began = admission.enter("c", 100, 0.0)
     assert isinstance(began, Admitted)
-    table.remove_decoder(began.placement.decoder_id)
+    table.remove_engine(began.placement.decoder_id)
     again = admission.enter("c", 120, 1.0)
     assert isinstance(again, Admitted)
     assert again.newly_bound

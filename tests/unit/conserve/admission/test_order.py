@@ -27,7 +27,7 @@ def test_who_has_been_served_less_goes_first() -> None:
     assert isinstance(began, Admitted)
     table.advance(began.turn, "d1", TurnStats(600, 100, 0, 0), (), 1.0)
     # Its decoder is lost, and comes back empty.
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.add_decoder("d1", 1000)
     assert isinstance(admission.enter("fills", 900, 2.0), Admitted)
     back = admission.enter("worked", 710, 3.0)

@@ -115,7 +115,7 @@ def test_what_was_lost_with_its_decoder_is_not_worked_on() -> None:
     assert table.begin("c", NOW_S + 1) is not None
     free_tokens = memory_of(table).free_tokens(NOW_S + 1)
     table.add_decoder("d2", 1000)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert the(table, "c").home is None
     assert memory_of(table).free_tokens(NOW_S + 1) == free_tokens + 600 + 100
 

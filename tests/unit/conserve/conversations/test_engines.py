@@ -22,7 +22,7 @@ from tests.unit.conserve.conversations.scene import (
 def test_a_conversation_outlives_its_decoder() -> None:
     table = a_table()
     turn(table, "c", 100, TAILS)
-    assert table.remove_decoder("d1") == ["c"]
+    assert table.remove_engine("d1") == ["c"]
     assert table.recognise(chain("c", TAILS), "c") == "c"
     assert table.begin("c", now_s=1) is None
     assert table.bind("c", 150, now_s=1) == Placement("d2", "p1")
@@ -35,7 +35,7 @@ def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
     table = a_table()
     turn(table, "c", 100, TAILS)
     lost = start(table, "c")
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert not the(table, "c").running
     # Whether the conversation is nowhere, elsewhere, or where it was, but without its KV.
     assert not lost.advance(table, 900, OTHER_TAILS)
@@ -43,7 +43,7 @@ def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
     assert not lost.advance(table, 900, OTHER_TAILS)
     assert lost.abandon(table, stats(900)) is None
     assert held(table) == {"d2": (150, 1)}
-    table.remove_decoder("d2")
+    table.remove_engine("d2")
     table.add_decoder("d1", 1000)
     again = start(table, "c", 160)
     assert again.decoder_id == lost.decoder_id
@@ -57,7 +57,7 @@ def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
 def test_a_first_turn_lost_with_its_decoder_leaves_nothing_once_given_up() -> None:
     table = a_table()
     lost = start(table, "c")
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert lost.abandon(table) is not None
     assert "c" not in table
 
@@ -65,7 +65,7 @@ def test_a_first_turn_lost_with_its_decoder_leaves_nothing_once_given_up() -> No
 def test_a_prefill_for_a_lost_decoder_is_not_queued_for_ever() -> None:
     table = a_table()
     start(table, "c", 100)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     moved = start(table, "c", 100)
     moved.advance(table, 100)
     assert table.prefillers["p1"].queued_tokens == 0
@@ -74,7 +74,7 @@ def test_a_prefill_for_a_lost_decoder_is_not_queued_for_ever() -> None:
 def test_a_prefiller_that_comes_back_has_an_empty_queue() -> None:
     table = a_table()
     running = start(table, "c", 100)
-    table.remove_prefiller("p1")
+    table.remove_engine("p1")
     table.add_prefiller("p1")
     table.prefilled(running.key)
     assert table.prefillers["p1"].queued_tokens == 0
@@ -106,7 +106,7 @@ def test_ttfet_outlives_a_decoder_that_was_away() -> None:
     assert table.answered(running.key, 5.0) == 3.0
     account = [copy.copy(the(table, "c"))]
     account[0].asked_s = account[0].ttfet_s = None  # A decoder does not know them.
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.add_decoder("d1", 1000, account)
     assert binding(table, "c") == "d1"
     assert the(table, "c").ttfet_s == 3.0

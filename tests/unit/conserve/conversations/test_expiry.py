@@ -64,7 +64,7 @@ def test_one_whose_turn_was_lost_with_its_decoder_is_not_spared() -> None:
     turn(table, "c", tails=TAILS)
     start(table, "c", now_s=0)
     assert table.expire(IDLE_S) == []
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert [c.id for c in table.expire(IDLE_S)] == ["c"]
     assert table.recognise(chain("c", TAILS), "c") is None
 
@@ -96,7 +96,7 @@ def test_the_table_does_not_grow_by_decoders_that_come_and_go() -> None:
     turn(table, "c", now_s=1)
     for _ in range(10):
         account = [copy.copy(the(table, "c"))]
-        table.remove_decoder("d1")
+        table.remove_engine("d1")
         table.add_decoder("d1", 1000, account)
     assert listed(table) == ["c"]
     assert [c.id for c in table.expire(1 + IDLE_S)] == ["c"]

@@ -113,8 +113,8 @@ def test_nothing_is_known_or_heard_of_an_engine_that_is_gone() -> None:
     table = elastic_table(hosts=True)
     for engine_id in ("d1", "p1"):
         table.engine_says(engine_id, BUSY, 0.0)
-    table.remove_prefiller("p1")
-    table.remove_decoder("p1")
+    table.remove_engine("p1")
+    table.remove_engine("p1")
     table.engine_says("p1", BUSY, 1.0)
     assert loads_of(table).work("p1", 1.0).decodes == 0
     # It was the only one to help.
@@ -202,8 +202,8 @@ def test_whoever_comes_and_goes_nobody_is_sent_to_who_is_not_there(
         elif what == "says":
             table.engine_says(engine_id, EngineLoad(tokens, number, 0.02), now_s)
         elif what == "lose":
-            table.remove_decoder(engine_id)
-            table.remove_prefiller(engine_id)
+            table.remove_engine(engine_id)
+            table.remove_engine(engine_id)
             there.discard(engine_id)
             leaving.discard(engine_id)
         elif what == "return":

@@ -216,7 +216,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(prefiller_id=PREFILLER_IDS)
     def remove_prefiller(self, prefiller_id: str) -> None:
-        self.table.remove_prefiller(prefiller_id)
+        self.table.remove_engine(prefiller_id)
         self.prefillers.discard(prefiller_id)
         for known in self.known.values():
             if known.prefill and known.prefill[0] == prefiller_id:
@@ -286,7 +286,7 @@ class AnyOrder(RuleBasedStateMachine):
     def remove_decoder(self, decoder_id: str) -> None:
         if decoder_id in self.decoders:
             self.accounts[decoder_id] = self.account_of(decoder_id)
-        unbound = self.table.remove_decoder(decoder_id)
+        unbound = self.table.remove_engine(decoder_id)
         self.decoders.discard(decoder_id)
         assert sorted(unbound) == sorted(
             i for i, k in self.known.items() if k.decoder == decoder_id

@@ -150,7 +150,7 @@ def test_a_decoder_thought_lost_gets_its_conversations_back() -> None:
     table = a_table()
     turn(table, "c", 100, TAILS)
     account = [copy.copy(the(table, "c"))]
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert table.add_decoder("d1", 1000, account) == []
     assert held(table)["d1"] == (110, 1)
     assert the(table, "c").moves == 0
@@ -166,7 +166,7 @@ def test_a_decoder_forgets_what_moved_elsewhere_meanwhile() -> None:
     lost = [table.get("moved"), table.get("again")]
     account = [copy.copy(c) for c in lost if c is not None]
     assert {c.home for c in account} == {"d1"}
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     start(table, "moved", 120)
     # The same id, but another conversation since.
     table.release("again")
@@ -179,10 +179,10 @@ def test_an_earlier_conversation_of_the_same_id_is_not_revived() -> None:
     table = a_table()
     turn(table, "c", 100)
     account = [copy.copy(the(table, "c"))]
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.release("c")
     turn(table, "c", 50)
-    table.remove_decoder("d2")
+    table.remove_engine("d2")
     assert table.add_decoder("d1", 1000, account) == ["c"]
     assert the(table, "c").home is None
     assert held(table) == {"d1": (0, 0)}
@@ -191,12 +191,12 @@ def test_an_earlier_conversation_of_the_same_id_is_not_revived() -> None:
 def test_a_conversations_history_outlasts_its_decoders_return() -> None:
     table = a_table()
     turn(table, "c", 100, now_s=1)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     turn(table, "c", 120, now_s=2)
     # What d2 knows: its own part of the conversation.
     own = copy.copy(the(table, "c"))
     own.created_s, own.turns, own.moves = 2, 1, 0
-    table.remove_decoder("d2")
+    table.remove_engine("d2")
     table.add_decoder("d2", 1000, [own])
     conversation = the(table, "c")
     assert (conversation.turns, conversation.moves, conversation.created_s) == (2, 1, 1)
@@ -217,7 +217,7 @@ def test_a_conversation_that_ended_while_its_decoder_was_away_stays_ended() -> N
     table = a_table()
     turn(table, "c", 100, TAILS)
     account = [copy.copy(the(table, "c"))]
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.release("c")
     assert table.add_decoder("d1", 1000, account) == ["c"]
     assert held(table)["d1"] == (0, 0)

@@ -47,7 +47,7 @@ def test_a_table_is_told_by_decoders_whose_they_are() -> None:
     assert successor.usage.tenant("one").begun_lately(100) == 1
     # Back after it was thought lost: nothing is counted twice.
     account = [copy.copy(the(successor, "one\ta"))]
-    successor.remove_decoder("d1")
+    successor.remove_engine("d1")
     assert has(successor, "one") == (0, 0, 1)
     successor.add_decoder("d1", 1000, account)
     assert has(successor, "one") == (1, 60, 1)

@@ -40,7 +40,7 @@ def test_a_decoder_holds_what_is_live_and_bound_to_it() -> None:
     assert table.holds(first.key, "d1")
     assert not table.holds(first.key, "d2")
     assert not table.holds(first.key._replace(incarnation=first.incarnation + 1), "d1")
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert not table.holds(first.key, "d1")
     start(table, "c")
     assert table.holds(first.key, "d2")
@@ -121,7 +121,7 @@ def test_a_promise_that_never_arrived_is_no_occupancy() -> None:
     """
     table = a_table()
     turn(table, "c", 100, TAILS)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     moved = start(table, "c", 150)
     assert held(table)["d2"] == (150, 1)
     assert moved.abandon(table) is None

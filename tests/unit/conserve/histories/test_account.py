@@ -262,7 +262,7 @@ class Trees(RuleBasedStateMachine):
 
     @rule(decoder=st.sampled_from(["d1", "d2"]))
     def lose(self, decoder: str) -> None:
-        self.table.remove_decoder(decoder)
+        self.table.remove_engine(decoder)
         self.table.add_decoder(decoder, 10**6)
         for id, one in list(self.known.items()):
             if one.decoder == decoder:

@@ -296,13 +296,13 @@ def test_hints_stay_with_their_history_until_others_come() -> None:
     assert the(table, NAME).hints == urgent
     assert table.begin(NAME, 1, slow) is not None
     assert the(table, NAME).hints == slow
-    table.remove_decoder(binding(table, NAME) or "")
+    table.remove_engine(binding(table, NAME) or "")
     assert table.bind(NAME, 100, 2, opening=Opening(chain("x"), 0, late)) is not None
     assert the(table, NAME).hints == late
     # Its decoder comes back to a table that took it for lost.
     own = copy.copy(the(table, NAME))
     home = binding(table, NAME) or ""
-    table.remove_decoder(home)
+    table.remove_engine(home)
     own.hints, own.running = None, ()
     assert table.add_decoder(home, 1000, [own]) == []
     assert the(table, NAME).hints == late

@@ -270,7 +270,7 @@ def test_a_lost_decoder_leaves_nothing_to_come_back_to() -> None:
     assert home is not None
     start(table, "b", 900, NOW_S)
     start(table, "c", 900, NOW_S)
-    table.remove_decoder(home)
+    table.remove_engine(home)
     table.add_decoder(home, 1000)
     placement = bound(table, "a", 650)
     assert placement.prefiller_id == "p1"
@@ -420,7 +420,7 @@ def test_a_decoder_that_returns_with_an_older_record_is_to_forget_it() -> None:
     assert away != home
     assert Turn.last(table, "a").advance(table, 700, (b"2" * 16,), NOW_S)
     memory_of(table).pause(the(table, "a"), "room")
-    table.remove_decoder(home)
+    table.remove_engine(home)
     assert table.add_decoder(home, 1000, [old]) == ["a"]
     assert the(table, "a").home is None
     assert memory_of(table).paused_on("a") == away

@@ -85,7 +85,7 @@ def test_engines_touch_what_waits_before_host_memory_evicts_it() -> None:
     assert touched == [(5, "waits"), (10, "waits"), (15, "waits")]
     # Nobody touches what was on a decoder that is lost.
     memory.parked(the(table, "runs"), 410)
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     admission.observe(NOW_S + 100)
     assert memory.take_touched("d1") == []
 
@@ -97,11 +97,11 @@ def test_host_memory_serves_any_decoder_and_who_has_lost_his() -> None:
     home = Turn.last(table, "other").decoder_id
     assert parking(table, "a", 550)
     assert the(table, "a").home == home
-    table.remove_decoder(home)
+    table.remove_engine(home)
     placement = bound(table, "a", 580, NOW_S)
     assert (placement.decoder_id != home, placement.prefiller_id) == (True, None)
     # Of a prompt that is mostly new a prefiller computes the rest, and it counts as one.
-    table.remove_decoder(placement.decoder_id)
+    table.remove_engine(placement.decoder_id)
     table.add_decoder("d3", 5000)
     assert bound(table, "a", 1200).prefiller_id == "p1"
 
@@ -167,7 +167,7 @@ def test_it_tells_who_is_parked_paused_and_back() -> None:
         assert table.bind("a", 650, NOW_S) is not None
         assert Turn.last(table, "a").advance(table, 650, (b"a" * 16,))
         if turn == 1:
-            table.remove_decoder("d1")
+            table.remove_engine("d1")
     told = [(one.kind, one.details) for one in events.after(0)]
     assert told == [
         ("park", {"decoder": "d1", "tokens": 590}),
@@ -184,7 +184,7 @@ def test_what_an_ended_history_has_left_is_not_that_of_the_next_one_of_its_id() 
     table.release("main")
     assert not parking(table, "main", 400)
     assert memory_of(table).parked_tokens == 890
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     table.add_decoder("d2", 1000)
     assert bound(table, "main", 420).prefiller_id == "p1"
 
@@ -235,7 +235,7 @@ def test_a_lost_decoder_takes_along_which_of_its_turns_were_to_park() -> None:
     table = a_parking_table()
     start(table, "a", 800)
     assert table.park(the(table, "a"))
-    table.remove_decoder("d1")
+    table.remove_engine("d1")
     assert memory_of(table)._parking == set()
 
 

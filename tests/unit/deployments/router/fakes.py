@@ -18,8 +18,8 @@ from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.messages import BeginTurn, Checked, CountingEngine, TurnPlan, Uncounted
+from deployments.router.access import Access
 from deployments.router.frontdoor import FrontDoor
-from deployments.router.guard import Access
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from deployments.table_client import TableClient

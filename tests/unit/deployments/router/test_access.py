@@ -14,7 +14,7 @@ from conserve.settings import Settings, SettingsError, load
 from conserve.tenants import KeyFileError
 from deployments.answers import Alive
 from deployments.messages import TurnTenant
-from deployments.router.guard import require_keys
+from deployments.router.access import require_keys
 from tests.unit.deployments import asgi
 from tests.unit.deployments.router.fakes import Keys, a_door, bearer
 from tests.unit.deployments.stub_table import StubTable

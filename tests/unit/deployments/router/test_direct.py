@@ -11,7 +11,7 @@ from conserve.recognition import chain_of
 from conserve.tenants import Limits
 from conserve.turn import TurnKey
 from deployments.messages import TurnPlan
-from deployments.router.guard import Access
+from deployments.router.access import Access
 from tests.unit.deployments.router.fakes import (
     FakeEngines,
     FakeTable,

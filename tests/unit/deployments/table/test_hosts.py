@@ -79,7 +79,6 @@ async def test_what_a_lost_one_had_goes_on_elsewhere_and_its_queue_is_gone() -> 
     assert known.home is None
     again = await service.turn("c", ends=True)
     assert (again.decoder_id, again.prefiller_id) == ("d", None)
-    assert not table.is_leaving("p")
     # It comes back with nothing.
     await service.register(host())
     view = await service.shown_engine("p")
