@@ -11,6 +11,7 @@ from conserve.wire import Role
 from deployments.answers import Engine
 from deployments.detached import Patience, unrefused
 from deployments.messages import EngineInfo
+from deployments.table import registry
 from deployments.table.views import engine_view
 from deployments.table_client import TableClient
 
@@ -19,7 +20,7 @@ def listed_engine(id_: str, role: Role = "decoder", **changes: Any) -> Engine:
     """An idle engine as `/v1/engines` lists it."""
     info = EngineInfo(id_, role, f"http://{id_}", 1, 1000, 900)
     table = ConversationTable(ConversationPlacement(), idle_timeout_s=60)
-    return msgspec.structs.replace(engine_view(info, table, None), **changes)
+    return msgspec.structs.replace(engine_view(registry.Engine(info, 0.0), table), **changes)
 
 
 class StubTable(TableClient):

@@ -14,8 +14,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from conserve import wire
-from conserve.apis import CHAT, COMPLETIONS, KNOWN, MESSAGES, READ, RESPONSES
+from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from conserve.errors import ApiError, from_engine
+from conserve.fields import KNOWN, READ
 from deployments.router.request import ClientRequest
 from deployments.upstream import prompt_lengths
 from tests.published_schemas import fields
