@@ -247,6 +247,16 @@ class Ledger:
             usage.turns += len(history.running)
             self.reasoning += 1
 
+    def inherit(self, history: History) -> None:
+        """Add a predecessor's history, which is bound nowhere until its decoder registers."""
+        history.home = history.prefiller_id = history.base = None
+        history.held_tokens = history.prefill_tokens = 0
+        history.running, history.promised = (), False
+        history.state = State.UNBOUND
+        usage = self.usage.of(history.id)
+        usage.began(history.created_s)
+        self.add(history, usage)
+
     def take_out(self, history_id: str) -> History | None:
         """Count a history nowhere any more; None if it is unknown."""
         history = self.live.by_id.get(history_id)

@@ -9,7 +9,7 @@ from conserve.conversations.turns import Turns
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.prefixes import held_alone
-from conserve.history import History, State
+from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Placement, Shared
 from conserve.recognition import Digest
 from conserve.turn import TurnKey
@@ -276,13 +276,7 @@ class ConversationTable(Turns):
                 self._homes[history.id] = decoder_id
                 if history.running:
                     self._running.setdefault(decoder_id, []).append(copy.copy(history))
-            history.home = history.prefiller_id = history.base = None
-            history.held_tokens = history.prefill_tokens = 0
-            history.running, history.promised = (), False
-            history.state = State.UNBOUND
-            usage = self._ledger.usage.of(history.id)
-            usage.began(history.created_s)
-            self._ledger.add(history, usage)
+            self._ledger.inherit(history)
             self._idleness.watch_in_place(history, None)
 
     def add_decoder(

@@ -297,9 +297,9 @@ class Observed:
 
 def _phases(seen: Observed) -> Samples:
     table = seen.table
-    paused = 0 if table.memory is None else table.memory.paused
-    acting = len(table) - table.reasoning - paused
-    return [("reasoning", table.reasoning), ("acting", acting), ("paused", paused)]
+    bound = sum(one.conversations for one in table.decoders.values())
+    acting = bound - table.reasoning
+    return [("reasoning", table.reasoning), ("acting", acting), ("paused", len(table) - bound)]
 
 
 def _memory(read: Callable[[Memory], Samples]) -> Callable[[Observed], Samples]:

@@ -324,7 +324,7 @@ class World:
             bound = [one for one in live if one.home == decoder.name]
             mine = {one.id: one.held_tokens for one in bound}
             # With its next beat it is told of those that have just ended.
-            untold = set(service._registry._ended[decoder.name])
+            untold = set(service._registry.engines[decoder.name].ended)
             holdings = {
                 one.id: one.held_tokens
                 for one in decoder.holdings.all()
