@@ -142,7 +142,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     decoder_id: str | None = None
     prefiller_id: str | None = None
     placement: Reason | None = None
-    phases: dict[str, float] = {}
+    phases: dict[str, float] | None = None
     # The table's.
     began_s: float = 0.0
     idle_s: float | None = None
@@ -229,6 +229,8 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
 _NOTHING = {name: getattr(TurnStats(), name) for name in TurnStats.__struct_fields__}
 
 _PACKED = struct.Struct("<4I2H4e")
+# The tokens of prompt and answer, with which it begins.
+TOKENS = struct.Struct("<2I")
 PACKED_BYTES = _PACKED.size
 _MOST_IMAGES = 2**16 - 1
 # The largest half-precision number.

@@ -10,7 +10,7 @@ from conserve.conversations.engines import Engines
 from conserve.direct import Notices
 from conserve.histories.kinship import Kinship
 from conserve.histories.prefixes import mark
-from conserve.history import History, State
+from conserve.history import FOLLOWING, History, State
 from conserve.pausing import RunningTools
 from conserve.recognition import Chain
 from conserve.tenants.limits import TenantUsage, UsageBook
@@ -219,7 +219,7 @@ class Ledger:
 
     Attributes:
         strict: whether a history that gets into a state that cannot follow its own is an error
-            (`State.may_become`), and not only logged.
+            (`FOLLOWING`), and not only logged.
         records: of the turns that run, by their number.
     """
 
@@ -365,7 +365,7 @@ class Ledger:
 
     def _become(self, history: History, state: State) -> None:
         before = history.state
-        if before is not state and not before.may_become(state):
+        if before is not state and state not in FOLLOWING[before]:
             what = f"history {history.id!r} was {before.name}, and is {state.name}"
             if self.strict:
                 raise ValueError(what)

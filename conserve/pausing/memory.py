@@ -100,10 +100,6 @@ class Memory:
         self.paused_tokens = 0
 
     @property
-    def paused(self) -> int:
-        return len(self._paused_on)
-
-    @property
     def keeps(self) -> bool:
         """Return whether there is host memory, so that any decoder may continue a history."""
         return self._host is not None

@@ -141,7 +141,7 @@ def turn_fields(turn: TurnKey | None, stats: TurnStats) -> dict[str, Any]:
         **whose("" if turn is None else turn.history_id),
         "turn": None if turn is None else turn.turn_id,
         **{name: getattr(stats, field) for name, field in _SERVED},
-        **{f"{name}_s": took_s for name, took_s in stats.phases.items()},
+        **{f"{name}_s": took_s for name, took_s in (stats.phases or {}).items()},
         "continued": stats.continued or None,
     }
     if stats.tenant is not None:

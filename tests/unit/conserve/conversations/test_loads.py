@@ -144,9 +144,9 @@ def test_idle_histories_make_room_up_to_what_is_kept_free_for_those_that_decode(
     assert table.decoders["d1"].held_tokens == 8_000
     assert table.bind("next", 1_000, 1_000.0) is not None
     assert table.memory is not None
-    assert table.memory.paused == 0
+    assert len(table.memory._paused_on) == 0
     assert table.bind("another", 1_000, 1_000.0) is not None
-    assert table.memory.paused == 1
+    assert len(table.memory._paused_on) == 1
     assert table.decoders["d1"].held_tokens == 9_000
 
 

@@ -213,7 +213,7 @@ def test_who_comes_back_finds_what_its_engine_has_kept() -> None:
     assert placement == Placement(home, None)
     assert memory_of(table).restores == {"kept": 1}
     assert the(table, "a").moves == 0
-    assert memory_of(table).paused == 0
+    assert not memory_of(table)._paused_on
 
 
 def test_what_was_used_since_has_taken_the_place_of_what_is_idle() -> None:
@@ -305,7 +305,7 @@ def test_the_account_is_right_whoever_is_paused(seed: int) -> None:
             held = [one for one in table.live() if one.home == decoder.id]
             assert decoder.held_tokens == sum(one.held_tokens for one in held)
             assert decoder.conversations == len(held)
-        assert memory_of(table).paused <= len(paused(table))
+        assert len(memory_of(table)._paused_on) <= len(paused(table))
         at_work = [
             one
             for one in table.live()
@@ -318,7 +318,7 @@ def test_the_account_is_right_whoever_is_paused(seed: int) -> None:
         table.release(one.id)
     assert table.active(now_s) == 0
     assert all(one.held_tokens == 0 for one in table.decoders.values())
-    assert memory_of(table).paused == 0
+    assert not memory_of(table)._paused_on
 
 
 def test_a_compacted_conversation_does_not_wait_for_itself() -> None:
