@@ -14,6 +14,7 @@ class Engines:
         self.loads = loads
         self.decoders: dict[str, Decoder] = {}
         self.prefillers: dict[str, Prefiller] = {}
+        self._any_leaves = False
 
     def add_prefiller(self, prefiller_id: str) -> None:
         self.prefillers.setdefault(prefiller_id, Prefiller(prefiller_id))
@@ -38,6 +39,7 @@ class Engines:
 
     def leave(self, engine_id: str) -> None:
         """Give an engine nothing new; it keeps what it has."""
+        self._any_leaves = True
         for one in (self.decoders.get(engine_id), self.prefillers.get(engine_id)):
             if one is not None:
                 one.leaving = True
@@ -45,12 +47,14 @@ class Engines:
     @property
     def accepting_decoders(self) -> list[Decoder]:
         """Return the decoders to which conversations may be bound."""
-        return [one for one in self.decoders.values() if not one.leaving]
+        decoders = self.decoders.values()
+        return [one for one in decoders if not one.leaving] if self._any_leaves else [*decoders]
 
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
         """Return the prefillers to which prompts may be sent."""
-        return [one for one in self.prefillers.values() if not one.leaving]
+        prefillers = self.prefillers.values()
+        return [one for one in prefillers if not one.leaving] if self._any_leaves else [*prefillers]
 
     def join_queue(self, history: History, prefiller_id: str, tokens: int) -> None:
         """Queue a history's tokens, of which none are queued yet, at a prefiller."""
