@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from deployments.kv_identity import cache_name
+
 logger = logging.getLogger("ray.serve")
 
 _JSON = {"Content-Type": "application/json"}
@@ -34,7 +36,7 @@ class Copies:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         # In how many parts LMCache has each chunk: with MLA, all ranks of a stage have the same KV.
         parts = parallel.pipeline_parallel_size if model.use_mla else parallel.world_size
-        self._names = {"model_name": model.model, "world_size": parts}
+        self._names = {"model_name": cache_name(model.model, vllm_config), "world_size": parts}
         self._prompts: OrderedDict[str, tuple[array[int], str]] = OrderedDict()
         self._tokens = 0
         # Prefetches whose end LMCache's server remembers until it is asked.

@@ -44,6 +44,7 @@ from deployments.engine.stores import (
     groups_that_give_up,
 )
 from deployments.engine.vision.images import failures
+from deployments.kv_identity import cache_name
 from deployments.node.lmcache_server import wait_for_server
 from deployments.upstream import lost_server
 from deployments.upstream.lost_server import Connection, fail_fast
@@ -71,6 +72,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
         wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         super().__init__(vllm_config, *args, **kwargs)
+        half = self.scheduler_adapter if hasattr(self, "scheduler_adapter") else self.worker_adapter
+        half.model_name = cache_name(half.model_name, vllm_config)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         give_up = groups_that_give_up(layers)
         if hasattr(self, "scheduler_adapter"):
