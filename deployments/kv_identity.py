@@ -1,4 +1,4 @@
-"""Tells KV of one configuration from another's; LMCache's keys have a model's name and tokens alone.
+"""Tells KV of one configuration from another's: LMCache's keys have the model's name and tokens.
 
 A node's LMCache server outlives deployments, and its disk outlives servers. So the name that
 LMCache is given carries a digest of all else that KV depends on.
