@@ -1,5 +1,6 @@
 """Chooses the policies by which histories share engines' room, live and simulated."""
 
+import dataclasses
 from typing import NamedTuple
 
 from conserve.admission import FirstCome, Levels, QueueOrder, Window
@@ -20,10 +21,16 @@ class RoomPolicies(NamedTuple):
     window: Window | None
 
 
-def room_policies(queue_timeout_s: float, *, pauses: bool) -> RoomPolicies:
-    """Return the policies for turns that may wait for ``queue_timeout_s``."""
+def room_policies(queue_timeout_s: float, *, pauses: bool, disk: bool = False) -> RoomPolicies:
+    """Return the policies for turns that may wait for ``queue_timeout_s``.
+
+    With a disk below host memory, every turn leaves its KV there.
+    """
     if not pauses:
         return RoomPolicies(None, FirstCome(), None)
     # Pausing waits for most of it: simulated, what takes room from active histories soon loses it.
     patient_s = patience_s(queue_timeout_s)
-    return RoomPolicies(Pausing(patience_s=patient_s), Levels(rise_s=patient_s / 5), Window())
+    pausing = Pausing(patience_s=patient_s)
+    if disk:
+        pausing = dataclasses.replace(pausing, park_mark=0.0)
+    return RoomPolicies(pausing, Levels(rise_s=patient_s / 5), Window())

@@ -32,8 +32,8 @@ _WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"}
-# A larger file is read at `_PLACES` places.
-_WHOLE_BYTES, _PLACES, _PLACE_BYTES = 2**20, 64, 2**12
+# A large file is read at `_PLACES` places.
+_PLACES, _PLACE_BYTES = 64, 2**12
 
 
 def of_settings(settings: Settings, gpu: bool) -> str:
@@ -68,22 +68,14 @@ def _of_files(model: str, revision: str | None, times: bool) -> str:
             found = None
         # The folder of a snapshot has the commit's name. An object store's model has its own alone.
         return Path(found).parent.name if isinstance(found, str) else model
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
     digest = hashlib.sha256()
-    for file in files:
-        if file.suffix in _FILES and file.is_file():
-            status = file.stat()
-            modified = status.st_mtime_ns if times else 0
-            digest.update(f"{file.name}/{status.st_size}/{modified}/".encode())
-            _sample(file, status.st_size, digest.update)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.suffix not in _FILES or not file.is_file():
+            continue
+        size, modified = file.stat().st_size, file.stat().st_mtime_ns if times else 0
+        digest.update(f"{file.name}/{size}/{modified}/".encode())
+        with file.open("rb", buffering=0) as read:
+            for place in range(0, size, max(_PLACE_BYTES, size // _PLACES)):
+                read.seek(place)
+                digest.update(read.read(_PLACE_BYTES))
     return digest.hexdigest()
-
-
-def _sample(file: Path, size: int, take: Any) -> None:
-    with file.open("rb", buffering=0) as read:
-        if size <= _WHOLE_BYTES:
-            take(read.read())
-            return
-        for place in range(_PLACES):
-            read.seek(place * (size - _PLACE_BYTES) // (_PLACES - 1))
-            take(read.read(_PLACE_BYTES))

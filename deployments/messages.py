@@ -84,6 +84,20 @@ class EngineStarting:
     phase: StartPhase
 
 
+class Copied(msgspec.Struct):
+    """A prompt in host memory that an engine has its node's LMCache server touch.
+
+    Attributes:
+        owner: the conversation that a disk notes for its files; empty: it notes none.
+    """
+
+    model_name: str
+    world_size: int
+    token_ids: list[int]
+    cache_salt: str
+    owner: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeCache:
     """A node's LMCache server, as those of other nodes reach it.
@@ -113,6 +127,7 @@ class Heard:
             hold what it has of them.
         touched: histories whose copies in host memory should outlive others, since their turns
             wait for room.
+        forgotten: ended conversations, whose files the node's disk should no longer have.
     """
 
     ended: list[tuple[str, int]]
@@ -120,6 +135,7 @@ class Heard:
     decided_s: float
     holds: list[tuple[str, int, float]] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
