@@ -84,20 +84,6 @@ class EngineStarting:
     phase: StartPhase
 
 
-class Copied(msgspec.Struct):
-    """A prompt in host memory that an engine has its node's LMCache server touch.
-
-    Attributes:
-        owner: the conversation that a disk notes for its files; empty: it notes none.
-    """
-
-    model_name: str
-    world_size: int
-    token_ids: list[int]
-    cache_salt: str
-    owner: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class NodeCache:
     """A node's LMCache server, as those of other nodes reach it.

@@ -227,7 +227,7 @@ class EngineTurns:
         self.holdings.finish(turn.key, stats, tails, completed, turn.parks)
         self.desk.outbox.add(Ended(turn.key, stats, tails, completed))
         if self.copies is not None and completed:
-            in_background(self.copies.touch([turn.key.history_id], own=True))
+            in_background(self.copies.own(turn.key.history_id))
         self.has_more()
 
     def _engine_ends(self) -> None:

@@ -1,22 +1,21 @@
 """Keeps KV in files below a node's host memory, as an adapter of LMCache's server (``plugin``).
 
-A chunk is written as it comes to host memory, so the death of a server loses little. Its file is
-``NAMESPACE/SALT/CHUNK-RANK-GROUP``; a digest of key, layout and content tells a whole one. Look-ups
-are answered from an index in memory, and LMCache's threads never wait for the disk.
+A chunk is written as it comes to host memory, so the death of a server loses little. A digest of
+key, layout and content in each file's header tells a whole one. Look-ups are answered from an index
+in memory, and LMCache's threads never wait for the disk.
 """
 
 import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import logging
 import os
 import struct
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.mp_observability.otel_init import register_gauge
 from lmcache.v1.platform import create_event_notifier
 
+from deployments.node.kv_files import FOLDER, chunk_folder
+
 logger = logging.getLogger("lmcache.conserve.disk")
 
-FOLDER = "conserve-kv"
 _HEADER, _MAGIC, _HEADER_BYTES = struct.Struct("<8sQ32s"), b"CNSRVKV1", 4096
 # What is not read by then is computed. A disk that fails is left alone for a while.
 LOAD_S, REST_S = 10.0, 60.0
@@ -56,8 +56,8 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         self._bytes_a_day = given["bytes_a_day"]
         host_bytes = l1_memory_desc.size if l1_memory_desc else _BACKLOG_BYTES
         self._most_backlog = min(_BACKLOG_BYTES, host_bytes // _BACKLOG_SHARE)
-        # Sizes by name, the least recently used first; the lock is not held while a disk works.
-        self._files: OrderedDict[str, int] = OrderedDict()
+        # Sizes and times of use by name, the earliest first; the lock is free while a disk works.
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._lock = threading.RLock()
         self._used = self._backlog = self._task = 0
         # The file of what the day grants, locked; -1: the folder is not this process's yet.
@@ -101,31 +101,44 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         fd = os.open(self._root / "granted", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            seen = [(file.lstat(), file) for file in self._root.glob("*/*/*")]
+            seen = [(_used_ns(file), file) for file in self._root.glob("*/*/*/*")]
+            found = [(str(one), (one.lstat().st_size, at_ns)) for at_ns, one in sorted(seen)]
         except OSError as error:
             os.close(fd)
             if isinstance(error, BlockingIOError):
                 raise OSError(errno.EBUSY, f"another LMCache server uses {self._root}") from None
             raise
-        found = sorted((status.st_mtime_ns, str(file), status.st_size) for status, file in seen)
         with self._lock:
-            self._files = OrderedDict(
-                (os.path.relpath(n, self._root), size) for _, n, size in found
-            )
-            self._used, self._granted = sum(self._files.values()), fd
+            self._files = OrderedDict((os.path.relpath(n, self._root), one) for n, one in found)
+            self._used, self._granted = sum(size for size, _ in self._files.values()), fd
         self._make_room(0)
         return 0
 
     def _make_room(self, size: int) -> None:
+        """Remove what was used least lately; engines note use by the times of folders."""
         while self._used + size > self._budget:
             if not self._files:
                 raise OSError(errno.EDQUOT, "size_gb has no room for a chunk")
-            self._remove(next(iter(self._files)))
+            name, (length, at_ns) = next(iter(self._files.items()))
+            now_ns = _used_ns(self._root / name)
+            if now_ns > at_ns:
+                self._note(name, length, now_ns)
+            else:
+                self._remove(name)
+
+    def _note(self, name: str, size: int, at_ns: int) -> None:
+        with self._lock:
+            self._used += size - self._files.pop(name, (0, 0))[0]
+            self._files[name] = size, at_ns
 
     def _remove(self, name: str) -> None:
-        (self._root / name).unlink(missing_ok=True)
+        path = self._root / name
+        path.unlink(missing_ok=True)
         with self._lock:
-            self._used -= self._files.pop(name, 0)
+            self._used -= self._files.pop(name, (0, 0))[0]
+        # Of its folders, those that are empty.
+        with contextlib.suppress(OSError):
+            os.removedirs(path.parent)
 
     def _put(self, name: str, *parts: bytes | memoryview) -> int:
         """Write a file within both budgets; under its name there is never a part of it."""
@@ -133,8 +146,8 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         self._grant(size)
         self._remove(name)
         self._make_room(size)
-        for folder in (path.parent.parent, path.parent):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        # Nobody else gets there: the first folder has the mode.
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = path.with_suffix(".tmp")
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -148,9 +161,7 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
-        with self._lock:
-            self._files[name] = size
-            self._used += size
+        self._note(name, size, _used_ns(path))
         self._counts["written_bytes"] += size
         return size
 
@@ -166,14 +177,6 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         if self._bytes_a_day and left < 0:
             raise OSError(errno.EDQUOT, "written_gb_per_day is spent")
         os.pwrite(self._granted, f"{left:39.0f} {now_s:39.3f}".encode(), 0)
-
-    def _touch(self, names: Iterable[str]) -> None:
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.utime(self._root / name)
-            with self._lock:
-                if name in self._files:
-                    self._files.move_to_end(name)
 
     # --- stores and look-ups ----------------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
             data = whole[_HEADER_BYTES:-1]
             if length == len(whole) - 1 and whole[:_HEADER_BYTES] == _header(key, one, data):
                 self._counts["read_bytes"] += size
-                self._touch([name])
+                os.utime((self._root / name).parent)
                 return data
             self._counts["damaged_files"] += 1
             logger.warning("lmcache.disk: %s is damaged and removed; its KV is computed", name)
@@ -260,42 +263,6 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         except OSError as error:
             self._failed(error, reads=True)
         return None
-
-    # --- conversations ----------------------------------------------------------------------------
-
-    def own(self, owner: str, rows: Sequence[Sequence[Any]]) -> int:
-        """Note which chunks a conversation uses; returns how many of its first ones are here.
-
-        ``rows``: their keys in order, for each part that chunks have.
-        """
-        names = [list(map(_name, row)) for row in rows]
-        held = [next((at for at, name in enumerate(row) if name not in self._files), len(row))
-                for row in names]  # fmt: skip
-        used = [name for row, count in zip(names, held, strict=True) for name in row[:count]]
-        self._writer.submit(self._guarded, self._list, owner, used)
-        return min(held, default=0)
-
-    def _list(self, owner: str, names: Sequence[str]) -> int:
-        self._touch(names)
-        listed = self._listed(owner)
-        if new := set(names) - set(listed):
-            self._put(_owner(owner), "\n".join([*listed, *sorted(new)]).encode())
-        self._touch([_owner(owner)])
-        return 0
-
-    def forget(self, owner: str) -> None:
-        """Remove a conversation's files, after all that waits to be written."""
-        self._writer.submit(self._forget, owner).result(LOAD_S)
-
-    def _forget(self, owner: str) -> None:
-        for name in (*self._listed(owner), _owner(owner)):
-            self._remove(name)
-
-    def _listed(self, owner: str) -> list[str]:
-        try:
-            return (self._root / _owner(owner)).read_text().splitlines()
-        except FileNotFoundError:
-            return []
 
     # --- what else LMCache asks -------------------------------------------------------------------
 
@@ -343,18 +310,14 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
 
 
 def _name(key: Any) -> str:
-    folder = f"{_short(key.model_name)}/{_short(key.cache_salt)}"
-    return f"{folder}/{key.chunk_hash.hex()}-{key.kv_rank:x}-{key.object_group_id}"
+    folder = chunk_folder(key.model_name, key.cache_salt, key.chunk_hash)
+    return f"{folder}/{key.kv_rank:x}-{key.object_group_id}"
 
 
-@functools.lru_cache(4096)
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _owner(owner: str) -> str:
-    digest = hashlib.sha256(owner.encode()).hexdigest()
-    return f"owners/{digest[:2]}/{digest}"
+def _used_ns(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.parent.stat().st_mtime_ns
+    return 0
 
 
 def _header(key: Any, one: Any, data: memoryview) -> bytes:

@@ -10,9 +10,6 @@ import resource
 import sys
 from typing import Any
 
-import msgspec
-
-from deployments.messages import Copied
 from deployments.upstream import named_pool, spinning_progress
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
@@ -20,7 +17,6 @@ from deployments.upstream.patches import apply_patches
 # Value of `--shm-name` for a pool from `named_pool`.
 OWN_POOL = "own"
 HEALTH_PATH = "/conserve/healthcheck"
-COPIES_PATH, FORGET_PATH = "/conserve/copies", "/conserve/forget"
 _LOOK_UPS = "lmcache.v1.multiprocess.modules.lookup"
 
 
@@ -65,56 +61,6 @@ def offer_health(app: Any) -> None:
         return await healthcheck(request)
 
 
-def offer_copies(app: Any) -> None:
-    """Let engines touch what host memory has of a prompt, and say whose files are whose."""
-    from fastapi import Request
-    from lmcache.v1.distributed.api import PrefetchLockMode, PrefetchTaskSpec
-    from lmcache.v1.multiprocess.http_apis.dependencies import get_context
-
-    def disk(engine: Any) -> Any:
-        adapters = [one for _, one in engine.storage_manager.l2_adapters()]
-        return next((one for one in adapters if hasattr(one, "forget")), None)
-
-    def touch(engine: Any, asked: Copied) -> int:
-        rows = _rows(engine.context, asked)
-        if not rows:
-            return 0
-        spec = PrefetchTaskSpec(rows, fetching_policy="full", lock_mode=PrefetchLockMode.NO_LOCK)
-        storage = engine.storage_manager
-        storage.query_prefetch_status(storage.submit_prefetch_task(spec, skip_l2=True))
-        if not asked.owner or (tier := disk(engine)) is None:
-            return 0
-        keys = [row.keys for row in rows if row.sliding_window_size < 0]
-        return int(tier.own(asked.owner, keys) * engine.context.chunk_size)
-
-    @app.post(COPIES_PATH)  # type: ignore[untyped-decorator]
-    async def copies(request: Request) -> Any:
-        asked = msgspec.json.decode(await request.body(), type=Copied)
-        return {"kept_tokens": await asyncio.to_thread(touch, get_context(request).engine, asked)}
-
-    @app.post(FORGET_PATH)  # type: ignore[untyped-decorator]
-    async def forget(request: Request) -> Any:
-        tier, owner = disk(get_context(request).engine), (await request.body()).decode()
-        if tier is not None:
-            await asyncio.to_thread(tier.forget, owner)
-        return {}
-
-
-def _rows(context: Any, asked: Copied) -> list[Any]:
-    """Return the keys of a prompt's chunks, a row for each part that they have."""
-    from lmcache.v1.multiprocess.cache_control.key_resolver import resolve_grouped_object_keys
-
-    model = asked.model_name, asked.world_size
-    layouts = context.layout_desc_registry.find_group_layout_descs(*model)
-    if not layouts:
-        return []
-    windows = context.layout_desc_registry.find_attn_desc(*model)
-    rows, _ = resolve_grouped_object_keys(
-        context.token_hasher, *model, asked.token_ids, asked.cache_salt, layouts, windows
-    )
-    return list(rows)
-
-
 def main() -> None:
     from lmcache.cli.main import main as lmcache
 
@@ -130,7 +76,6 @@ def main() -> None:
     from lmcache.v1.multiprocess.http_server import app
 
     offer_health(app)
-    offer_copies(app)
     lmcache()
 
 

@@ -240,8 +240,9 @@ async def test_what_is_touched_outlives_what_was_stored_later(server: Server) ->
         await asyncio.sleep(0.2)
     found = [await server.found([length] * tokens, name) for length in (1, 2, 3, 70)]
     assert found == [15, 0, 0, 15]
-    # Nothing is left locked.
+    # Nothing is left locked, or waits for an answer.
     await copies.touch(["waits"])
+    assert len(copies._open) == 1
 
 
 async def test_kv_of_another_configuration_is_not_found(server: Server) -> None:

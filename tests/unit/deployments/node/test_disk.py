@@ -26,7 +26,8 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from conserve.settings import Settings
 from deployments.node import disk
-from deployments.node.disk import FOLDER, DiskTier
+from deployments.node.disk import DiskTier
+from deployments.node.kv_files import FOLDER, OwnFiles
 from deployments.node.lmcache_server import Address, lmcache_command
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 32, 32])], [torch.bfloat16])
@@ -119,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def files(path: Path) -> dict[str, Path]:
-    return {one.name: one for one in (path / FOLDER).glob("*/*/*")}
+    return {one.parent.name: one for one in (path / FOLDER).glob("*/*/*/*-0")}
 
 
 def file_of(path: Path, key: ObjectKey) -> Path:
@@ -136,9 +137,8 @@ def test_kv_is_found_after_a_restart_and_stays_in_host_memory(start: Start, tmp_
     # The second time it is in host memory.
     assert server.load(keys) == (6, 6)
     assert server.says("read_bytes") == 6 * (FILE - 4096)
-    for folder in (tmp_path / FOLDER, *(one for one in (tmp_path / FOLDER).rglob("*"))):
-        mode = stat.S_IMODE(folder.stat().st_mode)
-        assert mode == (0o700 if folder.is_dir() else 0o600)
+    assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
+    assert {stat.S_IMODE(one.stat().st_mode) for one in files(tmp_path).values()} == {0o600}
 
 
 @pytest.mark.parametrize(
@@ -369,34 +369,42 @@ def test_slow_writes_keep_little_of_host_memory(
 
 
 def test_a_conversations_files_are_removed_with_it(start: Start, tmp_path: Path) -> None:
+    own = OwnFiles(str(tmp_path), "org/model", 128)
+    assert own.note("one", [1] * 600, "tenant") == 0
     server = start(chunks=30)
-    first, other = prompt(4, 1, "tenant"), prompt(3, 2, "tenant")
-    server.store(first)
-    server.store(other)
-    assert server.disk.own("one", [first]) == 4
-    assert server.disk.own("two", [[*other, *prompt(5, 2, "tenant")[3:]]]) == 3
-    # Later turns have more.
-    longer = prompt(6, 1, "tenant")
-    server.store(longer)
-    assert server.disk.own("one", [longer]) == 6
+    for chunks, seed, salt in ((4, 1, "tenant"), (3, 2, "tenant"), (4, 1, "other")):
+        server.store(prompt(chunks, seed, salt))
+    assert own.note("one", [1] * 600, "tenant") == 4 * 128
+    assert own.note("two", [2] * 700, "tenant") == 3 * 128
+    # Later turns have more. What is to be written is listed, too.
+    server.store(prompt(6, 1, "tenant"))
+    assert own.note("one", [1] * 900, "tenant") == 6 * 128
+    server.store(prompt(7, 1, "tenant"))
+    mode = {stat.S_IMODE(one.stat().st_mode) for one in (tmp_path / FOLDER).glob("owners/*/*/*")}
+    assert mode == {0o600}
     server = start(chunks=30)
-    server.disk.forget("unknown")
-    server.disk.forget("one")
-    assert server.load(longer) == (0, 0)
-    assert server.load(other) == (3, 3)
-    assert len(files(tmp_path)) == 3 + 1
-    assert server.disk.own("three", [longer]) == 0
+    own.forget("unknown")
+    own.forget("one", last=False)
+    assert server.load(prompt(7, 1, "tenant")) == (0, 0)
+    assert server.load(prompt(4, 1, "other")) == (4, 4)
+    server.store(prompt(7, 1, "tenant"))
+    own.forget("one")
+    assert server.load(prompt(3, 2, "tenant")) == (3, 3)
+    assert len(files(tmp_path)) == 7
+    assert own.note("three", [1] * 900, "tenant") == 0
 
 
-def test_files_of_conversations_count_and_are_evicted(start: Start, tmp_path: Path) -> None:
-    server = start(chunks=3)
-    server.store(prompt(2))
-    server.disk.own("one", [prompt(2)])
-    server.settle()
-    assert FILE * 2 < server.says("bytes") < FILE * 3
-    for seed in range(2, 5):
-        server.store(prompt(3, seed))
-    assert not list((tmp_path / FOLDER / "owners").glob("*/*"))
+def test_what_engines_use_is_kept_longest(start: Start, tmp_path: Path) -> None:
+    own = OwnFiles(str(tmp_path), "org/model", 128)
+    server = start()
+    for seed in range(1, 4):
+        server.store(prompt(4, seed))
+    assert own.note("one", [1] * 512, "") == 512
+    for seed in range(4, 6):
+        server.store(prompt(4, seed))
+    server.forget_memory(prompt(4, 1))
+    assert server.load(prompt(4, 1)) == (4, 4)
+    assert [own.note("x", [seed] * 512, "") for seed in range(2, 6)] == [0, 0, 512, 512]
 
 
 def test_a_kill_in_mid_write_leaves_no_file_that_is_found(start: Start, tmp_path: Path) -> None:
