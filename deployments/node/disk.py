@@ -146,7 +146,7 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         self._grant(size)
         self._remove(name)
         self._make_room(size)
-        # Nobody else gets there: the first folder has the mode.
+        # Folders between have other modes, but only this user may enter the first.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = path.with_suffix(".tmp")
         try:
