@@ -88,8 +88,8 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         self._writes_from_s = time.monotonic() + REST_S
         if reads:
             self._reads_from_s = self._writes_from_s
-        if str(error) != self._said:
-            self._said = str(error)
+        if (fault := error.strerror or str(error)) != self._said:
+            self._said = fault
             logger.warning("lmcache.disk rests for %g s at a time: %s", REST_S, error)
 
     # --- files ------------------------------------------------------------------------------------
@@ -146,21 +146,17 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         self._grant(size)
         self._remove(name)
         self._make_room(size)
+        # What is left there by an error or a kill is overwritten.
+        new = self._root / "new"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "wb", buffering=0) as file:
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[file.write(left) :]
         # Folders between have other modes, but only this user may enter the first.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = path.with_suffix(".tmp")
-        try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(fd, "wb", buffering=0) as file:
-                for part in parts:
-                    left = memoryview(part)
-                    while left:
-                        left = left[file.write(left) :]
-            new.rename(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            raise
+        new.rename(path)
         self._note(name, size, _used_ns(path))
         self._counts["written_bytes"] += size
         return size
@@ -193,19 +189,21 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
         return task
 
     def _store(self, task: int, keys: Sequence[Any], objects: Sequence[Any], size: int) -> None:
-        if self._granted < 0:
-            self._guarded(self._open)
         written = 0
-        for key, one in zip(keys, objects, strict=True):
-            if time.monotonic() < self._writes_from_s:
-                self._counts["refused_chunks"] += 1
-            elif (name := _name(key)) not in self._files:
-                data = memoryview(one.byte_array).cast("B")
-                written += self._guarded(self._put, name, _header(key, one, data), data)
-        with self._lock:
-            self._backlog -= size
-        # LMCache would log a failure with all keys, and not try again.
-        self._end(_STORES, task, L2StoreResult(True, written))
+        try:
+            if self._granted < 0:
+                self._guarded(self._open)
+            for key, one in zip(keys, objects, strict=True):
+                if time.monotonic() < self._writes_from_s:
+                    self._counts["refused_chunks"] += 1
+                elif (name := _name(key)) not in self._files:
+                    data = memoryview(one.byte_array).cast("B")
+                    written += self._guarded(self._put, name, _header(key, one, data), data)
+        finally:
+            with self._lock:
+                self._backlog -= size
+            # LMCache would log a failure with all keys, and not try again.
+            self._end(_STORES, task, L2StoreResult(True, written))
 
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Any) -> int:
         found = Bitmap(len(keys))
@@ -228,7 +226,7 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
     def _load(self, task: int, keys: Sequence[Any], objects: Sequence[Any], until_s: float) -> None:
         """Copy what is read in time: once the load is over, others have the memory."""
         loaded = Bitmap(len(keys))
-        with contextlib.suppress(TimeoutError):
+        try:
             for start in range(0, len(keys), _READERS):
                 places = range(start, min(start + _READERS, len(keys)))
                 reads = [self._readers.submit(self._read, keys[at], objects[at]) for at in places]
@@ -237,9 +235,11 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
                     if data is not None:
                         memoryview(objects[place].byte_array).cast("B")[:] = data
                         loaded.set(place)
-        if until_s < time.monotonic() and not loaded.popcount():
-            self._failed(TimeoutError(f"nothing was read in {LOAD_S:g} s"), reads=True)
-        self._end(_LOADS, task, loaded)
+        except TimeoutError:
+            if not loaded.popcount():
+                self._failed(TimeoutError(f"nothing was read in {LOAD_S:g} s"), reads=True)
+        finally:
+            self._end(_LOADS, task, loaded)
 
     def _read(self, key: Any, one: Any) -> memoryview | None:
         """Return a chunk in memory of its own; None: it is not there, or not whole."""

@@ -413,7 +413,7 @@ def test_a_kill_in_mid_write_leaves_no_file_that_is_found(start: Start, tmp_path
     half = file_of(tmp_path, keys[1])
     content = half.read_bytes()
     half.unlink()
-    half.with_suffix(".tmp").write_bytes(content[:5000])
+    (tmp_path / FOLDER / "new").write_bytes(content[:5000])
     server = start()
     assert server.load(keys) == (1, 1)
     assert server.says("damaged_files") == 0
