@@ -1,7 +1,9 @@
 """A disk below host memory, when everything is started again."""
 
 import asyncio
+import os
 import random
+import re
 from pathlib import Path
 
 import httpx
@@ -31,7 +33,7 @@ async def test_agents_go_on_after_a_restart_of_everything(
     ended = Agent(client, "ended")
     with Launch(settings, tmp_path / "first.log") as application:
         application.wait_until_serving(URL, 0, 1, timeout_s=START_S)
-        await asyncio.gather(*(one.say(prose(rng, 850), tokens=8) for one in (*agents, ended)))
+        await asyncio.gather(*(one.say(prose(rng, 2000), tokens=8) for one in (*agents, ended)))
         # Its files are removed with it.
         before = files(tmp_path)
         response = await client.delete(f"{URL}/v1/conversations/{ended.id}")
@@ -42,7 +44,7 @@ async def test_agents_go_on_after_a_restart_of_everything(
         (server,) = processes(LMCACHE)
         kill(server.pid)
         await asyncio.gather(*says)
-        await eventually("it is back", lambda: processes(LMCACHE), 60)
+        await eventually("it is back, and has heard of the engine", has_its_engine, 120)
         for _ in range(2):
             for agent in agents:
                 await agent.say(prose(rng, 20), tokens=8)
@@ -59,10 +61,21 @@ async def test_agents_go_on_after_a_restart_of_everything(
             agent.messages.pop()
             fresh = await chat(client, agent.messages, f"fresh-{agent.id}", cache_salt=agent.id)
             assert fresh.content == again.content
-        assert (found, repeated) > (0.9 * repeated, 0)
+        assert found >= 0.9 * repeated, (found, repeated)
         await ended.say("go on", tokens=8)
         assert ended.stats[-1]["lmcache_tokens"] < 0.2 * ended.stats[0]["prompt_tokens"]
 
 
+def has_its_engine() -> bool:
+    try:
+        status = httpx.get("http://127.0.0.1:7611/status", timeout=5).text
+    except httpx.TransportError:
+        return False
+    found = re.search(r'"registered_non_cuda_instance_ids":\[\d', status)
+    return found is not None
+
+
 def files(path: Path) -> set[str]:
-    return {one.parent.name for one in (path / FOLDER).glob("*/*/*/*-0")}
+    # Unlike a glob, this does not mind that folders are removed meanwhile.
+    walked = os.walk(path / FOLDER)
+    return {folder for folder, _, names in walked if any(one.endswith("-0") for one in names)}
