@@ -1,6 +1,6 @@
 """Chooses the policies by which histories share engines' room, live and simulated."""
 
-import dataclasses
+from dataclasses import replace
 from typing import NamedTuple
 
 from conserve.admission import FirstCome, Levels, QueueOrder, Window
@@ -22,15 +22,11 @@ class RoomPolicies(NamedTuple):
 
 
 def room_policies(queue_timeout_s: float, *, pauses: bool, disk: bool = False) -> RoomPolicies:
-    """Return the policies for turns that may wait for ``queue_timeout_s``.
-
-    With a disk below host memory, every turn leaves its KV there.
-    """
+    """Return the policies for turns that may wait for ``queue_timeout_s``; a disk gets them all."""
     if not pauses:
         return RoomPolicies(None, FirstCome(), None)
     # Pausing waits for most of it: simulated, what takes room from active histories soon loses it.
     patient_s = patience_s(queue_timeout_s)
     pausing = Pausing(patience_s=patient_s)
-    if disk:
-        pausing = dataclasses.replace(pausing, park_mark=0.0)
+    pausing = replace(pausing, park_mark=0.0) if disk else pausing
     return RoomPolicies(pausing, Levels(rise_s=patient_s / 5), Window())

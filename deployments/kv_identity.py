@@ -23,14 +23,11 @@ from conserve.wire import CHUNK_TOKENS
 KV_SETTINGS, FILE_TIMES = "conserve.kv_settings", "conserve.file_times"
 
 # Arguments that decide how much fits, or how answers are read; some are chosen anew at each start.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-        "max_num_seqs", "max_num_batched_tokens", "disable_log_stats", "enable_log_requests",
-        "otlp_traces_endpoint", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
-        "chat_template", "enable_prompt_tokens_details", "structured_outputs_config",
-    }
-)  # fmt: skip
+_WITHOUT_EFFECT = {
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs",
+    "max_num_batched_tokens", "mm_processor_cache_gb", "disable_log_stats", "tool_call_parser",
+    "reasoning_parser", "enable_auto_tool_choice", "structured_outputs_config",
+}  # fmt: skip
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"}
 # A large file is read at `_PLACES` places.
 _PLACES, _PLACE_BYTES = 64, 2**12

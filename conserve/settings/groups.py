@@ -183,9 +183,8 @@ class DiskSettings(Strict):
 
     path: str | None = Field(
         default=None,
-        description="Folder on each node's own disk, for KV that outlives host memory, engines, "
-        "servers and the machine; see docs/disk.md. It can be read back to text, and is not "
-        "encrypted. Unset: none.",
+        description="Folder on each node's own disk, for KV that outlives engines, servers and the "
+        "machine (docs/disk.md). It is not encrypted, and can be read back to text. Unset: none.",
     )
     size_gb: float = Field(
         default=100.0,
@@ -210,13 +209,9 @@ class DiskSettings(Strict):
     @property
     def adapter(self) -> dict[str, int | str] | None:
         """Parameters of the LMCache server's adapter; None: there is no disk."""
-        if self.path is None:
-            return None
         day_gb = self.size_gb if self.written_gb_per_day is None else self.written_gb_per_day
-        bytes_a_day = round(day_gb * 2**30)
-        return {
-            "path": self.path, "bytes": round(self.size_gb * 2**30), "bytes_a_day": bytes_a_day
-        }  # fmt: skip
+        sizes = {"bytes": round(self.size_gb * 2**30), "bytes_a_day": round(day_gb * 2**30)}
+        return None if self.path is None else {"path": self.path, **sizes}
 
 
 class LMCacheSettings(Strict):

@@ -134,19 +134,13 @@ def _kv_disk(path: Path, size_gb: float) -> Finding:
     kind = next((mounts[one] for one in (folder, *folder.parents) if one in mounts), "unknown")
     free = shutil.disk_usage(folder).free
     seen = f"{gibibytes(free)} free in {folder} ({kind}), for KV"
+    what_to_do = "set lmcache.disk.path to a disk of the node's, or size_gb there to what is free"
     if not os.access(folder, os.W_OK):
-        return wrong(
-            "disk", f"{seen}; this user may not write there", "set another lmcache.disk.path"
-        )
+        return wrong("disk", f"{seen}; this user may not write there", what_to_do)
     if kind in _NO_DISKS:
-        return wrong(
-            "disk", f"{seen}, which is no disk of this node's", "set lmcache.disk.path to one"
-        )
-    if free < size_gb * 2**30:
-        return warning(
-            "disk", f"{seen}; lmcache.disk.size_gb is {size_gb:g}", "make room, or lower it"
-        )
-    return ok("disk", seen)
+        return wrong("disk", f"{seen}, which is no disk of this node's", what_to_do)
+    few = free < size_gb * 2**30
+    return warning("disk", f"{seen}, not {size_gb:g} GiB", what_to_do) if few else ok("disk", seen)
 
 
 def _existing(folder: Path) -> Path:

@@ -93,7 +93,7 @@ def test_a_disk_for_kv_is_a_disk(
 
     assert "GiB free" in found(1)[0]
     here.free_bytes = 4 * GIB
-    assert "lmcache.disk.size_gb is 5" in found(5)[0]
+    assert "for KV, not 5 GiB" in found(5)[0]
     mount = SimpleNamespace(mountpoint=str(tmp_path), fstype="tmpfs")
     monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: [mount])
     assert "(tmpfs), for KV, which is no disk" in found(1)[0]
