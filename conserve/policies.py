@@ -1,5 +1,6 @@
 """Chooses the policies by which histories share engines' room, live and simulated."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from conserve.admission import FirstCome, Levels, QueueOrder, Window
@@ -20,10 +21,12 @@ class RoomPolicies(NamedTuple):
     window: Window | None
 
 
-def room_policies(queue_timeout_s: float, *, pauses: bool) -> RoomPolicies:
-    """Return the policies for turns that may wait for ``queue_timeout_s``."""
+def room_policies(queue_timeout_s: float, *, pauses: bool, disk: bool = False) -> RoomPolicies:
+    """Return the policies for turns that may wait for ``queue_timeout_s``; a disk gets them all."""
     if not pauses:
         return RoomPolicies(None, FirstCome(), None)
     # Pausing waits for most of it: simulated, what takes room from active histories soon loses it.
     patient_s = patience_s(queue_timeout_s)
-    return RoomPolicies(Pausing(patience_s=patient_s), Levels(rise_s=patient_s / 5), Window())
+    pausing = Pausing(patience_s=patient_s)
+    pausing = replace(pausing, park_mark=0.0) if disk else pausing
+    return RoomPolicies(pausing, Levels(rise_s=patient_s / 5), Window())

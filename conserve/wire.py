@@ -196,6 +196,8 @@ NO_OUTPUT = "?no_output"
 # How much of the conversation LMCache may hold, in tokens: the prompt with which it came to this
 # decoder, or that of the last turn that left its KV there.
 STORED_TOKENS = "conserve.stored_tokens"
+# How much of it the node's disk has beyond doubt; such a turn looks nothing up.
+KEPT_TOKENS = "conserve.kept_tokens"
 # Whether this request leaves its prompt's KV there.
 PARK = "conserve.park"
 # Where workers report that they have stored this request's prompt; see `deployments.engine.stored`.
@@ -242,10 +244,15 @@ class CachedTokens:
 
 
 def transfer_params(
-    stored_tokens: int | None = None, park: bool = False, prefilled: bool = False
+    stored_tokens: int | None = None,
+    park: bool = False,
+    prefilled: bool = False,
+    kept_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return ``kv_transfer_params`` of a request whose `CachedTokens` are wanted."""
     known: dict[str, Any] = {} if stored_tokens is None else {STORED_TOKENS: stored_tokens}
+    if kept_tokens is not None:
+        known[KEPT_TOKENS] = kept_tokens
     if park:
         known[PARK] = True
     if prefilled:

@@ -26,6 +26,7 @@ from deployments.engine.inside import inside_of
 from deployments.engine_arguments import require_one_split
 from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import close_token, find_ray, keep_token
+from deployments.kv_identity import FILE_TIMES, KV_SETTINGS, of_settings
 from deployments.prompting import parsers_of
 from deployments.router.router import Router
 from deployments.start_checks import require_startable
@@ -317,6 +318,8 @@ def llm_arguments(
                 "lmcache.mp.mq_timeout": TRANSFER_TIMEOUT_S,
                 "lmcache.mp.heartbeat_interval": 1,
                 CHUNK_TOKENS: chunk_tokens(settings, gpu),
+                KV_SETTINGS: of_settings(settings, gpu),
+                FILE_TIMES: settings.nodes != "several",
             },
         }
     tier = role_tier(settings, own, gpu)

@@ -113,6 +113,7 @@ class Heard:
             hold what it has of them.
         touched: histories whose copies in host memory should outlive others, since their turns
             wait for room.
+        forgotten: ended conversations, whose files the node's disk should no longer have.
     """
 
     ended: list[tuple[str, int]]
@@ -120,6 +121,7 @@ class Heard:
     decided_s: float
     holds: list[tuple[str, int, float]] = field(default_factory=list)
     touched: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from conserve.settings import (
     AutoscalingSettings,
+    DiskSettings,
     EnvironmentSettings,
     LimitSettings,
     LMCacheSettings,
@@ -45,12 +46,13 @@ def table() -> str:
     for name, field in Settings.model_fields.items():
         default = field.get_default(call_default_factory=True)
         if isinstance(default, _GROUPS):
-            lines += _rows(type(default), f"{name}.", skip={"limits"})
+            lines += _rows(type(default), f"{name}.", skip={"limits", "disk"})
             continue
         shown = default.replicas if isinstance(default, RoleSettings) else default
         lines.append(f"| `{name}` | {_cell(shown)} | {field.description} |")
     lines += _rows(RoleSettings, "decoders.", skip={"replicas"})
     lines += _rows(TierSettings, "tiers.NAME.")
+    lines += _rows(DiskSettings, "lmcache.disk.")
     lines += _rows(LimitSettings, "environments.limits.")
     return "\n".join(lines) + "\n"
 

@@ -14,6 +14,7 @@ from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
     AutoscalingSettings,
+    DiskSettings,
     EnvironmentSettings,
     LimitSettings,
     LMCacheSettings,

@@ -72,6 +72,11 @@ def adapters_are_told_apart(settings: "Settings") -> Problems:
                 )
 
 
+def disk_gets_every_turn(settings: "Settings") -> Problems:
+    if settings.lmcache.disk.path is not None and not settings.parks:
+        yield "lmcache.disk: turns leave their KV in host memory with pausing alone; set pausing=on"
+
+
 def gpus_are_laid_out_once(settings: "Settings") -> Problems:
     if settings.gpus is None:
         return
@@ -199,6 +204,7 @@ CHECKS: tuple[Callable[["Settings"], Problems], ...] = (
     roles_read_each_others_kv,
     encoders_have_a_use,
     adapters_are_told_apart,
+    disk_gets_every_turn,
     gpus_are_laid_out_once,
     authentication_is_chosen,
     certificate_has_its_key,

@@ -178,6 +178,42 @@ class TierSettings(Strict):
         return float(cap.removesuffix("%")) / 100 if isinstance(cap, str) else None
 
 
+class DiskSettings(Strict):
+    """A disk below host memory: what comes there is written to it, and is found after restarts."""
+
+    path: str | None = Field(
+        default=None,
+        description="Folder on each node's own disk, for KV that outlives engines, servers and the "
+        "machine (docs/disk.md). It is not encrypted, and can be read back to text. Unset: none.",
+    )
+    size_gb: float = Field(
+        default=100.0,
+        gt=0,
+        description="Most GiB of files; those unused for longest are removed before others are "
+        "written.",
+    )
+    written_gb_per_day: float | None = Field(
+        default=None,
+        ge=0,
+        description="Most GiB written in a day, which wear the disk; 0: any number. Unset: "
+        "`size_gb`, since data-centre SSDs are made to be written once a day.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError("give the folder's whole path, from / on; it is used on each node")
+        return value
+
+    @property
+    def adapter(self) -> dict[str, int | str] | None:
+        """Parameters of the LMCache server's adapter; None: there is no disk."""
+        day_gb = self.size_gb if self.written_gb_per_day is None else self.written_gb_per_day
+        sizes = {"bytes": round(self.size_gb * 2**30), "bytes_a_day": round(day_gb * 2**30)}
+        return None if self.path is None else {"path": self.path, **sizes}
+
+
 class LMCacheSettings(Strict):
     """The LMCache server, one a node, through which KV moves from prefiller to decoder."""
 
@@ -195,6 +231,10 @@ class LMCacheSettings(Strict):
         description="Port on which a node's LMCache server listens for engines, and for other "
         "nodes' servers; the next one has its admin interface and metrics, on loopback. 0: free "
         "ones.",
+    )
+    disk: DiskSettings = Field(
+        default_factory=DiskSettings,
+        description="A disk below host memory. Not with `pausing: off`.",
     )
 
     @field_validator("port")

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from autoscale.capacity.served import profile_off
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, gibibytes, note, ok, warning, wrong
@@ -24,6 +26,8 @@ _CPU_ENGINE_BYTES = 4 * 2**30
 # For Ray's object store and an engine's workers; containers get 64 MiB by default.
 _LEAST_SHM_BYTES = 2**30
 _LEAST_DISK_BYTES = 2 * 2**30
+# File systems in memory, or on a network, which hang with it.
+_NO_DISKS = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre")
 # A core has two hyperthreads, which machines and containers count as CPUs.
 _VCPUS = 2
 _KV_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
@@ -56,6 +60,8 @@ def check_machine(
         yield _memory(settings, cpu_engines)
     yield _shared_memory(crowd)
     yield from _disk()
+    if has_engines and settings.lmcache.disk.path is not None:
+        yield _kv_disk(Path(settings.lmcache.disk.path), settings.lmcache.disk.size_gb)
     yield _open_files()
     if dtype:
         yield _dtype(settings, dtype)
@@ -120,6 +126,21 @@ def _disk() -> Iterator[Finding]:
                 f"{gibibytes(free)} free in {folder}, for {purpose}",
                 "make room, 2 GiB at least; Ray stops placing work on a disk 95 % full",
             )
+
+
+def _kv_disk(path: Path, size_gb: float) -> Finding:
+    folder = _existing(path)
+    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    kind = next((mounts[one] for one in (folder, *folder.parents) if one in mounts), "unknown")
+    free = shutil.disk_usage(folder).free
+    seen = f"{gibibytes(free)} free in {folder} ({kind}), for KV"
+    what_to_do = "set lmcache.disk.path to a disk of the node's, or size_gb there to what is free"
+    if not os.access(folder, os.W_OK):
+        return wrong("disk", f"{seen}; this user may not write there", what_to_do)
+    if kind in _NO_DISKS:
+        return wrong("disk", f"{seen}, which is no disk of this node's", what_to_do)
+    few = free < size_gb * 2**30
+    return warning("disk", f"{seen}, not {size_gb:g} GiB", what_to_do) if few else ok("disk", seen)
 
 
 def _existing(folder: Path) -> Path:

@@ -5,18 +5,26 @@ that it can be asked, only a prefetch from a further tier touches what is there 
 without such a tier, it does no more than that.
 """
 
+import asyncio
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from conserve.identity import conversation_of
+from deployments.kv_identity import cache_name
+from deployments.node.kv_files import OwnFiles
+
 logger = logging.getLogger("ray.serve")
 
 _JSON = {"Content-Type": "application/json"}
+# What waits to be written as a conversation ends is on the disk by then.
+_WRITTEN_S, _MOST_NOTED = 30.0, 64
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 
 
@@ -27,23 +35,33 @@ class Copies:
         url: of the HTTP API of the node's LMCache server.
         vllm_config: the engine's ``VllmConfig``.
         most_tokens: what host memory holds; of more prompts, the oldest are forgotten.
+        disk: the path of the node's disk for KV, and LMCache's chunk in tokens; None: none.
     """
 
-    def __init__(self, url: str, vllm_config: Any, most_tokens: int) -> None:
+    def __init__(
+        self, url: str, vllm_config: Any, most_tokens: int, disk: tuple[str, int] | None = None
+    ) -> None:
         self._url, self._most_tokens = f"{url}/cache/prefetches", most_tokens
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         # In how many parts LMCache has each chunk: with MLA, all ranks of a stage have the same KV.
         parts = parallel.pipeline_parallel_size if model.use_mla else parallel.world_size
-        self._names = {"model_name": model.model, "world_size": parts}
+        name = cache_name(model.model, vllm_config)
+        self._names = {"model_name": name, "world_size": parts}
+        self._files = None if disk is None else OwnFiles(disk[0], name, disk[1])
+        # What the disk has of histories beyond doubt, until their next turns.
+        self._kept: dict[str, int] = {}
+        self._thread, self._noting = ThreadPoolExecutor(1, "kv-files"), 0
         self._prompts: OrderedDict[str, tuple[array[int], str]] = OrderedDict()
         self._tokens = 0
         # Prefetches whose end LMCache's server remembers until it is asked.
         self._open: set[str] = set()
 
-    def keep(self, history_id: str, prompt: Sequence[int], salt: str) -> None:
+    def keep(self, history_id: str, prompt: Sequence[int], salt: str, images: Any = ()) -> None:
         """Note the newest prompt of a history that is left in host memory."""
+        if images and self._files is None:
+            return
         self._drop(history_id)
-        self._prompts[history_id] = array("I", prompt), salt
+        self._prompts[history_id] = array("q", _as_stored(prompt, images)), salt
         self._tokens += len(prompt)
         while self._tokens > self._most_tokens:
             self._drop(next(iter(self._prompts)))
@@ -51,7 +69,8 @@ class Copies:
     async def touch(self, history_ids: Iterable[str]) -> None:
         """Touch those that are there yet, so that all that was used before now is evicted first."""
         known = [found for one in history_ids if (found := self._prompts.get(one)) is not None]
-        if not known:
+        # With a further tier LMCache would load what host memory lacks; nothing is lost there.
+        if not known or self._files is not None:
             return
         try:
             async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=_JSON) as session:
@@ -68,6 +87,49 @@ class Copies:
         except (aiohttp.ClientError, TimeoutError) as error:
             logger.warning("copies of turns that wait may be evicted: %s", error or "no answer")
 
+    def kept_tokens(self, history_id: str) -> int | None:
+        """Return how much of a history the disk has, for its next turn; None: it is not known."""
+        return self._kept.pop(history_id, None)
+
+    async def own(self, history_id: str) -> None:
+        """Note on the disk whose the files of a history's newest prompt are."""
+        if self._files is None or history_id not in self._prompts or self._noting >= _MOST_NOTED:
+            return
+        given = conversation_of(history_id), *self._prompts[history_id]
+        self._noting += 1
+        try:
+            self._kept[history_id] = await self._on_disk(self._files.note, *given)
+        except OSError as error:
+            logger.warning("files of %s would not be removed with it: %s", given[0], error)
+        finally:
+            self._noting -= 1
+
+    async def forget(self, conversations: Collection[str]) -> None:
+        """Remove ended conversations' files, twice: some may be written yet."""
+        if self._files is None or not conversations:
+            return
+        for wait_s in (_WRITTEN_S, 0):
+            for one in conversations:
+                await self._on_disk(self._files.forget, one, not wait_s)
+            await asyncio.sleep(wait_s)
+
+    async def _on_disk(self, work: Callable[..., Any], *given: Any) -> Any:
+        # In a thread of its own: a disk may hang.
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+
     def _drop(self, history_id: str) -> None:
         prompt, _ = self._prompts.pop(history_id, ((), ""))
         self._tokens -= len(prompt)
+        self._kept.pop(history_id, None)
+
+
+def _as_stored(prompt: Sequence[int], images: Any) -> Sequence[int]:
+    """Return a prompt's token ids as LMCache's keys have them, with values of images."""
+    if not images:
+        return prompt
+    import torch
+    from lmcache.integration.vllm.utils import apply_mm_hashes_to_token_ids
+
+    identifiers, places = map(list, zip(*images, strict=True))
+    ids = apply_mm_hashes_to_token_ids(torch.tensor(prompt), identifiers, places)
+    return list(ids.tolist())

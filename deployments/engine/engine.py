@@ -156,7 +156,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         host_tokens = self._host_tokens(client.vllm_config) if settings.parks else 0
-        self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens)
+        path, chunk = settings.lmcache.disk.path, chunk_tokens(settings, settings.device == "gpu")
+        disk = None if path is None else (path, chunk)
+        self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens, disk)
         gpus = await self._gpus(config)
         if gpus and settings.of_role(role).num_gpus < 1:
             await self._workers.keep_to_their_part()
@@ -348,6 +350,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
                     self._holdings.drop(history_id, incarnation)
                 if heard.touched:
                     in_background(self._copies.touch(heard.touched))
+                in_background(self._copies.forget(heard.forgotten))
                 self._inside.heard(heard)
             except TableUnavailable as error:
                 logger.warning("%s %s: %s", self._role, self._id, error)

@@ -23,6 +23,7 @@ from conserve.late_kv import LateKV, Loads
 from conserve.wire import (
     CHUNK_TOKENS,
     FAILED_IMAGES,
+    KEPT_TOKENS,
     LATE,
     MISSED,
     OVERDUE,
@@ -44,6 +45,7 @@ from deployments.engine.stores import (
     groups_that_give_up,
 )
 from deployments.engine.vision.images import failures
+from deployments.kv_identity import cache_name
 from deployments.node.lmcache_server import wait_for_server
 from deployments.upstream import lost_server
 from deployments.upstream.lost_server import Connection, fail_fast
@@ -71,6 +73,8 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         require_whole_blocks(vllm_config, layers, extra.get(CHUNK_TOKENS))
         wait_for_server(urlsplit(extra["lmcache.mp.host"]).hostname, extra["lmcache.mp.port"])
         super().__init__(vllm_config, *args, **kwargs)
+        half = self.scheduler_adapter if hasattr(self, "scheduler_adapter") else self.worker_adapter
+        half.model_name = cache_name(half.model_name, vllm_config)
         self._parks = vllm_config.kv_transfer_config.kv_role == "kv_both"
         give_up = groups_that_give_up(layers)
         if hasattr(self, "scheduler_adapter"):
@@ -266,9 +270,10 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
         stores = self._can_store and (not self._parks or bool(params.get(PARK)))
         tracker = self._get_or_create_request_tracker(request)
         has_all = False
-        # A store has to know what the server holds, or it stores it again.
-        if not stores:
-            tracker.max_offload_tokens = 0
+        kept_tokens = params.get(KEPT_TOKENS)
+        # A store has to know what the server holds, or it stores it again. A look-up would also
+        # load from a disk what host memory lacks, and the engine has.
+        if not stores or kept_tokens is not None:
             stored_tokens = params.get(STORED_TOKENS)
             chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
             # A look-up that has begun has to be brought to its end.
@@ -277,6 +282,10 @@ class ResilientMPConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache
                 and tracker.lookup_started_at is None
                 and num_computed_tokens >= stored_tokens // chunk * chunk
             )
+        if not stores:
+            tracker.max_offload_tokens = 0
+        elif has_all:
+            tracker.num_stored_tokens = kept_tokens
         if failed or has_all:
             # cached_token_stats takes it from there; super() would set it too.
             alignment = self._hit_alignment_tokens

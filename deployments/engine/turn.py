@@ -40,7 +40,7 @@ class EngineTurn:
 
     Attributes:
         last: the message that the answer continues, if it does.
-        stored_tokens, parks: of its prompt, for the engine's connector.
+        stored_tokens, kept_tokens, parks: of its prompt, for the engine's connector.
         expected_tokens: of its prompt, how many caches should have.
         sent: outputs of an engine before this one, where the stream is continued.
         engine_ends: called when the engine aborts its requests because it is told to end.
@@ -55,6 +55,7 @@ class EngineTurn:
     sent: list[Emitted]
     before: TurnStats
     stored_tokens: int | None
+    kept_tokens: int | None
     parks: bool
     expected_tokens: int
     engine_ends: Callable[[], None]
@@ -89,7 +90,9 @@ class EngineTurn:
         # These also ask LMCacheMPConnector for its statistics.
         extra = dict(sampling_params.extra_args or {})
         prefilled = self.before.prefiller_cached_tokens is not None
-        params = wire.transfer_params(self.stored_tokens, self.parks, prefilled=prefilled)
+        params = wire.transfer_params(
+            self.stored_tokens, self.parks, prefilled=prefilled, kept_tokens=self.kept_tokens
+        )
         extra["kv_transfer_params"] = {**(extra.get("kv_transfer_params") or {}), **params}
         if schedules:
             history_key = wire.history_key(self.key.history_id, self.key.incarnation)

@@ -39,6 +39,7 @@ from deployments.engine.response_store import ResponseStore, read_asked
 from deployments.engine.stored import StoredPrompts
 from deployments.engine.turn import EngineTurn, continued
 from deployments.engine.vision.images import FailedImages, MissingTokens, images_of
+from deployments.event_loop import in_background
 from deployments.upstream.message_fields import no_output
 from deployments.upstream.prompt_lengths import counting, takes_room_left
 
@@ -215,6 +216,7 @@ class EngineTurns:
         return EngineTurn(
             told, key, path, last, sent, before,
             stored_tokens=None if told.key is not None and told.looks_up else stored_tokens,
+            kept_tokens=self.copies.kept_tokens(key.history_id) if self.copies else None,
             parks=self.desk.parks if told.key is None else told.parks,
             expected_tokens=ALL_TOKENS if prefilled else held_tokens,
             engine_ends=self._engine_ends, reports=self._report,
@@ -224,6 +226,8 @@ class EngineTurns:
         stats = turn.stats if turn.has_begun else None
         self.holdings.finish(turn.key, stats, tails, completed, turn.parks)
         self.desk.outbox.add(Ended(turn.key, stats, tails, completed))
+        if self.copies is not None and completed:
+            in_background(self.copies.own(turn.key.history_id))
         self.has_more()
 
     def _engine_ends(self) -> None:
@@ -261,10 +265,9 @@ class EngineTurns:
         identifiers = {identifier for identifier, _ in images}
         if turn is not None:
             turn.tell_engine(prompt, sampling_params, self.schedules)
-            # LMCache's keys of images are not their tokens.
-            if self.copies is not None and turn.parks and not images:
+            if self.copies is not None and turn.parks:
                 ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-                self.copies.keep(turn.key.history_id, ids or (), salt or "")
+                self.copies.keep(turn.key.history_id, ids or (), salt or "", images)
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
 
         def see(output: Any) -> None:

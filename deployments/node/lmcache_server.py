@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import importlib.util
+import json
 import logging
 import os
 import platform
@@ -36,6 +37,7 @@ logger = logging.getLogger("conserve.node")
 
 # LMCache's own command, as `lmcache_main` starts it.
 SERVER_MODULE = lmcache_main.__name__
+_DISK = "deployments.node.disk"
 # What pip's nixl-cu12 is imported as.
 NIXL = "nixl_cu12"
 
@@ -114,6 +116,7 @@ def lmcache_command(
     *,
     gpu: bool = True,
     gpu_workers: int = 0,
+    disk: dict[str, int | str] | None = None,
 ) -> list[str]:
     """Return the LMCache server's command line.
 
@@ -122,6 +125,7 @@ def lmcache_command(
         directory_url: where it learns of those.
         gpu: whether it copies from and to GPUs. Otherwise engines copy, except with several nodes,
             where KV is sent, as NIXL needs memory of another kind.
+        disk: what `deployments.node.disk` is given; None: there is none.
     """
     command = [
         sys.executable, "-m", SERVER_MODULE, "server",
@@ -143,6 +147,11 @@ def lmcache_command(
         command.append("--separate-object-groups")
         # Each thread serves fixed workers; with fewer threads, copies of one wait for another's.
         command += ["--max-gpu-workers", str(max(THREADS, gpu_workers))]
+    if disk is not None:
+        adapter = {"type": "plugin", "module_path": _DISK, "class_name": "DiskTier"}
+        command += ["--l2-adapter", json.dumps({**adapter, "adapter_params": disk})]
+        # What is loaded stays in host memory. By default eight slow loads stop all look-ups.
+        command += ["--l2-prefetch-policy", "retain", "--l2-prefetch-max-in-flight", "64"]
     if cache is None:
         return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
     assert directory_url is not None
@@ -189,6 +198,7 @@ class LMCacheServer:
     directory_url: str | None = None
     gpu: bool = True
     gpu_workers: int = 0
+    disk: dict[str, int | str] | None = None
     restarts: int = -1
     _process: asyncio.subprocess.Process | None = None
     _cache: NodeCache | None = None
@@ -264,6 +274,7 @@ class LMCacheServer:
                     self.directory_url,
                     gpu=self.gpu,
                     gpu_workers=self.gpu_workers,
+                    disk=self.disk,
                 ),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -154,6 +154,7 @@ class NodeService:
                     directory_url,
                     gpu,
                     workers,
+                    self._settings.lmcache.disk.adapter,
                 )
                 jobs.append(self._server.keep_running())
                 loop = asyncio.get_running_loop()

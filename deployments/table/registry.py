@@ -26,6 +26,7 @@ class Engine:
         leaving: whether it gets nothing new.
         drained: whether an operator drains it: its replica does not ask whether to stay.
         ended: histories (and incarnations) that its next beat tells it to forget.
+        forgotten: conversations that were ended, whose files it is told to remove.
     """
 
     info: EngineInfo
@@ -35,6 +36,7 @@ class Engine:
     leaving: bool = False
     drained: bool = False
     ended: list[tuple[str, int]] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
 
 class Registry:

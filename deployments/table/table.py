@@ -67,7 +67,11 @@ class TableService(Table):
         first_id = time.time_ns() // 1000
         lines.log_in_session(settings.log.format)
         self._events = EventLog(unix_s, first_id, told=lines.log_event)
-        policies = room_policies(settings.queue_timeout_s, pauses=settings.parks)
+        policies = room_policies(
+            settings.queue_timeout_s,
+            pauses=settings.parks,
+            disk=settings.lmcache.disk.path is not None,
+        )
         self._table = ConversationTable(
             make_policy(settings.policy_name, settings.policy_number, engine_costs(settings)),
             settings.idle_timeout_s,
@@ -99,8 +103,9 @@ class TableService(Table):
         gate = TenantGate(self._table, self._admission.queue)
         self._room = Room(self._table, self._admission, self._registry, self._accounts, gate)
         self._running = RunningTurns(
-            settings, self._table, self._registry, self._accounts, self._room
-        )
+            settings, self._table, self._registry, self._accounts, self._room,
+            may_be_stored=settings.lmcache.disk.path is not None,
+        )  # fmt: skip
         self._listeners = Listeners(self._table, self._registry, self._running)
         self._placing = Placing(
             self._table,
@@ -157,6 +162,7 @@ class TableService(Table):
         if scheduler is not None:
             engine.scheduler = scheduler
         ended, engine.ended = engine.ended, []
+        forgotten, engine.forgotten = engine.forgotten, []
         wanted = self._autoscaler.replicas(engine.info.role)
         memory = self._table.memory
         touched = [] if memory is None else memory.take_touched(engine_id)
@@ -164,7 +170,7 @@ class TableService(Table):
         if memory is not None and engine.scheduler is not None:
             held = memory.take_holds(engine_id, unix_s())
         holds = [(one.history_id, one.incarnation, one.for_s) for one in held]
-        return messages.Heard(ended, wanted, self._decided_s, holds, touched)
+        return messages.Heard(ended, wanted, self._decided_s, holds, touched, forgotten)
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
         self._membership.lost(engine_id, why)
@@ -231,7 +237,11 @@ class TableService(Table):
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
         await self._recovery.not_ready()
-        found = self._table.histories(identity.conversation_of(conversation_id))
+        conversation = identity.conversation_of(conversation_id)
+        found = self._table.histories(conversation)
+        # Files outlive what the table knows.
+        for engine in self._registry.engines.values():
+            engine.forgotten.append(conversation)
         told: set[str] = set()
         for history in found:
             self._table.release(history.id)

@@ -20,7 +20,9 @@ import pytest
 import zmq
 
 from conserve import wire
+from conserve.settings import Settings
 from deployments.engine.copies import Copies
+from deployments.kv_identity import KV_SETTINGS, cache_name, of_settings
 from deployments.node.lmcache_main import HEALTH_PATH
 from deployments.node.lmcache_server import (
     Address,
@@ -45,9 +47,9 @@ class Server:
     address: Address
     workers: list["Worker"]
 
-    def worker(self, mode: str) -> "Worker":
-        """Start one; it has registered."""
-        worker = Worker(bare_worker.__name__, self.address.port, mode)
+    def worker(self, mode: str, *more: str) -> "Worker":
+        """Start one; it has registered. ``more`` is its model's name, and its KV's type."""
+        worker = Worker(bare_worker.__name__, self.address.port, mode, *more)
         self.workers.append(worker)
         worker.id = int(worker.answer())
         return worker
@@ -65,9 +67,9 @@ class Server:
         """How many chunks it has."""
         return int(_found(self._get("status"), "total_object_count"))
 
-    async def found(self, ids: list[int]) -> int:
+    async def found(self, ids: list[int], model: str = MODEL) -> int:
         """How many of a prompt's chunks it has."""
-        body = {"model_name": MODEL, "world_size": 1, "token_ids": ids}
+        body = {"model_name": model, "world_size": 1, "token_ids": ids}
         request = self._get("cache/prefetches", json.dumps(body).encode())["request_id"]
         status: dict[str, Any] = {}
 
@@ -223,11 +225,9 @@ async def test_a_slow_store_delays_nobody_and_is_done_when_it_is_said_to_be(
 
 @pytest.mark.parametrize("server", [0.02], indirect=True)
 async def test_what_is_touched_outlives_what_was_stored_later(server: Server) -> None:
-    worker = server.worker("engine_driven")
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(model=MODEL, use_mla=False),
-        parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1),
-    )
+    config = engine_config()
+    name = cache_name(MODEL, config)
+    worker = server.worker("engine_driven", name)
     copies = Copies(f"http://127.0.0.1:{server.address.http_port}", config, 10_000)
     # A worker's prompts differ by the lengths of their names.
     tokens = 15 * CHUNK_TOKENS
@@ -238,11 +238,35 @@ async def test_what_is_touched_outlives_what_was_stored_later(server: Server) ->
             await copies.touch(["waits", "unknown"])
         # It evicts once a second.
         await asyncio.sleep(0.2)
-    found = [await server.found([length] * tokens) for length in (1, 2, 3, 70)]
+    found = [await server.found([length] * tokens, name) for length in (1, 2, 3, 70)]
     assert found == [15, 0, 0, 15]
     # Nothing is left locked, or waits for an answer.
     await copies.touch(["waits"])
     assert len(copies._open) == 1
+
+
+async def test_kv_of_another_configuration_is_not_found(server: Server) -> None:
+    """A server outlives deployments, and LMCache's keys say nothing of dtypes or weights."""
+    before, after = (cache_name(MODEL, engine_config(dtype)) for dtype in ("bfloat16", "float16"))
+    for name in (MODEL, before):
+        assert server.worker("engine_driven", name).do("store", "prompt", 400) == "True"
+    # LMCache's own name: KV of one type is found, and would be read as the other.
+    server.worker("engine_driven", MODEL, "float16")
+    assert await server.found([6] * 400) == 3
+    server.worker("engine_driven", after, "float16")
+    assert await server.found([6] * 400, before) == 3
+    assert await server.found([6] * 400, after) == 0
+
+
+def engine_config(dtype: str = "bfloat16") -> Any:
+    """What names an engine's KV, of its configuration."""
+    settings = Settings(engine={"dtype": dtype})
+    extra = {KV_SETTINGS: of_settings(settings, gpu=False)}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=MODEL, use_mla=False),
+        parallel_config=SimpleNamespace(world_size=1, pipeline_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
 
 
 def _forget(server: Server, instance_id: int, mode: str) -> None:

@@ -33,7 +33,7 @@ def options(mode: str) -> dict[str, object]:
     }
 
 
-def main(port: str, mode: str) -> None:
+def main(port: str, mode: str, name: str = MODEL, dtype: str = "bfloat16") -> None:
     apply_patches("connector")
     from lmcache.integration.vllm.vllm_multi_process_adapter import (
         LMCacheMPWorkerAdapter,
@@ -44,7 +44,7 @@ def main(port: str, mode: str) -> None:
     adapter = LMCacheMPWorkerAdapter(
         f"tcp://127.0.0.1:{port}",
         zmq.Context.instance(),
-        MODEL,
+        name,
         CHUNK_TOKENS,
         ParallelStrategy(False, 1, 0, 1, 1, 1),
         extra_config=options(mode),
@@ -54,7 +54,7 @@ def main(port: str, mode: str) -> None:
     fail_fast(adapter.req_client, adapter._health_event)
     forgotten_worker.monotonic = lambda: time.monotonic() + late_s
     # Keys and values of 16 blocks.
-    blocks = torch.zeros(2, 16, 1, CHUNK_TOKENS, 64, dtype=torch.bfloat16)
+    blocks = torch.zeros(2, 16, 1, CHUNK_TOKENS, 64, dtype=getattr(torch, dtype))
     adapter.register_kv_caches({"layer.0": blocks}, layout_hints={"kv_layout": "HND"})
     adapter._ensure_heartbeat_started()
     say(adapter.instance_id)

@@ -198,6 +198,8 @@ _LANE = "engine_scheduler=conversation_lane"
         ("encoders.num_gpus=0.5 gpus=2", "encoders.num_gpus: gpus lays engines out"),
         # Settings that the chosen placement or scheduler would ignore.
         ("placement=collocated prefillers=1", "prefillers: placement collocated has none"),
+        ("lmcache.disk.path=/kv pausing=off", "with pausing alone"),
+        ("lmcache.disk.path=kv", "give the folder's whole path"),
         ("placement=per_turn pausing=on", "has prefillers go on with histories"),
         ("decoders=0", "decoders: give at least 1"),
         ("tpot_bound_s=0.03", "tpot_bound_s: set engine_scheduler=conversation"),

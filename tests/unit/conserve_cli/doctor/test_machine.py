@@ -1,11 +1,13 @@
 """Memory, disks, limits and CPUs of a machine."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from conserve.settings import load
+from conserve_cli.doctor import machine
 from conserve_cli.doctor.machine import check_machine
 from conserve_cli.doctor.node import check_node
 from hetero.container import HostMemory
@@ -80,6 +82,23 @@ def test_each_disk_that_is_full_is_named(here: Here, monkeypatch: pytest.MonkeyP
     found = check_machine(SETTINGS, 0)
     models, ray = (f"1.0 GiB free in /full/{name}, for" for name in ("HF_HOME", "RAY_TMPDIR"))
     assert_finds(found, ("wrong", "disk", f"{models} models"), ("wrong", "disk", f"{ray} Ray"))
+
+
+def test_a_disk_for_kv_is_a_disk(
+    here: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found(size_gb: float, path: Path = tmp_path) -> list[str]:
+        settings = load({"lmcache": {"disk": {"path": str(path / "kv"), "size_gb": size_gb}}})
+        return [one for one in about("disk", check_machine(settings, 0)) if "for KV" in one]
+
+    assert "GiB free" in found(1)[0]
+    here.free_bytes = 4 * GIB
+    assert "for KV, not 5 GiB" in found(5)[0]
+    mount = SimpleNamespace(mountpoint=str(tmp_path), fstype="tmpfs")
+    monkeypatch.setattr(machine.psutil, "disk_partitions", lambda all: [mount])
+    assert "(tmpfs), for KV, which is no disk" in found(1)[0]
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    assert "may not write" in found(1)[0]
 
 
 def test_a_layout_by_which_kv_cannot_be_copied_is_named(

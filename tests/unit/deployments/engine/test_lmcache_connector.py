@@ -146,6 +146,21 @@ def test_a_prompt_of_embeddings_is_neither_loaded_nor_stored(embeddings: bool) -
 
 
 @pytest.mark.parametrize(
+    ("kept_tokens", "has", "start"), [(128, 256, 128), (0, 256, 0), (128, 0, 0)]
+)
+def test_what_a_disk_has_for_certain_is_not_looked_up(
+    kept_tokens: int, has: int, start: int
+) -> None:
+    """A look-up would load it, beside the engine that has it; what the disk lacks is stored."""
+    server = LateServer(0)
+    connector = scheduler_half(server, _can_store=True, _parks=True)
+    params = wire.transfer_params(256, park=True, kept_tokens=kept_tokens)
+    assert connector.get_num_new_matched_tokens(_request(390, params), has) == (0, False)
+    assert server.asked == ["look-up"] * (not has)
+    assert _step_of_one(connector, 390 - has).op.start == start
+
+
+@pytest.mark.parametrize(
     ("role", "params", "asks", "stores"),
     [
         ("kv_producer", wire.transfer_params(), True, True),

@@ -1,19 +1,23 @@
 """What a decoder makes of outputs that are none, however its stream began."""
 
+import asyncio
 import copy
 import json
 from array import array
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import CompletionOutput, RequestOutput
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
+import deployments.engine.copies
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, form_of
 from conserve.clock import unix_s
@@ -26,6 +30,7 @@ from conserve.wire import Emitted
 from deployments.engine.copies import Copies
 from deployments.engine.reporter import ALL_TOKENS, LoadMeter
 from deployments.engine.vision.images import FailedImages, ImageNotEncoded
+from deployments.node.kv_files import FOLDER, OwnFiles
 from tests.unit.deployments import asgi
 from tests.unit.deployments.asgi import exchange, receiver, respond, scope_of
 from tests.unit.deployments.engine.following import engine_turns
@@ -245,6 +250,38 @@ def test_prompts_are_remembered_that_are_in_host_memory_and_have_no_images() -> 
     # Of more than host memory holds, the oldest are forgotten.
     decoder.copies.keep("other", PROMPT, "salt")
     assert [*decoder.copies._prompts] == ["other"]
+
+
+async def test_files_of_conversations_are_noted_and_removed_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, folder = "tenant\tc", tmp_path / FOLDER
+    copies = Decoder("length").copies
+    await copies.own("c")
+    copies._files = OwnFiles(str(tmp_path), "m", 2)
+    folder.mkdir()
+    # As LMCache has images in its keys.
+    copies.keep(history, [1, 9, 9, 2, 5], "salt", [("a", PlaceholderRange(offset=1, length=2))])
+    ids, _ = copies._prompts[history]
+    assert ([ids[0], *ids[3:]], 9 in ids) == ([1, 2, 5], False)
+    await copies.own(history)
+    assert copies.kept_tokens(history) == 0
+    (list_,) = folder.glob("owners/*/*/*")
+    first, second = list_.read_text().splitlines()
+    (folder / first).mkdir(parents=True)
+    await copies.own(history)
+    assert [copies.kept_tokens(history) for _ in range(2)] == [2, None]
+    # What is written as the conversation ends is removed later.
+    monkeypatch.setattr(deployments.engine.copies, "_WRITTEN_S", 0.5)
+    ends = asyncio.ensure_future(copies.forget(["tenant\tc"]))
+    await asyncio.sleep(0.2)
+    assert not (folder / first).exists()
+    (folder / second).mkdir(parents=True)
+    await ends
+    assert not (folder / second).exists()
+    assert not list_.exists()
+    # With a disk nothing is touched: LMCache would load what host memory lacks.
+    await copies.touch([history])
 
 
 def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder() -> None:

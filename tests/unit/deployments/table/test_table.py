@@ -585,6 +585,21 @@ async def test_nothing_is_looked_up_in_lmcache_before_something_may_be_stored_th
     assert (fourth.prefiller_id, fourth.looks_up) == (None, True)
 
 
+async def test_with_a_disk_each_turn_is_stored_and_each_first_one_looked_up() -> None:
+    """And files of a conversation are removed as it ends, also of one that is not known."""
+    decoder = dataclasses.replace(DECODER, host_tokens=100_000)
+    service = await Drive.of(decoder, lmcache={"disk": {"path": "/kv"}})
+    plan = await service.turn("a", TOKENS)
+    assert (plan.looks_up, plan.parks) == (True, True)
+    assert not await service.release("from before")
+    heard = await service.beat("decoder#1", None, EngineLoad())
+    assert heard is not None
+    assert heard.forgotten == ["from before"]
+    heard = await service.beat("decoder#1", None, EngineLoad())
+    assert heard is not None
+    assert heard.forgotten == []
+
+
 async def test_an_engine_that_has_served_before_may_have_had_something_stored() -> None:
     held = History("b", 2, 0.0, 0.0, home="decoder#1")
     service = await Drive.of(PREFILLER, dataclasses.replace(DECODER, holds=[held]))
