@@ -4,7 +4,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
+
+# Memory that is fuller than this evicts the oldest for all that comes.
+_FULL = 0.9
 
 
 class EngineCache:
@@ -19,6 +21,7 @@ class EngineCache:
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity_tokens = capacity_tokens
         self._left: OrderedDict[str, int] = OrderedDict()
+        self._used_s: dict[str, float] = {}
         self.tokens = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -31,21 +34,35 @@ class EngineCache:
         """Return how many of a history's tokens are there yet, from its beginning on."""
         return self._left.get(history_id, 0)
 
+    def used_s(self, history_id: str) -> float:
+        return self._used_s[history_id]
+
+    @property
+    def is_full(self) -> bool:
+        return self.tokens >= _FULL * self._capacity_tokens
+
+    @property
+    def oldest_s(self) -> float:
+        """Return when the oldest was used: what was used before then is gone."""
+        return next((self._used_s[one] for one in self._left), inf)
+
     def resize(self, capacity_tokens: int) -> list[str]:
         """Change the room, and return the histories of which nothing is left then."""
         self._capacity_tokens = capacity_tokens
         return self._free(0)
 
-    def use(self, history_id: str, tokens: int) -> list[str]:
+    def use(self, history_id: str, tokens: int, now_s: float) -> list[str]:
         """Note what a history has there, and return those of which nothing is left then."""
         left = self._left
         self.tokens += tokens - left.get(history_id, 0)
         left[history_id] = tokens
         left.move_to_end(history_id)
+        self._used_s[history_id] = now_s
         return self._free(1) if self.tokens > self._capacity_tokens else []
 
     def drop(self, history_id: str) -> None:
         self.tokens -= self._left.pop(history_id, 0)
+        self._used_s.pop(history_id, None)
 
     def _free(self, stay: int) -> list[str]:
         gone = []
@@ -54,20 +71,11 @@ class EngineCache:
             lost = min(left, self.tokens - self._capacity_tokens)
             self.tokens -= lost
             if lost == left:
-                del self._left[oldest]
+                del self._left[oldest], self._used_s[oldest]
                 gone.append(oldest)
             else:
                 self._left[oldest] = left - lost
         return gone
-
-
-# Memory that is fuller than this evicts the oldest for all that comes.
-_FULL = 0.9
-
-
-class _Use(NamedTuple):
-    now_s: float
-    shared_tokens: int
 
 
 class HostMemory:
@@ -80,7 +88,7 @@ class HostMemory:
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
         self._cache = EngineCache(capacity_tokens)
-        self._uses: dict[str, _Use] = {}
+        self._shared: dict[str, int] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._cache
@@ -89,24 +97,23 @@ class HostMemory:
     def tokens(self) -> int:
         return self._cache.tokens
 
+    @property
+    def oldest_s(self) -> float:
+        """Return when the oldest was used, which is evicted next; -inf while there is room."""
+        return self._cache.oldest_s if self._cache.is_full else -inf
+
     def left_tokens(self, key: str) -> int:
         if key not in self._cache:
             return 0
-        return self._cache.left_tokens(key) + self._uses[key].shared_tokens
+        return self._cache.left_tokens(key) + self._shared[key]
 
     def keeps(self, key: str, for_s: float) -> bool:
-        if key not in self._cache:
-            return False
-        if self.tokens < _FULL * self.capacity_tokens:
-            oldest_s = -inf
-        else:
-            oldest_s = self._uses[next(iter(self._cache))].now_s
-        return self._uses[key].now_s - oldest_s >= for_s
+        return key in self._cache and self._cache.used_s(key) - self.oldest_s >= for_s
 
     def resize(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
         for gone in self._cache.resize(capacity_tokens):
-            del self._uses[gone]
+            del self._shared[gone]
 
     def use(self, key: str, tokens: int, now_s: float, shared_tokens: int = 0) -> None:
         """Note that at least so much of a history is there now.
@@ -114,17 +121,17 @@ class HostMemory:
         ``shared_tokens`` of it others begin with: they are there once, and counted with the first.
         """
         tokens = max(tokens, self.left_tokens(key))
-        shared_tokens = min(shared_tokens, tokens)
-        self._uses[key] = _Use(now_s, shared_tokens)
+        shared_tokens = self._shared[key] = min(shared_tokens, tokens)
         # Of a history that is longer than the memory, only the beginning stays.
-        for gone in self._cache.use(key, min(tokens - shared_tokens, self.capacity_tokens)):
-            del self._uses[gone]
+        own_tokens = min(tokens - shared_tokens, self.capacity_tokens)
+        for gone in self._cache.use(key, own_tokens, now_s):
+            del self._shared[gone]
 
     def renew(self, key: str, for_s: float, now_s: float) -> bool:
         """Use what is left of a history, unless it is kept ``for_s`` anyway; return whether so."""
         if key not in self._cache or self.keeps(key, for_s):
             return False
-        self.use(key, 0, now_s, self._uses[key].shared_tokens)
+        self.use(key, 0, now_s, self._shared[key])
         return True
 
     def take_over(self, uses: Iterable[tuple[str, int, float, int]]) -> None:
@@ -133,16 +140,16 @@ class HostMemory:
         Args:
             uses: arguments of `use`. Later uses that are known here stay.
         """
-        known = [(key, self.left_tokens(key), *self._uses[key]) for key in self._cache]
-        times_s = {key: used.now_s for key, used in self._uses.items()}
-        new = [use for use in uses if use[2] > times_s.get(use[0], -inf)]
-        self._cache, self._uses = EngineCache(self.capacity_tokens), {}
+        used_s, shared = self._cache.used_s, self._shared
+        known = [(key, self.left_tokens(key), used_s(key), shared[key]) for key in self._cache]
+        new = [use for use in uses if use[0] not in self._cache or use[2] > used_s(use[0])]
+        self._cache, self._shared = EngineCache(self.capacity_tokens), {}
         for key, tokens, now_s, shared_tokens in sorted(known + new, key=lambda use: use[2]):
             self.use(key, tokens, now_s, shared_tokens)
 
     def drop(self, key: str) -> None:
         self._cache.drop(key)
-        self._uses.pop(key, None)
+        self._shared.pop(key, None)
 
 
 class WorkingSet:

@@ -139,7 +139,7 @@ class Memory:
             cache = EngineCache(self._decoders[decoder_id].capacity_tokens)
             self._caches[decoder_id] = cache
             self._emptied[decoder_id] = {}
-        gone = cache.use(history.id, _own_tokens(history))
+        gone = cache.use(history.id, _own_tokens(history), history.last_used_s)
         emptied = self._emptied[decoder_id]
         if emptied:
             emptied.pop(history.id, None)
@@ -150,17 +150,19 @@ class Memory:
 
     def park(self, history: History) -> bool:
         """Return whether the turn that has just begun leaves its KV in host memory too."""
-        if not self.parks_on(history.home or ""):
+        if not self.parks_on(history.home or "", history.last_used_s):
             return False
         self._parking.add(history.running[-1])
         return True
 
-    def parks_on(self, decoder_id: str) -> bool:
+    def parks_on(self, decoder_id: str, now_s: float) -> bool:
         """Return whether turns that begin on a decoder leave their KV in host memory too."""
-        decoder = self._decoders[decoder_id]
-        if self._host is None:
+        cache = self._caches.get(decoder_id)
+        if self._host is None or cache is None:
             return False
-        return self._policy.parks(decoder.held_tokens, decoder.capacity_tokens)
+        decoder = self._decoders[decoder_id]
+        engine_s, host_s = now_s - cache.oldest_s, now_s - self._host.oldest_s
+        return self._policy.parks(decoder.occupancy, engine_s, host_s)
 
     def parks_turn(self, turn_id: int) -> None:
         if self._host is not None:

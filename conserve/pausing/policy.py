@@ -65,7 +65,7 @@ class Pausing:
     Args:
         mark: the share of a decoder's capacity (lambda_max) above which idle histories are paused.
         away_chance: a history with a lower chance to be back soon is away.
-        park_mark: the share of its decoder's capacity from which on a turn parks its KV.
+        park_mark: the share of its decoder's capacity from which on a turn may park its KV.
         kept_s: KV that host memory keeps for a shorter time counts as not parked.
         patience_s: a paused history that is back waits at most this long for others to be away.
         resumes: gaps from the reported end of a tool to the next turn.
@@ -103,8 +103,15 @@ class Pausing:
         """Return whether a new prompt may take its room: it is away, or costs a reload at most."""
         return 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
 
-    def parks(self, held_tokens: int, capacity_tokens: int) -> bool:
-        return held_tokens >= self.park_mark * capacity_tokens
+    def parks(self, occupancy: float, engine_s: float, host_s: float) -> bool:
+        """Return whether a turn leaves its KV in host memory, which keeps it for longer.
+
+        Args:
+            occupancy: of its decoder.
+            engine_s, host_s: how long ago the oldest KV was used that is left in its engine, and in
+                host memory; infinite while host memory evicts nothing.
+        """
+        return occupancy >= self.park_mark and host_s > engine_s
 
     def hold_s(self, tool: str | None) -> float:
         """Return how long an engine should hold a history's KV for its next turn.

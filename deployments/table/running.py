@@ -234,7 +234,7 @@ class Listeners:
 
     def _parks_on(self, decoder_id: str) -> bool:
         memory = self.table.memory
-        return memory is not None and memory.parks_on(decoder_id)
+        return memory is not None and memory.parks_on(decoder_id, unix_s())
 
     def _has_news(self, decoder_id: str) -> None:
         if decoder_id in self._news:

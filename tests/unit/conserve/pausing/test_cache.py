@@ -1,6 +1,7 @@
 """Engines' prefix caches and host memory, followed from outside."""
 
 import random
+from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,26 +16,26 @@ def left(cache: EngineCache) -> dict[str, int]:
 def test_the_longest_unused_goes_first_from_its_end_on() -> None:
     cache = EngineCache(1000)
     for name in "abc":
-        cache.use(name, 300)
-    cache.use("a", 350)
+        cache.use(name, 300, 0.0)
+    cache.use("a", 350, 0.0)
     assert left(cache) == {"b": 300, "c": 300, "a": 350}
-    cache.use("d", 150)
+    cache.use("d", 150, 0.0)
     assert left(cache) == {"b": 200, "c": 300, "a": 350, "d": 150}
-    cache.use("d", 250)
+    cache.use("d", 250, 0.0)
     assert left(cache) == {"b": 100, "c": 300, "a": 350, "d": 250}
-    cache.use("e", 500)
+    cache.use("e", 500, 0.0)
     assert left(cache) == {"a": 250, "d": 250, "e": 500}
-    cache.use("a", 350)
+    cache.use("a", 350, 0.0)
     assert left(cache) == {"d": 150, "e": 500, "a": 350}
 
 
 def test_a_history_stays_even_if_it_is_longer_than_all() -> None:
     cache = EngineCache(100)
-    cache.use("a", 50)
-    cache.use("b", 500)
+    cache.use("a", 50, 0.0)
+    cache.use("b", 500, 0.0)
     assert left(cache) == {"b": 500}
     cache.drop("b")
-    cache.use("c", 100)
+    cache.use("c", 100, 0.0)
     cache.drop("nobody")
     assert left(cache) == {"c": 100}
 
@@ -45,7 +46,7 @@ def test_it_keeps_the_newest_that_fit_and_the_beginning_of_one_more(
 ) -> None:
     cache = EngineCache(1000)
     for name, tokens in uses:
-        cache.use(name, tokens)
+        cache.use(name, tokens, 0.0)
     assert sum(left(cache).values()) <= 1000
     newest: dict[str, int] = {}
     for name, tokens in reversed(uses):
@@ -59,11 +60,25 @@ def test_it_keeps_the_newest_that_fit_and_the_beginning_of_one_more(
 def test_with_less_room_less_stays() -> None:
     cache = EngineCache(1000)
     for name in "abc":
-        cache.use(name, 300)
+        cache.use(name, 300, 0.0)
     cache.resize(500)
     assert (left(cache), cache.tokens) == ({"b": 200, "c": 300}, 500)
     cache.resize(0)
     assert (left(cache), cache.tokens) == ({}, 0)
+
+
+def test_the_oldest_use_says_what_is_gone() -> None:
+    cache = EngineCache(1000)
+    assert cache.oldest_s == inf
+    for now_s, name in enumerate("abc"):
+        cache.use(name, 300, float(now_s))
+    assert (cache.oldest_s, cache.is_full) == (0.0, True)
+    cache.use("a", 300, 3.0)
+    assert cache.oldest_s == 1.0
+    cache.use("d", 500, 4.0)
+    assert (left(cache), cache.oldest_s) == ({"c": 200, "a": 300, "d": 500}, 2.0)
+    cache.drop("c")
+    assert (cache.oldest_s, cache.is_full) == (3.0, False)
 
 
 # --- Host memory ----------------------------------------------------------------------------------
@@ -140,7 +155,7 @@ def test_it_remembers_when_of_nothing_that_is_gone() -> None:
         else:
             host.use(name, draw.randrange(1, 200), float(now))
         there = {f"h{number}" for number in range(60) if f"h{number}" in host}
-        assert set(host._uses) == there
+        assert set(host._shared) == set(host._cache._used_s) == there
         assert sum(map(host.left_tokens, there)) == host.tokens
 
 

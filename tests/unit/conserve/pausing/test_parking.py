@@ -65,6 +65,19 @@ def test_who_would_not_be_found_there_for_long_keeps_its_room() -> None:
         assert paused(table) == ({"a"} if goes else set())
 
 
+def test_nothing_is_parked_that_host_memory_would_evict_before_its_engine_does() -> None:
+    """Five histories take turns on a decoder that holds two; host memory has room for one."""
+    table = a_parking_table(host_tokens=450)
+    parks = []
+    for second, name in enumerate("abcde"):
+        parks.append(parking(table, name, 500, NOW_S + second))
+        memory_of(table).pause(the(table, name), "room")
+    # Every second one finds a copy there that is older than what the engine has.
+    assert parks == [True, False, True, False, True]
+    # Decoders that begin turns by themselves are told the same.
+    assert not memory_of(table).parks_on("d1", NOW_S + 5)
+
+
 def test_engines_touch_what_waits_before_host_memory_evicts_it() -> None:
     table = a_parking_table(host_tokens=1000)
     memory = memory_of(table)

@@ -1,5 +1,7 @@
 """The order in which idle histories give up their room."""
 
+from math import inf
+
 from conserve.pausing import Gaps, Idle, Pausing
 
 
@@ -80,9 +82,15 @@ def test_who_is_parked_costs_a_reload_and_may_go() -> None:
     )
 
 
-def test_turns_park_where_a_decoder_fills_up() -> None:
-    assert [held for held in (0, 499, 500, 1200) if Pausing().parks(held, 1000)] == [500, 1200]
-    assert Pausing(park_mark=0.0).parks(0, 1000)
+def test_turns_park_where_a_decoder_fills_up_if_host_memory_keeps_it_for_longer() -> None:
+    policy = Pausing()
+    assert [policy.parks(share, 60.0, inf) for share in (0.0, 0.49, 0.5, 1.2)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    assert [policy.parks(0.9, 60.0, host_s) for host_s in (30.0, 60.0, 61.0)] == [
+        False, False, True,
+    ]  # fmt: skip
+    assert Pausing(park_mark=0.0).parks(0.0, 60.0, inf)
 
 
 def test_to_know_the_tool_keeps_some_and_sends_nobody_away_sooner() -> None:
