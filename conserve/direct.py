@@ -236,6 +236,20 @@ class Began(NamedTuple):
     parks: bool = False
 
 
+class Alone(NamedTuple):
+    """The router of a turn is lost, and its answer goes on; ``digest`` is its request's."""
+
+    turn: TurnKey
+    digest: bytes
+
+
+class Rejoined(NamedTuple):
+    """A client has rejoined its answer, by this router."""
+
+    turn: TurnKey
+    router_id: str
+
+
 class Ended(NamedTuple):
     """A turn has ended; ``stats`` is None if the engine has done nothing."""
 
@@ -245,11 +259,14 @@ class Ended(NamedTuple):
     completed: bool
 
 
+Happened = Began | Alone | Rejoined | Ended
+
+
 class Report(NamedTuple):
     """Events since the report before, and the number of the last `Notice` obeyed (``heard``)."""
 
     number: int
-    events: tuple[Began | Ended, ...]
+    events: tuple[Happened, ...]
     heard: int
 
 
@@ -266,7 +283,7 @@ class Outbox:
         self._is_open = False
         self._number = 0
         self._told = 0
-        self._events: list[Began | Ended] = []
+        self._events: list[Happened] = []
         self._under_way: Report | None = None
 
     @property
@@ -285,12 +302,12 @@ class Outbox:
         """Stop reporting to a table that does not know this decoder; keep the ends."""
         unanswered = () if self._under_way is None else self._under_way.events
         events = (*unanswered, *self._events)
-        ends: list[Began | Ended] = [one for one in events if isinstance(one, Ended)]
+        ends: list[Happened] = [one for one in events if isinstance(one, Ended)]
         self._events = ends[-_MOST_EVENTS:]
         self._under_way = None
         self._is_open = False
 
-    def add(self, event: Began | Ended) -> None:
+    def add(self, event: Happened) -> None:
         if self._is_open or (isinstance(event, Ended) and not self.is_full):
             self._events.append(event)
 

@@ -98,6 +98,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         had_tokens: of the history, after its turn before.
         unbound: why its history was bound nowhere; None: it was bound, or new.
         room_s, room_why: how long it waited for room, and why; see `conserve.admission.Why`.
+        rejoined: whether its client has sent it again, since its router was lost.
         remote_prefill_s: from its beginning to the end of its remote prefill; None: it has none.
         why: the reasons for its wait, if it was slow and any are known.
     """
@@ -152,6 +153,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     room_s: float = 0.0
     room_why: str = "room"
     remote_prefill_s: float | None = None
+    rejoined: bool = False
     why: str | None = None
 
     @property

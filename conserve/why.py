@@ -23,6 +23,8 @@ _ENGINE = {
 def why_slow(stats: TurnStats) -> str | None:
     """Return the reasons for a turn's wait before its first token; None: there are none known."""
     reasons: list[str | None] = [_lost(stats)]
+    if stats.rejoined:
+        reasons.append("rejoined after the connection was lost")
     if stats.room_s >= _LEAST_S:
         reasons.append(_ROOM[stats.room_why].format(_seconds(stats.room_s)))
     if stats.encode_wait_s >= _LEAST_S:

@@ -42,10 +42,22 @@ REFUSED_HEADER = "x-conserve-refused"
 REFUSED_STATUS = 409
 
 
+# Takes a `Reader`, as JSON, that reads an answer no more: its client has left, say.
+LEAVE_PATH = "/conserve/leave"
+# An answer whose router is lost is made and kept for this long, for its client to ask for again.
+ALONE_S = 120.0
+
+
+class Reader(NamedTuple):
+    """One router's exchange with a decoder, by the router's own number."""
+
+    router_id: str
+    number: int
+
+
 class Straight(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn that a router sends straight to a decoder, without the table."""
 
-    router_id: str
     end: bytes = b""
     stated_id: str | None = None
     tenant: str | None = None
@@ -86,6 +98,9 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
         resume_s: in how many seconds after the answer its client expects the next turn, if it says
             so.
         last: whether its client says that there will be none.
+        reader: who reads the answer.
+        digest: of the request: only a client that sends the same again may rejoin its answer.
+        rejoins: whether it is for an answer that is under way here, alone, and for no other.
     """
 
     key: TurnKey | None = None
@@ -100,6 +115,9 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     sent_bytes: int = 0
     resume_s: float | None = None
     last: bool = False
+    reader: Reader = Reader("", 0)
+    digest: bytes = b""
+    rejoins: bool = False
 
     def header(self) -> str:
         return header_value(self)

@@ -218,6 +218,7 @@ class BeginTurn:
         prompt_tokens: None: not counted, since it seems to be bound.
         encode_tokens: embeddings of its images that are not encoded yet, if it is counted.
         system_tokens: of its tools and leading system messages, if it is counted.
+        digest: see `wire.DecoderTurn`; empty: it rejoins no answer.
     """
 
     router_id: str
@@ -232,6 +233,7 @@ class BeginTurn:
     prompt_tokens: int | None = None
     encode_tokens: int = 0
     system_tokens: int = 0
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ class TurnPlan:
         points: of a history that begins, its beginnings whose length is known (`Points.packed`).
         parks: whether it leaves its prompt's KV in host memory.
         direct: whether the history's next turn may go to the decoder without asking.
+        rejoins: whether its answer is under way there, for the same request.
     """
 
     turn: TurnKey
@@ -258,6 +261,7 @@ class TurnPlan:
     points: bytes = b""
     parks: bool = False
     direct: bool = False
+    rejoins: bool = False
     reason: Reason = "home"
 
 

@@ -31,6 +31,7 @@ from conserve.recognition import Digest
 from conserve.recognition.apis import answers_of
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
+from deployments.engine.answers import Answer
 from deployments.engine.response_events import is_stream
 
 
@@ -43,6 +44,7 @@ class EngineTurn:
         stored_tokens, kept_tokens, parks: of its prompt, for the engine's connector.
         expected_tokens: of its prompt, how many caches should have.
         sent: outputs of an engine before this one, where the stream is continued.
+        answer: what its router gets.
         engine_ends: called when the engine aborts its requests because it is told to end.
         reports: called once with the turn, its answers' tails, and whether it is complete.
         before, stats: its record as it came, and as it is now.
@@ -58,6 +60,7 @@ class EngineTurn:
     kept_tokens: int | None
     parks: bool
     expected_tokens: int
+    answer: Answer
     engine_ends: Callable[[], None]
     reports: "Callable[[EngineTurn, tuple[Digest, ...], bool], None]"
     stats: TurnStats = field(init=False)
@@ -73,7 +76,6 @@ class EngineTurn:
     # --- What the client is told ---
     status: int = 0
     streamed: bool = False
-    parts: list[bytes] = field(default_factory=list)
     reported: bool = False
 
     def __post_init__(self) -> None:
@@ -209,11 +211,11 @@ class EngineTurn:
                 message["headers"] = [*message["headers"], *self._own_headers()]
             elif message["type"] == "http.response.body" and not self.reported:
                 part = message.get("body", b"")
-                if self.asked.beginning is not None and part:
-                    self.parts.append(part)
                 # vLLM sends every event as a part of its own.
                 if part.startswith(ends) if self.streamed else not message.get("more_body"):
-                    self.report(self.status == 200 and 0 < self.started == self.finished)
+                    whole = self.status == 200 and 0 < self.started == self.finished
+                    # The next turn follows only an answer that its client has.
+                    self.report(await self.answer.is_read() and whole, part)
                     if self.streamed and self.has_begun:
                         message["body"] = wire.note(self.stats) + part
                     # The report is sent before the answer's end.
@@ -227,19 +229,19 @@ class EngineTurn:
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
         """Return what its router is told beside the answer; one in one piece is complete by now."""
-        own = []
-        if self.asked.key is None:
-            own.append((wire.TURN_HEADER.encode(), wire.header_value(self.key).encode()))
+        # One that rejoins it may have come without a key.
+        own = [(wire.TURN_HEADER.encode(), wire.header_value(self.key).encode())]
         if not self.streamed and self.has_begun:
             own.append((wire.SUMMARY_HEADER.encode(), msgspec.json.encode(self.stats)))
         return own
 
-    def report(self, completed: bool) -> None:
+    def report(self, completed: bool, last_part: bytes = b"") -> None:
         self.reported = True
         answers: list[dict[str, Any]] = []
         tails: tuple[Digest, ...] = ()
         if completed and (beginning := self.asked.beginning) is not None:
-            answers = answers_of(self.path, self.parts, self.streamed)
+            parts = [*(one.get("body", b"") for one in self.answer.messages), last_part]
+            answers = answers_of(self.path, parts, self.streamed)
             tails = tuple(tail for one in answers for tail in beginning.tails(one, self.last))
         if self.has_begun and answers:
             # The client goes on with one of several choices; the first is as likely as any.

@@ -25,13 +25,14 @@ from vllm.multimodal.media.image import ImageMediaIO
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, RESPONSES
 from conserve.clock import unix_s
-from conserve.direct import Continued, Desk, Ended
+from conserve.direct import Alone, Continued, Desk, Ended, Rejoined
 from conserve.holdings import Holdings
 from conserve.media import lifted_media
 from conserve.recognition import Digest
 from conserve.recognition.apis import messages_of
-from conserve.turn import TurnStats
+from conserve.turn import TurnKey, TurnStats
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
+from deployments.engine.answers import Answer
 from deployments.engine.check import Check, one_token
 from deployments.engine.copies import Copies
 from deployments.engine.reporter import ALL_TOKENS, LoadMeter
@@ -102,6 +103,7 @@ class EngineTurns:
         schedules: whether the engine's scheduler is told which turn each request is.
         copies: told which prompts are left in host memory.
         waiting_tokens: how much of prompts the engine has to compute.
+        running: turns that are not over, those included whose router is lost.
         ending: whether the engine has been told to end.
     """
 
@@ -120,6 +122,7 @@ class EngineTurns:
     has_more: Callable[[], None] = lambda: None
     waiting_tokens: Callable[[], int] = lambda: 0
     responses: ResponseStore = field(default_factory=ResponseStore)
+    running: dict[TurnKey, EngineTurn] = field(default_factory=dict)
     ending: bool = False
 
     def __post_init__(self) -> None:
@@ -157,6 +160,9 @@ class EngineTurns:
                 await self._serve_turn(told, media, scope, receive, send)
             elif self.ending and path == "/health":
                 await Response(status_code=503)(scope, receive, send)
+            elif path == wire.LEAVE_PATH:
+                self._leave(wire.Reader(*json.loads(await read_ahead(receive))))
+                await Response(status_code=204)(scope, receive, send)
             elif path.startswith(wire.STORED_PREFIX):
                 await self.responses.tell(scope, receive, send)
             else:
@@ -165,6 +171,11 @@ class EngineTurns:
     async def _serve_turn(
         self, told: wire.DecoderTurn, media: _Media, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        if (known := self._alone(told)) is not None:
+            self.desk.outbox.add(Rejoined(known.key, told.reader.router_id))
+            self.has_more()
+            await known.answer.follow(told.reader, receive, send)
+            return
         path, last = scope["path"], None
         sent: list[wire.Emitted] = []
         continues = told.beginning is not None and told.beginning.continues
@@ -175,13 +186,14 @@ class EngineTurns:
             receive = replay(body, receive)
             if continues:
                 last = await _aside(functools.partial(_last_message, path=path), body)
-        turn = self._begin(told, path, sent, last)
+        turn = None if told.rejoins else self._begin(told, path, sent, last)
         if turn is None:
             refused = Response(status_code=wire.REFUSED_STATUS, headers={wire.REFUSED_HEADER: "1"})
             await refused(scope, receive, send)
             return
         _current.set(turn)
-        send = turn.relay(send)
+        self.running[turn.key] = turn
+        receive, send = turn.answer.receives(receive), turn.relay(turn.answer.sends(send))
         try:
             if path == RESPONSES and scope["method"] == "POST":
                 raw = await read_ahead(receive)
@@ -194,6 +206,24 @@ class EngineTurns:
         finally:
             if not turn.reported:
                 turn.report(completed=False)
+            turn.answer.end()
+            del self.running[turn.key]
+
+    def _alone(self, told: wire.DecoderTurn) -> EngineTurn | None:
+        """Return the turn whose answer has no reader, and which a turn repeats."""
+        if not told.digest or not (told.rejoins or told.straight):
+            return None
+        alone = (one for one in self.running.values() if one.answer.alone)
+        return next((one for one in alone if one.asked.digest == told.digest), None)
+
+    def _leave(self, reader: wire.Reader) -> None:
+        for turn in self.running.values():
+            if turn.answer.reader == reader:
+                turn.answer.leave()
+
+    def _has_no_reader(self, turn: EngineTurn) -> None:
+        self.desk.outbox.add(Alone(turn.key, turn.asked.digest))
+        self.has_more()
 
     def _begin(
         self, told: wire.DecoderTurn, path: str, sent: list[wire.Emitted], last: Any
@@ -202,7 +232,8 @@ class EngineTurns:
         key = told.key
         if key is None and (asked := told.straight) is not None:
             going_on = Continued(told.root, asked.end, asked.stated_id)
-            key = self.desk.begin(going_on, asked.router_id, unix_s(), self.waiting_tokens())
+            router_id = told.reader.router_id
+            key = self.desk.begin(going_on, router_id, unix_s(), self.waiting_tokens())
             if key is not None:
                 self.has_more()
         if key is None:
@@ -213,14 +244,20 @@ class EngineTurns:
         before = told.stats or TurnStats()
         prefilled = before.prefiller_cached_tokens is not None
         stored_tokens = self.holdings.stored_tokens(key.history_id)
-        return EngineTurn(
+        for other in self.running.values():
+            if other.answer.alone and other.key.history_id == key.history_id:
+                # Its client has gone on without it.
+                other.answer.leave()
+        answer = Answer(told.reader, lambda: self._has_no_reader(turn))
+        turn = EngineTurn(
             told, key, path, last, sent, before,
             stored_tokens=None if told.key is not None and told.looks_up else stored_tokens,
             kept_tokens=self.copies.kept_tokens(key.history_id) if self.copies else None,
             parks=self.desk.parks if told.key is None else told.parks,
-            expected_tokens=ALL_TOKENS if prefilled else held_tokens,
+            expected_tokens=ALL_TOKENS if prefilled else held_tokens, answer=answer,
             engine_ends=self._engine_ends, reports=self._report,
         )  # fmt: skip
+        return turn
 
     def _report(self, turn: EngineTurn, tails: tuple[Digest, ...], completed: bool) -> None:
         stats = turn.stats if turn.has_begun else None

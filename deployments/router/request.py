@@ -1,8 +1,9 @@
 """Reads a turn's request: what it says, whose it is, and what is wrong with it."""
 
+import hashlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -59,6 +60,7 @@ class ClientRequest:
         chain: digests by which its history is recognised; None for a completion.
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
+        digest: of the request to the byte, with its tenant, key and conversation.
         takes_room_left: whether less output than it asks for will do, if there is no room.
         no_output: whether it asks for its prompt's KV alone.
         unserved_tools: kinds of tools that it offers, and that the model is not shown.
@@ -77,6 +79,7 @@ class ClientRequest:
     final: bool
     request_id: str | None
     hints: Hints
+    digest: bytes = b""
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
     no_output: bool = False
@@ -133,11 +136,12 @@ async def read_request(
         goes_on = await stored.with_history(lifted, tenant_of(scope))
     arguments = (scope, headers, lifted, media, goes_on)
     try:
-        return await understood(lifted, _understood, *arguments)
+        request = await understood(lifted, _understood, *arguments)
     except NotFetched as missing:
         caller = caller_of(scope)
         fetched = await media.fetch(missing, None if caller is None else caller.cache_salt)
-        return await understood(lifted, _understood, *arguments, fetched)
+        request = await understood(lifted, _understood, *arguments, fetched)
+    return replace(request, digest=await understood(lifted, _digest, request, headers, raw))
 
 
 def _understood(
@@ -204,6 +208,14 @@ def _understood(
         media=parts,
         to_encode=media.to_encode(own, path, lifted) if chat else {},
     )
+
+
+def _digest(request: ClientRequest, headers: Headers, raw: bytes) -> bytes:
+    tenant = None if request.tenant is None else request.tenant.name
+    stated_id = None if request.one_off else request.explicit_id
+    keys = (headers.get("authorization"), headers.get("x-api-key"))
+    own = repr((request.path, tenant, stated_id, keys)).encode()
+    return hashlib.blake2b(raw, digest_size=16, key=hashlib.sha256(own).digest()).digest()
 
 
 def _forwarded(body: dict[str, Any], settings: Settings) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from conserve.errors import ApiError, PromptTooLong
 from conserve.hints import Hints
 from conserve.settings import Settings
 from conserve.turn import Outcome, TurnStats
+from deployments.event_loop import in_background
 from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan, TurnTenant
 from deployments.router.access import tenant_of
 from deployments.router.answer import (
@@ -70,7 +71,7 @@ _LOST_AT_MOST = 2
 # How long a stream without a decoder waits for one with room. A lost one is replaced sooner.
 _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
-# A decoder reports a cancelled turn itself; this is for the case that it never saw it.
+# A decoder reports a turn itself that is cancelled; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
 
@@ -199,6 +200,7 @@ class Turn:
         self._error: str | None = None
         self._history_id: str | None = None
         self._let_in = False
+        self._digest = request.digest
         self._lost: set[str] = set()
         self._encoded = TurnStats()
         self._continued = 0
@@ -231,11 +233,16 @@ class Turn:
             TRACE_HEADERS.set(self._span.headers)
         for number in range(_ATTEMPTS):
             try:
-                if not await self._decode_straight():
+                if await self._decode_straight():
+                    return
+                while True:
                     plan = await self._place()
                     self._let_in = True
-                    await self._decode(plan)
-                return
+                    if await self._decode(plan):
+                        return
+                    # The answer that it should rejoin has ended meanwhile, or has a reader.
+                    self._digest = b""
+                    self._attempt = _Attempt(refused_by=plan.decoder_id)
             except EngineUnreachable as error:
                 logger.warning("turn attempt %d: %s", number + 1, error)
                 await self._has_failed(str(error), error.had_request)
@@ -311,6 +318,8 @@ class Turn:
             self._history_id, counter = answer.history_id, answer.counter
         plan = self._attempt.plan = answer
         self._history_id = plan.turn.history_id
+        if plan.rejoins:
+            return plan
         await self._encode(plan.prefiller_url or plan.decoder_url)
         if plan.prefiller_url is not None:
             if counted is None:
@@ -356,6 +365,7 @@ class Turn:
             None if counted is None else counted.prompt_tokens,
             0 if counted is None else counted.encode_tokens,
             system_tokens,
+            b"" if self._sent is not None else self._digest,
         )
 
     @property
@@ -444,16 +454,14 @@ class Turn:
         await self._encode(home.url)
         chain, tenant = asked.chain, asked.tenant
         straight = wire.Straight(
-            self._router_id,
             b"" if chain is None else chain.ends[0],
             self._stated_id,
             None if tenant is None else tenant.name,
         )
         root = b"" if chain is None else chain.root
-        headers = self._headers(straight=straight, root=root, stats=self._encoded)
-        url = home.url + asked.engine_path
+        turn = self._told(straight=straight, root=root, stats=self._encoded)
         try:
-            async with self._served(url, asked.raw, headers, home.decoder_id) as response:
+            async with self._served(home.url, asked.raw, turn, home.decoder_id) as response:
                 found = response.headers
                 if response.status == wire.REFUSED_STATUS and wire.REFUSED_HEADER in found:
                     self._homes.forget(self._stated_id, asked.chain)
@@ -474,17 +482,27 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def _served(
-        self, url: str, body: bytes, headers: dict[str, str], decoder_id: str
+        self, url: str, body: bytes, turn: wire.DecoderTurn, decoder_id: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send the turn to a decoder; note at the end of ``async with`` what that did."""
+        headers = {"Content-Type": "application/json", wire.TURN_HEADER: turn.header()}
+        record = self._answer.record
+        request_id = self._request.request_id
+        if self._sent is not None and record is not None and record.request_id is not None:
+            request_id = record.request_id
+        if request_id:
+            headers["x-request-id"] = request_id
         sent_s = time.perf_counter()
         failed: str | None = None
         self._answer.forget_engine()
         try:
-            async with self._upstream.post(url, body, headers) as response:
+            path = self._request.engine_path
+            async with self._upstream.post(url + path, body, headers) as response:
                 yield response
         except BaseException as error:
             failed = type(error).__name__
+            if not isinstance(error, ApiError):
+                in_background(self._upstream.leave(url, turn.reader))
             raise
         finally:
             # A decoder that refused the turn did nothing.
@@ -492,24 +510,24 @@ class Turn:
                 seen = self._answer
                 self._phases.served(decoder_id, sent_s, seen.first_s, seen.stats, failed)
 
-    def _headers(self, **told: Any) -> dict[str, str]:
-        """Return the headers for a decoder; ``told`` is what it hears of where the turn was."""
+    def _told(self, **told: Any) -> wire.DecoderTurn:
+        """Return the turn for a decoder; ``told`` is what it hears of where the turn was."""
         asked, record = self._request, self._answer.record
-        turn = wire.DecoderTurn(
+        return wire.DecoderTurn(
+            reader=wire.Reader(self._router_id, next(self._numbers)),
+            digest=self._digest,
             beginning=None if asked.chain is None else asked.chain.beginning,
             resume_s=asked.hints.expected_resume_s,
             last=bool(asked.hints.last_step),
             notes=record is not None and record.continues,
             **told,
         )
-        headers = {"Content-Type": "application/json", wire.TURN_HEADER: turn.header()}
-        if asked.request_id:
-            headers["x-request-id"] = asked.request_id
-        return headers
 
-    async def _decode(self, plan: TurnPlan) -> None:
+    async def _decode(self, plan: TurnPlan) -> bool:
+        """Have the turn served; False if the answer that it should rejoin is not there."""
         asked = self._request
-        headers = self._headers(
+        turn = self._told(
+            rejoins=plan.rejoins,
             key=plan.turn,
             root=plan.root or b"",
             points=plan.points,
@@ -518,21 +536,21 @@ class Turn:
             stats=self._attempt.prefilled or self._encoded,
             sent_bytes=0 if self._sent is None else len(self._sent),
         )
-        body, record = asked.raw, self._answer.record
+        body = asked.raw
         if self._sent is not None:
             self._continued += 1
             logger.info("%s goes on at decoder %s", plan.turn.history_id, plan.decoder_id)
             body = self._sent + body
-            if record is not None and record.request_id is not None:
-                headers["x-request-id"] = record.request_id
         self._attempt.at_decoder = True
-        url = plan.decoder_url + asked.engine_path
-        async with self._served(url, body, headers, plan.decoder_id) as response:
+        async with self._served(plan.decoder_url, body, turn, plan.decoder_id) as response:
+            if plan.rejoins and response.status == wire.REFUSED_STATUS:
+                return False
             if plan.direct and response.status == 200:
                 at = plan.decoder_id, plan.decoder_url
                 home = Home(*at, self._hints, asked.size, asked.media)
                 self._homes.remember(self._stated_id, asked.chain, home)
             await self._relay(response, plan.decoder_id, plan.decoder_url)
+        return True
 
     async def _relay(
         self, response: aiohttp.ClientResponse, decoder_id: str, decoder_url: str

@@ -4,6 +4,7 @@ What a client has of a stream is recorded, so that another decoder can go on wit
 """
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -77,10 +78,15 @@ class Upstream:
         answer = await self.answered(url + wire.PREFILL_PREFIX + path, raw)
         return msgspec.json.decode(answer, type=TurnStats)
 
+    async def leave(self, url: str, reader: wire.Reader) -> None:
+        """Tell a decoder that this router reads an answer no more; it ends then."""
+        with contextlib.suppress(EngineUnreachable, ApiError):
+            await self.answered(url + wire.LEAVE_PATH, msgspec.json.encode(reader))
+
     async def answered(self, url: str, raw: bytes) -> bytes:
         """Return an engine's answer to a request that is no turn, as JSON."""
         async with self.post(url, raw, {"Content-Type": "application/json"}) as response:
-            if response.status != 200:
+            if response.status not in (200, 204):
                 raise await engine_error(response)
             return await response.read()
 

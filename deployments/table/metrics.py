@@ -98,6 +98,10 @@ COMPLETED = (
     Counted(
         "output_tokens", "Tokens generated in completed turns.", attrgetter("output_tokens"),
     ),
+    Counted(
+        "rejoined_turns", "Turns whose router was lost, and whose clients have their answers.",
+        attrgetter("rejoined"),
+    ),
 )  # fmt: skip
 
 

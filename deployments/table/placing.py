@@ -68,6 +68,8 @@ class Placing:
                 self.cancel(of, number)
 
     async def _begin(self, asked: BeginTurn) -> Placed:
+        if asked.digest and (plan := self.running.rejoin(asked.digest, asked.router_id)):
+            return plan
         tenant, chain = asked.tenant, asked.chain or None
         if chain is not None:
             chain = self.table.rooted(chain)
@@ -77,6 +79,8 @@ class Placing:
         if decoder_ids:
             # All that they have done before has to be known: another turn, say.
             await self.listeners.have_heard(decoder_ids, LOOK_S)
+        if chain:
+            self.running.pass_over(chain)
         history_id = asked.history_id or self._history_of(asked.explicit_id, chain, tenant)
         if over := self.gate.turn_over(tenant):
             return self._over_limit(tenant, over)

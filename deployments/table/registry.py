@@ -9,11 +9,13 @@ from conserve.encoders import Encoder
 from conserve.history import History
 from conserve.holdings import Parked
 from conserve.placement.load import EngineLoad
-from conserve.wire import SILENCE_S, Role, StartPhase
+from conserve.wire import BEAT_S, SILENCE_S, Role, StartPhase
 from deployments.messages import CountingEngine, EngineInfo, EngineStarting, SchedulerLoad
 
 # An engine that has not come further by then is taken for one that died while it started.
 _STARTS_WITHIN_S = 1800.0
+# A router that is suspected to be dead, and silent for this long, is lost.
+_SUSPECT_S = 3 * BEAT_S
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +60,8 @@ class Registry:
         self._starting: dict[str, tuple[EngineStarting, float]] = {}
         self._router_beats_s: dict[str, float] = {}
         self._lost_routers: set[str] = set()
+        # Routers that a decoder has lost, and not heard of since.
+        self._suspects: set[str] = set()
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -128,7 +132,8 @@ class Registry:
         return [engine.info for engine in self.engines.values()]
 
     def silent_engines(self, now_s: float) -> list[str]:
-        return _silent({id_: engine.heard_s for id_, engine in self.engines.items()}, now_s)
+        engines = self.engines.items()
+        return [id_ for id_, engine in engines if now_s - engine.heard_s > SILENCE_S]
 
     def living_and_leaving(self, role: Role) -> tuple[int, int]:
         """Count a role's engines, and those of them that are leaving."""
@@ -172,18 +177,25 @@ class Registry:
     def router_beat(self, router_id: str, now_s: float) -> None:
         self.last_beat_s = self._router_beats_s[router_id] = now_s
         self._lost_routers.discard(router_id)
+        self._suspects.discard(router_id)
 
     def remove_router(self, router_id: str) -> None:
         del self._router_beats_s[router_id]
         self._lost_routers.add(router_id)
+        self._suspects.discard(router_id)
 
     def router_is_lost(self, router_id: str) -> bool:
         """Whether it was lost, and not heard of since: its client is gone."""
         return router_id in self._lost_routers
 
+    def suspect(self, router_id: str) -> None:
+        """Wait less long for a router whose connections have broken."""
+        if router_id in self._router_beats_s:
+            self._suspects.add(router_id)
+
     def silent_routers(self, now_s: float) -> list[str]:
-        return _silent(self._router_beats_s, now_s)
-
-
-def _silent(beats_s: dict[str, float], now_s: float) -> list[str]:
-    return [id for id, beat_s in beats_s.items() if now_s - beat_s > SILENCE_S]
+        return [
+            one
+            for one, beat_s in self._router_beats_s.items()
+            if now_s - beat_s > (_SUSPECT_S if one in self._suspects else SILENCE_S)
+        ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
-from conserve.direct import LEASE_S, Began, Ended, Notice, Report
+from conserve.direct import LEASE_S, Alone, Began, Ended, Happened, Notice, Rejoined, Report
+from conserve.histories.prefixes import mark
 from conserve.history import History
-from conserve.recognition import Digest
+from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
 from conserve.turn import Reason, TurnKey, TurnStats
 from conserve.wire import BEAT_S, SILENCE_S
@@ -24,7 +25,9 @@ from deployments.table.room import Room
 class RunningTurns:
     """Begins and ends turns, also those of a router or a decoder that dies.
 
-    Until `may_be_stored`, LMCache has no conversation's KV, and nothing is looked up there.
+    Until `may_be_stored`, LMCache has no conversation's KV, and nothing is looked up there. Of
+    turns that are `alone`, the router is lost and the answer goes on; their requests' digests say
+    who may rejoin it.
     """
 
     settings: Settings
@@ -34,6 +37,7 @@ class RunningTurns:
     room: Room
     routers: dict[TurnKey, str] = field(default_factory=dict)
     decoders: dict[TurnKey, str] = field(default_factory=dict)
+    alone: dict[TurnKey, bytes] = field(default_factory=dict)
     may_be_stored: bool = False
 
     # --- they begin --------------------------------------------------------------------------
@@ -74,6 +78,36 @@ class RunningTurns:
         self.routers[plan.turn], self.decoders[plan.turn] = router_id, plan.decoder_id
         self.may_be_stored |= plan.parks or plan.prefiller_id is not None
         self.accounts.turn_begins(plan)
+
+    def is_alone(self, turn: TurnKey, digest: bytes) -> None:
+        router_id = self.routers.get(turn)
+        if router_id is not None:
+            # The turn does not end with its router.
+            self.alone[turn], self.routers[turn] = digest, ""
+            self.registry.suspect(router_id)
+
+    def rejoined(self, turn: TurnKey, router_id: str) -> None:
+        if self.alone.pop(turn, None) is not None:
+            self.routers[turn] = router_id
+            if (record := self.table.record(turn.turn_id)) is not None:
+                record.rejoined = True
+
+    def rejoin(self, digest: bytes, router_id: str) -> TurnPlan | None:
+        """Return where the answer to a request that comes again is; None if it has a reader."""
+        turn = next((one for one, of in self.alone.items() if of == digest), None)
+        if turn is None:
+            return None
+        self.rejoined(turn, router_id)
+        decoder = self.registry.engines[self.decoders[turn]].info
+        return TurnPlan(turn, decoder.id, decoder.url, later=True, rejoins=True)
+
+    def pass_over(self, chain: Chain) -> None:
+        """End turns that are alone, if their client goes on from the answer before."""
+        ends = {mark(end) for end in chain.ends}
+        for turn in list(self.alone):
+            history = self.table.get(turn.history_id)
+            if history and history.root == chain.root and not ends.isdisjoint(history.tails):
+                self.abandon(turn)
 
     def prefilled(self, plan: TurnPlan, done: TurnStats | None) -> None:
         self.table.prefilled(plan.turn, 0 if done is None else done.prefilled_tokens)
@@ -118,6 +152,7 @@ class RunningTurns:
     def ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
         self.routers.pop(turn, None)
         self.decoders.pop(turn, None)
+        self.alone.pop(turn, None)
         self.accounts.turn_ends(turn, stats)
 
     def router_lost(self, router_id: str) -> None:
@@ -216,15 +251,23 @@ class Listeners:
         for turn in self._begun.pop(decoder_id, set()):
             self.running.ends(turn, None)
 
-    def _happened(self, event: Began | Ended, decoder_id: str) -> None:
+    def _happened(self, event: Happened, decoder_id: str) -> None:
         turn = event.turn
-        if isinstance(event, Began):
+        if isinstance(event, Alone):
+            self.running.is_alone(turn, event.digest)
+        elif isinstance(event, Rejoined):
+            self.running.rejoined(turn, event.router_id)
+        elif isinstance(event, Began):
             if self.table.began(turn, decoder_id, unix_s(), event.parks):
                 url = self.registry.engines[decoder_id].info.url
                 plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
                 self._begun[decoder_id].add(turn)
                 self.running.begins(plan, event.router_id)
-            return
+        else:
+            self._ended(event, decoder_id)
+
+    def _ended(self, event: Ended, decoder_id: str) -> None:
+        turn = event.turn
         self._begun[decoder_id].discard(turn)
         if not event.completed or event.stats is None:
             self.running.abandon(turn, decoder_id, event.stats)

@@ -24,7 +24,7 @@ from conserve.direct import Desk
 from conserve.holdings import Holdings
 from conserve.settings import Settings
 from conserve.turn import TurnStats
-from conserve.wire import BEAT_S, PARK, Role
+from conserve.wire import BEAT_S, PARK, Reader, Role
 from deployments.engine.reporter import LoadMeter, Reporter
 from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.images import FailedImages
@@ -291,7 +291,8 @@ class Engine(Process):
             self._exchanges.discard(exchange)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.cluster.failures.append(f"{self.name} failed: {error!r}")
-            exchange.end(None)
+            # A server closes the connection of an answer that is not complete.
+            exchange.end(EngineUnreachable("the answer has no end"))
 
         task.add_done_callback(over)
         return exchange
@@ -528,6 +529,11 @@ class Upstream:
         if prefiller.dead or prefiller.core_dead:
             raise EngineUnreachable(f"{prefiller.name} is gone")
         return TurnStats(prefilled_tokens=tokens)
+
+    async def leave(self, url: str, reader: Reader) -> None:
+        await asyncio.sleep(_SENT_S)
+        with contextlib.suppress(EngineUnreachable):
+            self._engine(url)._turns._leave(reader)
 
     async def healthy(self, url: str) -> bool:
         await asyncio.sleep(0.002)

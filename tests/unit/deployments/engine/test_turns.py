@@ -525,7 +525,7 @@ def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_r
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await respond(send, b'{"status": "completed", "output": []}')
 
-    straight = wire.Straight("router", b"answered", "c")
+    straight = wire.Straight(b"answered", "c")
     asked = wire.DecoderTurn(straight=straight, root=b"root")
     headers = {wire.TURN_HEADER: asked.header()}
     turns, body = engine_turns(app, holdings=holdings, desk=desk), {"request_id": "resp_1"}

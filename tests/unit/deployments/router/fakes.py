@@ -16,7 +16,7 @@ from conserve.errors import ApiError
 from conserve.settings import Settings, load
 from conserve.tenants import KeyFile, Limits, Tenant, keyfile
 from conserve.turn import TurnKey, TurnStats
-from conserve.wire import Emitted
+from conserve.wire import Emitted, Reader
 from deployments.messages import BeginTurn, Checked, CountingEngine, TurnPlan, Uncounted
 from deployments.router.access import Access
 from deployments.router.frontdoor import FrontDoor
@@ -190,6 +190,8 @@ class FakeEngines:
         asked: what they were asked to do, and by which paths.
         got: headers and bodies of prefills and turns.
         posted: bodies as they came, and headers of turns.
+        left: answers that routers read no more.
+        forgot: called where a turn should rejoin an answer, and none is there.
         straight: what those were told that were sent a turn straight.
     """
 
@@ -211,6 +213,8 @@ class FakeEngines:
     asked: list[tuple[str, str]] = field(default_factory=list)
     got: list[tuple[dict[str, str], Any]] = field(default_factory=list)
     posted: list[tuple[bytes, dict[str, str]]] = field(default_factory=list)
+    left: list[tuple[str, Reader]] = field(default_factory=list)
+    forgot: Callable[[], None] | None = None
     straight: list[wire.DecoderTurn] = field(default_factory=list)
 
     def _serve(self, url: str) -> str:
@@ -241,6 +245,9 @@ class FakeEngines:
         # Its caller adds to it.
         return msgspec.structs.replace(self.prefilled)
 
+    async def leave(self, url: str, reader: Reader) -> None:
+        self.left.append((url, reader))
+
     async def healthy(self, url: str) -> bool:
         return self.live or url.removeprefix("http://") not in self.dead
 
@@ -255,6 +262,10 @@ class FakeEngines:
             return
         name = self._serve(url)
         self.posted.append((raw, headers))
+        if told.rejoins and self.forgot is not None:
+            self.forgot()
+            yield Whole(None, wire.REFUSED_STATUS, {wire.REFUSED_HEADER: "1"})
+            return
         self.asked.append(("post", "/v1" + url.partition("/v1")[2]))
         # What a decoder goes on with stands before the body.
         body = json.loads(raw[told.sent_bytes :])

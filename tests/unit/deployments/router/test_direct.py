@@ -60,7 +60,7 @@ def test_it_goes_straight() -> None:
     assert later["x-conversation-id"] == "c"
     (told,) = engines.straight
     assert told.straight is not None
-    assert (told.straight.router_id, told.straight.stated_id) == ("router", None)
+    assert (told.reader.router_id, told.straight.stated_id) == ("router", None)
     assert len(told.root) == len(told.straight.end) == 16
     # From this the decoder computes by what the next turn is recognised.
     assert told.beginning == chain_of(LATER).beginning
@@ -81,7 +81,7 @@ def test_a_completion_goes_straight_by_its_conversations_id() -> None:
     table, engines, _ = play(named, named, named)
     assert table.asked == ["begin"]
     for told in engines.straight:
-        assert told.straight == wire.Straight("router", stated_id="mine")
+        assert told.straight == wire.Straight(stated_id="mine")
         assert told.root == b""
     assert len(engines.straight) == 2
 

@@ -281,6 +281,24 @@ def test_a_turn_whose_client_leaves_is_given_back(prefill_s: float, given_back_s
     assert table.told_of("abandon") == [TurnKey("c", 1, 1)]
     assert [one.turn for one in table.told_of("prefilled")] == table.told_of("abandon")
     assert [one.outcome for one in table.told_of("observe")] == ["cancelled"]
+    # Else the decoder would take its router for dead.
+    assert [one.router_id for _, one in engines.left] == (["router"] if given_back_s else [])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_turn_that_comes_again_rejoins_or_is_placed(is_there: bool) -> None:
+    """Nothing is counted, prefilled or encoded for an answer that is there."""
+    table, engines = FakeTable(prefillers=2), FakeEngines()
+    table.plan = {"rejoins": True}
+    if not is_there:
+        engines.forgot = table.plan.clear
+    start, *_ = exchange((table, engines), STREAMED)
+    assert start["status"] == 200
+    first, *others = [told_by(headers) for _, headers in engines.posted]
+    assert (first.rejoins, len(first.digest)) == (True, 16)
+    assert [(one.rejoins, one.digest) for one in others] == ([] if is_there else [(False, b"")])
+    assert ("prefill" in dict(engines.asked)) is not is_there
+    assert [one.refused_by for one in table.placed] == ([None] if is_there else [None, "d1"])
 
 
 # --- streams ------------------------------------------------------------------------------------
