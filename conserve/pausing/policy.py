@@ -65,7 +65,8 @@ class Pausing:
     Args:
         mark: the share of a decoder's capacity (lambda_max) above which idle histories are paused.
         away_chance: a history with a lower chance to be back soon is away.
-        park_mark: the share of its decoder's capacity from which on a turn may park its KV.
+        park_mark: the share of its decoder's capacity from which on a turn may park its KV; 0: all
+            turns do, as a disk keeps what host memory evicts.
         kept_s: KV that host memory keeps for a shorter time counts as not parked.
         patience_s: a paused history that is back waits at most this long for others to be away.
         resumes: gaps from the reported end of a tool to the next turn.
@@ -111,7 +112,8 @@ class Pausing:
             engine_s, host_s: how long ago the oldest KV was used that is left in its engine, and in
                 host memory; infinite while host memory evicts nothing.
         """
-        return occupancy >= self.park_mark and host_s > engine_s
+        outlives = host_s > engine_s or not self.park_mark
+        return occupancy >= self.park_mark and outlives
 
     def hold_s(self, tool: str | None) -> float:
         """Return how long an engine should hold a history's KV for its next turn.
