@@ -9,14 +9,15 @@ from typing import Any
 
 import httpx
 
+from conserve.wire import ALONE_S
 from tests.acceptance.chaos.tally import Tally
 from tests.engines.client import Agent, engines, new_client
 from tests.engines.metrics import exposed, metric
 from tests.engines.processes import processes
 
-# A turn whose client has left is given up after 10 s at the latest, one of a dead router after 15;
-# decoders hear with their next beat what has ended.
-_AT_REST_S = 60.0
+# A turn whose client has left is given up after 10 s at the latest; decoders hear with their next
+# beat what has ended. One of a dead router waits for its client.
+_AT_REST_S = ALONE_S + 60.0
 _FRESH = 6
 
 Bound = dict[str, tuple[str, int]]
