@@ -56,6 +56,8 @@ class Answer:
 
         async def sent(message: Message) -> None:
             self.messages.append(message)
+            # The server then says that the client has left.
+            self.done = message["type"] == "http.response.body" and not message.get("more_body")
             self._change()
             await send(message)
 

@@ -49,6 +49,10 @@ class Exchange:
     async def _send(self, message: Any) -> None:
         if not self.broken.is_set():
             self.sent.append(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            # As servers have it.
+            self.broken.set()
+            await asyncio.sleep(0.01)
 
     @property
     def read(self) -> bytes:
@@ -143,6 +147,15 @@ async def test_an_answer_that_nobody_asks_for_ends(ends_first: bool) -> None:
     assert not scene.turns.running
     # Who asks then is refused, and asks the table.
     assert (await scene.begun(AGAIN)).sent[0]["status"] == wire.REFUSED_STATUS
+
+
+@in_virtual_time
+async def test_an_answer_that_is_read_to_its_end_was_never_alone() -> None:
+    scene = Scene()
+    exchange = await scene.begun()
+    scene.goes_on.set()
+    await exchange.task
+    assert [type(one) for one in scene.told()] == [Ended]
 
 
 @in_virtual_time
