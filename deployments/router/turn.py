@@ -71,7 +71,7 @@ _LOST_AT_MOST = 2
 # How long a stream without a decoder waits for one with room. A lost one is replaced sooner.
 _REPLACEMENT_S = 300.0
 _REPLACEMENT_POLL_S = 1.0
-# A decoder reports a turn itself that is cancelled; this is for the case that it never saw it.
+# A decoder reports a cancelled turn itself; this is for the case that it never saw it.
 _CANCEL_GRACE_S = 10.0
 
 
@@ -524,7 +524,7 @@ class Turn:
         )
 
     async def _decode(self, plan: TurnPlan) -> bool:
-        """Have the turn served; False if the answer that it should rejoin is not there."""
+        """Send the turn to its decoder; returns False if it rejoins an answer that is not there."""
         asked = self._request
         turn = self._told(
             rejoins=plan.rejoins,

@@ -259,7 +259,7 @@ async def test_kv_of_another_configuration_is_not_found(server: Server) -> None:
 
 
 def engine_config(dtype: str = "bfloat16") -> Any:
-    """What names an engine's KV, of its configuration."""
+    """Return the parts of an engine's configuration that name its KV."""
     settings = Settings(engine={"dtype": dtype})
     extra = {KV_SETTINGS: of_settings(settings, gpu=False)}
     return SimpleNamespace(
