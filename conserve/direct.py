@@ -15,12 +15,13 @@ from conserve.turn import TurnKey, TurnStats
 
 
 class Notice(NamedTuple):
-    """Orders for a decoder: the histories and incarnations to give up."""
+    """Orders for a decoder: histories and incarnations to give up, and what to load."""
 
     number: int
     given_up: tuple[tuple[str, int], ...] = ()
     ended: tuple[tuple[str, int], ...] = ()
     parks: bool = False
+    prefetch: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -31,6 +32,8 @@ class _Decoder:
     reported: int = 0
     # By history: its incarnation, the notice's number, and whether it has ended.
     given_up: dict[str, tuple[int, int, bool]] = field(default_factory=dict)
+    # By history that is brought back: the notice's number.
+    prefetch: dict[str, int] = field(default_factory=dict)
 
 
 class Notices:
@@ -70,6 +73,15 @@ class Notices:
         if decoder is not None:
             decoder.number += 1
             decoder.given_up[history_id] = (incarnation, decoder.number, ended)
+            decoder.prefetch.pop(history_id, None)
+            self.tell(decoder_id)
+
+    def prefetch(self, decoder_id: str, history_id: str) -> None:
+        """Have a decoder load what host memory has of a history."""
+        decoder = self._decoders.get(decoder_id)
+        if decoder is not None:
+            decoder.number += 1
+            decoder.prefetch[history_id] = decoder.number
             self.tell(decoder_id)
 
     def probe(self, decoder_id: str) -> int:
@@ -90,7 +102,8 @@ class Notices:
         for history_id, (incarnation, number, ended) in decoder.given_up.items():
             if number > heard:
                 new[ended].append((history_id, incarnation))
-        return Notice(decoder.number, tuple(new[False]), tuple(new[True]))
+        prefetch = tuple(one for one, number in decoder.prefetch.items() if number > heard)
+        return Notice(decoder.number, tuple(new[False]), tuple(new[True]), prefetch=prefetch)
 
     def confirm(self, decoder_id: str, heard: int) -> None:
         """Note that a decoder has obeyed notices up to ``heard``."""
@@ -98,6 +111,9 @@ class Notices:
         if decoder is None or heard <= decoder.heard:
             return
         decoder.heard = heard
+        decoder.prefetch = {
+            one: number for one, number in decoder.prefetch.items() if number > heard
+        }
         for history_id, (_, number, _) in list(decoder.given_up.items()):
             if number <= heard:
                 del decoder.given_up[history_id]

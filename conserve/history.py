@@ -101,6 +101,12 @@ class History(msgspec.Struct, gc=False):
         self.packed = stats.pack() + self.packed[PACKED_BYTES:]
 
     @property
+    def due_s(self) -> float | None:
+        """Return when its client expects to send the next turn; None if it has not said so."""
+        expected_s = None if self.hints is None else self.hints.expected_resume_s
+        return None if expected_s is None else self.last_used_s + expected_s
+
+    @property
     def has_last_turn(self) -> bool:
         return not self.packed.startswith(_NO_TURN)
 

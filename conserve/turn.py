@@ -97,6 +97,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         idle_s: how long its history was idle before; None: it was new, or another turn ran.
         had_tokens: of the history, after its turn before.
         unbound: why its history was bound nowhere; None: it was bound, or new.
+        ahead_s: how long before it its history's KV was brought back; None: it was not.
         room_s, room_why: how long it waited for room, and why; see `conserve.admission.Why`.
         rejoined: whether its client has sent it again, since its router was lost.
         remote_prefill_s: from its beginning to the end of its remote prefill; None: it has none.
@@ -150,6 +151,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     had_tokens: int = 0
     unbound: Unbound | None = None
     broken: Broken | None = None
+    ahead_s: float | None = None
     room_s: float = 0.0
     room_why: str = "room"
     remote_prefill_s: float | None = None

@@ -25,6 +25,8 @@ def why_slow(stats: TurnStats) -> str | None:
     reasons: list[str | None] = [_lost(stats)]
     if stats.rejoined:
         reasons.append("rejoined after the connection was lost")
+    if stats.ahead_s is not None:
+        reasons.append(f"brought back {_seconds(stats.ahead_s)} before the turn")
     if stats.room_s >= _LEAST_S:
         reasons.append(_ROOM[stats.room_why].format(_seconds(stats.room_s)))
     if stats.encode_wait_s >= _LEAST_S:

@@ -137,6 +137,9 @@ class Table(Protocol):
         Returns whether turns that begin now leave their KV in host memory.
         """
 
+    async def prefetched(self, history_id: str, tokens: int) -> None:
+        """Note that an engine has loaded what it was told to of a history, or what there was."""
+
     # --- of what runs conversations' tools ---------------------------------------------------
 
     async def lifecycle(
@@ -230,6 +233,9 @@ class TableClient(ActorClient):
 
     def engine_starting(self, engine: messages.EngineStarting) -> None:
         self._tell(Table.engine_starting, engine)
+
+    def prefetched(self, history_id: str, tokens: int) -> None:
+        self._tell(Table.prefetched, history_id, tokens)
 
     register = asks(Table.register)
     beat = asks(Table.beat)

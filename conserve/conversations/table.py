@@ -252,6 +252,37 @@ class ConversationTable(Turns):
         """Return whether the turn that has just begun leaves its KV in host memory too."""
         return self.memory is not None and self.memory.park(history)
 
+    def prefetch(self, history: History, due_s: float) -> None:
+        """Bring a paused history back to its decoder for a turn that is due, if there is room."""
+        if self.memory is not None and (decoder_id := self.memory.brings_back_to(history)):
+            self._take_back(history, decoder_id)
+            self.memory.prefetched(history, due_s)
+            self._ledger.notices.prefetch(decoder_id, history.id)
+
+    def prefetched(self, history_id: str, tokens: int, now_s: float) -> None:
+        """Note that a decoder has so much of a history that it was told to load."""
+        memory = self.memory
+        if memory is not None and memory.prefetches.loaded(history_id, now_s):
+            if 2 * tokens >= (history := self._by_id[history_id]).last_tokens:
+                memory.used(history)
+            else:
+                memory.give_back(history)
+
+    def prefetch_due(self, now_s: float, any_waits: bool) -> None:
+        """Bring back what clients expect to go on with, and give up room for what has not come.
+
+        ``any_waits``: whether turns wait for room, so that nothing is brought back.
+        """
+        if self.memory is None:
+            return
+        for history_id in self.memory.prefetches.overdue(now_s):
+            self.memory.give_back(self._by_id[history_id])
+        for history_id, due_s in self.memory.prefetches.due(now_s):
+            history = self._by_id.get(history_id)
+            # Another turn may have ended since.
+            if not any_waits and history is not None and history.due_s == due_s:
+                self.prefetch(history, due_s)
+
     def used_energy(self, history_id: str, incarnation: int, joules: float) -> None:
         history = self._live.current(history_id, incarnation)
         if history is not None:

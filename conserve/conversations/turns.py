@@ -219,12 +219,13 @@ class Turns:
             self._next_id += STRIDE
         idle = history.has_last_turn and not history.running
         came_s = now_s if arrived_s is None else arrived_s
+        ahead_s = None
         if self.memory is not None:
-            self.memory.turn_begins(history, came_s if idle else None)
+            ahead_s = self.memory.turn_begins(history, came_s if idle else None, now_s)
         idle_s = max(0.0, came_s - history.last_used_s) if idle else None
         record = TurnStats(
             began_s=now_s, idle_s=idle_s, had_tokens=history.last_tokens, unbound=unbound,
-            broken=broken,
+            broken=broken, ahead_s=ahead_s,
         )  # fmt: skip
         self._ledger.turn_starts(history, usage, turn_id, record)
         history.last_used_s = now_s

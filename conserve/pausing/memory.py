@@ -14,6 +14,7 @@ from conserve.history import History
 from conserve.holdings import Parked
 from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet
 from conserve.pausing.policy import Idle, Pausing
+from conserve.pausing.prefetch import Prefetches
 from conserve.pausing.tools import RunningTools, Wait
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Digest
@@ -27,7 +28,7 @@ _LOOKED_AT = 256
 _IN_VAIN_S = 0.5
 # What host memory would evict sooner than that is touched while its turn waits.
 _TOUCHED_S = 15.0
-PAUSE_REASONS = ("room", "mark", "load")
+PAUSE_REASONS = ("room", "mark", "load", "prefetch")
 RESTORES = ("kept", "reloaded", "moved", "again")
 
 
@@ -55,8 +56,9 @@ class Memory:
 
     A *paused* history is bound to no decoder and counts nowhere; its next turn is placed anew. Its
     decoder keeps its KV until the engine needs the room. Reasons are ``room`` (a prompt fits
-    nowhere), ``mark`` (a decoder's running turns have grown, and it holds more than it should) and
-    ``load`` (its next turn has come, and ends sooner elsewhere).
+    nowhere), ``mark`` (a decoder's running turns have grown, and it holds more than it should),
+    ``load`` (its next turn has come, and ends sooner elsewhere) and ``prefetch`` (it was brought
+    back, and its next turn did not come).
     A *parked* history, paused or not, has a copy in host memory.
 
     Attributes:
@@ -80,6 +82,7 @@ class Memory:
         self._host: HostMemory | None = None
         self._parking: set[int] = set()
         self.working = WorkingSet()
+        self.prefetches = Prefetches()
         # By decoder, its histories of which its engine should have nothing any more.
         self._emptied: dict[str, dict[str, None]] = {}
         # The decoder that each paused history was on, and the tokens that it shared there.
@@ -118,8 +121,11 @@ class Memory:
         elif self._host is None:
             self._host = HostMemory(tokens)
 
-    def turn_begins(self, history: History, came_s: float | None) -> None:
-        """Note that a turn begins; ``came_s`` is None unless the history was idle."""
+    def turn_begins(self, history: History, came_s: float | None, now_s: float) -> float | None:
+        """Note that a turn begins; return how long before it the history was brought back, if so.
+
+        ``came_s`` is None unless the history was idle.
+        """
         if came_s is not None:
             wait = self._wait(history)
             policy = self._policy
@@ -128,6 +134,7 @@ class Memory:
             self._tools.turn_came(history.id, came_s)
         self.working.add(history.id, _own_tokens(history))
         self.used(history)
+        return self.prefetches.turn_came(history.id, now_s)
 
     def used(self, history: History) -> None:
         """Note that a history's KV is on its decoder, as a turn begins or ends."""
@@ -173,6 +180,8 @@ class Memory:
         if not history.running:
             if stats is not None:
                 self._tools.turn_ended(history)
+            if (due_s := history.due_s) is not None:
+                self.prefetches.expect(history.id, due_s)
             until_s = history.last_used_s + self._policy.hold_s(self._wait(history).tool)
             self.working.rest(history.id, _own_tokens(history), until_s)
         if (rested := self._rested.get(history.home or "")) is not None:
@@ -253,11 +262,51 @@ class Memory:
         self._tell("restore", history, where=where, was_on=was_on)
         return moved
 
+    def brings_back_to(self, history: History) -> str | None:
+        """Return the decoder to which a paused history may be brought back now; None: to none.
+
+        Its KV is loaded from host memory, one history at a time, into room that is free. No live
+        history of the decoder may lose its KV by that.
+        """
+        was_on = self.paused_on(history.id) or ""
+        decoder, cache = self._decoders.get(was_on), self._caches.get(was_on)
+        if self._host is None or decoder is None or cache is None or decoder.leaving:
+            return None
+        parked, here = self._host.left_tokens(_key(history)), cache.left_tokens(history.id)
+        # Most of it is there anyway, or nowhere.
+        useless = 2 * here >= parked or 2 * parked < history.last_tokens
+        if useless or history.last_tokens > decoder.free_tokens or self.prefetches.loads_on(was_on):
+            return None
+        free_tokens = decoder.capacity_tokens - cache.tokens
+        for other_id in cache:
+            if free_tokens >= parked - here:
+                break
+            other = self._get(other_id)
+            if other is not None and other.home == was_on:
+                return None
+            free_tokens += cache.left_tokens(other_id)
+        return was_on if free_tokens >= parked - here else None
+
+    def prefetched(self, history: History, due_s: float) -> None:
+        """Note that a history is brought back to its home, for a turn that is due."""
+        assert history.home is not None
+        self.prefetches.begin(history.id, history.home, due_s)
+        # Until it is there, its room may be taken like that of one that its engine has lost.
+        self._emptied[history.home][history.id] = None
+
+    def give_back(self, history: History) -> None:
+        """Pause a history that was brought back in vain, unless its decoder is emptied."""
+        if history.home is None:
+            self.prefetches.drop(history.id)
+        else:
+            self.pause(history, "prefetch")
+
     def expired(self, history: History, now_s: float) -> None:
         self._policy.gaps.ended(now_s - history.last_used_s, history.tool)
 
     def ended(self, history: History) -> None:
         """Note that a history has ended; decoders that it was on before may forget it."""
+        self.prefetches.drop(history.id)
         self.turns_lost(history.id, history.running)
         left = self._left.pop(history.id, set())
         was_on, _ = self._paused_on.pop(history.id, (None, 0))
@@ -283,6 +332,7 @@ class Memory:
         self._left.setdefault(history.id, set()).add(history.home)
 
     def decoder_lost(self, decoder_id: str) -> None:
+        self.prefetches.drop_on(decoder_id)
         self._caches.pop(decoder_id, None)
         self._emptied.pop(decoder_id, None)
         self._in_vain.pop(decoder_id, None)
@@ -456,6 +506,7 @@ class Memory:
 
     def pause(self, history: History, reason: str) -> None:
         assert history.home is not None
+        self.prefetches.drop(history.id)
         self._paused_on[history.id] = (history.home, history.shared_tokens)
         self._emptied.get(history.home, {}).pop(history.id, None)
         freed_tokens = held_alone(history)

@@ -15,7 +15,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
 from autoscale.serve import DECIDED_S, WANTED_REPLICAS
-from conserve.direct import Desk
+from conserve.direct import Desk, Notice
 from conserve.holdings import Holdings
 from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
@@ -110,7 +110,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._node = NodeClient(context.app_name, settings)
         self._holdings = Holdings()
         self._desk = Desk(self._holdings, settings.idle_timeout_s)
-        self._reporter = Reporter(self._id, self._table, self._desk, self._inside.hear)
+        self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
         # The table's last answer to a beat.
@@ -156,9 +156,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         # On the event loop, nothing waits for an engine that writes.
         missing_tokens = NodeImages(client.vllm_config, waits=False).missing_tokens
         host_tokens = self._host_tokens(client.vllm_config) if settings.parks else 0
-        path, chunk = settings.lmcache.disk.path, chunk_tokens(settings, settings.device == "gpu")
-        disk = None if path is None else (path, chunk)
-        self._copies = Copies(f"http://{cache_api}", client.vllm_config, host_tokens, disk)
+        self._copies = Copies(
+            f"http://{cache_api}", client.vllm_config, host_tokens, self._chunk,
+            settings.lmcache.disk.path,
+        )  # fmt: skip
         gpus = await self._gpus(config)
         if gpus and settings.of_role(role).num_gpus < 1:
             await self._workers.keep_to_their_part()
@@ -204,9 +205,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     def _host_tokens(self, vllm_config: Any) -> int:
         settings = self._settings
-        size_gb, chunk = settings.lmcache.size_gb, chunk_tokens(settings, settings.device == "gpu")
+        size_gb = settings.lmcache.size_gb
         page = page_bytes(size_gb, settings.nodes == "several")
-        return kept_tokens(size_gb, host_token_bytes(vllm_config, chunk, page))
+        return kept_tokens(size_gb, host_token_bytes(vllm_config, self._chunk, page))
+
+    @property
+    def _chunk(self) -> int:
+        return chunk_tokens(self._settings, self._settings.device == "gpu")
 
     async def _start_engine(self) -> None:
         """Start the engine without the actor to which Ray Serve LLM reports its usage.
@@ -357,6 +362,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             except Exception:
                 # Without beats the table would count the engine as lost for good.
                 logger.exception("%s %s: a beat failed", self._role, self._id)
+
+    def _obey(self, notice: Notice) -> None:
+        for history_id in notice.prefetch:
+            in_background(self._prefetch(history_id))
+        self._inside.hear(notice)
+
+    async def _prefetch(self, history_id: str) -> None:
+        tokens = await self._copies.load(history_id, self._http.url, self._settings.model_id)
+        self._table.prefetched(history_id, tokens)
 
     def _load(self) -> EngineLoad:
         load = self._meter.load(time.monotonic())

@@ -22,6 +22,7 @@ from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import KINDS, EventLog
 from conserve.pausing.memory import PAUSE_REASONS, RESTORES, Memory
+from conserve.pausing.prefetch import OUTCOMES
 from conserve.turn import Outcome, TurnStats
 from conserve.versions import installed
 from conserve.wire import Role
@@ -356,6 +357,12 @@ TABLE: tuple[Row[Observed], ...] = (
         "Paused histories that came back: to their decoder, which had kept them (kept), from host "
         "memory (reloaded), to another decoder (moved), or to be computed again (again).",
         ("where",), _memory(lambda memory: [(one, memory.restores[one]) for one in RESTORES]),
+    ),
+    Row(
+        COUNTER, "conserve_prefetch",
+        "Paused histories that were brought back before their turns: these found their KV (used), "
+        "came while it was loaded (late), or did not come in time (dropped).",
+        ("outcome",), _memory(lambda m: [(one, m.prefetches.outcomes[one]) for one in OUTCOMES]),
     ),
     Row(
         GAUGE, "conserve_parked_tokens",

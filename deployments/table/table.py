@@ -192,6 +192,9 @@ class TableService(Table):
     async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
         return await self._listeners.hear(decoder_id, registration, heard)
 
+    async def prefetched(self, history_id: str, tokens: int) -> None:
+        self._table.prefetched(history_id, tokens, unix_s())
+
     async def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
         return self._listeners.report(decoder_id, registration, report)
 
@@ -233,6 +236,9 @@ class TableService(Table):
         except TooManyTools:
             return refusals.TOO_MANY_TOOLS
         self._accounts.tool_reported(history, report, wall_s)
+        running = self._table.tools.running(history.id)
+        if report.ended and not running and not self._admission.queue:
+            self._table.prefetch(history, unix_s())
         return sum(len(self._table.tools.running(one.id)) for one in found)
 
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
@@ -360,6 +366,7 @@ class TableService(Table):
             self._accounts.window_moved()
         self._accounts.log_late(now_s)
         self._membership.move_drained()
+        self._table.prefetch_due(unix_s(), bool(self._admission.queue))
         self._room.admit()
         self._scale(now_s)
         if now_s - self._registry.last_beat_s > ABANDONED_S:

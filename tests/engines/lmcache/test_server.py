@@ -228,7 +228,7 @@ async def test_what_is_touched_outlives_what_was_stored_later(server: Server) ->
     config = engine_config()
     name = cache_name(MODEL, config)
     worker = server.worker("engine_driven", name)
-    copies = Copies(f"http://127.0.0.1:{server.address.http_port}", config, 10_000)
+    copies = Copies(f"http://127.0.0.1:{server.address.http_port}", config, 10_000, CHUNK_TOKENS)
     # A worker's prompts differ by the lengths of their names.
     tokens = 15 * CHUNK_TOKENS
     copies.keep("waits", [1] * tokens, "")

@@ -180,6 +180,54 @@ async def test_who_is_parked_makes_room_at_once_and_comes_back_without_a_prefill
     assert metric("conserve_cold_prefills_total") == prefills
 
 
+async def test_a_paused_history_is_brought_back_when_its_tool_has_ended(
+    application: str, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """Its turn finds its KV on the decoder; one whose turn does not come is paused again."""
+    agents = await say_at_length(client, rng, "tool", 4, tokens=8)
+    await park(rng, agents)
+    others = await say_at_length(client, rng, "needs", 8, tokens=4)
+    assert await phases(client, agents) == ["paused"] * len(agents)
+    for agent in others:
+        await client.delete(f"{application}/v1/conversations/{agent.id}")
+
+    def outcomes() -> list[float]:
+        return [metric("conserve_prefetch_total", outcome=one) for one in ("used", "late")]
+
+    async def ends(agent: Agent) -> None:
+        report = {"event": "end", "tool": "make"}
+        told = await client.post(f"{application}/v1/conversations/{agent.id}/tools", json=report)
+        assert told.status_code == 200, told.text
+
+    wrong = agents.pop()
+    await ends(wrong)
+    assert (await phases(client, [wrong])) == ["acting"]
+    dropped = metric("conserve_prefetch_total", outcome="dropped")
+    await eventually(
+        "its room is given back",
+        lambda: metric("conserve_prefetch_total", outcome="dropped") == dropped + 1,
+        20,
+    )
+    assert (await phases(client, [wrong])) == ["paused"]
+    # A turn may come before the load has ended, on a machine that has much to do.
+    for wait_s, agent in zip((1.0, 2.0, 4.0), agents, strict=True):
+        used, late = outcomes()
+        await ends(agent)
+        await asyncio.sleep(wait_s)
+        again = await agent.say("go on", tokens=24)
+        assert sum(outcomes()) == used + late + 1
+        if outcomes()[0] > used:
+            break
+    assert outcomes()[0] == used + 1
+    assert again.decoder == agent.replies[-2].decoder
+    whole_chunks = agent.stats[1]["prompt_tokens"] // 128 * 128
+    assert agent.stats[2]["decoder_cached_tokens"] >= whole_chunks
+    assert agent.stats[2]["lmcache_tokens"] == 0
+    assert "before the turn" in str((await shown(client, application, str(agent.id)))["last_turn"])
+    agent.messages.pop()
+    await answered_alike(client, agent, again)
+
+
 async def test_clients_tools_are_noted_until_the_next_turn(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

@@ -97,7 +97,7 @@ class Decoder:
         self.failed = FailedImages(self.aborted.extend)
         engine = SimpleNamespace(model="m", use_mla=False, world_size=1)
         config = SimpleNamespace(model_config=engine, parallel_config=engine)
-        self.copies = Copies("http://127.0.0.1:1", config, most_tokens=5)
+        self.copies = Copies("http://127.0.0.1:1", config, most_tokens=5, chunk_tokens=2)
         self.failure: Exception | None = None
         self.turns = engine_turns(
             self._app, self.client, desk=self.desk, meter=self.meter, failed=self.failed,
@@ -243,7 +243,7 @@ def test_prompts_are_remembered_that_are_in_host_memory_and_have_no_images() -> 
     assert not decoder.copies._prompts
     decoder.images = {}
     decoder.turn(parks=True)
-    kept = {"c": (array("I", PROMPT), "")}
+    kept = {"c": (array("I", PROMPT), "", True)}
     assert decoder.copies._prompts == kept
     decoder.turn()
     assert decoder.copies._prompts == kept
@@ -262,7 +262,7 @@ async def test_files_of_conversations_are_noted_and_removed_with_them(
     folder.mkdir()
     # As LMCache has images in its keys.
     copies.keep(history, [1, 9, 9, 2, 5], "salt", [("a", PlaceholderRange(offset=1, length=2))])
-    ids, _ = copies._prompts[history]
+    ids, _, _ = copies._prompts[history]
     assert ([ids[0], *ids[3:]], 9 in ids) == ([1, 2, 5], False)
     await copies.own(history)
     assert copies.kept_tokens(history) == 0
