@@ -13,8 +13,9 @@ Reason = Literal["home", "new", "branch", "resumed", "moved"]
 placement policy put it, or where others hold its beginning (``branch``); a history that was paused
 (``resumed``), or whose decoder was lost (``moved``)."""
 
-Unbound = Literal["paused", "moved", "lost", "left"]
-"""A history was bound nowhere: paused, or moved off an engine that has it, or that is gone."""
+Unbound = Literal["paused", "moved", "lost", "left", "unknown"]
+"""A history was bound nowhere: paused, moved off an engine that has it, bound to one that is gone,
+or not known although its turn follows answers (the table was lost, or it had ended)."""
 
 Place = Literal["system", "first_prompt", "messages"]
 

@@ -18,6 +18,11 @@ _ENGINE = {
     "step": "waited {} for other calls of its engine",
     "load": "waited {} for its KV to be loaded",
 }
+_GONE = {
+    "lost": "its engine was lost",
+    "left": "its engine has left",
+    "unknown": "its earlier turns are not known here",
+}
 
 
 def why_slow(stats: TurnStats) -> str | None:
@@ -57,18 +62,22 @@ def _lost(stats: TurnStats) -> str | None:
     """Say why KV that might have been there was computed (again)."""
     # The decoder computes again what is behind a prefill's last chunk.
     computed_tokens = max(stats.prompt_tokens - stats.found_tokens, stats.remote_tokens)
+    gone, read_tokens = _GONE.get(stats.unbound or ""), stats.lmcache_tokens - stats.remote_tokens
+    if gone and 2 * read_tokens >= stats.prompt_tokens > 0:
+        return f"{gone}: {read_tokens:,} tokens read from host memory or a disk"
     if computed_tokens < _LEAST_TOKENS:
         return None
     computed = f"{computed_tokens:,} tokens computed"
     if stats.broken is not None:
         return f"prefix broken {_where(stats.broken)} ({computed})"
     # If more than half is there, a template may have dropped the reasoning of earlier answers.
-    had_tokens = min(stats.had_tokens, stats.prompt_tokens)
+    had_tokens = stats.prompt_tokens
+    if stats.unbound != "unknown":
+        had_tokens = min(had_tokens, stats.had_tokens)
     if 2 * (stats.prompt_tokens - computed_tokens) >= had_tokens:
         return None
-    if stats.unbound in ("lost", "left"):
-        engine = "was lost" if stats.unbound == "lost" else "has left"
-        return f"its engine {engine}: prefilled again ({computed})"
+    if gone:
+        return f"{gone}: prefilled again ({computed})"
     if stats.unbound == "moved":
         return f"moved off a busier engine: prefilled again ({computed})"
     paused = "paused to make room, and " if stats.unbound == "paused" else ""

@@ -148,7 +148,11 @@ class ConversationTable(Turns):
                     prompt_tokens, last.prompt_tokens + last.output_tokens
                 )
             known.moves += self.memory is None or self.memory.bound(known, kept)
-        broken = None if was_known else self._kinship.broken(known.id, opening, self._live.siblings)
+        broken = None
+        if not was_known:
+            broken = self._kinship.broken(known.id, opening, self._live.siblings)
+            if opening.follows_answers and not self._live.siblings(known.id):
+                unbound = "unknown"
         self._kinship.opened(known, opening)
         known.promised = True
         if placement.prefiller_id is not None:

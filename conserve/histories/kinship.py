@@ -184,6 +184,10 @@ class Opening:
     encode_tokens: int = 0
 
     @property
+    def follows_answers(self) -> bool:
+        return self.chain is not None and bool(self.chain.ends)
+
+    @property
     def system(self) -> Digest | None:
         """Return the digest of its system part, if that is long enough to count by itself."""
         if self.system_tokens < LEAST_SYSTEM_TOKENS or self.chain is None:
@@ -257,8 +261,7 @@ class Kinship:
         A history that begins without an answer leaves none: it is a sub-agent, say. One that has
         all answers of another goes on beside it.
         """
-        chain = opening.chain
-        if chain is None or not chain.ends:
+        if (chain := opening.chain) is None or not opening.follows_answers:
             return None
         others = siblings(history_id)[-_LOOKED_AT:]
         if not others:

@@ -26,6 +26,7 @@ def cold(**more: Any) -> TurnStats:
     return msgspec.structs.replace(warm(idle_s=40.0, decoder_cached_tokens=0), **more)
 
 
+UNKNOWN = "its earlier turns are not known here"
 ALL = "(2,100 tokens computed)"
 SYSTEM_CHANGED = "the client changed its system prompt or its tools"
 FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
@@ -42,8 +43,21 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
         (cold(unbound="moved"), f"moved off a busier engine: prefilled again {ALL}"),
         (cold(unbound="lost"), f"its engine was lost: prefilled again {ALL}"),
         (cold(unbound="left"), f"its engine has left: prefilled again {ALL}"),
-        # Host memory had it.
-        (cold(unbound="lost", lmcache_tokens=2048), None),
+        (
+            cold(unbound="lost", lmcache_tokens=2048),
+            "its engine was lost: 2,048 tokens read from host memory or a disk",
+        ),
+        (
+            cold(
+                unbound="unknown",
+                had_tokens=0,
+                prefilled_tokens=2100,
+                lmcache_tokens=2100,
+                prefiller_cached_tokens=1900,
+            ),
+            f"{UNKNOWN}: 1,900 tokens read from host memory or a disk",
+        ),
+        (cold(unbound="unknown", had_tokens=0), f"{UNKNOWN}: prefilled again {ALL}"),
         # A prefiller computed it, and the decoder took it from there.
         (
             cold(remote_prefill_s=2.13, prefilled_tokens=2099, lmcache_tokens=2099),
@@ -163,6 +177,15 @@ def test_a_broken_prefix_is_found_where_it_breaks(
     texts: tuple[str, ...], broken: Broken | None
 ) -> None:
     assert broken_at(*texts) == broken
+
+
+def test_a_history_whose_earlier_turns_are_not_known_is_told_from_a_new_one() -> None:
+    table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
+    found = []
+    for id, texts in (("goes on", OLD), ("goes on\t\t1", OLD[:4]), ("new", OLD[:2])):
+        assert table.bind(id, 400, 1.0, opening=Opening(chain_of(talk(*texts)))) is not None
+        found.append(table.record(Turn.last(table, id).id).unbound)
+    assert found == ["unknown", None, None]
 
 
 def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> None:
