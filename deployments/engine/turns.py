@@ -50,6 +50,8 @@ _Media = Mapping[str, bytes]
 
 _ROOM_LEFT, _NO_OUTPUT = (one[1:].encode() for one in (wire.ROOM_LEFT, wire.NO_OUTPUT))
 _SMALL_BYTES = 16 * 1024
+# As many answers without readers are kept; most are some hundred kilobytes.
+_MOST_ALONE = 1024
 # Longer bodies are joined in a thread, beside other turns' tokens.
 _PIECE_BYTES = 256 * 1024
 # The media of shorter bodies take vLLM a few milliseconds.
@@ -224,6 +226,9 @@ class EngineTurns:
     def _has_no_reader(self, turn: EngineTurn) -> None:
         self.desk.outbox.add(Alone(turn.key, turn.asked.digest))
         self.has_more()
+        alone = [one for one in self.running.values() if one.answer.alone]
+        if len(alone) > _MOST_ALONE:
+            alone[0].answer.leave()
 
     def _begin(
         self, told: wire.DecoderTurn, path: str, sent: list[wire.Emitted], last: Any

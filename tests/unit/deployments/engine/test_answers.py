@@ -13,6 +13,7 @@ from conserve.direct import Alone, Desk, Ended, Rejoined
 from conserve.holdings import Holdings
 from conserve.turn import TurnKey
 from conserve.wire import ALONE_S, LEAVE_PATH, TURN_HEADER, DecoderTurn, Reader
+from deployments.engine import turns
 from tests.unit.deployments.asgi import exchanged, scope_of
 from tests.unit.deployments.engine.following import engine_turns
 from tests.unit.deployments.table.virtual_time import in_virtual_time
@@ -211,6 +212,20 @@ async def test_the_next_turn_of_its_history_ends_what_is_alone() -> None:
     await scene.begun(DecoderTurn(TurnKey("c", 1, 768), reader=NEXT, digest=b"different"))
     assert scene.aborted
     assert [(one.turn, one.completed) for one in scene.told()] == [(KEY, False)]
+
+
+@in_virtual_time
+async def test_of_too_many_answers_without_a_reader_the_oldest_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "_MOST_ALONE", 2)
+    scene = Scene()
+    for n in range(3):
+        told = DecoderTurn(TurnKey(f"c{n}", 1, 256 + n), reader=LOST, digest=b"asked")
+        exchange = await scene.begun(told)
+        exchange.broken.set()
+        await asyncio.sleep(0.01)
+    assert [one.key.history_id for one in scene.turns.running.values()] == ["c1", "c2"]
 
 
 @in_virtual_time
