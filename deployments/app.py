@@ -44,6 +44,7 @@ from hetero.tiers import role_tier
 logger = logging.getLogger("ray.serve")
 
 _CONNECTOR = "ResilientMPConnector"
+_PART_OF_GPU = "VLLM_RAY_PER_WORKER_GPUS"
 _SETUP_HOOK = "ray.llm._internal.serve._worker_process_setup_hook"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
@@ -353,7 +354,9 @@ def llm_arguments(
                 **environment,
                 # An allowed domain must not redirect to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-                **(worker_share(own.num_gpus) if gpu else {}),
+                # Ray Serve LLM sets this only for its own tasks, and the engine's core, which asks
+                # Ray for a whole GPU by default, inherits the replica's environment.
+                **({_PART_OF_GPU: str(own.num_gpus)} if gpu and own.num_gpus < 1 else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
                 **inside.environment(),
                 **traced_environment(settings, role),
@@ -363,15 +366,6 @@ def llm_arguments(
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         "log_engine_metrics": False,
     }
-
-
-def worker_share(num_gpus: float) -> dict[str, str]:
-    """Return the variable with the part of a GPU that an engine's core asks Ray for per worker.
-
-    Its default is a whole GPU. Ray Serve LLM sets it only for tasks that it starts itself, but the
-    core is the replica's child and inherits the replica's environment.
-    """
-    return {"VLLM_RAY_PER_WORKER_GPUS": str(num_gpus)} if num_gpus < 1 else {}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:

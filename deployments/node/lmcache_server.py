@@ -90,14 +90,6 @@ def free_port(host: str, but: Collection[int] = ()) -> int:
     raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 
 
-def new_node_cache(address: Address) -> NodeCache:
-    """Return how other nodes' servers know the next run of this one.
-
-    Its transfer port always changes: servers remember another's memory by that address.
-    """
-    return NodeCache(uuid.uuid4().hex, address.host, address.port, free_port(address.host))
-
-
 def require_nixl() -> None:
     """Raise `RuntimeError` if the library that moves KV between nodes is missing."""
     if importlib.util.find_spec(NIXL) is None:
@@ -264,7 +256,11 @@ class LMCacheServer:
             self._taken_since_s = None
             self.restarts += 1
             self._started_s = time.monotonic()
-            self._cache = new_node_cache(self.address) if self.directory_url else None
+            if self.directory_url:
+                # The last port always changes: servers remember another's memory by that address.
+                host = self.address.host
+                own_id = uuid.uuid4().hex
+                self._cache = NodeCache(own_id, host, self.address.port, free_port(host))
             self._process = await asyncio.create_subprocess_exec(
                 *lmcache_command(
                     self.size_gb,

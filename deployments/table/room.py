@@ -200,4 +200,5 @@ class Room:
     def has_ended(self, history: History, reason: str) -> None:
         """Note that a conversation has ended, and have its decoder told."""
         self.accounts.ended(history, reason)
-        self.registry.note_ended(history)
+        if history.home is not None:
+            self.registry.note_forgotten(history.home, history.id, history.incarnation)

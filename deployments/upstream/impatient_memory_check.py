@@ -62,11 +62,9 @@ def _gib(size_bytes: int) -> str:
 
 PATCH = Patch(
     name="impatient_memory_check",
-    package="vllm",
     seams=("vllm.v1.worker.utils:request_memory", "vllm.utils.mem_utils:MemorySnapshot.measure"),
     why="an engine that replaces a killed one fails for lack of GPU memory until LMCache misses it",
     upstream="LMCache#3206 (its cause); not reported: request_memory could wait some seconds",
     process="engine",
     device="cuda",
-    apply=apply,
 )
