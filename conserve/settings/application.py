@@ -1,6 +1,5 @@
 """The settings of an application, and what follows from them together."""
 
-import os
 import re
 from typing import Any, Literal, Self, cast, get_args
 
@@ -25,6 +24,7 @@ from conserve.settings.groups import (
     TierSettings,
     TLSSettings,
     TracingSettings,
+    absolute,
 )
 from conserve.wire import Role
 
@@ -282,11 +282,7 @@ class Settings(Strict):
                 raise ValueError("\n".join(problems))
         return self
 
-    @field_validator("keys_file", mode="after")
-    @classmethod
-    def _whole_path(cls, value: str | None) -> str | None:
-        # The router's process has a working directory of its own.
-        return None if value is None else os.path.abspath(os.path.expanduser(value))
+    _whole_path = field_validator("keys_file", mode="after")(absolute)
 
     @field_validator("engine_scheduler", mode="after")
     @classmethod

@@ -6,7 +6,6 @@ kept other processes from any core for up to 11 seconds; with sleeps of microsec
 longer than 0.3 seconds. On a GPU's node with fewer CPUs than such processes they sleep, too.
 """
 
-import functools
 import os
 import time
 
@@ -24,7 +23,7 @@ def apply() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or int(os.environ.get(WAITING, "0")) > usable_cpus():
-        shm_broadcast.sched_yield = functools.partial(time.sleep, _NAP_S)
+        shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
 
 
 PATCH = Patch(
