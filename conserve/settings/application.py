@@ -378,11 +378,6 @@ class Settings(Strict):
         return bool(self.mechanisms)
 
     @property
-    def prefill_lane(self) -> bool:
-        """Whether they compute long prompts beside their steps."""
-        return "lane" in self.mechanisms
-
-    @property
     def runs_inside(self) -> tuple[str, ...]:
         """The settings that need the add-on `conserve_inside`, as they are given."""
         given = {
