@@ -120,7 +120,7 @@ def start_ray(settings: Settings) -> None:
         options["include_dashboard"] = False
         # A Ray of its own, though one of `ray start` may run here, which RAY_ADDRESS would name.
         options["address"] = "local"
-        if _shm_bytes() < _SMALL_SHM_BYTES:
+        if shutil.disk_usage("/dev/shm").total < _SMALL_SHM_BYTES:
             # Ray's store takes 30 % of the machine's memory by default. If /dev/shm is smaller, it
             # lies in files, where over 10 GB is refused. ConServe keeps nothing large in it.
             options["object_store_memory"] = _LEAST_STORE_BYTES
@@ -135,13 +135,6 @@ def start_ray(settings: Settings) -> None:
         # It stays open for as long as this process lives.
         hold(os.open(session / _MARK, os.O_CREAT | os.O_WRONLY, 0o600))
     serve.start(proxy_location="Disabled")
-
-
-def _shm_bytes() -> int:
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return 0
 
 
 def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
@@ -175,7 +168,6 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
-        _say_nothing_gained(settings)
         settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
         logger.info("dtype: %s", dtype)
         if alone:
@@ -211,14 +203,6 @@ def _on_gpu(settings: Settings) -> bool:
     if settings.device != "auto":
         return settings.device == "gpu"
     return bool(ray.cluster_resources().get("GPU", 0))
-
-
-def _say_nothing_gained(settings: Settings) -> None:
-    for name, own in settings.roles:
-        if role_tier(settings, own, gpu=True).sm_slots is not None:
-            logger.warning("%s: tiers.%s.sm_slots does nothing on CPUs", name, own.tier)
-    if settings.media.tower_layers is not None:
-        logger.warning("media.tower_layers saves no memory on CPUs: layers are copied within it")
 
 
 def _gpus_here() -> bool:

@@ -79,7 +79,11 @@ def read(files: tuple[str, str]) -> ssl.SSLContext:
     try:
         context.load_cert_chain(cert_file, key_file, passphrase)
     except ssl.SSLError as error:
-        raise CertificateError(_explained(error, cert_file, key_file)) from None
+        if error.reason == "KEY_VALUES_MISMATCH":
+            why = f"tls.key_file: {key_file} is not the key of the certificate in {cert_file}"
+        else:
+            why = f"tls.cert_file: {cert_file} has no certificate in PEM, or {key_file} no key"
+        raise CertificateError(why) from None
     return context
 
 
@@ -90,13 +94,3 @@ def require_certificate(settings: Settings) -> None:
             read(settings.tls.files)
         except CertificateError as error:
             raise SettingsError(str(error)) from None
-
-
-def _explained(error: ssl.SSLError, cert_file: str, key_file: str) -> str:
-    if error.reason == "KEY_VALUES_MISMATCH":
-        return f"tls.key_file: {key_file} is not the key of the certificate in {cert_file}"
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert_file)
-    except ssl.SSLError:
-        return f"tls.cert_file: {cert_file} has no certificate in PEM"
-    return f"tls.key_file: {key_file} has no private key in PEM"

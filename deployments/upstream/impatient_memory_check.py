@@ -52,8 +52,6 @@ def _wait(snapshot: Any, needed_bytes: int) -> None:
     while snapshot.free_memory < needed_bytes and time.monotonic() - since_s < TIMEOUT_S:
         time.sleep(_LOOKS_EVERY_S)
         snapshot.measure()
-    logger.warning("%s is free after %.0f s", _gib(snapshot.free_memory),
-                   time.monotonic() - since_s)  # fmt: skip
 
 
 def _gib(size_bytes: int) -> str:
