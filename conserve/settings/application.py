@@ -303,7 +303,8 @@ class Settings(Strict):
             raise ValueError(f"{name} takes no number")
         if name == "conversation" and not (number.isascii() and number.isdecimal()):
             raise ValueError("give conversation:TOKENS, with a whole number of tokens")
-        if name == "per_turn" and not _is_share(number):
+        plain = number.isascii() and number.replace(".", "", 1).isdecimal()
+        if name == "per_turn" and not (plain and float(number) <= 1):
             raise ValueError("give per_turn:SHARE, with a number from 0 to 1")
         return value
 
@@ -428,10 +429,3 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return EMBEDDED_MODELS.get(self.model, self.model)
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 <= float(text) <= 1
-    except ValueError:
-        return False
