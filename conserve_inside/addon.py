@@ -57,7 +57,7 @@ class InsideEngine(Inside):
     def __init__(self, role: Role, settings: Settings, tier: RoleTier) -> None:
         self._settings, self._tier = settings, tier
         self._schedules = settings.schedules_conversations and settings.hosts(role)
-        self._has_lane = self._schedules and settings.prefill_lane
+        self._has_lane = self._schedules and "lane" in settings.mechanisms
         self._tower_layers = None if role == "encoder" else settings.media.tower_layers
         self._scheduler: SchedulerClient | None = None
         # Tells the node that the engine has ended, where it may have SMs.

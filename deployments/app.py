@@ -44,6 +44,7 @@ from hetero.tiers import role_tier
 logger = logging.getLogger("ray.serve")
 
 _CONNECTOR = "ResilientMPConnector"
+_PART_OF_GPU = "VLLM_RAY_PER_WORKER_GPUS"
 _SETUP_HOOK = "ray.llm._internal.serve._worker_process_setup_hook"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
@@ -119,7 +120,7 @@ def start_ray(settings: Settings) -> None:
         options["include_dashboard"] = False
         # A Ray of its own, though one of `ray start` may run here, which RAY_ADDRESS would name.
         options["address"] = "local"
-        if _shm_bytes() < _SMALL_SHM_BYTES:
+        if shutil.disk_usage("/dev/shm").total < _SMALL_SHM_BYTES:
             # Ray's store takes 30 % of the machine's memory by default. If /dev/shm is smaller, it
             # lies in files, where over 10 GB is refused. ConServe keeps nothing large in it.
             options["object_store_memory"] = _LEAST_STORE_BYTES
@@ -134,13 +135,6 @@ def start_ray(settings: Settings) -> None:
         # It stays open for as long as this process lives.
         hold(os.open(session / _MARK, os.O_CREAT | os.O_WRONLY, 0o600))
     serve.start(proxy_location="Disabled")
-
-
-def _shm_bytes() -> int:
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return 0
 
 
 def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
@@ -174,7 +168,6 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
-        _say_nothing_gained(settings)
         settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
         logger.info("dtype: %s", dtype)
         if alone:
@@ -210,14 +203,6 @@ def _on_gpu(settings: Settings) -> bool:
     if settings.device != "auto":
         return settings.device == "gpu"
     return bool(ray.cluster_resources().get("GPU", 0))
-
-
-def _say_nothing_gained(settings: Settings) -> None:
-    for name, own in settings.roles:
-        if role_tier(settings, own, gpu=True).sm_slots is not None:
-            logger.warning("%s: tiers.%s.sm_slots does nothing on CPUs", name, own.tier)
-    if settings.media.tower_layers is not None:
-        logger.warning("media.tower_layers saves no memory on CPUs: layers are copied within it")
 
 
 def _gpus_here() -> bool:
@@ -353,7 +338,9 @@ def llm_arguments(
                 **environment,
                 # An allowed domain must not redirect to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-                **(worker_share(own.num_gpus) if gpu else {}),
+                # Ray Serve LLM sets this only for its own tasks, and the engine's core, which asks
+                # Ray for a whole GPU by default, inherits the replica's environment.
+                **({_PART_OF_GPU: str(own.num_gpus)} if gpu and own.num_gpus < 1 else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
                 **inside.environment(),
                 **traced_environment(settings, role),
@@ -363,15 +350,6 @@ def llm_arguments(
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         "log_engine_metrics": False,
     }
-
-
-def worker_share(num_gpus: float) -> dict[str, str]:
-    """Return the variable with the part of a GPU that an engine's core asks Ray for per worker.
-
-    Its default is a whole GPU. Ray Serve LLM sets it only for tasks that it starts itself, but the
-    core is the replica's child and inherits the replica's environment.
-    """
-    return {"VLLM_RAY_PER_WORKER_GPUS": str(num_gpus)} if num_gpus < 1 else {}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:

@@ -7,7 +7,6 @@ fetched. For a model that reads images, its processor's says how large they may 
 import contextlib
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,6 @@ def require_files(settings: Settings) -> None:
     if others or not (folder / "config.json").is_file():
         return
     problems = []
-    # `config.json` is read by `model_shape`.
-    needed = [file for file in (folder / _INDEX,) if file.exists()]
     if arguments.get("load_format", "auto") in ("auto", "safetensors", "pt"):
         shards = {folder / name for name in _shards(folder)}
         weights = sorted(shards) or [one for kind in _WEIGHTS for one in folder.glob(kind)]
@@ -101,25 +98,16 @@ def require_files(settings: Settings) -> None:
             problems.append(f"no weights ({', '.join(_WEIGHTS)})")
         elif absent:
             problems.append(f"{len(absent)} of {len(weights)} files of weights ({absent[0]}, ...)")
-        needed += [file for file in weights if file.exists()]
-    if not (arguments.get("tokenizer") or arguments.get("skip_tokenizer_init")):
-        tokenizers = [one for kind in _TOKENIZERS for one in folder.glob(kind)]
-        if not tokenizers:
-            problems.append(f"no tokenizer ({', '.join(_TOKENIZERS)})")
-        needed += tokenizers
-    lines = []
+    elsewhere = arguments.get("tokenizer") or arguments.get("skip_tokenizer_init")
+    if not (elsewhere or any(found for kind in _TOKENIZERS for found in folder.glob(kind))):
+        problems.append(f"no tokenizer ({', '.join(_TOKENIZERS)})")
     if problems:
-        lines.append(f"model: {folder} lacks files: {'; '.join(problems)}; download it anew")
-    unread = [file for file in needed if not os.access(file, os.R_OK)]
-    if unread:
-        lines.append(f"model: this user may not read {unread[0]}; change its owner or its mode")
-    if lines:
-        raise SettingsError(*lines)
+        raise SettingsError(f"model: {folder} lacks files: {'; '.join(problems)}; download it anew")
 
 
 def _shards(folder: Path) -> set[str]:
     index = folder / _INDEX
-    if not index.is_file() or not os.access(index, os.R_OK):
+    if not index.is_file():
         return set()
     try:
         placed = _config(index).get("weight_map")
@@ -140,21 +128,31 @@ def _files(source: str, revision: str | None) -> tuple[dict[str, Any], int | Non
             config = _config(folder / "config.json")
         except ModelUnknown as error:
             raise ModelMissing(str(error)) from None
-        return config, _weights_in(folder), _processor_in(folder)
+        return config, _weights_in(folder), _processor(source, revision)
     if folder.is_file():
         raise ModelUnknown(f"{folder} is a file, without a configuration beside it")
-    cached = (
-        try_to_load_from_cache(source, "config.json", revision=revision)
-        if _is_hub_id(source)
-        else None
-    )
-    if isinstance(cached, str):
-        path = Path(cached)
-        config = _config(path)
-        return config, _weights_in(path.parent), _processor_in(path.parent)
+    cached = find_file(source, "config.json", revision, fetches=False)
+    if cached is not None:
+        processor = _processor(source, revision, fetches=False)
+        return _config(cached), _weights_in(cached.parent), processor
     config = _fetched(source, revision)
-    found = _processor_on_hub(source, revision) if any(map(config.get, ENCODERS)) else {}
+    found = _processor(source, revision) if any(map(config.get, ENCODERS)) else {}
     return config, _weights_on_hub(source, revision), found
+
+
+def find_file(source: str, name: str, revision: str | None, *, fetches: bool = True) -> Path | None:
+    """Return a model's file in its folder, in Hugging Face's cache, or fetched; None: no such."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    if _is_hub_id(source):
+        with contextlib.suppress(*HUB_ERRORS):
+            cached = try_to_load_from_cache(source, name, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached)
+            if fetches:
+                return Path(hf_hub_download(source, name, revision=revision, etag_timeout=10))
+    return None
 
 
 def _is_hub_id(source: str) -> bool:
@@ -175,23 +173,15 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _processor_in(folder: Path) -> dict[str, Any]:
-    """Return the values of a folder's image processor; none if it has no such file."""
+def _processor(source: str, revision: str | None, *, fetches: bool = True) -> dict[str, Any]:
+    """Return the values of a model's image processor; none if it has no such file."""
     found: dict[str, Any] = {}
-    for path in (folder / name for name in _PROCESSORS):
-        if path.is_file():
+    for name in _PROCESSORS:
+        if (path := find_file(source, name, revision, fetches=fetches)) is not None:
             config = _config(path)
             inner = config.get("image_processor")
             found |= inner if isinstance(inner, dict) else config
     return found
-
-
-def _processor_on_hub(source: str, revision: str | None) -> dict[str, Any]:
-    folder = None
-    for name in _PROCESSORS:
-        with contextlib.suppress(*HUB_ERRORS):
-            folder = Path(hf_hub_download(source, name, revision=revision, etag_timeout=10)).parent
-    return {} if folder is None else _processor_in(folder)
 
 
 def _weights_in(folder: Path) -> int | None:

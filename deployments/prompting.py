@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from conserve.engines import model_source
@@ -28,7 +27,7 @@ from conserve.parsers import (
     with_parsers,
 )
 from conserve.settings import EMBEDDED_MODELS, Settings
-from deployments.model_files import HUB_ERRORS
+from deployments.model_files import find_file
 from hetero.model_shape import ModelUnknown
 
 logger = logging.getLogger("conserve.models")
@@ -160,23 +159,10 @@ class _Files:
 
     def text(self, name: str, fetch: bool = True) -> str | None:
         """Return a file's text; None if it cannot be read."""
-        folder = Path(self.source).expanduser()
+        path = find_file(self.source, name, self.revision, fetches=fetch)
         try:
-            if folder.is_dir():
-                path = folder / name
-            elif self.source.count("/") > 1 or "://" in self.source:
-                return None
-            else:
-                found = try_to_load_from_cache(self.source, name, revision=self.revision)
-                if not isinstance(found, str):
-                    if not fetch:
-                        return None
-                    found = hf_hub_download(
-                        self.source, name, revision=self.revision, etag_timeout=10
-                    )
-                path = Path(found)
-            return path.read_text() if path.is_file() else None
-        except (*HUB_ERRORS, ValueError) as error:
+            return None if path is None else path.read_text()
+        except (OSError, ValueError) as error:
             logger.debug("%s of %s cannot be read: %s", name, self.source, error)
             return None
 

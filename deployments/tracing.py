@@ -4,6 +4,7 @@ Nothing here loads OpenTelemetry, which comes with vLLM.
 """
 
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -46,29 +47,25 @@ def traced_environment(settings: Settings, role: Role) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in os.environ}
 
 
-class CollectorLost(logging.Filter):
-    """Says once a minute that spans are lost, in the place of all that OpenTelemetry says of it."""
+def tell_of_lost_collector(settings: Settings) -> None:
+    """Have this process's log say once a minute that spans are lost, in words of our own.
 
-    def __init__(self, url: str) -> None:
-        super().__init__()
-        self._url = url
-        self._told_s: float | None = None
+    It is in the place of all that OpenTelemetry says of it.
+    """
+    if settings.tracing.url is None:
+        return
+    told_s = -math.inf
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        now_s = time.monotonic()
-        if self._told_s is None or now_s - self._told_s >= _TELL_EVERY_S:
-            self._told_s = now_s
+    def told(record: logging.LogRecord) -> bool:
+        nonlocal told_s
+        if time.monotonic() - told_s >= _TELL_EVERY_S:
+            told_s = time.monotonic()
             logger.warning(
                 "traces do not get to %s; turns are served without them. Is a collector there that "
-                "takes OTLP by HTTP (`tracing.endpoint`)? %s", self._url, record.getMessage(),
+                "takes OTLP by HTTP (`tracing.endpoint`)? %s",
+                settings.tracing.url, record.getMessage(),
             )  # fmt: skip
         return False
 
-
-def tell_of_lost_collector(settings: Settings) -> None:
-    """Have this process's log say in our words that the collector does not answer."""
-    if settings.tracing.url is None:
-        return
-    told = CollectorLost(settings.tracing.url)
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(told)

@@ -146,7 +146,7 @@ def with_memory(
             # An encoder has no KV to which the room could go.
             keeps = None if role == "encoder" else settings.media.tower_layers
             needed = role_needs(role, shape.keeping(keeps), arguments, card)
-            if settings.prefill_lane and settings.hosts(role):
+            if "lane" in settings.mechanisms and settings.hosts(role):
                 eager = slots is None or bool(arguments.get("enforce_eager"))
                 beside = needed.beside_bytes + (0 if eager else GRAPH_SETS_BYTES)
                 needed = replace(needed, reserve_bytes=needed.reserve_bytes + beside)

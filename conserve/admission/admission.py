@@ -5,8 +5,7 @@ machine."""
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from conserve import identity
@@ -251,7 +250,7 @@ class Admission:
         warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
         own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
         ticket = Ticket(
-            history_id, prompt_tokens, now_s, arrived_s, now_s, opening,
+            history_id, prompt_tokens, now_s, arrived_s, opening=opening,
             own_tokens=own_tokens, warm=warm,
         )  # fmt: skip
         if not self.queue and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
@@ -259,12 +258,8 @@ class Admission:
             if admitted is not None:
                 return admitted
         histories = self._table.histories(identity.conversation_of(history_id))
-        served_tokens = attained_service(histories)
         others_wait = bool(self.queue)
-        ticket = self.queue.join(
-            history_id, prompt_tokens, now_s, arrived_s, opening,
-            served_tokens=served_tokens, own_tokens=own_tokens, warm=warm,
-        )  # fmt: skip
+        ticket = self.queue.join(replace(ticket, served_tokens=attained_service(histories)))
         if memory is not None and warm:
             memory.working.add(history_id, own_tokens)
         # The tickets before it were tried when room last came free, and did not fit.
@@ -334,7 +329,7 @@ class Admission:
         memory = self._table.memory
         # While no turn runs, to compute what is evicted again takes no other turn's time.
         if memory is None or not self._table.reasoning:
-            return inf
+            return math.inf
         return memory.free_tokens(now_s)
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:

@@ -1,9 +1,10 @@
 """The queue of conversations that wait for a decoder with room, and its orders."""
 
+import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -26,7 +27,7 @@ class Ticket:
     prompt_tokens: int
     joined_s: float
     arrived_s: float
-    deadline_s: float
+    deadline_s: float = math.inf
     opening: Opening | None = None
     served_tokens: int = 0
     own_tokens: int = 0
@@ -175,13 +176,10 @@ class QueueFull(Exception):
     """The queue has no place free. ``retry_after_s`` is when to try again."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
-        if limit == 0:
-            why = "no decoder has room, and none may wait for it"
-        elif limit == 1:
-            why = "1 conversation waits for room already"
-        else:
-            why = f"{limit} conversations wait for room already"
-        super().__init__(f"{why}; try again in {retry_after_s} s")
+        super().__init__(
+            f"no decoder has room, and the queue is full (at most {limit} conversations); try "
+            f"again in {retry_after_s} s"
+        )
         self.limit = limit
         self.retry_after_s = retry_after_s
 
@@ -214,35 +212,19 @@ class Queue:
             ticket.prompt_tokens for ticket in tickets if ticket.history_id.startswith(beginning)
         )
 
-    def join(
-        self,
-        history_id: str,
-        prompt_tokens: int,
-        now_s: float,
-        arrived_s: float | None = None,
-        opening: Opening | None = None,
-        *,
-        served_tokens: int = 0,
-        own_tokens: int = 0,
-        warm: bool = False,
-    ) -> Ticket:
-        """Take a place.
+    def join(self, ticket: Ticket) -> Ticket:
+        """Take a place; returns the ticket with its deadline.
 
         Raises:
             QueueFull: no place is free.
             ValueError: it has a place already.
         """
-        if history_id in self._tickets:
-            raise ValueError(f"{history_id!r} waits already")
+        if ticket.history_id in self._tickets:
+            raise ValueError(f"{ticket.history_id!r} waits already")
         if len(self._tickets) >= self._limit:
-            raise QueueFull(self._limit, self.retry_after_s(now_s))
-        arrived_s = now_s if arrived_s is None else arrived_s
-        deadline_s = now_s + self.timeout_s
-        ticket = Ticket(
-            history_id, prompt_tokens, now_s, arrived_s, deadline_s, opening, served_tokens,
-            own_tokens, warm,
-        )  # fmt: skip
-        self._tickets[history_id] = ticket
+            raise QueueFull(self._limit, self.retry_after_s(ticket.joined_s))
+        ticket = replace(ticket, deadline_s=ticket.joined_s + self.timeout_s)
+        self._tickets[ticket.history_id] = ticket
         self._order.join(ticket)
         return ticket
 

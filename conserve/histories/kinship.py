@@ -53,23 +53,20 @@ class Families:
 
     def set_tails(self, history: History, tails: tuple[Digest, ...], stats: TurnStats) -> bool:
         """Set a history's tails, and return whether its family has others."""
-        family = self._of.get(history.root) if history.root is not None else None
-        if isinstance(family, _Family):
-            family.tails.discard(history.id, _keys(history))
-            history.set_tails(tails, stats)
-            family.tails.add(history.id, _keys(history))
-            return True
-        history.set_tails(tails, stats)
-        return False
+        return self._change(history, lambda: history.set_tails(tails, stats))
 
     def set_points(self, history: History, points: bytes) -> None:
+        self._change(history, lambda: setattr(history, "points", points))
+
+    def _change(self, history: History, change: Callable[[], None]) -> bool:
         family = self._of.get(history.root) if history.root is not None else None
-        if isinstance(family, _Family):
-            family.tails.discard(history.id, _keys(history))
-            history.points = points
-            family.tails.add(history.id, _keys(history))
-        else:
-            history.points = points
+        if not isinstance(family, _Family):
+            change()
+            return False
+        family.tails.discard(history.id, _keys(history))
+        change()
+        family.tails.add(history.id, _keys(history))
+        return True
 
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
         """Return the history that a turn continues, or None."""

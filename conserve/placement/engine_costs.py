@@ -86,19 +86,16 @@ class EngineCosts:
 
         ``decodes`` is by default as ``prefills``. Handoffs take as long as before.
         """
-        decodes = prefills if decodes is None else decodes
-        return replace(
-            self,
-            per_token_s=prefills * self.per_token_s,
-            per_pair_s=prefills * self.per_pair_s,
-            per_cached_token_s=prefills * self.per_cached_token_s,
-            prefill_constant_s=prefills * self.prefill_constant_s,
-            per_encoded_token_s=prefills * self.per_encoded_token_s,
-            step_s=decodes * self.step_s,
-            per_sequence_s=decodes * self.per_sequence_s,
-            per_kv_token_s=decodes * self.per_kv_token_s,
-        )
+        by = dict.fromkeys(_OF_PREFILLS, prefills)
+        by |= dict.fromkeys(_OF_DECODES, prefills if decodes is None else decodes)
+        return replace(self, **{name: factor * getattr(self, name) for name, factor in by.items()})
 
+
+_OF_PREFILLS = (
+    *("per_token_s", "per_pair_s", "per_cached_token_s", "prefill_constant_s"),
+    "per_encoded_token_s",
+)
+_OF_DECODES = ("step_s", "per_sequence_s", "per_kv_token_s")
 
 # About the last hundred iterations of each kind count.
 _KEEP = 0.99

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean, linear_regression
 from typing import NamedTuple
 
 import msgspec
@@ -276,14 +277,10 @@ class Loads:
 def _line_through(handoffs: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     if not handoffs:
         return None
-    n = len(handoffs)
-    mean_tokens = sum(tokens for tokens, _ in handoffs) / n
-    mean_s = sum(seconds for _, seconds in handoffs) / n
-    square = sum((tokens - mean_tokens) ** 2 for tokens, _ in handoffs)
-    product = sum((tokens - mean_tokens) * (s - mean_s) for tokens, s in handoffs)
-    per_token_s = max(0.0, product / square) if square else 0.0
-    constant_s = max(0.0, mean_s - per_token_s * mean_tokens)
-    return constant_s, per_token_s
+    tokens, seconds = zip(*handoffs, strict=True)
+    slope_s = linear_regression(tokens, seconds).slope if len(set(tokens)) > 1 else 0.0
+    per_token_s = max(0.0, slope_s)
+    return max(0.0, fmean(seconds) - per_token_s * fmean(tokens)), per_token_s
 
 
 class _Late:

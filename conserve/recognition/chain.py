@@ -86,7 +86,8 @@ def chain_of(
     No two ``tenant``s have a digest in common. ``before`` stands before the messages, such as
     ``tools``. If it ``continues``, the last message is the assistant's.
     """
-    given = _as_list(messages)
+    # The request is not validated yet, so it may be any JSON value.
+    given = messages if isinstance(messages, list | tuple) else [messages]
     digest = whole = _of_none(tenant, before)
     root: Digest | None = None
     system: Digest | None = digest if (before or {}).get("tools") else None
@@ -149,11 +150,6 @@ def _unanswered(prompt: Digest) -> Digest:
 
 def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
-
-
-def _as_list(messages: Any) -> Sequence[Any]:
-    # The request is not validated yet, so "messages" may be any JSON value.
-    return messages if isinstance(messages, list | tuple) else [messages]
 
 
 class TailIndex:

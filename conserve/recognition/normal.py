@@ -16,8 +16,6 @@ from typing import Any
 from conserve.apis import COUNT_TOKENS, MESSAGES, RESPONSES
 from conserve.media import MEMBERS, name_of
 
-KINDS = ("billing_header", "times")
-
 BILLING_MARK = "x-anthropic-billing-header"
 
 _ARRAY = (list, tuple)

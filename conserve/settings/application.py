@@ -1,6 +1,5 @@
 """The settings of an application, and what follows from them together."""
 
-import os
 import re
 from typing import Any, Literal, Self, cast, get_args
 
@@ -25,6 +24,7 @@ from conserve.settings.groups import (
     TierSettings,
     TLSSettings,
     TracingSettings,
+    absolute,
 )
 from conserve.wire import Role
 
@@ -282,11 +282,7 @@ class Settings(Strict):
                 raise ValueError("\n".join(problems))
         return self
 
-    @field_validator("keys_file", mode="after")
-    @classmethod
-    def _whole_path(cls, value: str | None) -> str | None:
-        # The router's process has a working directory of its own.
-        return None if value is None else os.path.abspath(os.path.expanduser(value))
+    _whole_path = field_validator("keys_file", mode="after")(absolute)
 
     @field_validator("engine_scheduler", mode="after")
     @classmethod
@@ -307,7 +303,8 @@ class Settings(Strict):
             raise ValueError(f"{name} takes no number")
         if name == "conversation" and not (number.isascii() and number.isdecimal()):
             raise ValueError("give conversation:TOKENS, with a whole number of tokens")
-        if name == "per_turn" and not _is_share(number):
+        plain = number.isascii() and number.replace(".", "", 1).isdecimal()
+        if name == "per_turn" and not (plain and float(number) <= 1):
             raise ValueError("give per_turn:SHARE, with a number from 0 to 1")
         return value
 
@@ -382,11 +379,6 @@ class Settings(Strict):
         return bool(self.mechanisms)
 
     @property
-    def prefill_lane(self) -> bool:
-        """Whether they compute long prompts beside their steps."""
-        return "lane" in self.mechanisms
-
-    @property
     def runs_inside(self) -> tuple[str, ...]:
         """The settings that need the add-on `conserve_inside`, as they are given."""
         given = {
@@ -437,10 +429,3 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return EMBEDDED_MODELS.get(self.model, self.model)
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 <= float(text) <= 1
-    except ValueError:
-        return False

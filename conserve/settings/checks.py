@@ -153,7 +153,7 @@ def scheduler_has_its_arguments(settings: "Settings") -> Problems:
 
 
 def lane_has_its_engine(settings: "Settings") -> Problems:
-    if not settings.prefill_lane:
+    if "lane" not in settings.mechanisms:
         return
     given = {f"engine.{name}": value for name, value in settings.engine.items()}
     for role in ("prefillers", "decoders") if settings.prefillers_host else ("decoders",):

@@ -1,7 +1,7 @@
 """Which of vLLM's engine arguments settings may not give, and which must not differ among roles."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # What ConServe itself decides; a value given by hand would contradict it.
@@ -159,12 +159,7 @@ def disagreements(
         prefillers: those of prefillers alone; ``decoders`` likewise.
         variables: the environment variables of prefillers, and of decoders.
     """
-    found = []
-    both = (_plain({**engine, **prefillers}), _plain({**engine, **decoders}))
-    for name, why in _AGREED.items():
-        if _compared(name, both[0]) != _compared(name, both[1]):
-            own = "decoders" if name in _plain(decoders) else "prefillers"
-            found.append(_line(own, f"engine.{name}", both[0].get(name), both[1].get(name), why))
+    found = [*_differing(_AGREED, engine, prefillers, decoders)]
     for name, why in _AGREED_VARIABLES.items():
         values = [one.get(name) for one in variables]
         if values[0] != values[1]:
@@ -181,12 +176,21 @@ def workers_disagree(
     It does not matter to a model all of whose layers have latent attention (MLA): its KV is the
     same on each worker, and LMCache keeps it once.
     """
-    name = "tensor_parallel_size"
-    both = ({**engine, **prefillers}, {**engine, **decoders})
-    if _compared(name, both[0]) == _compared(name, both[1]):
-        return None
-    own = "decoders" if name in decoders else "prefillers"
-    return _line(own, f"engine.{name}", both[0].get(name), both[1].get(name), _OTHER_KEYS)
+    agreed = {"tensor_parallel_size": _OTHER_KEYS}
+    return next(_differing(agreed, engine, prefillers, decoders), None)
+
+
+def _differing(
+    agreed: Mapping[str, str],
+    engine: Mapping[str, Any],
+    prefillers: Mapping[str, Any],
+    decoders: Mapping[str, Any],
+) -> Iterator[str]:
+    both = (_plain({**engine, **prefillers}), _plain({**engine, **decoders}))
+    for name, why in agreed.items():
+        if _compared(name, both[0]) != _compared(name, both[1]):
+            own = "decoders" if name in _plain(decoders) else "prefillers"
+            yield _line(own, f"engine.{name}", both[0].get(name), both[1].get(name), why)
 
 
 def encoders_disagree(

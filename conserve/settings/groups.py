@@ -25,7 +25,7 @@ VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 ENVIRONMENTS_ROOT = "/var/tmp/conserve-environments"
 
 
-def _absolute(path: str | None) -> str | None:
+def absolute(path: str | None) -> str | None:
     # The process that opens it has a working directory of its own.
     return None if path is None else os.path.abspath(os.path.expanduser(path))
 
@@ -332,7 +332,7 @@ class TLSSettings(Strict):
         "again when it changes.",
     )
 
-    _whole_path = field_validator("cert_file", "key_file", mode="after")(_absolute)
+    _whole_path = field_validator("cert_file", "key_file", mode="after")(absolute)
 
     @property
     def files(self) -> tuple[str, str] | None:
@@ -421,4 +421,4 @@ class EnvironmentSettings(Strict):
         "tenant may have a quarter of them.",
     )
 
-    _whole_path = field_validator("root", mode="after")(_absolute)
+    _whole_path = field_validator("root", mode="after")(absolute)

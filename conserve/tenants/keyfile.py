@@ -207,8 +207,6 @@ logger = logging.getLogger("ray.serve")
 # The file is looked at no more often.
 LOOK_S = 1.0
 
-_Version = tuple[int, int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -227,7 +225,7 @@ class KeyRing:
         self._path = path
         self._looked_s = now_s
         # Before the file is read, so that a change in between is noticed.
-        self._version = _version(path)
+        self._version = seen(path)
         self._callers = _callers(read(path))
         _warn_if_open(path)
 
@@ -243,7 +241,7 @@ class KeyRing:
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        version = _version(self._path)
+        version = seen(self._path)
         if version == self._version:
             return
         self._version = version
@@ -259,27 +257,22 @@ class KeyRing:
 def _callers(file: KeyFile) -> dict[bytes, Caller]:
     return {
         bytes.fromhex(key.sha256): Caller(
-            key.tenant,
-            key.admin,
-            file.tenants[key.tenant].limits,
-            file.cache_salt(key.tenant),
+            key.tenant, key.admin, file.tenants[key.tenant].limits, file.cache_salt(key.tenant)
         )
         for key in file.keys
     }
 
 
-def _version(path: Path) -> _Version | None:
+def seen(path: Path) -> tuple[int, int, int] | None:
+    """Return what tells a file from another that is put in its place; None: there is none."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _warn_if_open(path: Path) -> None:
-    try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-    except OSError:
-        return
-    if mode & 0o077:
-        logger.warning("the key file %s is open to others (%o); chmod 600 it", path, mode)
+    with contextlib.suppress(OSError):
+        if (mode := stat.S_IMODE(os.stat(path).st_mode)) & 0o077:
+            logger.warning("the key file %s is open to others (%o); chmod 600 it", path, mode)

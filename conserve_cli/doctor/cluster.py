@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 from conserve.addons import INSIDE
 from conserve.settings import Settings
-from conserve_cli.doctor.findings import Finding, ok, warning, wrong
+from conserve_cli.doctor.findings import Finding, ok, wrong
 from conserve_cli.doctor.node import Comparable, Place
 from conserve_cli.doctor.software import PACKAGES
 from deployments.messages import HEAD_NODE
 from hetero.tiers import NodeOffer, described, inventory, is_offered, role_tiers
-
-_CLOCKS_APART_S = 1.0
 
 
 def places(settings: Settings, nodes: Sequence[NodeOffer], dtype: str) -> list[Place]:
@@ -73,38 +71,7 @@ def check_nodes(nodes: Sequence[Comparable]) -> list[Finding]:
     """Check what several nodes have to agree on; the first one asked the others."""
     if len(nodes) < 2:
         return []
-    return [*_clocks(nodes), *_hashes(nodes), *_versions(nodes), *_reachable(nodes)]
-
-
-def _clocks(nodes: Sequence[Comparable]) -> list[Finding]:
-    findings = []
-    for node in nodes[1:]:
-        apart_s = max(0.0, abs(node.clock_ahead_s) - node.clock_error_s)
-        if apart_s > _CLOCKS_APART_S:
-            way = "ahead of" if node.clock_ahead_s > 0 else "behind"
-            seen = f"{apart_s:.1f} s or more {way} {nodes[0].name}'s"
-            to_do = (
-                "keep time with NTP (chrony or systemd-timesyncd): logs and metrics of nodes "
-                "cannot be compared"
-            )
-            findings.append(warning("clock", seen, to_do, node.name))
-    return findings or [ok("clocks", f"less than {_CLOCKS_APART_S:g} s apart")]
-
-
-def _hashes(nodes: Sequence[Comparable]) -> list[Finding]:
-    first = nodes[0]
-    findings = [
-        wrong(
-            "hash seed",
-            f"the same string hashes differently here and on {first.name}: KV stored by one is "
-            "never found by the other",
-            "run the same Python on both, and set PYTHONHASHSEED to nothing but 0",
-            node.name,
-        )
-        for node in nodes[1:]
-        if node.string_hash != first.string_hash
-    ]
-    return findings or [ok("hash seed", "the same hashes on every node")]
+    return [*_versions(nodes), *_reachable(nodes)]
 
 
 def _versions(nodes: Sequence[Comparable]) -> list[Finding]:

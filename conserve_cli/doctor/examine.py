@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,6 @@ from hetero.tiers import NodeOffer
 
 # A node's first worker takes long to import its modules.
 _NODE_TIMEOUT_S = 120.0
-_CLOCK_ROUNDS = 7
 _CONNECT_TIMEOUT_S = 3.0
 
 
@@ -33,7 +31,7 @@ def examine_cluster(
     ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="error")
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        on_progress(f"asking {len(alive)} nodes, comparing clocks, trying connections")
+        on_progress(f"asking {len(alive)} nodes, trying connections")
         head = next((node for node in alive if HEAD_NODE in node["Resources"]), alive[0])
         # The head examines the nodes, as Ray would end this process's actors if it has a token for
         # another Ray, and the cluster has none.
@@ -97,9 +95,6 @@ class NodeProbe:
     def examine(self, settings: Settings, place: Place) -> NodeReport:
         return examine_node(settings, place)
 
-    def clock(self) -> float:
-        return time.time()
-
     def listens(self) -> tuple[str, int]:
         """Return a host and a port where other nodes can try to reach this one."""
         host, port = self._listener.getsockname()[:2]
@@ -147,8 +142,7 @@ def _silent(node: str, error: Exception) -> Finding:
 
 
 def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
-    """Add each node's clock relative to the first one's, and the nodes that it cannot reach."""
-    clocks = [_clock(node.probe) for node, _ in answered]
+    """Add the nodes that each node cannot reach."""
     asked = [node.probe.listens.remote() for node, _ in answered]
     listeners = ray.get(asked, timeout=_NODE_TIMEOUT_S)
     facts = []
@@ -156,12 +150,9 @@ def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
         others = [place for place in range(len(listeners)) if place != index]
         tries = [node.probe.reaches.remote(*listeners[other]) for other in others]
         reached = ray.get(tries, timeout=_NODE_TIMEOUT_S + _CONNECT_TIMEOUT_S * len(tries))
-        ahead_s, error_s = clocks[index]
         facts.append(
             replace(
                 report.facts,
-                clock_ahead_s=ahead_s - clocks[0][0],
-                clock_error_s=error_s + clocks[0][1],
                 unreachable=tuple(
                     answered[other][0].offer.name
                     for other, there in zip(others, reached, strict=True)
@@ -170,19 +161,3 @@ def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
             )
         )
     return facts
-
-
-def _clock(probe: Any) -> tuple[float, float]:
-    """Return how far the node's clock is ahead of this one's, and the error of that, in seconds.
-
-    As in NTP (RFC 5905), the answer was given between asking and hearing it, and the quickest round
-    bounds that best.
-    """
-    rounds = []
-    for _ in range(_CLOCK_ROUNDS):
-        asked_s = time.time()
-        theirs_s = ray.get(probe.clock.remote(), timeout=_NODE_TIMEOUT_S)
-        heard_s = time.time()
-        rounds.append(((heard_s - asked_s) / 2, theirs_s - (asked_s + heard_s) / 2))
-    error_s, ahead_s = min(rounds)
-    return ahead_s, error_s

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import os
-import platform
 import resource
 import shutil
 import tempfile
@@ -15,7 +14,6 @@ import psutil
 from autoscale.capacity.served import profile_off
 from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, gibibytes, note, ok, warning, wrong
-from deployments.node.lmcache_server import THREADS, sockets
 from hetero.container import cpu_dtype, host_memory, usable_cpus
 from hetero.gpu_room import Crowd
 from hetero.host_memory import capped_gb
@@ -68,9 +66,7 @@ def check_machine(
     yield from _open_token()
     if crowd:
         yield _cpus(crowd)
-        yield _copies(crowd)
         yield from _kv_layout()
-    yield from _architecture()
     if several and has_engines and glob.glob("/dev/infiniband/uverbs*"):
         yield _locked_memory(settings)
 
@@ -205,23 +201,11 @@ def _cpus(crowd: Crowd) -> Finding:
     return ok("CPUs", f"{seen} for {count}")
 
 
-def _copies(crowd: Crowd) -> Finding:
-    threads, memory = max(THREADS, crowd.workers), len(sockets())
-    where = f"; host memory over {memory} sockets" if memory > 1 else ""
-    return ok("KV copies", f"{threads} threads copy for {crowd.workers} workers on GPUs{where}")
-
-
 def _kv_layout() -> Iterator[Finding]:
     layout = os.environ.get(_KV_LAYOUT, "")
     if layout in _UNMOVABLE:
         seen = f"{_KV_LAYOUT}={layout}: LMCache cannot copy KV that lies like that"
         yield wrong("KV layout", seen, f"unset {_KV_LAYOUT}, or set LBNHC, its default")
-
-
-def _architecture() -> Iterator[Finding]:
-    if (here := platform.machine()) != "x86_64":
-        seen = f"{here}: all pinned packages have wheels for ARM, and nothing has run"
-        yield note("CPU", seen, "run `make test-gpu` first, and tell us what you see")
 
 
 def _locked_memory(settings: Settings) -> Finding:

@@ -15,7 +15,7 @@ from conserve_cli.doctor.findings import Finding, wrong
 from conserve_cli.doctor.gpus import check_gpus, find_driver
 from conserve_cli.doctor.listeners import check_listeners, check_ports
 from conserve_cli.doctor.machine import check_machine
-from conserve_cli.doctor.software import check_software, installed, string_hash
+from conserve_cli.doctor.software import check_software, installed
 from hetero.container import cpu_dtype
 from hetero.gpu_layout import with_counts
 from hetero.gpu_room import Crowd, most_on_node
@@ -41,9 +41,6 @@ class Comparable:
 
     name: str
     versions: dict[str, str]  # Of Python, of installed packages, and whether conserve_inside is.
-    string_hash: int  # Of a fixed string, in a process with the engines' hash seed.
-    clock_ahead_s: float = 0.0  # Of the asking node's clock.
-    clock_error_s: float = 0.0  # Half the shortest round trip.
     unreachable: tuple[str, ...] = ()  # Nodes that it cannot open a TCP connection to.
 
 
@@ -60,7 +57,7 @@ def examine_node(settings: Settings, place: Place) -> NodeReport:
     # Engines need it wherever they are; the other add-ons do not.
     if find_spec(INSIDE) is not None:
         versions[INSIDE] = "installed"
-    facts = Comparable(place.name, versions, string_hash())
+    facts = Comparable(place.name, versions)
     findings = [replace(finding, node=place.name) for finding in check_node(settings, place)]
     return NodeReport(findings, facts)
 

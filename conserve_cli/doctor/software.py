@@ -26,7 +26,6 @@ NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 PACKAGES = ("conserve", "ray", *ENGINES, "torch", "lmcache", *NIXL, "nvidia-ml-py")
 # Distributions whose requirements are compared with what is installed.
 _REQUIRING = ("conserve", *ENGINES, "lmcache")
-_PYTHONS = ((3, 11), (3, 12))
 # The oldest driver that runs anything built for a major version of CUDA: "CUDA Compatibility",
 # Minor Version Compatibility, table 1. The driver itself decides.
 _LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -45,19 +44,11 @@ def installed() -> dict[str, Distribution]:
     return found
 
 
-def string_hash() -> int:
-    """Return a string's hash in a new process with the engines' hash seed."""
-    command = [sys.executable, "-S", "-c", "print(hash('conserve'))"]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
-    return int(done.stdout)
-
-
 def check_software(driver: Driver, several_nodes: bool, has_engines: bool = True) -> list[Finding]:
     """Check this node's versions, each by itself and with the others."""
     packages = installed()
     torch = ask_torch() if driver.has_devices and "torch" in packages else None
-    findings = [*_python(), *_requirements(packages)]
+    findings = [*_requirements(packages)]
     if has_engines:
         findings += _engine(packages, torch, driver)
     if several_nodes and not any(name in packages for name in NIXL):
@@ -74,14 +65,6 @@ def check_software(driver: Driver, several_nodes: bool, has_engines: bool = True
     )
     versions = ok("versions", f"Python {platform.python_version()}, {shown}")
     return [versions, *(_nvcc() if torch and torch.cuda else ())]
-
-
-def _python() -> Iterator[Finding]:
-    version = platform.python_version()
-    if tuple(int(part) for part in version.split(".")[:2]) not in _PYTHONS:
-        wanted = " or ".join(f"{major}.{minor}" for major, minor in _PYTHONS)
-        to_do = f"make the virtual environment with Python {wanted}"
-        yield wrong("Python", f"{version}, and {wanted} is needed", to_do)
 
 
 def _requirements(packages: dict[str, Distribution]) -> Iterator[Finding]:

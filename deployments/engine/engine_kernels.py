@@ -16,36 +16,20 @@ import importlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from conserve.engines import allocator_environment
-from conserve.versions import distribution_of, version_of
+from conserve.versions import version_of
 
 logger = logging.getLogger("vllm.conserve")
 
 _USUAL_CUDA_HOME = "/usr/local/cuda"
 # FlashInfer's kernels, compiled, as a package that vLLM does not ask for.
 _PREBUILT_FLASHINFER = "flashinfer_jit_cache"
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTools:
-    """The tools of a node for CUDA kernels.
-
-    Attributes:
-        nvcc: whether FlashInfer and DeepGEMM find CUDA's compiler.
-        programs: the folder of programs that were installed with vLLM, ``ninja`` among them.
-    """
-
-    nvcc: bool
-    prebuilt_flashinfer: bool
-    programs: str
 
 
 def register() -> None:
@@ -62,11 +46,11 @@ def register() -> None:
             "expandable_segments is switched off in %s: LMCache's server could not map the "
             "engine's KV", " and ".join(allocator),
         )  # fmt: skip
-    tools = observe_tools(os.environ)
-    chosen = kernel_environment(tools, os.environ)
+    nvcc, prebuilt = find_nvcc(os.environ) is not None, has_prebuilt_flashinfer()
+    chosen = kernel_environment(os.environ, nvcc=nvcc, prebuilt=prebuilt)
     os.environ.update(chosen)
     own = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") != "0"
-    if not (own or tools.nvcc or tools.prebuilt_flashinfer):
+    if not (own or nvcc or prebuilt):
         for module in attention_backends():
             # vLLM takes the next backend where one cannot be imported.
             cast(dict[str, Any], sys.modules).setdefault(module, None)
@@ -89,14 +73,6 @@ def attention_backends() -> set[str]:
     return {module for module in found if module.startswith("vllm.v1.attention.")}
 
 
-def observe_tools(environment: Mapping[str, str]) -> KernelTools:
-    return KernelTools(
-        nvcc=find_nvcc(environment) is not None,
-        prebuilt_flashinfer=importlib.util.find_spec(_PREBUILT_FLASHINFER) is not None,
-        programs=str(Path(sys.executable).parent),
-    )
-
-
 def find_nvcc(environment: Mapping[str, str]) -> Path | None:
     """Search for CUDA as PyTorch does; a ``CUDA_HOME`` without a compiler hides one on the path."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
@@ -106,19 +82,29 @@ def find_nvcc(environment: Mapping[str, str]) -> Path | None:
     return nvcc if os.access(nvcc, os.X_OK) else None
 
 
-def kernel_environment(tools: KernelTools, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set; those that the environment has stay as they are."""
+def has_prebuilt_flashinfer() -> bool:
+    return importlib.util.find_spec(_PREBUILT_FLASHINFER) is not None
+
+
+def kernel_environment(
+    environment: Mapping[str, str], *, nvcc: bool, prebuilt: bool
+) -> dict[str, str]:
+    """Return the variables to set; those that the environment has stay as they are.
+
+    ``nvcc`` is whether CUDA's compiler is found, and ``prebuilt`` whether FlashInfer's kernels are
+    installed.
+    """
     switches = {}
-    if not tools.prebuilt_flashinfer:
+    if not prebuilt:
         # Off with a compiler too: compiling needs nvcc, ninja and c++ of versions that go together.
         switches["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if not tools.nvcc:
+    if not nvcc:
         switches |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
     chosen = {name: value for name, value in switches.items() if name not in environment}
-    # Under `.venv/bin/conserve` the environment is not activated, so not on the path.
+    # What was installed with vLLM, `ninja` for one, is not on the path of `.venv/bin/conserve`.
     path = [folder for folder in environment.get("PATH", os.defpath).split(os.pathsep) if folder]
-    if tools.programs not in path:
-        chosen["PATH"] = os.pathsep.join([*path, tools.programs])
+    if (programs := str(Path(sys.executable).parent)) not in path:
+        chosen["PATH"] = os.pathsep.join([*path, programs])
     return chosen
 
 
@@ -133,20 +119,10 @@ def require_cuda_ops() -> None:
         importlib.import_module("torch")
         importlib.import_module("lmcache.cuda_ops")
     except ImportError as error:
-        pinned = _needed_torch()
-        needed = f"torch=={pinned}" if pinned else "the PyTorch that vLLM pins"
         here = version_of("torch") or "(not installed)"
         why = " ".join(str(error).split())
         raise RuntimeError(
             f"LMCache {version_of('lmcache')} cannot load its CUDA operations (lmcache.cuda_ops) "
             f"with PyTorch {here}: {why}. Without them KV may be read before it is written. "
-            f"Install {needed}, in its CUDA build"
+            "Install the PyTorch that vLLM pins, in its CUDA build (requirements-gpu.txt)"
         ) from None
-
-
-def _needed_torch() -> str | None:
-    # vLLM pins the PyTorch that it and LMCache's build were made for.
-    vllm = distribution_of("vllm")
-    requirements = (vllm and vllm.requires) or ()
-    pins = (re.match(r"torch\s*==\s*([0-9.]+)", requirement) for requirement in requirements)
-    return next((pin[1] for pin in pins if pin), None)

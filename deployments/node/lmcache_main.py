@@ -31,11 +31,7 @@ def say_nothing_of_short_prompts() -> None:
 
     LMCache logs them for a prompt shorter than a chunk, and for a turn that it was not asked about.
     """
-
-    def tells(record: logging.LogRecord) -> bool:
-        return "skipping touch" not in str(record.msg)
-
-    logging.getLogger(_LOOK_UPS).addFilter(tells)
+    logging.getLogger(_LOOK_UPS).addFilter(lambda one: "skipping touch" not in str(one.msg))
 
 
 def offer_health(app: Any) -> None:

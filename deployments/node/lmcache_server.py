@@ -90,14 +90,6 @@ def free_port(host: str, but: Collection[int] = ()) -> int:
     raise RuntimeError(f"no free port on {host} from {_OPEN_PORTS[0]} to {_OPEN_PORTS[-1]}")
 
 
-def new_node_cache(address: Address) -> NodeCache:
-    """Return how other nodes' servers know the next run of this one.
-
-    Its transfer port always changes: servers remember another's memory by that address.
-    """
-    return NodeCache(uuid.uuid4().hex, address.host, address.port, free_port(address.host))
-
-
 def require_nixl() -> None:
     """Raise `RuntimeError` if the library that moves KV between nodes is missing."""
     if importlib.util.find_spec(NIXL) is None:
@@ -105,68 +97,6 @@ def require_nixl() -> None:
             "KV cannot move between nodes: NIXL is not installed on this one. On every node: "
             "pip install '.[nodes]' in the repository (it needs no GPU); or set nodes=one."
         )
-
-
-def lmcache_command(
-    size_gb: float,
-    chunk_tokens: int,
-    address: Address,
-    cache: NodeCache | None = None,
-    directory_url: str | None = None,
-    *,
-    gpu: bool = True,
-    gpu_workers: int = 0,
-    disk: dict[str, int | str] | None = None,
-) -> list[str]:
-    """Return the LMCache server's command line.
-
-    Args:
-        cache: how other nodes' servers know it; None: it shares with none.
-        directory_url: where it learns of those.
-        gpu: whether it copies from and to GPUs. Otherwise engines copy, except with several nodes,
-            where KV is sent, as NIXL needs memory of another kind.
-        disk: what `deployments.node.disk` is given; None: there is none.
-    """
-    command = [
-        sys.executable, "-m", SERVER_MODULE, "server",
-        "--host", address.host,
-        "--port", str(address.port),
-        "--http-host", "127.0.0.1",
-        "--http-port", str(address.http_port),
-        "--l1-size-gb", str(size_gb),
-        "--eviction-policy", "LRU",
-        "--eviction-ratio", str(EVICTED_SHARE),
-        "--supported-transfer-mode", "auto",
-        "--chunk-size", str(chunk_tokens),
-        "--max-workers", str(THREADS),
-        "--worker-reap-timeout-seconds", str(REAP_TIMEOUT_S),
-        "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
-    ]  # fmt: skip
-    if gpu:
-        # Store layers with a window or a state apart from others.
-        command.append("--separate-object-groups")
-        # Each thread serves fixed workers; with fewer threads, copies of one wait for another's.
-        command += ["--max-gpu-workers", str(max(THREADS, gpu_workers))]
-    if disk is not None:
-        adapter = {"type": "plugin", "module_path": _DISK, "class_name": "DiskTier"}
-        command += ["--l2-adapter", json.dumps({**adapter, "adapter_params": disk})]
-        # What is loaded stays in host memory. By default eight slow loads stop all look-ups.
-        command += ["--l2-prefetch-policy", "retain", "--l2-prefetch-max-in-flight", "64"]
-    if cache is None:
-        return command if gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
-    assert directory_url is not None
-    return [
-        *command,
-        "--instance-id", cache.id,
-        "--coordinator-url", directory_url,
-        "--coordinator-advertise-ip", cache.host,
-        "--coordinator-heartbeat-interval", str(_DIRECTORY_PERIOD_S),
-        "--p2p-advertise-url", f"{cache.host}:{cache.transfer_port}",
-        "--p2p-transfer-engine", "nixl",
-        "--p2p-lookup-timeout", str(_LOOKUP_TIMEOUT_S),
-        "--p2p-load-timeout", str(TRANSFER_TIMEOUT_S),
-        "--l1-align-bytes", str(page_bytes(size_gb, shared=True)),
-    ]  # fmt: skip
 
 
 def lmcache_environment() -> dict[str, str]:
@@ -188,8 +118,9 @@ def lmcache_environment() -> dict[str, str]:
 class LMCacheServer:
     """Starts the server, watches it, and restarts it on the same address.
 
-    ``directory_url`` is where it learns of other nodes' servers (None: it shares with none), and
-    ``gpu_workers`` the most engines' workers on this node.
+    ``directory_url`` is where it learns of other nodes' servers (None: it shares with none).
+    ``gpu`` is whether it copies from and to GPUs, ``gpu_workers`` the most engines' workers on this
+    node, and ``disk`` what `deployments.node.disk` is given (None: there is none).
     """
 
     size_gb: float
@@ -208,6 +139,53 @@ class LMCacheServer:
     _started_s: float = 0.0
     # Since when another program has had one of its ports.
     _taken_since_s: float | None = None
+
+    def command(self) -> list[str]:
+        """Return the server's command line.
+
+        Without GPUs engines copy, except with several nodes, where KV is sent, as NIXL needs memory
+        of another kind.
+        """
+        command = [
+            sys.executable, "-m", SERVER_MODULE, "server",
+            "--host", self.address.host,
+            "--port", str(self.address.port),
+            "--http-host", "127.0.0.1",
+            "--http-port", str(self.address.http_port),
+            "--l1-size-gb", str(self.size_gb),
+            "--eviction-policy", "LRU",
+            "--eviction-ratio", str(EVICTED_SHARE),
+            "--supported-transfer-mode", "auto",
+            "--chunk-size", str(self.chunk_tokens),
+            "--max-workers", str(THREADS),
+            "--worker-reap-timeout-seconds", str(REAP_TIMEOUT_S),
+            "--worker-registration-grace-seconds", str(REAP_TIMEOUT_S),
+        ]  # fmt: skip
+        if self.gpu:
+            # Store layers with a window or a state apart from others.
+            command.append("--separate-object-groups")
+            # Each thread serves fixed workers; with fewer, copies of one wait for another's.
+            command += ["--max-gpu-workers", str(max(THREADS, self.gpu_workers))]
+        if self.disk is not None:
+            adapter = {"type": "plugin", "module_path": _DISK, "class_name": "DiskTier"}
+            command += ["--l2-adapter", json.dumps({**adapter, "adapter_params": self.disk})]
+            # What is loaded stays in host memory. By default eight slow loads stop all look-ups.
+            command += ["--l2-prefetch-policy", "retain", "--l2-prefetch-max-in-flight", "64"]
+        if (cache := self._cache) is None:
+            return command if self.gpu else [*command, "--no-l1-use-lazy", "--shm-name", OWN_POOL]
+        assert self.directory_url is not None
+        return [
+            *command,
+            "--instance-id", cache.id,
+            "--coordinator-url", self.directory_url,
+            "--coordinator-advertise-ip", cache.host,
+            "--coordinator-heartbeat-interval", str(_DIRECTORY_PERIOD_S),
+            "--p2p-advertise-url", f"{cache.host}:{cache.transfer_port}",
+            "--p2p-transfer-engine", "nixl",
+            "--p2p-lookup-timeout", str(_LOOKUP_TIMEOUT_S),
+            "--p2p-load-timeout", str(TRANSFER_TIMEOUT_S),
+            "--l1-align-bytes", str(page_bytes(self.size_gb, shared=True)),
+        ]  # fmt: skip
 
     @property
     def pid(self) -> int | None:
@@ -264,18 +242,13 @@ class LMCacheServer:
             self._taken_since_s = None
             self.restarts += 1
             self._started_s = time.monotonic()
-            self._cache = new_node_cache(self.address) if self.directory_url else None
+            if self.directory_url:
+                # The last port always changes: servers remember another's memory by that address.
+                host = self.address.host
+                own_id = uuid.uuid4().hex
+                self._cache = NodeCache(own_id, host, self.address.port, free_port(host))
             self._process = await asyncio.create_subprocess_exec(
-                *lmcache_command(
-                    self.size_gb,
-                    self.chunk_tokens,
-                    self.address,
-                    self._cache,
-                    self.directory_url,
-                    gpu=self.gpu,
-                    gpu_workers=self.gpu_workers,
-                    disk=self.disk,
-                ),
+                *self.command(),
                 env=lmcache_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 # The access log has a line for every health check.

@@ -4,15 +4,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from conserve.addons import TOOLS, addon, missing
-from conserve.errors import ApiError
+from conserve.addons import TOOLS, addon
 from conserve.settings import Settings
-
-_PATH = "/v1/conversations/{id:path}/environments"
 
 
 class RouterPart(Protocol):
@@ -57,23 +52,5 @@ def described() -> list[Described]:
 
 
 def parts(application: str, deployment: str, settings: Settings) -> list[RouterPart]:
-    """Return the add-on's part of a router; where it is not installed, a part that says so."""
     found: RouterAddon | None = addon(TOOLS)
-    return [Absent() if found is None else found.router_part(application, deployment, settings)]
-
-
-class Absent:
-    """Refuses the paths of an add-on that is not installed."""
-
-    def routes(self) -> list[Route]:
-        return [
-            Route(_PATH, self._refuse, methods=["GET", "POST"]),
-            Route(_PATH + "/{env}", self._refuse, methods=["GET", "DELETE"]),
-            Route(_PATH + "/{env}/run", self._refuse, methods=["POST"]),
-        ]
-
-    def beat(self) -> None: ...
-
-    async def _refuse(self, request: Request) -> Response:
-        what = missing("an environment for tools", TOOLS)
-        raise ApiError(404, what, "environments_disabled", final=True)
+    return [] if found is None else [found.router_part(application, deployment, settings)]

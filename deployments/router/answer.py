@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -122,7 +122,8 @@ class RelayedAnswer:
         self.effective = is_dialogue(self._path) and self._form.tool_call not in whole
         self.started = True
         length = (b"content-length", str(len(whole)).encode())
-        headers = [*own_headers, *_passed_on(response), length]
+        kind = (b"content-type", response.headers.get("Content-Type", "").encode())
+        headers = [*own_headers, kind, length]
         start = {"type": "http.response.start", "status": response.status, "headers": headers}
         await self._send(start)
         await self._send({"type": "http.response.body", "body": whole})
@@ -194,9 +195,3 @@ class RelayedAnswer:
             await refuse(error, own_headers, self._send, self._path)
         else:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _passed_on(response: aiohttp.ClientResponse) -> Iterable[tuple[bytes, bytes]]:
-    for name, value in response.raw_headers:
-        if name.lower() == b"content-type":
-            yield name.lower(), value

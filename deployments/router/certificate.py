@@ -3,14 +3,13 @@
 Connections keep the certificate that they began with.
 """
 
-import contextlib
 import logging
-import os
 import ssl
 import time
 from pathlib import Path
 
 from conserve.settings import Settings, SettingsError
+from conserve.tenants.keyfile import seen
 
 logger = logging.getLogger("ray.serve")
 
@@ -31,7 +30,7 @@ class Certificate:
 
     def __init__(self, files: tuple[str, str]) -> None:
         self._files = files
-        self._seen = _seen(files)
+        self._seen = [*map(seen, map(Path, files))]
         self.context = self._newest = read(files)
         self._looked_s = time.monotonic()
         # OpenSSL calls it for clients that name no server, too.
@@ -45,11 +44,11 @@ class Certificate:
         connection.context = self._newest
 
     def _look(self) -> None:
-        seen = _seen(self._files)
-        if seen == self._seen:
+        found = [*map(seen, map(Path, self._files))]
+        if found == self._seen:
             return
         # A bad one is logged once, and read again only when the files change again.
-        self._seen = seen
+        self._seen = found
         try:
             self._newest = read(self._files)
         except CertificateError as error:
@@ -80,7 +79,11 @@ def read(files: tuple[str, str]) -> ssl.SSLContext:
     try:
         context.load_cert_chain(cert_file, key_file, passphrase)
     except ssl.SSLError as error:
-        raise CertificateError(_explained(error, cert_file, key_file)) from None
+        if error.reason == "KEY_VALUES_MISMATCH":
+            why = f"tls.key_file: {key_file} is not the key of the certificate in {cert_file}"
+        else:
+            why = f"tls.cert_file: {cert_file} has no certificate in PEM, or {key_file} no key"
+        raise CertificateError(why) from None
     return context
 
 
@@ -91,23 +94,3 @@ def require_certificate(settings: Settings) -> None:
             read(settings.tls.files)
         except CertificateError as error:
             raise SettingsError(str(error)) from None
-
-
-def _explained(error: ssl.SSLError, cert_file: str, key_file: str) -> str:
-    if error.reason == "KEY_VALUES_MISMATCH":
-        return f"tls.key_file: {key_file} is not the key of the certificate in {cert_file}"
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert_file)
-    except ssl.SSLError:
-        return f"tls.cert_file: {cert_file} has no certificate in PEM"
-    return f"tls.key_file: {key_file} has no private key in PEM"
-
-
-def _seen(files: tuple[str, str]) -> list[tuple[int, int, int]]:
-    """Return what tells these files from others that Kubernetes or certbot put in their place."""
-    found = []
-    for file in files:
-        with contextlib.suppress(OSError):
-            status = os.stat(file)
-            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    return found

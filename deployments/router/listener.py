@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from deployments.event_loop import in_background
+from deployments.node.lmcache_server import refused
 
 logger = logging.getLogger("ray.serve")
 
@@ -134,11 +135,9 @@ def _bound(host: str, port: int, alone: bool) -> socket.socket:
     """Return a new socket; if ``alone``, no other router of the application may have the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if alone:
-            # Without SO_REUSEPORT, which would share it with any process of this user.
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, port))
+        # It is tried without SO_REUSEPORT, which would share it with any process of this user.
+        if alone and (why := refused(host, port)) is not None:
+            raise OSError(why, os.strerror(why))
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Routers share the port of a node; the kernel spreads connections over their sockets.

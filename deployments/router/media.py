@@ -308,8 +308,6 @@ async def fetched(url: str, where: str, domains: Iterable[str], budget: FetchBud
             return await _read(response, where, budget)
     except TimeoutError:
         raise unfit(where, f"could not be fetched within {_FETCH_S:g} s") from None
-    except NotPublic:
-        raise unfit(where, "is at an address that is not public") from None
     except aiohttp.ClientError as error:
         if isinstance(error.__cause__, NotPublic):
             raise unfit(where, "is at an address that is not public") from None

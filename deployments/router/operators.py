@@ -274,7 +274,8 @@ class Dashboard:
     """
 
     def __init__(self) -> None:
-        self._files = {name: _File(name) for name in ("index.html", *DASHBOARD_FILES)}
+        names = ("index.html", *DASHBOARD_FILES)
+        self._files = {name: (_FOLDER / name).read_bytes() for name in names}
 
     def routes(self) -> list[Route]:
         """Return the page's paths."""
@@ -289,17 +290,10 @@ class Dashboard:
         if name == "index.html" and request.scope.get("raw_path", b"").endswith(b"/"):
             # The page's links lead from the path without a slash, whatever a proxy puts before it.
             return RedirectResponse(f"..{DASHBOARD}")
-        return self._files[name].answer(request.headers.get("if-none-match", ""))
-
-
-class _File:
-    def __init__(self, name: str) -> None:
-        self._content = (_FOLDER / name).read_bytes()
-        self._type = _TYPES[name.rpartition(".")[2]]
-        self._tag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
-
-    def answer(self, known: str) -> Response:
-        headers = {**_HEADERS, "etag": self._tag}
-        if self._tag in (one.strip().removeprefix("W/") for one in known.split(",")):
+        content, kind = self._files[name], _TYPES[name.rpartition(".")[2]]
+        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        headers = {**_HEADERS, "etag": tag}
+        known = request.headers.get("if-none-match", "").split(",")
+        if tag in (one.strip().removeprefix("W/") for one in known):
             return Response(status_code=304, headers=headers)
-        return Response(self._content, media_type=self._type, headers=headers)
+        return Response(content, media_type=kind, headers=headers)

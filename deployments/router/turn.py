@@ -23,7 +23,7 @@ from conserve.hints import Hints
 from conserve.settings import Settings
 from conserve.turn import Outcome, TurnStats
 from deployments.event_loop import in_background
-from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan, TurnTenant
+from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan
 from deployments.router.access import tenant_of
 from deployments.router.answer import (
     AnsweredWithError,
@@ -357,7 +357,8 @@ class Turn:
             next(self._numbers),
             asked.explicit_id,
             chain,
-            self._limited,
+            # Once it has been let in, it has kept its tenant's limits.
+            None if self._let_in else asked.tenant,
             self._history_id,
             self._hints,
             attempt.refused_by,
@@ -371,11 +372,6 @@ class Turn:
     @property
     def _hints(self) -> Hints | None:
         return self._request.hints if self._request.hints != Hints() else None
-
-    @property
-    def _limited(self) -> TurnTenant | None:
-        """The tenant whose limits the turn has to keep: None once it has been let in."""
-        return None if self._let_in else self._request.tenant
 
     async def _count(self, url: str, engine_id: str) -> CountedPrompt:
         try:

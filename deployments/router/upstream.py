@@ -152,7 +152,11 @@ class Upstream:
                 f"no connection within {_CONNECT_TIMEOUT_S:g} s", had_request=False
             ) from error
         except aiohttp.ServerTimeoutError as error:
-            raise _silent(self._silence_s) from error
+            raise ApiError(
+                504,
+                f"the engine was silent for {self._silence_s:g} s; the turn was given up",
+                "timeout",
+            ) from error
         except aiohttp.ClientError as error:
             made = not isinstance(error, aiohttp.ClientConnectorError)
             raise EngineUnreachable(f"{type(error).__name__}: {error}", had_request=made) from error
@@ -196,12 +200,6 @@ def error_of_event(event: bytes) -> ApiError | None:
     except (ValueError, LookupError, TypeError):
         return None
     return from_engine(status, body) if isinstance(status, int) else None
-
-
-def _silent(silence_s: float) -> ApiError:
-    return ApiError(
-        504, f"the engine was silent for {silence_s:g} s; the turn was given up", "timeout"
-    )
 
 
 END_OF_EVENT = b"\n\n"

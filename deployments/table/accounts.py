@@ -28,10 +28,7 @@ from hetero.energy import EnergyBook, EngineEnergy
 
 # Names in the event of a turn's end, and of the record's fields.
 _AT_END = (
-    ("prompt_tokens", "prompt_tokens"),
-    ("cached_tokens", "decoder_cached_tokens"),
-    ("loaded_tokens", "lmcache_tokens"),
-    ("output_tokens", "output_tokens"),
+    *lines.COMPUTED,
     ("engine_wait_s", "engine_wait_s"),
     ("engine_wait_for", "engine_wait_for"),
     ("kept_tokens", "kept_tokens"),

@@ -126,7 +126,7 @@ _SERVED = (
     ("latency_s", "latency_s"),
     ("ttft_s", "ttft_s"),
 )
-_COMPUTED = (
+COMPUTED = (
     ("prompt_tokens", "prompt_tokens"),
     ("cached_tokens", "decoder_cached_tokens"),
     ("loaded_tokens", "lmcache_tokens"),
@@ -147,7 +147,7 @@ def turn_fields(turn: TurnKey | None, stats: TurnStats) -> dict[str, Any]:
     if stats.tenant is not None:
         fields["tenant"] = stats.tenant
     if stats.prompt_tokens:
-        fields |= {name: getattr(stats, field) for name, field in _COMPUTED}
+        fields |= {name: getattr(stats, field) for name, field in COMPUTED}
     fields["why"] = stats.why
     return {
         name: round(value, 4) if isinstance(value, float) else value

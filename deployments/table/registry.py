@@ -6,7 +6,6 @@ from urllib.parse import urlsplit
 
 from conserve.conversations import ConversationTable
 from conserve.encoders import Encoder
-from conserve.history import History
 from conserve.holdings import Parked
 from conserve.placement.load import EngineLoad
 from conserve.wire import BEAT_S, SILENCE_S, Role, StartPhase
@@ -157,12 +156,8 @@ class Registry:
 
     # --- what decoders are told --------------------------------------------------------------
 
-    def note_ended(self, history: History) -> None:
-        """Have a history's decoder told, with its next beat, that the history has ended."""
-        if history.home is not None:
-            self.note_forgotten(history.home, history.id, history.incarnation)
-
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
+        """Have a decoder told, with its next beat, to forget a history."""
         decoder = self.engines.get(decoder_id)
         if decoder is not None and decoder.info.hosts:
             decoder.ended.append((history_id, incarnation))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -51,7 +52,7 @@ class TenantGate:
 
     table: ConversationTable
     queue: Queue
-    _arriving: dict[str, int] = field(default_factory=dict)
+    _arriving: Counter[str] = field(default_factory=Counter)
     _pending: dict[str, set[PendingTurn]] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -60,7 +61,7 @@ class TenantGate:
         if tenant is None:
             yield
             return
-        self._arriving[tenant.name] = self._arriving.get(tenant.name, 0) + 1
+        self._arriving[tenant.name] += 1
         try:
             yield
         finally:
@@ -83,7 +84,7 @@ class TenantGate:
         if tenant is None or tenant.limits.turns is None:
             return None
         turns = self.table.usage.tenant(tenant.name).turns
-        turns += self._arriving.get(tenant.name, 0) + len(self._unbound(tenant.name))
+        turns += self._arriving[tenant.name] + len(self._unbound(tenant.name))
         if turns < tenant.limits.turns:
             return None
         return Over("turns", tenant.limits.turns, _TURN_S)
@@ -200,4 +201,5 @@ class Room:
     def has_ended(self, history: History, reason: str) -> None:
         """Note that a conversation has ended, and have its decoder told."""
         self.accounts.ended(history, reason)
-        self.registry.note_ended(history)
+        if history.home is not None:
+            self.registry.note_forgotten(history.home, history.id, history.incarnation)

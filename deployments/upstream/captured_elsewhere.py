@@ -27,7 +27,6 @@ def capture_where_it_runs() -> None:
 
 PATCH = Patch(
     name="captured_elsewhere",
-    package="vllm",
     seams=(
         *of("vllm.distributed.parallel_state", "graph_capture GraphCaptureContext"),
         "vllm.utils.torch_utils:current_stream",

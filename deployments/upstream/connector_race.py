@@ -30,7 +30,6 @@ def keep_what_is_registered() -> None:
 
 PATCH = Patch(
     name="connector_race",
-    package="ray",
     seams=of("ray.llm._internal.serve.utils.registry:ComponentRegistry", "register contains"),
     why="of replicas that start together, one fails to load and starts again",
     upstream="not reported: _initialize_registry (kv_transfer/factory.py) looks, then registers",

@@ -68,7 +68,6 @@ _ASYNC = (
 )
 PATCH = Patch(
     name="copies_in_steps",
-    package="lmcache",
     seams=(
         "lmcache.v1.multiprocess.transfer_context.worker_transfer:_build_engine_driven_context",
         *of(
@@ -81,5 +80,4 @@ PATCH = Patch(
     upstream="LMCache/LMCache#4069 (its context only; not that a CPU's stores block the step)",
     process="connector",
     device="cpu",
-    apply=apply,
 )

@@ -164,7 +164,6 @@ _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 
 PATCH = Patch(
     name="cut_calls",
-    package="vllm",
     seams=(
         *of(_CHAT, "_make_parser chat_completion_full_generator"),
         *of(_RESPONSES, "_make_response_parser responses_full_generator"),
@@ -175,5 +174,4 @@ PATCH = Patch(
     why="clients run half a call, or are shown the model's own marks of one",
     upstream="vllm-project/vllm#58228 and #47903",
     process="server",
-    apply=apply,
 )

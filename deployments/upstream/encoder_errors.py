@@ -93,7 +93,6 @@ def _zeros(runner: Any, tokens: int, width: int | None) -> Any:
 _NEWER = "vllm.v1.worker.gpu"
 PATCH = Patch(
     name="encoder_errors",
-    package="vllm",
     seams=(
         *of(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner",

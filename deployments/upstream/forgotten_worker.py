@@ -43,7 +43,6 @@ def apply() -> None:
 
 PATCH = Patch(
     name="forgotten_worker",
-    package="lmcache",
     seams=of(
         "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread",
         "_execute _health_event _instance_id _recover_callback",
@@ -51,5 +50,4 @@ PATCH = Patch(
     why="an engine that was stopped for half a minute stores and loads no KV until it is restarted",
     upstream="LMCache/LMCache#4642 and PR #4687 (restarts of servers; they lack reaped workers)",
     process="connector",
-    apply=apply,
 )

@@ -53,7 +53,6 @@ def _patient(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCH = Patch(
     name="hasty_client",
-    package="lmcache",
     seams=(
         "lmcache.integration.vllm.vllm_multi_process_adapter:send_ping",
         "lmcache.integration.vllm.vllm_multi_process_adapter:HeartbeatThread._execute",
@@ -63,5 +62,4 @@ PATCH = Patch(
     why="a busy server counts as dead, so prompts are computed again; on a GPU, also wrong answers",
     upstream="not reported: options for the timeouts of HeartbeatThread's ping, and of registering",
     process="connector",
-    apply=apply,
 )

@@ -52,8 +52,6 @@ def _wait(snapshot: Any, needed_bytes: int) -> None:
     while snapshot.free_memory < needed_bytes and time.monotonic() - since_s < TIMEOUT_S:
         time.sleep(_LOOKS_EVERY_S)
         snapshot.measure()
-    logger.warning("%s is free after %.0f s", _gib(snapshot.free_memory),
-                   time.monotonic() - since_s)  # fmt: skip
 
 
 def _gib(size_bytes: int) -> str:
@@ -62,11 +60,9 @@ def _gib(size_bytes: int) -> str:
 
 PATCH = Patch(
     name="impatient_memory_check",
-    package="vllm",
     seams=("vllm.v1.worker.utils:request_memory", "vllm.utils.mem_utils:MemorySnapshot.measure"),
     why="an engine that replaces a killed one fails for lack of GPU memory until LMCache misses it",
     upstream="LMCache#3206 (its cause); not reported: request_memory could wait some seconds",
     process="engine",
     device="cuda",
-    apply=apply,
 )

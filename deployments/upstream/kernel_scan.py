@@ -24,11 +24,9 @@ def _members(value: object) -> Any:
 
 PATCH = Patch(
     name="kernel_scan",
-    package="vllm",
     seams=("vllm.triton_utils.dispatcher:_rebind_kernels",),
     why="an engine on a CPU ends at its start where llvmlite is loaded before vLLM's kernels",
     upstream="not reported: _rebind_kernels fails on llvmlite.binding.ffi.lib, imported before",
     process="engine",
     device="cpu",
-    apply=apply,
 )

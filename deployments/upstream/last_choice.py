@@ -56,10 +56,8 @@ def _loaded(kv: dict[str, Any]) -> int:
 
 PATCH = Patch(
     name="last_choice",
-    package="vllm",
     seams=of("vllm.v1.engine.output_processor:RequestState", "make_request_output parent_req"),
     why="a turn of several choices counts KV as computed that one of them has loaded",
     upstream="not reported: with n>1 RequestOutput.add() overwrites transfer parameters, with None",
     process="server",
-    apply=apply,
 )

@@ -44,7 +44,6 @@ def _is_unset(tool: Any) -> bool:
 
 PATCH = Patch(
     name="loose_forced_calls",
-    package="vllm",
     seams=(
         "vllm.tool_parsers.structural_tag_registry:resolve_tool_strictness",
         "vllm.tool_parsers.structural_tag_registry:_with_tool_strict",
@@ -56,5 +55,4 @@ PATCH = Patch(
     why="a forced call's arguments may be any JSON, and no object that fits the tool's schema",
     upstream="not reported: PR 56268 made absent `strict` mean false for forced calls, too",
     process="server",
-    apply=apply,
 )

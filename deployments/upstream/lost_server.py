@@ -58,7 +58,6 @@ def fail_fast(client: Any, healthy: threading.Event) -> Connection:
 _CLIENT = "lmcache.v1.multiprocess.transport.zmq_impl"
 PATCH = Patch(
     name="lost_server",
-    package="lmcache",
     seams=(
         *of(f"{_CLIENT}.mq:MessageQueueClient", "submit_request cancel_streams pending_futures"),
         f"{_CLIENT}.client:ZmqMultiprocessClient._message_queue_client",

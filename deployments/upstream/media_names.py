@@ -34,7 +34,6 @@ def _named(parse: Callable[..., Any], renamed: Callable[[str], str]) -> Callable
 
 PATCH = Patch(
     name="media_names",
-    package="vllm",
     seams=of("vllm.renderers.chat_utils:AsyncMultiModalContentParser", " ".join(_METHODS)),
     why="each turn decodes and hashes its history's images, which the node's cache does not know",
     upstream="not reported: Messages and Responses ignore an image's uuid, unlike Chat Completions",

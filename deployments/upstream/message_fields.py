@@ -68,7 +68,6 @@ def _renamed(block: Any) -> Any:
 
 PATCH = Patch(
     name="message_fields",
-    package="vllm",
     seams=of(
         "vllm.entrypoints.anthropic.serving",
         "AnthropicMessagesResponse AnthropicMessagesResponse.stop_sequence "
@@ -78,5 +77,4 @@ PATCH = Patch(
     why="strict clients of Anthropic's miss fields, refuse ids, and look for calls that are not",
     upstream="not reported: /v1/messages's ids, null stop_sequence, max_tokens: 0",
     process="server",
-    apply=apply,
 )

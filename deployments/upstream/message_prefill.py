@@ -78,7 +78,6 @@ def _ends_with(text: str, prompt: Any, renderer: Any) -> bool:
 
 PATCH = Patch(
     name="message_prefill",
-    package="vllm",
     seams=(
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.to_chat_completion_request",
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.render_chat_request",
@@ -86,5 +85,4 @@ PATCH = Patch(
     why="a message that a client has begun is closed, and the model begins another",
     upstream="not reported: /v1/messages renders a trailing assistant message as a finished turn",
     process="server",
-    apply=apply,
 )

@@ -63,7 +63,6 @@ def _with(chunk: str, details: Any) -> str:
 
 PATCH = Patch(
     name="message_start",
-    package="vllm",
     seams=(
         "vllm.entrypoints.anthropic.serving:"
         "AnthropicServingMessages.chat_completion_stream_generator",
@@ -72,5 +71,4 @@ PATCH = Patch(
     why="a stream's first event counts the whole prompt as computed, its last one does not",
     upstream="vllm-project/vllm#45079 (#40912 did the last event)",
     process="server",
-    apply=apply,
 )

@@ -26,7 +26,7 @@ def offer() -> str:
     return f"{_PREFIX}{pid}-{file}"
 
 
-def accept() -> None:
+def apply() -> None:
     """Have this engine's worker find the pool."""
     from lmcache.v1.multiprocess.transfer_context import shm
 
@@ -48,7 +48,6 @@ class KVPool(UnnamedMemory):
 
 PATCH = Patch(
     name="named_pool",
-    package="lmcache",
     seams=(
         *of("lmcache.v1.platform.torch_ops.mem_alloc", "shared_memory alloc_shm_pinned_ptr"),
         "lmcache.v1.multiprocess.server:shutil",
@@ -58,5 +57,4 @@ PATCH = Patch(
     upstream="not reported: (near: LMCache/LMCache#4197) memfd_create for alloc_shm_pinned_ptr",
     process="connector",
     device="cpu",
-    apply=accept,
 )

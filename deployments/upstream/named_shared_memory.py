@@ -28,7 +28,6 @@ def apply() -> None:
 
 PATCH = Patch(
     name="named_shared_memory",
-    package="vllm",
     seams=(
         *of(
             "vllm.distributed.device_communicators.shm_broadcast",
@@ -40,5 +39,4 @@ PATCH = Patch(
     "engine starts on a GPU in a container with the usual 64 MB there",
     upstream="not reported: ShmRingBuffer could use memfd_create, and /proc/<pid>/fd/<n> as name",
     process="engine",
-    apply=apply,
 )

@@ -45,7 +45,6 @@ def find_on_loopback(address: str) -> str | None:
 
 PATCH = Patch(
     name="outer_address",
-    package="ray",
     seams=(
         "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
         "ray._private.services:get_node_ip_address",

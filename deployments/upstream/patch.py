@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,31 +37,35 @@ class PatchError(RuntimeError):
 class Patch:
     """A change to another project, or a use of its internals.
 
+    Its file's function `apply` changes a process. Where there is none, the part of the product that
+    reaches for the seams calls `require` before.
+
     Attributes:
         name: its file's name, which names the fault or the limit.
-        package: the project that it changes; `VERSIONS` has the releases.
-        seams: what it replaces, wraps or reads there, as ``module:Class.method``; also attributes
-            that only instances have.
+        seams: what it replaces, wraps or reads, as ``module:Class.method``; also attributes that
+            only instances have. The first one is of the project that it changes.
         why: what a user would notice without it.
         upstream: the issue or pull request, or a report that could be filed.
         ends: how to see that it is no longer needed. Empty: its first test fails.
         process: where it is applied.
         device: the engines that need it; None: all.
-        apply: changes this process. None: the part of the product that reaches for the seams
-            calls `require` before.
         without: the setting that does without it, for the error; empty if there is none.
     """
 
     name: str
-    package: str
     seams: tuple[str, ...]
     why: str
     upstream: str
     process: Process
     ends: str = ""
     device: Device | None = None
-    apply: Callable[[], None] | None = None
     without: str = ""
+
+    @property
+    def package(self) -> str:
+        """Return the project that it changes; `VERSIONS` has the releases."""
+        (package,) = re.findall(r"^[a-z]+", self.seams[0])
+        return str(package)
 
     @property
     def versions(self) -> str:

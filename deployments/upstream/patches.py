@@ -2,6 +2,7 @@
 
 import importlib
 from functools import cache
+from typing import Any
 
 from deployments.upstream.patch import Patch, Process, require
 from deployments.upstream.seams import seams
@@ -21,10 +22,13 @@ _applied: set[str] = set()
 
 
 @cache
+def files() -> tuple[Any, ...]:
+    """Return the files of all patches, and load nothing of the projects that they change."""
+    return tuple(importlib.import_module(f"{__package__}.{name}") for name in FILES)
+
+
 def patches() -> tuple[Patch, ...]:
-    """Return all records, and load nothing of the projects that they change."""
-    files = (importlib.import_module(f"{__package__}.{name}") for name in FILES)
-    return (*(file.PATCH for file in files), *seams().values())
+    return (*(file.PATCH for file in files()), *seams().values())
 
 
 def apply_patches(process: Process) -> None:
@@ -33,12 +37,13 @@ def apply_patches(process: Process) -> None:
     Raises:
         PatchError: another project is not as a patch expects it.
     """
-    for patch in patches():
-        if patch.process != process or patch.apply is None or patch.name in _applied:
+    for file in files():
+        patch: Patch = file.PATCH
+        if patch.process != process or not hasattr(file, "apply") or patch.name in _applied:
             continue
         if _is_for_this(patch):
             require(patch)
-            patch.apply()
+            file.apply()
         _applied.add(patch.name)
 
 

@@ -22,10 +22,8 @@ def apply() -> None:
 
 PATCH = Patch(
     name="polling_for_copies",
-    package="lmcache",
     seams=("lmcache.v1.multiprocess.native_completion:DeviceHostFuncDispatcher.__init__",),
     why="an idle LMCache server without a GPU wakes up 200 times a second",
     upstream="not reported: DeviceHostFuncDispatcher polls every 5 ms without an accelerator",
     process="lmcache",
-    apply=apply,
 )

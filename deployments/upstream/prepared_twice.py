@@ -37,7 +37,6 @@ def prepare_once(renderer: Any) -> None:
 
 PATCH = Patch(
     name="prepared_twice",
-    package="vllm",
     seams=(
         *of("vllm.renderers.base:BaseRenderer", "_mm_processor_cache _mm_processor_only_cache"),
         *of(

@@ -64,7 +64,6 @@ def _judge_tokens(self: Any, tokenizer: Any, tokens: Any) -> Any:
 
 PATCH = Patch(
     name="prompt_lengths",
-    package="vllm",
     seams=of(
         "vllm.renderers.params:TokenizeParams",
         "__post_init__ get_encode_kwargs _token_len_check max_truncation_tokens",
@@ -72,5 +71,4 @@ PATCH = Patch(
     why="clients that compact a history are not told how long it is, or get hardly any output",
     upstream="not reported: _token_len_check could refuse, and name the length (near: vllm#42474)",
     process="server",
-    apply=apply,
 )

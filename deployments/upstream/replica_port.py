@@ -24,10 +24,8 @@ def apply() -> None:
 
 PATCH = Patch(
     name="replica_port",
-    package="ray",
     seams=("ray.serve._private.replica:add_port_to_grpc_server",),
     why="each replica has a port that is open to the network, though Ray listens on loopback",
     upstream="not reported: Replica._on_initialized binds [::]:0 (near: ray-project/ray#64544)",
     process="ray",
-    apply=apply,
 )

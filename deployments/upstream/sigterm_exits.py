@@ -25,7 +25,6 @@ def at_sigterm(told: Callable[[], Any]) -> None:
 
 PATCH = Patch(
     name="sigterm_exits",
-    package="ray",
     seams=of("ray._private.worker", "raise_sys_exit_with_custom_error_message Worker.main_loop"),
     why="a signal to a router's process cuts its clients' streams",
     upstream="not reported: let actors handle SIGTERM by themselves (near: ray-project/ray#15282)",

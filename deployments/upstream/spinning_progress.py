@@ -33,7 +33,6 @@ def sleep_when_idle() -> None:
 
 PATCH = Patch(
     name="spinning_progress",
-    package="nixl",
     seams=("nixl_cu12._api:nixl_agent.__init__", "nixl_cu12._bindings:nixlAgentConfig.pthrDelay"),
     why="with several nodes, an idle LMCache server takes a whole core",
     upstream="not reported: nixl_agent.__init__ (ai-dynamo/nixl) hard-codes pthrDelay = 0",

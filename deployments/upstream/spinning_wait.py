@@ -23,20 +23,14 @@ def apply() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or int(os.environ.get(WAITING, "0")) > usable_cpus():
-        shm_broadcast.sched_yield = _nap
-
-
-def _nap() -> None:
-    time.sleep(_NAP_S)
+        shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
 
 
 PATCH = Patch(
     name="spinning_wait",
-    package="vllm",
     seams=("vllm.distributed.device_communicators.shm_broadcast:sched_yield",),
     why="processes that wait for each other take the cores that the model computes on",
     upstream="vllm#19036, vllm PR #52814 (VLLM_SHM_BROADCAST_BUSY_LOOP_S)",
     process="engine",
     ends="a variable of vLLM's bounds how long SpinCondition spins",
-    apply=apply,
 )

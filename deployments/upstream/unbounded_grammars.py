@@ -51,7 +51,6 @@ class _Judged:
 
 PATCH = Patch(
     name="unbounded_grammars",
-    package="vllm",
     seams=("vllm.v1.structured_output.backend_xgrammar:xgr",),
     why="one request's schema holds up all streams of its engine, for as long as it takes",
     upstream="vllm#54003, vllm#17313 (compile grammars off the event loop, within bounds)",

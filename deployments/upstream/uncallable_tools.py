@@ -136,7 +136,6 @@ async def _generated(
 _PARSER = "vllm.parser.abstract_parser:DelegatingParser"
 PATCH = Patch(
     name="uncallable_tools",
-    package="vllm",
     seams=(
         *of(_PARSER, "_apply_structural_tag extract_tool_calls extract_tool_calls_streaming"),
         "vllm.tool_parsers:ToolParserManager.tool_parsers",
@@ -146,5 +145,4 @@ PATCH = Patch(
     why="a model cannot call tools where the request gives its answer a format",
     upstream="vllm-project/vllm#39929 and #16313",
     process="server",
-    apply=apply,
 )

@@ -29,7 +29,6 @@ def apply() -> None:
 _MODULE = "lmcache.v1.multiprocess.modules.engine_driven_transfer:EngineDrivenTransferModule"
 PATCH = Patch(
     name="unfinished_copies",
-    package="lmcache",
     seams=(
         *of(_MODULE, "_release_entry _pending_shm_writes _pending_shm_lock"),
         *of("lmcache.v1.distributed.storage_manager", "StorageManager._l1_manager _L1_WRITE_TAG"),
@@ -38,5 +37,4 @@ PATCH = Patch(
     why="wrong answers, after an engine on a CPU was killed while it stored a prompt",
     upstream="LMCache/LMCache PR #4068 (open; its third point is this)",
     process="lmcache",
-    apply=apply,
 )

@@ -20,7 +20,6 @@ def offer(name: str, obey: Callable[[Any, Any], Any]) -> None:
 
 PATCH = Patch(
     name="unreachable_scheduler",
-    package="vllm",
     seams=(
         "vllm.v1.engine.core:EngineCoreProc._handle_client_request",
         "vllm.v1.engine.core:EngineCore.scheduler",

@@ -41,12 +41,10 @@ def apply() -> None:
 
 PATCH = Patch(
     name="zeroed_kv",
-    package="vllm",
     seams=("vllm.v1.worker.utils:allocate_kv_cache",),
     why="an engine on a CPU starts later, half a second for each GiB, and takes memory for KV that "
     "it never has",
     upstream="not reported: on a CPU, allocate_kv_cache could map memory, which reads as zeros",
     process="engine",
     device="cpu",
-    apply=apply,
 )

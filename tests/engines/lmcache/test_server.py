@@ -26,8 +26,8 @@ from deployments.kv_identity import KV_SETTINGS, cache_name, of_settings
 from deployments.node.lmcache_main import HEALTH_PATH
 from deployments.node.lmcache_server import (
     Address,
+    LMCacheServer,
     free_port,
-    lmcache_command,
     lmcache_environment,
 )
 from tests.engines.lmcache import engine as bare_engine
@@ -138,7 +138,7 @@ def server(machine_alone: None, request: pytest.FixtureRequest) -> Iterator[Serv
     address = Address("127.0.0.1", free_port("127.0.0.1"), free_port("127.0.0.1"))
     before = set(_SHARED.iterdir())
     process = subprocess.Popen(
-        lmcache_command(size_gb, CHUNK_TOKENS, address, gpu=False),
+        LMCacheServer(size_gb, CHUNK_TOKENS, address, gpu=False).command(),
         env=lmcache_environment(), stdout=subprocess.DEVNULL,
     )  # fmt: skip
     server = Server(address, [])

@@ -111,13 +111,13 @@ def test_empty_is_absent(source: Source, empty: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
-    [(0, "a number"), (False, "a boolean"), ([], "an array"), ({"id": "x"}, "an object")],
+    ("value", "kind"), [(0, "int"), (False, "bool"), ([], "list"), ({"id": "x"}, "dict")]
 )
 def test_body_field_must_be_a_string(value: object, kind: str) -> None:
     error = refusal(OWN_FIELD, value)
     assert error.source == "conversation_id"
-    assert f"conversation_id must be a string of at most 256 characters, not {kind}" in str(error)
+    assert str(error).startswith("conversation_id must be a string of at most 256 printable ASCII")
+    assert f"({kind})" in str(error)
 
 
 @pytest.mark.parametrize("source", STRICT, ids=named)
@@ -129,24 +129,24 @@ def test_length_limit(source: Source) -> None:
     assert error.source == source.name
     assert source.name in str(error)
     assert "257 characters" in str(error)
-    assert "limit is 256" in str(error)
+    assert "at most 256" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    ("value", "shown"),
     [
-        ("a\nb", "control character U+000A at position 2"),
-        ("a\x00", "control character U+0000 at position 2"),
-        ("\x7fa", "control character U+007F at position 1"),
-        ("caf\xe9", "non-ASCII character U+00E9 at position 4"),
-        ("\ud83d", "non-ASCII character U+D83D at position 1"),
+        ("a\nb", r'"a\nb"'),
+        ("a\x00", r'"a\x00"'),
+        ("\x7fa", r'"\x7fa"'),
+        ("caf\xe9", r'"caf\xe9"'),
+        ("\ud83d", r'"\ud83d"'),
     ],
 )
 @pytest.mark.parametrize("source", [SOURCES[0], OWN_FIELD], ids=named)
-def test_only_printable_ascii(source: Source, value: str, problem: str) -> None:
+def test_only_printable_ascii(source: Source, value: str, shown: str) -> None:
     error = refusal(source, value)
     assert error.source == source.name
-    assert problem in str(error)
+    assert shown in str(error)
     assert "256 printable ASCII" in str(error)
 
 
@@ -154,7 +154,7 @@ def test_only_printable_ascii(source: Source, value: str, problem: str) -> None:
 @pytest.mark.parametrize("value", [".", "..", " .. "])
 def test_an_id_that_no_url_can_hold_is_refused(source: Source, value: str) -> None:
     """`DELETE /v1/conversations/..` becomes `DELETE /v1` before it is sent."""
-    assert "must not be" in str(refusal(source, value))
+    assert "neither . nor .." in str(refusal(source, value))
     assert ask(source, "...") == "..."
 
 

@@ -406,4 +406,4 @@ def test_a_certificate_makes_the_address_https(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_lane_is_for_decoders_with_one_worker_and_may_have_sm_slots(line: str) -> None:
-    assert load(given(f"{_LANE} {line}")).prefill_lane
+    assert "lane" in load(given(f"{_LANE} {line}")).mechanisms

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,7 +160,7 @@ def test_rays_store_fits_a_container(
     monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(building.serve, "start", lambda **_: None)
     monkeypatch.setattr(building, "start_on_loopback", lambda: None)
-    monkeypatch.setattr(building, "_shm_bytes", lambda: shm_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=shm_bytes))
     building.start_ray(load({"device": "cpu"}))
     assert sorted(tmp_path.glob("session_*")) == [sessions[1], *sessions[3:]]
     assert (sessions[-1] / "conserve.lock").exists()

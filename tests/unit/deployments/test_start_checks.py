@@ -83,15 +83,6 @@ def test_a_model_that_lacks_files(
     assert line.endswith("; download it anew")
 
 
-def test_a_file_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As root, everything may be read.
-    closed = model / "model-1.safetensors"
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed)
-    assert refused(model=str(model)) == [
-        f"model: this user may not read {closed}; change its owner or its mode"
-    ]
-
-
 # --- Ports ----------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def test_a_full_line_refuses_and_says_when_to_come_again() -> None:
     admission = Admission(table, 1, 60)
     admission.enter("holds", 100, 0.0)
     admission.enter("waits", 100, 10.0)
-    with pytest.raises(QueueFull, match="1 conversation waits for room already") as refused:
+    with pytest.raises(QueueFull, match="the queue is full") as refused:
         admission.enter("late", 100, 40.0)
     assert refused.value.retry_after_s == 31
     assert "late" not in table

@@ -5,6 +5,7 @@ more.
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,10 @@ SERVED = (0, 100, 400)
 
 def a_queue(limit: int = 1024) -> Queue:
     return Queue(limit, 1e9, Levels(FIRST_TOKENS, GROWTH, LEVELS, RISE_S))
+
+
+def ticket_of(history_id: str, tokens: int, now_s: float, **more: Any) -> Ticket:
+    return Ticket(history_id, tokens, now_s, now_s, **more)
 
 
 def keys(queue: Queue, now_s: float) -> list[str]:
@@ -40,10 +45,10 @@ def by_the_rule(tickets: list[Ticket], now_s: float) -> list[str]:
 
 def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:
     queue = a_queue()
-    old = queue.join("old", 10, 0.0, served_tokens=5000)
-    queue.join("at ten", 10, 10.0, served_tokens=150)
+    old = queue.join(ticket_of("old", 10, 0.0, served_tokens=5000))
+    queue.join(ticket_of("at ten", 10, 10.0, served_tokens=150))
     assert keys(queue, 10.0) == ["old", "at ten"]
-    young = queue.join("at fifteen", 10, 15.0)
+    young = queue.join(ticket_of("at fifteen", 10, 15.0))
     assert keys(queue, 19.9) == ["at fifteen", "old", "at ten"]
     # In a level who came first goes first, wherever it began.
     assert keys(queue, 20.0) == ["old", "at ten", "at fifteen"]
@@ -56,10 +61,10 @@ def test_waiting_lets_rise_and_in_the_end_nobody_overtakes() -> None:
 
 def test_what_is_warm_comes_aged_and_rises_no_further() -> None:
     queue = a_queue()
-    queue.join("old", 10, 0.0)
-    queue.join("warm", 10, 5.0, served_tokens=5000, warm=True)
-    queue.join("young", 10, 6.0)
-    queue.join("warm too", 10, 12.0, warm=True)
+    queue.join(ticket_of("old", 10, 0.0))
+    queue.join(ticket_of("warm", 10, 5.0, served_tokens=5000, warm=True))
+    queue.join(ticket_of("young", 10, 6.0))
+    queue.join(ticket_of("warm too", 10, 12.0, warm=True))
     for now_s in (12.0, 16.0, 60.0):
         assert keys(queue, now_s) == ["warm", "old", "warm too", "young"]
 
@@ -81,7 +86,7 @@ def test_the_order_is_the_rule_s_at_any_time(steps: list[tuple[str, float, int, 
     for number, (what, after_s, served, pick) in enumerate(steps):
         now_s += after_s
         if what == "join":
-            waiting.append(queue.join(f"c{number}", 1, now_s, served_tokens=served))
+            waiting.append(queue.join(ticket_of(f"c{number}", 1, now_s, served_tokens=served)))
         elif waiting:
             queue.leave(waiting.pop(pick % len(waiting)).history_id, went=bool(pick % 2))
         assert keys(queue, now_s) == by_the_rule(waiting, now_s)
@@ -101,7 +106,7 @@ class _Run:
     passed: dict[str, list[Ticket]] = field(default_factory=lambda: defaultdict(list))
 
     def join(self, key: str, tokens: int, served: int, now_s: float) -> None:
-        self.joined[key] = self.queue.join(key, tokens, now_s, served_tokens=served)
+        self.joined[key] = self.queue.join(ticket_of(key, tokens, now_s, served_tokens=served))
 
     def look(self, room: int, now_s: float) -> None:
         for ticket in list(self.queue.tickets(now_s)):
@@ -145,8 +150,8 @@ def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants:
 def test_tenants_take_turns() -> None:
     queue = a_queue()
     for number in range(100):
-        queue.join(identity.scoped("crowd", f"c{number}"), 1, 0.0)
-    queue.join(identity.scoped("one", "c"), 1, 5.0, served_tokens=5000)
+        queue.join(ticket_of(identity.scoped("crowd", f"c{number}"), 1, 0.0))
+    queue.join(ticket_of(identity.scoped("one", "c"), 1, 5.0, served_tokens=5000))
     first_two = [identity.tenant_of(key) for key in keys(queue, 5.0)[:2]]
     assert first_two == ["crowd", "one"]
     queue.leave(identity.scoped("crowd", "c0"), went=True)
@@ -156,7 +161,7 @@ def test_tenants_take_turns() -> None:
 def test_who_gives_up_does_not_cost_its_tenant_a_turn() -> None:
     queue = a_queue()
     for tenant, own in (("a", "1"), ("a", "2"), ("b", "1")):
-        queue.join(identity.scoped(tenant, own), 1, 0.0)
+        queue.join(ticket_of(identity.scoped(tenant, own), 1, 0.0))
     queue.leave(identity.scoped("a", "1"))
     assert keys(queue, 0.0)[0] == identity.scoped("a", "2")
 

@@ -48,8 +48,6 @@ class Here:
         self.rdma = False
         self.cpus = 64.0
         self.dtype = KERNELS
-        self.sockets = 1
-        self.architecture = "x86_64"
         self.capable = True
         self.python = "3.11.9"
         self.packages: dict[str, str | None] = {**CPU}
@@ -63,13 +61,11 @@ class Here:
         put(machine, "usable_cpus", lambda: self.cpus)
         for module in (machine, node):
             put(module, "cpu_dtype", lambda: self.dtype)
-        put(machine, "sockets", lambda: range(self.sockets))
         put(machine, "lockable_bytes", lambda: self.lockable_bytes)
         put("conserve_cli.doctor.gpus.has_capability", lambda number: self.capable)
         disk = SimpleNamespace
         put(shutil, "disk_usage", lambda _: disk(total=self.shm_bytes, free=self.free_bytes))
         put(resource, "getrlimit", lambda _: (self.open_files, self.open_files))
-        put(platform, "machine", lambda: self.architecture)
         put(platform, "python_version", lambda: self.python)
         put(glob, "glob", lambda like: ["uverbs0"] if self.rdma and "uverbs" in like else [])
         # Other programs on this machine are not its own.

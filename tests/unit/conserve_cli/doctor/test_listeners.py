@@ -18,7 +18,7 @@ from conserve_cli.doctor.listeners import (
     is_ours,
 )
 from deployments.messages import NodeCache
-from deployments.node.lmcache_server import Address, lmcache_command
+from deployments.node.lmcache_server import Address, LMCacheServer
 from tests.unit.conserve_cli.doctor.here import SETTINGS, about, assert_finds, unwell
 
 ROUTER, ENGINE = "ray::ServeReplica:default:Router", "ray::ServeReplica:default:decoder"
@@ -160,10 +160,9 @@ def test_lmcaches_ports_are_checked_where_it_listens() -> None:
 def test_the_servers_that_nodes_start_are_known_for_ours() -> None:
     """By their command lines, whether they share KV with other nodes or not."""
     address = Address("127.0.0.1", 7610, 7611)
-    alone = lmcache_command(2.0, 256, address)
-    sharing = lmcache_command(
-        2.0, 256, address, NodeCache("id", "10.0.0.1", 7610, 20_000), "http://127.0.0.1:1"
-    )
+    alone = LMCacheServer(2.0, 256, address).command()
+    cache = NodeCache("id", "10.0.0.1", 7610, 20_000)
+    sharing = LMCacheServer(2.0, 256, address, "http://127.0.0.1:1", _cache=cache).command()
     for command in (alone, sharing):
         assert is_ours(" ".join(command))
     assert is_ours(ROUTER)

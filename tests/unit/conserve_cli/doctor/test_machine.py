@@ -45,7 +45,6 @@ LIMITED = (
         (NO_SHM, {"cpu_engines": 0, "crowd": TWO_WORKERS},
          ("wrong", "shared memory", "Ray, and NCCL between an engine's workers, need 1 GiB at")),
         ({"open_files": 1024}, ON_CPUS, ("warning", "files", "have 1024 open. To do: ulimit -n")),
-        ({"architecture": "aarch64"}, ON_CPUS, ("note", "CPU", "aarch64: all pinned packages")),
         # Four engines are twelve processes, of which eight wait for each other.
         ({"cpus": 23.9}, ON_GPUS, ("note", "CPUs", "for each of 12 processes of 4 engines")),
         ({"cpus": 7.5}, ON_GPUS, ("warning", "CPUs", "7.5 CPUs; the cores and workers of 4 engines "

@@ -22,17 +22,17 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from deployments.engine import engine_kernels
 from deployments.engine.engine_kernels import (
-    KernelTools,
     attention_backends,
+    find_nvcc,
+    has_prebuilt_flashinfer,
     kernel_environment,
-    observe_tools,
     require_cuda_ops,
 )
 
 SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_MOE_USE_DEEP_GEMM": "0"}
 SWITCHES = [*SAMPLER, *DEEP_GEMM]
-PROGRAMS = "/app/.venv/bin"
+PROGRAMS = str(Path(sys.executable).parent)
 ON_PATH = {"PATH": f"/usr/bin:{PROGRAMS}"}
 
 
@@ -48,20 +48,19 @@ ON_PATH = {"PATH": f"/usr/bin:{PROGRAMS}"}
 def test_kernels_that_cannot_be_compiled_are_off(
     nvcc: bool, prebuilt: bool, expected: dict[str, str]
 ) -> None:
-    assert kernel_environment(KernelTools(nvcc, prebuilt, PROGRAMS), ON_PATH) == expected
+    assert kernel_environment(ON_PATH, nvcc=nvcc, prebuilt=prebuilt) == expected
 
 
 def test_an_operators_own_values_stay() -> None:
     own = ON_PATH | {"VLLM_USE_FLASHINFER_SAMPLER": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
-    tools = KernelTools(False, False, PROGRAMS)
-    assert kernel_environment(tools, own) == {"VLLM_USE_DEEP_GEMM": "0"}
+    found = kernel_environment(own, nvcc=False, prebuilt=False)
+    assert found == {"VLLM_USE_DEEP_GEMM": "0"}
 
 
 def test_installed_programs_are_found_after_the_machines_own() -> None:
-    tools = KernelTools(True, True, PROGRAMS)
-    found = kernel_environment(tools, {"PATH": "/opt/bin:/bin"})
+    found = kernel_environment({"PATH": "/opt/bin:/bin"}, nvcc=True, prebuilt=True)
     assert found == {"PATH": f"/opt/bin:/bin:{PROGRAMS}"}
-    assert kernel_environment(tools, {})["PATH"].endswith(f":{PROGRAMS}")
+    assert kernel_environment({}, nvcc=True, prebuilt=True)["PATH"].endswith(f":{PROGRAMS}")
 
 
 def _with_nvcc(home: Path) -> Path:
@@ -78,27 +77,27 @@ def test_nvcc_is_looked_for_where_flashinfer_and_deep_gemm_do(
     monkeypatch.setattr(engine_kernels, "_USUAL_CUDA_HOME", str(usual))
     toolkit = _with_nvcc(tmp_path / "toolkit")
     nowhere = {"PATH": str(empty)}
-    assert not observe_tools(nowhere).nvcc
+    assert not find_nvcc(nowhere)
     for found in (
         {"PATH": str(toolkit / "bin")},
         nowhere | {"CUDA_HOME": str(toolkit)},
         nowhere | {"CUDA_PATH": str(toolkit)},
     ):
-        assert observe_tools(found).nvcc
+        assert find_nvcc(found)
     # They believe the variable, whatever else there is.
-    assert not observe_tools({"PATH": str(toolkit / "bin"), "CUDA_HOME": str(empty)}).nvcc
+    assert not find_nvcc({"PATH": str(toolkit / "bin"), "CUDA_HOME": str(empty)})
     _with_nvcc(usual)
-    assert observe_tools(nowhere).nvcc
+    assert find_nvcc(nowhere)
 
 
 def test_compiled_kernels_of_flashinfer_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not observe_tools({}).prebuilt_flashinfer
+    assert not has_prebuilt_flashinfer()
     (tmp_path / "flashinfer_jit_cache").mkdir()
     (tmp_path / "flashinfer_jit_cache" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert observe_tools({}).prebuilt_flashinfer
+    assert has_prebuilt_flashinfer()
 
 
 @pytest.fixture
@@ -241,4 +240,4 @@ def test_a_pytorch_that_they_do_not_load_with_is_refused_in_a_line() -> None:
     # What does not fit, and what would.
     assert "LMCache 0.5.6" in line
     assert "PyTorch 2.13.0+cpu" in line
-    assert "Install torch==2.13.0" in line
+    assert "Install the PyTorch that vLLM pins" in line

@@ -28,7 +28,7 @@ from conserve.settings import Settings
 from deployments.node import disk
 from deployments.node.disk import DiskTier
 from deployments.node.kv_files import FOLDER, OwnFiles
-from deployments.node.lmcache_server import Address, lmcache_command
+from deployments.node.lmcache_server import Address, LMCacheServer
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 4, 32, 32])], [torch.bfloat16])
 FILE = 2 * 4 * 32 * 32 * 2 + 4096
@@ -46,7 +46,7 @@ class Server:
     def __init__(self, path: Path, chunks: int = 12, layout: Any = LAYOUT, **given: Any) -> None:
         settings = Settings(lmcache={"disk": {"path": str(path)}})
         made = {**(settings.lmcache.disk.adapter or {}), "bytes": chunks * FILE, **given}
-        command = lmcache_command(0.01, 128, Address("h", 1, 2), gpu=False, disk=made)
+        command = LMCacheServer(0.01, 128, Address("h", 1, 2), gpu=False, disk=made).command()
         parser = add_storage_manager_args(argparse.ArgumentParser())
         self.manager = StorageManager(parse_args_to_config(parser.parse_known_args(command)[0]))
         self.layout = layout
@@ -420,10 +420,10 @@ def test_a_kill_in_mid_write_leaves_no_file_that_is_found(start: Start, tmp_path
 
 
 def test_the_server_is_told_of_a_disk_only_where_there_is_one() -> None:
-    plain = lmcache_command(1.0, 256, Address("h", 1, 2))
+    plain = LMCacheServer(1.0, 256, Address("h", 1, 2)).command()
     assert not [one for one in plain if one.startswith("--l2")]
     given = Settings(lmcache={"disk": {"path": "/kv", "size_gb": 2}}).lmcache.disk.adapter
     assert given == {"path": "/kv", "bytes": 2**31, "bytes_a_day": 2**31}
-    command = lmcache_command(1.0, 256, Address("h", 1, 2), disk=given)
+    command = LMCacheServer(1.0, 256, Address("h", 1, 2), disk=given).command()
     told = json.loads(command[command.index("--l2-adapter") + 1])
     assert told["adapter_params"] == given

@@ -22,7 +22,6 @@ from deployments.node.lmcache_server import (
     Address,
     LMCacheServer,
     choose_address,
-    lmcache_command,
     wait_for_server,
 )
 from deployments.node.node import (
@@ -72,14 +71,14 @@ def test_one_node_stays_on_loopback() -> None:
     settings = Settings(nodes="one")
     address = choose_address(settings, "10.0.0.1")
     assert address == LOOPBACK
-    command = options(lmcache_command(2.0, 256, address))
+    command = options(LMCacheServer(2.0, 256, address).command())
     assert command["--host"] == command["--http-host"] == "127.0.0.1"
     assert not [flag for flag in command if "p2p" in flag or "coordinator" in flag]
 
 
 def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
     """As LMCache's own parser has it, which refuses what is too soon."""
-    command = lmcache_command(2.0, 256, LOOPBACK)
+    command = LMCacheServer(2.0, 256, LOOPBACK).command()
     parser = add_mp_server_args(argparse.ArgumentParser())
     given, _ = parser.parse_known_args(command[command.index("server") + 1 :])
     config = parse_args_to_mp_server_config(given)
@@ -90,14 +89,14 @@ def test_what_a_dead_engine_had_is_let_go_of_soon() -> None:
 
 def test_what_it_drops_at_a_time_leaves_what_is_said_to_be_kept() -> None:
     """The rest follows from LMCache's own watermark."""
-    command = lmcache_command(2.0, 256, LOOPBACK)
+    command = LMCacheServer(2.0, 256, LOOPBACK).command()
     given, _ = add_storage_manager_args(argparse.ArgumentParser()).parse_known_args(command)
     eviction = parse_args_to_config(given).eviction_config
     assert eviction.trigger_watermark * (1 - eviction.eviction_ratio) == pytest.approx(KEPT_SHARE)
 
 
 # NIXL moves the memory that LMCache makes for it.
-SHARED = {"cache": OTHER, "directory_url": "http://127.0.0.1:5"}
+SHARED = {"_cache": OTHER, "directory_url": "http://127.0.0.1:5"}
 
 
 @pytest.mark.parametrize(
@@ -112,14 +111,15 @@ SHARED = {"cache": OTHER, "directory_url": "http://127.0.0.1:5"}
 def test_kinds_of_layers_are_stored_apart_on_gpus_and_other_engines_copy_from_its_memory(
     given: dict[str, Any], apart: bool, copies: bool
 ) -> None:
-    command = lmcache_command(2.0, 256, LOOPBACK, **given)
+    command = LMCacheServer(2.0, 256, LOOPBACK, **given).command()
     assert (SEPARATE in command, "--shm-name" in command) == (apart, copies)
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(0, "4"), (2, "4"), (8, "8"), (16, "16")])
 def test_each_worker_on_a_gpu_has_a_thread_that_copies_for_it(workers: int, threads: str) -> None:
-    assert options(lmcache_command(2.0, 256, LOOPBACK, gpu_workers=workers))[GPU_THREADS] == threads
-    assert GPU_THREADS not in lmcache_command(2.0, 256, LOOPBACK, gpu=False)
+    command = LMCacheServer(2.0, 256, LOOPBACK, gpu_workers=workers).command()
+    assert options(command)[GPU_THREADS] == threads
+    assert GPU_THREADS not in LMCacheServer(2.0, 256, LOOPBACK, gpu=False).command()
 
 
 def test_the_admin_interface_has_no_token_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_several_nodes_reach_each_other_but_not_the_admin_interface() -> None:
     settings = Settings(nodes="several")
     address = choose_address(settings, "10.0.0.1")
     assert address == Address("10.0.0.1", 7610, 7611)
-    command = options(lmcache_command(4, 128, address, **SHARED))
+    command = options(LMCacheServer(4, 128, address, **SHARED).command())
     assert command["--host"] == "10.0.0.1"
     assert command["--http-host"] == "127.0.0.1"
     assert command["--instance-id"] == "b"

@@ -97,9 +97,9 @@ def test_what_is_wrong_is_said_in_one_line(files: Files) -> None:
         str(files.cert)
     )
     files.write((b"nothing", key))
-    assert refused(files) == f"tls.cert_file: {files.cert} has no certificate in PEM"
+    assert f"tls.cert_file: {files.cert} has no certificate in PEM, or" in refused(files)
     files.write((cert, b"nothing"))
-    assert f"tls.key_file: {files.key} has no private key in PEM" in refused(files)
+    assert f"or {files.key} no key" in refused(files)
     files.write(issued("first", passphrase=b"secret"))
     assert f"tls.key_file: {files.key} is encrypted; give a key" in refused(files)
     files.key.unlink()

@@ -241,7 +241,7 @@ async def test_who_finds_no_place_in_line_is_told_when_to_come_again() -> None:
     await service.placed("full", 900)
     waits = await service.queued("waits", 900)
     refused = refusal(await service.places("late", 900), 429, "queue_full")
-    assert "1 conversation waits for room already" in refused.message
+    assert "the queue is full (at most 1 conversations)" in refused.message
     assert refused.retry_after_s is not None
     assert 1 <= refused.retry_after_s <= 60
     await service.release("full")

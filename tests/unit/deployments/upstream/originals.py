@@ -37,8 +37,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch, own: list[Own]) -> None:
 
 def apply(*patches: Patch) -> None:
     for patch in patches:
-        assert patch.apply is not None
-        patch.apply()
+        importlib.import_module(f"deployments.upstream.{patch.name}").apply()
 
 
 def unpatched(*patches: Patch, then: bool = False) -> Callable[..., None]:

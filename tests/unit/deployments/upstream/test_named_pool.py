@@ -16,7 +16,7 @@ _WORKER = """
 import sys
 from types import SimpleNamespace
 from deployments.upstream import named_pool
-named_pool.accept()
+named_pool.apply()
 from lmcache.v1.multiprocess.transfer_context.shm import EngineDrivenContextShm
 context = EngineDrivenContextShm(SimpleNamespace(), SimpleNamespace(), 1.0, sys.argv[1], 1 << 20)
 chunk = context._make_tensor_view(4096, 5 * 4, [5], "float32")

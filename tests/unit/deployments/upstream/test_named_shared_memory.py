@@ -7,8 +7,8 @@ import pytest
 
 _SIZE = 100_000
 _PATCH = """
-from deployments.upstream.named_shared_memory import PATCH
-PATCH.apply()
+from deployments.upstream import named_shared_memory
+named_shared_memory.apply()
 """
 # vLLM's own buffer in another process, opened as its workers open it.
 _READER = f"""

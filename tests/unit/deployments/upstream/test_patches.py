@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,11 +74,12 @@ def test_an_altered_copy_is_refused_by_the_patch_that_it_breaks(
     monkeypatch.setattr(records, "version_of", lambda package: "1.0")
     monkeypatch.setitem(records.VERSIONS, "altered", "==1.*")
     broken = Patch(
-        name="freeing", package="altered",
+        name="freeing",
         seams=("altered:Scheduler._free_blocks",),
-        why="blocks stay", upstream="#1", process="engine", apply=lambda: None,
+        why="blocks stay", upstream="#1", process="engine",
     )  # fmt: skip
-    monkeypatch.setattr(table, "patches", lambda: (broken,))
+    file = SimpleNamespace(PATCH=broken, apply=lambda: None)
+    monkeypatch.setattr(table, "files", lambda: (file,))
     with pytest.raises(PatchError, match=r"^patch freeing .* altered:Scheduler._free_blocks \("):
         apply_patches("engine")
 
