@@ -335,6 +335,9 @@ def llm_arguments(
     if not gpu and engine.get("kv_cache_memory_bytes") is not None:
         # On CPUs this variable would override the argument.
         del environment["VLLM_CPU_KVCACHE_SPACE"]
+    if gpu and own.num_gpus < 1:
+        # The core, the replica's child, asks Ray for this per worker; its default is a whole GPU.
+        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(own.num_gpus)
     return {
         "model_loading_config": {
             "model_id": settings.model_id,
@@ -353,7 +356,6 @@ def llm_arguments(
                 **environment,
                 # An allowed domain must not redirect to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-                **(worker_share(own.num_gpus) if gpu else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
                 **inside.environment(),
                 **traced_environment(settings, role),
@@ -363,15 +365,6 @@ def llm_arguments(
         # The connector's histograms and Ray's wrapper for them disagree on an argument's name.
         "log_engine_metrics": False,
     }
-
-
-def worker_share(num_gpus: float) -> dict[str, str]:
-    """Return the variable with the part of a GPU that an engine's core asks Ray for per worker.
-
-    Its default is a whole GPU. Ray Serve LLM sets it only for tasks that it starts itself, but the
-    core is the replica's child and inherits the replica's environment.
-    """
-    return {"VLLM_RAY_PER_WORKER_GPUS": str(num_gpus)} if num_gpus < 1 else {}
 
 
 def _kv_role(role: Role, settings: Settings) -> str:
