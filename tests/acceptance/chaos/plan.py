@@ -38,7 +38,7 @@ _WEIGHTS = {
     "prefiller": 2,
     "lmcache": 2,
     "table": 3,
-    "router": 6,
+    "router": 5,
     "node": 1,
     "disk files": 3,
     "disk folder": 1,
