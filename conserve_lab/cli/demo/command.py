@@ -62,7 +62,7 @@ def demo(
                     console.print(f"  {row.conversation}: turn {row.turn} done", highlight=False)
 
             # By then most agents are in their first turns.
-            kill = RouterKill(chosen.port, after=conversations // 2) if kill_router else None
+            kill = RouterKill(chosen.port, after=(conversations + 1) // 2) if kill_router else None
             conversing = converse(
                 url, chosen.model_id, conversations, turns, on_turn, seeing=seeing, kill=kill
             )

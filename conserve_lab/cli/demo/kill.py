@@ -15,21 +15,22 @@ class RouterKill:
 
     Args:
         port: the application's.
-        after: answers that begin before.
+        after: answers that begin before, at least one.
     """
 
     def __init__(self, port: int, after: int) -> None:
         self.done = False
-        self._after = after
-        self._routers = [
-            psutil.Process(one.pid)
-            for one in psutil.net_connections("tcp")
-            if one.pid and one.laddr.port == port and one.status == psutil.CONN_LISTEN
-        ]
+        self._port, self._after = port, after
+        self._routers: list[psutil.Process] = []
 
     def begins(self, response: httpx.Response) -> None:
         """Note that an answer begins, and kill its router if it is time."""
         self._after -= 1
+        if self._after == 0:
+            # Not with the kill: a machine's sockets take a while to list.
+            found = [one for one in psutil.net_connections("tcp") if one.laddr.port == self._port]
+            listen = {one.pid for one in found if one.pid and one.status == psutil.CONN_LISTEN}
+            self._routers = [*map(psutil.Process, listen)]
         if self.done or self._after >= 0:
             return
         _, mine = response.extensions["network_stream"].get_extra_info("client_addr")[:2]
