@@ -130,7 +130,7 @@ test-dashboard: $(INSTALLED) ## Watch real engines in the dashboard, in Chromium
 test-vision: $(INSTALLED) $(TORCHVISION) ## Show images to models of random weights, and see them handed off (minutes)
 	@$(BIN)/python -m pytest tests/engines/vision $(ARGS)
 
-test-chaos: $(INSTALLED) ## Kill processes under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
+test-chaos: $(INSTALLED) ## Kill processes and harm the disk under 64 conversations for 20 minutes (ARGS='--minutes 5 --seed 1')
 	@$(BIN)/python -m tests.acceptance.chaos $(ARGS)
 
 test-clients: $(INSTALLED) $(LIBRARIES) $(PROGRAMS) ## Have other people's agents do a task (npm; 3 GB, minutes)

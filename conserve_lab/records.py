@@ -135,18 +135,6 @@ class RecordWriter:
         self._file.write(self._encoder.encode(record) + b"\n")
 
 
-def read_records(path: Path) -> list[TurnRecord]:
-    """Read what `RecordWriter` wrote; ValueError names the file and the line that is no record."""
-    decoder = msgspec.json.Decoder(TurnRecord)
-    records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            records.append(decoder.decode(line))
-        except msgspec.DecodeError as problem:
-            raise ValueError(f"{path}, line {number}: no turn record: {problem}") from None
-    return records
-
-
 def write_parquet(records: Sequence[TurnRecord], path: Path) -> None:
     """Write one Parquet file, with a column for each field."""
     # pyarrow takes a while to import, and is rarely asked for.

@@ -1,5 +1,6 @@
 """Which workload a user asks for: command-line options to conversations."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -56,6 +57,16 @@ class Selection:
     max_turns: int | None = None
     mean_gap_s: float | None = None
     max_output_tokens: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **more: Any) -> "Selection":
+        """Return the selection that a command's arguments give, which are named as its options."""
+        named = {"kind": "workload", "pattern": "arrivals"}
+        for field in fields(cls):
+            option = named.get(field.name, field.name.removesuffix("_s"))
+            if option in given:
+                more[field.name] = given[option]
+        return cls(**more)
 
     def __post_init__(self) -> None:
         if self.kind not in _ALL:

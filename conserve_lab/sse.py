@@ -191,8 +191,7 @@ class AnswerStream:
 
     def _add_to_call(self, delta: _ToolCallDelta) -> None:
         call = self._tool_calls.setdefault(
-            delta.index,
-            {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
+            delta.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
         )
         # Id and name come whole; some servers repeat them.
         call["id"] = call["id"] or delta.id or ""

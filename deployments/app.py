@@ -44,7 +44,6 @@ from hetero.tiers import role_tier
 logger = logging.getLogger("ray.serve")
 
 _CONNECTOR = "ResilientMPConnector"
-_PART_OF_GPU = "VLLM_RAY_PER_WORKER_GPUS"
 _SETUP_HOOK = "ray.llm._internal.serve._worker_process_setup_hook"
 _NO_DOMAIN = "no domain: this server takes media in data: URLs only"
 _CONNECTOR_MODULE = "deployments.engine.lmcache_connector"
@@ -320,6 +319,9 @@ def llm_arguments(
     if not gpu and engine.get("kv_cache_memory_bytes") is not None:
         # On CPUs this variable would override the argument.
         del environment["VLLM_CPU_KVCACHE_SPACE"]
+    if gpu and own.num_gpus < 1:
+        # The core, the replica's child, asks Ray for this per worker; its default is a whole GPU.
+        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(own.num_gpus)
     return {
         "model_loading_config": {
             "model_id": settings.model_id,
@@ -338,9 +340,6 @@ def llm_arguments(
                 **environment,
                 # An allowed domain must not redirect to one that is not.
                 "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-                # Ray Serve LLM sets this only for its own tasks, and the engine's core, which asks
-                # Ray for a whole GPU by default, inherits the replica's environment.
-                **({_PART_OF_GPU: str(own.num_gpus)} if gpu and own.num_gpus < 1 else {}),
                 **({WAITING: str(waiting)} if waiting else {}),
                 **inside.environment(),
                 **traced_environment(settings, role),

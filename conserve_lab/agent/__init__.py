@@ -6,10 +6,8 @@ The embedded model is trained on these tasks and tested with them. Nothing here 
 from conserve_lab.agent.loop import (
     Complete,
     Reply,
-    RunTool,
     Score,
     Transcript,
-    Turn,
     client_complete,
     run_agent,
     score,
@@ -17,12 +15,11 @@ from conserve_lab.agent.loop import (
 from conserve_lab.agent.tasks import (
     Message,
     Session,
-    Task,
     is_right,
     make_session,
     plain_conversation,
     stated,
     transcript,
 )
-from conserve_lab.agent.tools import Call, Schema, Toolbox, ToolError, Value
+from conserve_lab.agent.tools import Call, Schema, ToolError
 from conserve_lab.agent.words import Split

@@ -117,15 +117,18 @@ def score(task: Task, transcript: Transcript) -> Score:
     )
 
 
-def client_complete(client: Any, model: str, **options: Any) -> Complete:
+def client_complete(
+    client: Any, model: str, on_begin: Callable[[Any], None] | None = None, **options: Any
+) -> Complete:
     """Ask through ``openai.AsyncOpenAI``, in streams, greedily unless the options say otherwise.
 
     Args:
+        on_begin: called with the HTTP response at the first piece of an answer.
         options: passed to ``chat.completions.create``: ``extra_headers``, ``max_tokens``, ...
 
     Returns:
         A function whose replies' ``info`` has ``headers``, ``usage`` (a dictionary),
-        ``finish_reason``, and ``ttft_s``, the time to the first piece of the answer.
+        ``finish_reason``, ``retries``, and ``ttft_s``, the time to the first piece of the answer.
     """
     sent = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **options}
 
@@ -135,7 +138,11 @@ def client_complete(client: Any, model: str, **options: Any) -> Complete:
         raw = await client.chat.completions.with_raw_response.create(
             model=model, messages=list(messages), **tools, **sent
         )
-        info: dict[str, Any] = {"headers": dict(raw.headers), "usage": {}}
+        info: dict[str, Any] = {
+            "headers": dict(raw.headers),
+            "usage": {},
+            "retries": raw.retries_taken,
+        }
         content = ""
         calls: dict[int, Message] = {}
         async for chunk in raw.parse():
@@ -144,8 +151,10 @@ def client_complete(client: Any, model: str, **options: Any) -> Complete:
             for choice in chunk.choices:
                 if choice.finish_reason:
                     info["finish_reason"] = choice.finish_reason
-                if choice.delta.content or choice.delta.tool_calls:
-                    info.setdefault("ttft_s", time.perf_counter() - started_s)
+                if "ttft_s" not in info and (choice.delta.content or choice.delta.tool_calls):
+                    info["ttft_s"] = time.perf_counter() - started_s
+                    if on_begin is not None:
+                        on_begin(raw.http_response)
                 content += choice.delta.content or ""
                 for part in choice.delta.tool_calls or []:
                     _append(calls, part)

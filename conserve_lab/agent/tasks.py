@@ -224,7 +224,9 @@ class _Maker:
         rng = self._rng
         style, tables = self._toolbox.style, self._toolbox.tables
         while True:
-            source = self._earlier_name() if rng.random() < self._goes_on else None
+            earlier = [n for n, kind in enumerate(self._kinds) if kind != NUMBER]
+            goes_on = rng.random() < self._goes_on and earlier
+            source = self._favour_last(earlier) if goes_on else None
             if source is None:
                 kind = rng.choice(list(FIELDS))
                 subject = draw_name(rng, kind, self._split, self._names)
@@ -243,10 +245,6 @@ class _Maker:
             tables[field][subject] = self._fact(FIELDS[kind][field])
         wording = rng.choice(_LOOKUPS).format(field, mention)
         self._add(wording, call, FIELDS[kind][field])
-
-    def _earlier_name(self) -> int | None:
-        found = [n for n, kind in enumerate(self._kinds) if kind != NUMBER]
-        return self._favour_last(found) if found else None
 
     def _fact(self, kind: str) -> Value:
         if kind == NUMBER:

@@ -118,8 +118,7 @@ def run(
         bool, typer.Option(help="Tell the server when a conversation has ended.")
     ] = True,
     cache_salt: Annotated[
-        bool,
-        typer.Option(help="Keep apart, in the server's caches, what other runs left there."),
+        bool, typer.Option(help="Keep apart, in the server's caches, what other runs left there.")
     ] = True,
     min_tokens: Annotated[
         bool, typer.Option(help="Force output lengths with min_tokens too, beside max_tokens.")
@@ -162,23 +161,7 @@ def run(
     if unloaded < 0:
         refuse(f"--unloaded is {unloaded}; give a number from 0")
     try:
-        selection = Selection(
-            kind=workload,  # type: ignore[arg-type] # checked there
-            conversations=conversations,
-            pattern=arrivals,  # type: ignore[arg-type] # checked there
-            rate_per_s=rate,
-            seed=seed,
-            data=data,
-            preset=preset,
-            vocabulary=vocabulary,
-            scale_tokens=scale_tokens,
-            scale_gaps=scale_gaps,
-            max_gap_s=max_gap,
-            max_context_tokens=max_context_tokens,
-            max_turns=max_turns,
-            mean_gap_s=mean_gap,
-            max_output_tokens=max_output_tokens,
-        )
+        selection = Selection.of(locals(), rate_per_s=rate)
         settings = MeasurementSettings(
             endpoints=_endpoints(
                 endpoints, model, header, conversation_header, release, min_tokens

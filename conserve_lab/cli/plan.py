@@ -19,6 +19,7 @@ from conserve_lab.cli.output import given_options, progress_bar
 from conserve_lab.cli.stages import show_stages
 from conserve_lab.cli.workload_options import (
     KnownWorkload,
+    MaxContextTokens,
     MaxGap,
     MaxTurns,
     Preset,
@@ -102,9 +103,7 @@ def plan(
     scale_tokens: ScaleTokens = None,
     scale_gaps: ScaleGaps = None,
     max_gap: MaxGap = None,
-    max_context_tokens: Annotated[
-        int | None, typer.Option(help="The model's context. Longer turns are left out.")
-    ] = None,
+    max_context_tokens: MaxContextTokens = None,
     max_turns: MaxTurns = None,
     headroom: Annotated[
         float, typer.Option(help="Add this share to the decoders that are needed.")
@@ -128,8 +127,7 @@ def plan(
         ),
     ] = False,
     tbt_bound: Annotated[
-        float,
-        typer.Option(help="With --stages: the longest step of decodes, in seconds.", min=0),
+        float, typer.Option(help="With --stages: the longest step of decodes, in seconds.", min=0)
     ] = TBT_BOUND_S,
     out: Annotated[
         Path | None, typer.Option(help="With --stages: folder for its picture; without: none.")
@@ -164,18 +162,7 @@ def plan(
                 "--tool-latency", tool_latency, _latency, "P50:P95, in seconds"
             ),
         }
-        selection = Selection(
-            kind=workload,  # type: ignore[arg-type] # checked above
-            conversations=conversations,
-            seed=seed,
-            data=data,
-            preset=preset,
-            scale_tokens=scale_tokens,
-            scale_gaps=scale_gaps,
-            max_gap_s=max_gap,
-            max_context_tokens=max_context_tokens,
-            max_turns=max_turns,
-        )
+        selection = Selection.of(locals())
         made = _workload(selection, {name: one for name, one in changed.items() if one})
         demand = measure_demand(_watched(made))
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
@@ -325,12 +312,8 @@ def _say_why(what: str, plan: Impossible) -> None:
 
 
 def _decoders(profiles: RoleProfiles) -> str:
-    name = profiles.decoder.name
-    return (
-        name
-        if profiles.decoder_cap_w is None
-        else f"{name}, capped at {profiles.decoder_cap_w:g} W"
-    )
+    name, cap_w = profiles.decoder.name, profiles.decoder_cap_w
+    return name if cap_w is None else f"{name}, capped at {cap_w:g} W"
 
 
 def _counted(plan: Plan) -> str:
@@ -392,15 +375,8 @@ def _engine_table(profiles: RoleProfiles, plan: Plan) -> Table:
 
 def _rates_table(plans: Sequence[Plan | Impossible]) -> Table:
     table = Table(title="replicas by rate of arrivals", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in (
-        "conv./s",
-        "pre-\nfillers",
-        "de-\ncoders",
-        "decides",
-        "used\n(P, D, B)",
-        "no slot\nfree",
-        "J/conv.",
-    ):
+    counts = ("conv./s", "pre-\nfillers", "de-\ncoders")
+    for heading in (*counts, "decides", "used\n(P, D, B)", "no slot\nfree", "J/conv."):
         justify: Any = "left" if heading == "decides" else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
     for plan in plans:

@@ -120,19 +120,7 @@ def simulate(
         refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
     try:
         found = load_profile(profile)
-        selection = Selection(
-            kind=workload,  # type: ignore[arg-type] # checked there
-            conversations=conversations,
-            pattern=arrivals,  # type: ignore[arg-type] # checked there
-            seed=seed,
-            data=data,
-            preset=preset,
-            scale_tokens=scale_tokens,
-            scale_gaps=scale_gaps,
-            max_gap_s=max_gap,
-            max_context_tokens=max_context_tokens,
-            max_turns=max_turns,
-        )
+        selection = Selection.of(locals())
         names, rates = system or ["conserve"], rate or [1.0]
         wanted = out is not None or len(names) * len(rates) > 1
         sampled = wanted and conversations <= _MOST_SAMPLED

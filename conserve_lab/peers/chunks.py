@@ -26,11 +26,7 @@ _LOOK_S = 0.01
 
 
 async def iterations(
-    url: str,
-    model: str,
-    sizes: Sequence[int] = SIZES,
-    repeats: int = 7,
-    unloaded_s: float = 2.0,
+    url: str, model: str, sizes: Sequence[int] = SIZES, repeats: int = 7, unloaded_s: float = 2.0
 ) -> tuple[list[tuple[int, float]], float]:
     """Measure; takes some ten seconds and more.
 

@@ -119,15 +119,8 @@ def _serving_part(name: str, options: Options, builder: str, arguments: Mapping[
     }
     # Ray's CPUs are a book-keeping of reservations; a small machine must not refuse to start.
     cpus = max(os.cpu_count() or 1, options.engines + 4)
-    return Part(name, serving_command(builder, options.port, cpus, arguments), environment)
-
-
-def serving_command(
-    builder: str, port: int, cpus: int, arguments: Mapping[str, Any]
-) -> tuple[str, ...]:
-    return module(
-        "conserve_lab.peers.ray_app", builder, str(port), str(cpus), json.dumps(arguments)
-    )
+    given = (builder, str(options.port), str(cpus), json.dumps(arguments))
+    return Part(name, module("conserve_lab.peers.ray_app", *given), environment)
 
 
 def connector(role: str, address: Address) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import httpx
@@ -106,16 +105,12 @@ def _ended_by_signals() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
-                previous[number] = signal.signal(number, _interrupt)
+                previous[number] = signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _require_free(port: int) -> None:

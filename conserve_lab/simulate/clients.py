@@ -83,8 +83,12 @@ class Clients(ABC):
             costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
         )
         self.ended_s = 0.0
-        self.arrived = 0
-        self.turns = 0
+        self.arrived = self.turns = 0
+        self._prepare(system)
+
+    @abstractmethod
+    def _prepare(self, system: System) -> None:
+        """Make the engines, and what decides about them."""
 
     def run(self, plan: Iterable[tuple[float, Script]]) -> None:
         """Serve a plan: arrivals in seconds, ascending; SimulationError: a turn does not say how
@@ -188,13 +192,9 @@ class Clients(ABC):
         self, work: EngineTurn, engine: SimulatedEngine, now_s: float, after_s: float
     ) -> None:
         if after_s:
-            self._later(now_s + after_s, self._come, (work, engine))
+            self._later(now_s + after_s, lambda at_s, _: engine.submit(work, at_s), None)
         else:
             engine.submit(work, now_s)
-
-    def _come(self, now_s: float, what: tuple[EngineTurn, SimulatedEngine]) -> None:
-        work, engine = what
-        engine.submit(work, now_s)
 
     # --- Host memory --------------------------------------------------------------------------
 

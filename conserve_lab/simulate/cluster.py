@@ -7,7 +7,6 @@ handoffs and clients are simulated. Engines do not fail.
 
 import math
 import random
-from collections.abc import Callable
 from hashlib import blake2b
 from itertools import chain
 
@@ -23,7 +22,7 @@ from conserve.policies import room_policies
 from conserve.recognition import Chain
 from conserve.turn import TurnKey, TurnStats
 from conserve_lab.counters import ServerFigures
-from conserve_lab.records import SharedPrefix, TurnRecord
+from conserve_lab.records import SharedPrefix
 from conserve_lab.simulate.clients import Clients, Open
 from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
 from conserve_lab.simulate.system import System
@@ -40,14 +39,7 @@ _TRIED_TOKENS = (512, 4_096)
 class Cluster(Clients):
     """A run of one system that is built as ConServe is."""
 
-    def __init__(
-        self,
-        system: System,
-        on_conversation: Callable[[list[TurnRecord]], None],
-        *,
-        gaps: bool = True,
-    ) -> None:
-        super().__init__(system, on_conversation, gaps=gaps)
+    def _prepare(self, system: System) -> None:
         costs = system.decoders[0].estimated
         policy = make_policy(system.placement, system.wrong_decision_rate, costs)
         pausing, order, window = room_policies(system.queue_timeout_s, pauses=system.pausing)

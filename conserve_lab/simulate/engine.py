@@ -119,29 +119,20 @@ class SimulatedEngine:
         self._pins: dict[str, float] = {}
         self._now_s = 0.0
         self._kv_tokens = 0  # What the next step's decodes read.
-        self._step = 0
-        self._admitted = 0
+        self._step = self._admitted = 0
         # The steps under way: when they began, how many, and whose prefill ends with them.
-        self._version = 0
-        self._began_s = 0.0
-        self._steps = 0
-        self._first_step_s = 0.0
+        self._version = self._steps = 0
+        self._began_s = self._first_step_s = 0.0
         self._completing: list[EngineTurn] = []
-        self._under_way = False
-        self._has_prefill = False
+        self._under_way = self._has_prefill = False
         # Of the step under way, what it prefills, its pairs of tokens, and its loads' time.
         self._chunk_tokens = self._chunk_pairs = 0
         self._loads_s = 0.0
         self._taken: list[Step] = []
         self._changing = False
-        self.busy_prefill_s = 0.0
-        self.busy_decode_s = 0.0
-        self.computed_tokens = 0
-        self.active_tokens = 0
-        self.idle_tokens = 0
-        self.evicted_tokens = 0
-        self.preemptions = 0
-        self.shared_found_tokens = 0
+        self.busy_prefill_s = self.busy_decode_s = 0.0
+        self.computed_tokens = self.active_tokens = self.idle_tokens = self.evicted_tokens = 0
+        self.preemptions = self.shared_found_tokens = 0
 
     def submit(self, work: EngineTurn, now_s: float) -> None:
         """Take a turn in; it waits for the step under way to end."""
@@ -461,7 +452,9 @@ class SimulatedEngine:
 
     def _make_room(self, tokens: int) -> bool:
         """Drop idle KV, the longest unused first, until this many tokens fit."""
-        pinned_tokens = self._pinned_tokens() if self._pins else 0
+        for conversation in [one for one, until_s in self._pins.items() if until_s <= self._now_s]:
+            self.unpin(conversation)
+        pinned_tokens = sum(self._idle.get(one, 0) for one in self._pins)
         room = self.costs.capacity_tokens - self.active_tokens
         if room - pinned_tokens < tokens:
             return False
@@ -483,11 +476,6 @@ class SimulatedEngine:
             self.evicted_tokens += dropped
             excess -= dropped
         return True
-
-    def _pinned_tokens(self) -> int:
-        for conversation in [one for one, until_s in self._pins.items() if until_s <= self._now_s]:
-            self.unpin(conversation)
-        return sum(self._idle.get(one, 0) for one in self._pins)
 
     def _preempt(self) -> None:
         """Put the turn that goes last back into the queue.

@@ -1,9 +1,6 @@
 """A simulated cluster of engines that prefill and decode, used by another system's rules."""
 
-from collections.abc import Callable
-
 from conserve_lab.counters import ServerFigures
-from conserve_lab.records import TurnRecord
 from conserve_lab.simulate.clients import Clients, Open
 from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
 from conserve_lab.simulate.rivals import make_rival
@@ -16,15 +13,8 @@ class Fleet(Clients):
     With host memory, all that is computed is copied there, as vLLM with LMCache does it.
     """
 
-    def __init__(
-        self,
-        system: System,
-        on_conversation: Callable[[list[TurnRecord]], None],
-        *,
-        gaps: bool = True,
-    ) -> None:
+    def _prepare(self, system: System) -> None:
         assert system.rival is not None
-        super().__init__(system, on_conversation, gaps=gaps)
         self.prefillers = {}
         self.decoders = {
             (name := f"engine-{i}"): self._engine(name, costs, self._answered)

@@ -139,9 +139,7 @@ def _play(name: str, turns: Sequence[RecordedTurn], gaps_s: Sequence[float]) -> 
 
 
 def chat(
-    messages: Sequence[Message],
-    max_tokens: int,
-    tools: Sequence[dict[str, Any]] | None = None,
+    messages: Sequence[Message], max_tokens: int, tools: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
     """The body of a streamed, greedy chat completion; without ``tools`` where there are none."""
     body = {

@@ -89,8 +89,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         require(
-            self.shared_tokens >= 0,
-            f"shared_tokens is {self.shared_tokens}; give a number from 0",
+            self.shared_tokens >= 0, f"shared_tokens is {self.shared_tokens}; give a number from 0"
         )
 
 

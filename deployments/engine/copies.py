@@ -25,8 +25,9 @@ from deployments.node.kv_files import OwnFiles
 logger = logging.getLogger("ray.serve")
 
 _JSON = {"Content-Type": "application/json"}
-# What waits to be written as a conversation ends is on the disk by then.
-_WRITTEN_S, _MOST_NOTED = 30.0, 64
+# What waits to be written as a conversation ends is on the disk by then. A disk that fails is tried
+# as often again.
+_WRITTEN_S, _MOST_TRIES, _MOST_NOTED = 30.0, 120, 64
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # A load waits for the steps of an engine, and for others' loads.
 _LOAD_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
@@ -117,12 +118,13 @@ class Copies:
 
     async def forget(self, conversations: Collection[str]) -> None:
         """Remove ended conversations' files, twice: some may be written yet."""
-        if self._files is None or not conversations:
-            return
-        for wait_s in (_WRITTEN_S, 0):
-            for one in conversations:
-                await self._on_disk(self._files.forget, one, not wait_s)
-            await asyncio.sleep(wait_s)
+        files, left = self._files, list(conversations)
+        for tries in range(_MOST_TRIES):
+            if files is None or not left:
+                return
+            left = [one for one in left if not await self._on_disk(files.forget, one, tries > 0)]
+            await asyncio.sleep(_WRITTEN_S if left else 0)
+        logger.warning("files of %s stay, since the disk fails", ", ".join(left))
 
     async def _on_disk(self, work: Callable[..., Any], *given: Any) -> Any:
         # In a thread of its own: a disk may hang.

@@ -134,7 +134,7 @@ class Arena:
     def _read_on(self) -> None:
         """Learn of the records that were written since the last time."""
         whole = self._counts[_WHOLE]
-        if self._is_lost(self._read):
+        if self._read < self._counts[_BEGUN] - self._room:
             # One begins where the ring does.
             self._read = whole - whole % self._room
         while self._read < whole:
@@ -144,9 +144,6 @@ class Arena:
                 self._known[key] = _Record(self._read, length)
             self._read += size
         self._known = {key: one for key, one in self._known.items() if self._left(one) >= 0}
-
-    def _is_lost(self, at: int) -> bool:
-        return at < self._counts[_BEGUN] - self._room
 
     def _left(self, record: _Record) -> int:
         """Return how many bytes may be written before a record is overwritten."""

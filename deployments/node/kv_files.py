@@ -7,11 +7,14 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = "conserve-kv"
+# A line of a list, of which a fault of the disk may have changed any part.
+_CHUNK = re.compile("^[0-9a-f]{16}/[0-9a-f]{16}/[0-9a-f]+$", re.MULTILINE)
 
 
 @functools.lru_cache(4096)
@@ -49,20 +52,23 @@ class OwnFiles:
         listed, list_ = self._listed(conversation), self._list(conversation)
         list_.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(list_, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
-            file.writelines(f"{one}\n" for one in names if one not in listed)
+            # The list may have been cut within a line.
+            file.writelines(f"\n{one}\n" for one in names if one not in listed)
         return kept * self._chunk_tokens
 
-    def forget(self, conversation: str, last: bool = True) -> None:
-        """Remove a conversation's chunks, and at the last time its list of them."""
-        for name in self._listed(conversation):
-            if not name.startswith((".", "/")):
+    def forget(self, conversation: str, last: bool = True) -> bool:
+        """Remove a conversation's chunks, and at the last time its list; return if that is done."""
+        with contextlib.suppress(OSError):
+            for name in self._listed(conversation):
                 shutil.rmtree(self._root / name, ignore_errors=True)
-        if last:
-            self._list(conversation).unlink(missing_ok=True)
+            if last:
+                self._list(conversation).unlink(missing_ok=True)
+            return last
+        return False
 
     def _listed(self, conversation: str) -> set[str]:
         try:
-            return set(self._list(conversation).read_text().splitlines())
+            return set(_CHUNK.findall(self._list(conversation).read_text(errors="replace")))
         except FileNotFoundError:
             return set()
 

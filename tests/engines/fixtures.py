@@ -41,7 +41,7 @@ def application(request: pytest.FixtureRequest, stage: Stage) -> Iterator[str]:
 
     Nor does one afterwards: what the test leaves is ended, and then nothing counts any more.
     """
-    url = stage.use(order.application_of(request.node))
+    url = stage.use(order.wanted(request.node)[0])
     release_all()
     yield url
     release_all()

@@ -34,15 +34,6 @@ def arrange(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-def application_of(item: pytest.Item) -> Application:
-    """The application that a test's marker names.
-
-    Raises:
-        pytest.UsageError: none does.
-    """
-    return _wanted(item)[0]
-
-
 def _is_on_engines(item: pytest.Item) -> bool:
     # Whatever starts Ray or an engine uses `stage`; a test's names are those of all fixtures that
     # it uses, directly or not.
@@ -50,15 +41,19 @@ def _is_on_engines(item: pytest.Item) -> bool:
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    return "application" in _fixtures(item) and _wanted(item)[0] in QUICK
+    return "application" in _fixtures(item) and wanted(item)[0] in QUICK
 
 
 def _fixtures(item: pytest.Item) -> list[str]:
     return getattr(item, "fixturenames", [])
 
 
-def _wanted(item: pytest.Item) -> tuple[Application, bool]:
-    """The application, and whether the test comes after its others."""
+def wanted(item: pytest.Item) -> tuple[Application, bool]:
+    """The application that a test's marker names, and whether the test comes after its others.
+
+    Raises:
+        pytest.UsageError: none does.
+    """
     marker = item.get_closest_marker("application")
     if marker is None or len(marker.args) != 1 or marker.args[0] not in APPLICATIONS:
         raise pytest.UsageError(
@@ -76,5 +71,5 @@ def _place(item: pytest.Item) -> tuple[int, bool]:
         raise pytest.UsageError(f"{item.nodeid} uses `application` or `machine_alone`, one of them")
     if fixtures == {"machine_alone"}:
         return 1 + len(APPLICATIONS), False
-    application, last = _wanted(item)
+    application, last = wanted(item)
     return 1 + APPLICATIONS.index(application), last

@@ -4,11 +4,14 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import sub
+from typing import Any
 
 import httpx
-from openai import APIError, AsyncOpenAI
+from openai import APIConnectionError, APIError, AsyncOpenAI
 
 from conserve_lab.agent import (
     Complete,
@@ -21,6 +24,7 @@ from conserve_lab.agent import (
     run_agent,
 )
 from conserve_lab.agent.screens import CLICK, Walk
+from conserve_lab.cli.demo.kill import RouterKill, counters
 from conserve_lab.cli.demo.seen import REPORTED, AgentAnswer, Demonstration, TurnRow
 from conserve_tools.client import Agent
 
@@ -29,6 +33,8 @@ _MOST_CALLS = 6
 # A tool's duration, long enough for the agents' turns to interleave.
 _TOOL_S = 0.3
 _TIMEOUT_S = 600.0
+# Once the router is killed, what breaks is sent again this often, with these pauses.
+_MOST_AGAIN, _AGAIN_S = 20, 0.5
 
 
 async def converse(
@@ -40,12 +46,14 @@ async def converse(
     seed: int = 4,
     *,
     seeing: bool = False,
+    kill: RouterKill | None = None,
 ) -> Demonstration:
     """Run agents at the same time, each through the official client, for at least ``turns`` turns.
 
     Every second agent sends no conversation id and is recognised by its messages. ``seed`` chooses
     the tasks. Of agents that see, the second half begins when the first is done. It is shown the
-    same screens, with other words around them, so that only images can be found.
+    same screens, with other words around them, so that only images can be found. After the
+    ``kill``, agents send turns again whose streams break.
     """
     seen = Demonstration()
     async with (
@@ -55,11 +63,14 @@ async def converse(
         first = (conversations + 1) // 2 if seeing else conversations
         kind = _Seeing if seeing else _Calculating
         agents = [
-            kind(number, url, model, turns, seed, client, plain, seen, on_turn, first)
+            kind(number, url, model, turns, seed, client, plain, seen, on_turn, first, kill)
             for number in range(1, conversations + 1)
         ]
+        before = await counters(plain) if kill else []
         for each in (agents[:first], agents[first:]):
             await asyncio.gather(*(agent.run() for agent in each))
+        if kill:
+            seen.generated_tokens, seen.rejoined = map(sub, await counters(plain), before)
     seen.turns.sort(key=lambda row: (row.conversation, row.turn))
     seen.answers.sort(key=lambda answer: answer.conversation)
     return seen
@@ -79,7 +90,10 @@ class _Agent(ABC):
     seen: Demonstration
     on_turn: Callable[[TurnRow], None]
     first: int  # Those of higher numbers are shown what the first agents have seen.
+    kill: RouterKill | None
     done: int = 0
+    again: int = 0  # How often the last request was sent again.
+    sent_s: float = 0.0
     decoder: str | None = None
     began_s: float = 0.0
     ttfet_s: float | None = None
@@ -95,8 +109,9 @@ class _Agent(ABC):
         if self.number % 2:
             self.named = Agent(self.url, f"agent-{self.number}")
         headers = {} if self.named is None else {"X-Conversation-Id": self.named.conversation}
+        begins = self.kill.begins if self.kill else None
         ask = client_complete(
-            self.client, self.model, max_tokens=_OUTPUT_TOKENS, extra_headers=headers
+            self.client, self.model, begins, max_tokens=_OUTPUT_TOKENS, extra_headers=headers
         )
         self.began_s = time.perf_counter()
         try:
@@ -122,14 +137,25 @@ class _Agent(ABC):
                 await asyncio.sleep(_TOOL_S)
             await self._report("end", wall_s=_TOOL_S)
             self.running = []
-            sent_s = time.perf_counter()
-            reply = await ask(messages, schemas)
-            await self._write_down(reply, sent_s, _images(messages))
+            reply: Reply = await self._answered(partial(ask, messages, schemas))
+            await self._write_down(reply, self.sent_s, _images(messages))
             self.running = reply.message.get("tool_calls") or []
             await self._report("start")
             return reply
 
         return complete
+
+    async def _answered(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        self.again = 0
+        while True:
+            self.sent_s = time.perf_counter()
+            try:
+                return await ask()
+            except (httpx.TransportError, APIConnectionError):
+                if not (self.kill and self.kill.done) or self.again == _MOST_AGAIN:
+                    raise
+            self.again += 1
+            await asyncio.sleep(_AGAIN_S)
 
     async def _report(self, event: str, **details: float) -> None:
         """Tell the server that the tools the model has called start, or have ended."""
@@ -140,7 +166,11 @@ class _Agent(ABC):
 
     async def _write_down(self, reply: Reply, sent_s: float, images: int) -> None:
         headers, ttft_s = reply.info["headers"], reply.info["ttft_s"]
-        found = await self.plain.get(f"/v1/conversations/{headers['x-conversation-id']}")
+        if "finish_reason" not in reply.info:
+            raise KeyError("the answer has no end")
+        again = self.again + reply.info["retries"]
+        path = f"/v1/conversations/{headers['x-conversation-id']}"
+        found = await self._answered(partial(self.plain.get, path))
         found.raise_for_status()
         said = found.json()["last_turn"]
         calls = reply.message.get("tool_calls") or []
@@ -154,6 +184,7 @@ class _Agent(ABC):
             decoder=headers["x-conserve-decoder"],
             does=", ".join(_called(call["function"]) for call in calls) or "answers",
             images=images,
+            again=again,
             **{name: said[name] for name in REPORTED},
         )
         self.seen.turns.append(row)

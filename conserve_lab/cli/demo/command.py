@@ -9,6 +9,7 @@ import typer
 from conserve_cli.launching import LogFile, laid_out, launched, settings_from
 from conserve_cli.output import console
 from conserve_lab.cli.demo.agents import converse
+from conserve_lab.cli.demo.kill import RouterKill
 from conserve_lab.cli.demo.report import report
 from conserve_lab.cli.demo.seen import TurnRow, write_json
 
@@ -33,6 +34,9 @@ def demo(
         int, typer.Option(min=1, help="How many conversations run at the same time.")
     ] = 4,
     turns: Annotated[int, typer.Option(min=2, help="How many turns each has at least.")] = 4,
+    kill_router: Annotated[
+        bool, typer.Option(help="Have two routers, and kill one while agents read from it.")
+    ] = False,
     log: LogFile = None,
 ) -> None:
     """Have a few agents work, and show where every prompt's KV came from."""
@@ -43,6 +47,8 @@ def demo(
         # For the times by stage. Not every other model, or set-up, can use the lane.
         if not any(argument.startswith("engine_scheduler=") for argument in arguments):
             arguments.append("engine_scheduler=conversation_lane")
+    if kill_router and not any(argument.startswith("routers=") for argument in arguments):
+        arguments.append("routers=2")
     chosen = settings_from(arguments)
     with launched(laid_out(chosen), arguments, log) as (_, url):
         with console.status("running turns") as status:
@@ -55,9 +61,12 @@ def demo(
                 if not console.is_terminal:
                     console.print(f"  {row.conversation}: turn {row.turn} done", highlight=False)
 
-            outcome = asyncio.run(
-                converse(url, chosen.model_id, conversations, turns, on_turn, seeing=seeing)
+            # By then most agents are in their first turns.
+            kill = RouterKill(chosen.port, after=(conversations + 1) // 2) if kill_router else None
+            conversing = converse(
+                url, chosen.model_id, conversations, turns, on_turn, seeing=seeing, kill=kill
             )
+            outcome = asyncio.run(conversing)
         report(outcome, console)
         console.print("Stopping every process.")
     if json_path is not None:
@@ -72,7 +81,8 @@ def demo(
         console.print(f"[red]Not as promised:[/red] {problem}")
     if wrong:
         raise typer.Exit(1)
-    images = "Each image: encoded once. " if seeing else ""
+    kept = "Each image: encoded once. " if seeing else ""
+    kept += "Each answer: whole, and computed once. " if kill_router else ""
     console.print(
-        f"[bold green]{images}Each conversation: one engine, and no KV moved twice.[/bold green]"
+        f"[bold green]{kept}Each conversation: one engine, and no KV moved twice.[/bold green]"
     )

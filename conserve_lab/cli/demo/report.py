@@ -15,9 +15,10 @@ def report(seen: Demonstration, console: Console) -> None:
         "enc: images that were encoded for this turn, on any engine; node: taken from the node's "
         "memory instead; the others were in their engine's own caches. "
     )
+    again = "again: how often it was sent again, since its router had been killed. "
     console.print(
-        f"{images if seen.images else ''}own: found in the cache of the decoder that the turn ran "
-        "on; LMCache: handed off; *: sends no conversation id."
+        f"{again if seen.again else ''}{images if seen.images else ''}own: found in the cache of "
+        "the decoder that the turn ran on; LMCache: handed off; *: sends no conversation id."
     )
     if seen.staged:
         console.print()
@@ -40,6 +41,12 @@ def report(seen: Demonstration, console: Console) -> None:
     )
     if first and later:
         console.print(f"Mean TTFT: turn 1 {_mean_ms(first)} ms, later turns {_mean_ms(later)} ms.")
+    if seen.generated_tokens is not None:
+        console.print(
+            f"A router was killed while agents read from it: {_counted(seen.again, 'turn')} sent "
+            f"again, {_counted(seen.rejoined, 'answer')} rejoined. Engines generated "
+            f"{seen.generated_tokens:,} tokens of answers, {seen.twice_tokens} of them twice."
+        )
     if seen.images:
         console.print(
             f"{_counted(seen.images, 'screen')}, {_counted(seen.shown_images, 'image')} in all "
@@ -65,7 +72,8 @@ def _turns(seen: Demonstration) -> Table:
     )
     table.add_column("agent", no_wrap=True)
     images = ("images", "enc", "node") if seen.images else ()
-    for column in ("turn", *images, "prompt", "own", "LMCache", "TTFT"):
+    again = ("again",) if seen.again else ()
+    for column in ("turn", *again, *images, "prompt", "own", "LMCache", "TTFT"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("on", no_wrap=True)
     table.add_column("does", overflow="fold")
@@ -76,6 +84,7 @@ def _turns(seen: Demonstration) -> Table:
         table.add_row(
             _short(row.conversation) if row.conversation != last else "",
             str(row.turn),
+            *([f"[bold]{row.again or '-'}[/bold]"] if again else ()),
             *(_images(row) if seen.images else ()),
             f"{row.prompt_tokens:,}",
             f"{row.decoder_cached_tokens:,}" if row.decoder_cached_tokens else "-",

@@ -21,6 +21,7 @@ class TurnRow:
     images: int = 0  # In the prompt.
     encoded_images: int = 0  # Encoded for this turn, on any engine.
     node_images: int = 0  # Taken from the node's memory instead.
+    again: int = 0  # How often it was sent again.
     # In each stage on its decoder; 0: it did not go through that stage.
     encode_wait_s: float = 0.0
     encode_s: float = 0.0
@@ -55,6 +56,9 @@ class Demonstration:
     moves: int = 0  # Turns that ran on another decoder than the one before.
     errors: int = 0
     problems: list[str] = field(default_factory=list)
+    # Where a router was killed: answers that were rejoined, and tokens that engines generated.
+    rejoined: int = 0
+    generated_tokens: int | None = None
     # Of agents that see: different images that were shown, clicks, and those on the right button.
     images: int = 0
     clicks: int = 0
@@ -71,6 +75,16 @@ class Demonstration:
     @property
     def node_images(self) -> int:
         return sum(row.node_images for row in self.turns)
+
+    @property
+    def again(self) -> int:
+        return sum(row.again > 0 for row in self.turns)
+
+    @property
+    def twice_tokens(self) -> int:
+        """Return how many tokens were generated beyond those of answers, and one a prefill."""
+        once = sum(row.output_tokens for row in self.turns) + self.handoffs
+        return 0 if self.generated_tokens is None else self.generated_tokens - once
 
     @property
     def staged(self) -> bool:
@@ -107,6 +121,10 @@ class Demonstration:
                 wrong.append(f"{name}: changed its decoder")
         if encoded_once and self.encoded_images > self.images:
             wrong.append(f"{self.images} images were encoded {self.encoded_images} times")
+        if self.generated_tokens is not None and not self.again:
+            wrong.append("no turn was sent again: no router was killed, or no answer came from it")
+        if self.twice_tokens:
+            wrong.append(f"{self.twice_tokens} tokens of answers were computed twice")
         return wrong
 
 

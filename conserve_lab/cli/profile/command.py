@@ -153,8 +153,7 @@ def profile(
         ),
     ] = None,
     output_tokens: Annotated[
-        float,
-        typer.Option(help="With stages on one GPU: tokens of an answer, on average.", min=1),
+        float, typer.Option(help="With stages on one GPU: tokens of an answer, on average.", min=1)
     ] = PRESETS["conserve"].output_tokens.mean,
     min_r_squared: Annotated[
         float | None,
@@ -195,16 +194,7 @@ def profile(
     if add_cap:
         try:
             known = load_profile(out)
-            capped = asyncio.run(
-                _measure_cap(
-                    url,
-                    known,
-                    repetitions,
-                    largest_batch=largest_batch,
-                    vocabulary=tokens,
-                    seed=seed,
-                )
-            )
+            capped = asyncio.run(_measure_cap(url, known, repetitions, largest_batch, tokens, seed))
             save_profile(known.with_power(capped), out)
         except (MeasureError, ProfileError, fit.FitError) as error:
             refuse(str(error))
@@ -403,13 +393,7 @@ async def _stages(
 
 
 async def _measure_cap(
-    url: str,
-    known: Profile,
-    repetitions: _Repetitions,
-    *,
-    largest_batch: int,
-    vocabulary: range,
-    seed: int,
+    url: str, known: Profile, repetitions: _Repetitions, largest_batch: int, *probing: Any
 ) -> CappedPower:
     """Measure power and slowdowns under the cap that is set now, against a profile's curves.
 
@@ -425,7 +409,7 @@ async def _measure_cap(
     known.with_power(known.power_at(None).model_copy(update={"cap_w": await meter.limit_w()}))
     longest = known.prefill.longest_tokens or _LONGEST_TOKENS
     grid = make_grid(longest, application.decoder.capacity_tokens, largest_batch)
-    async with Probe(application, vocabulary, seed) as probe:
+    async with Probe(application, *probing) as probe:
         with repetitions.of(len(grid.cold) + len(grid.appends) + len(grid.decodes)) as repeat:
             await _measure_alone(probe, grid, repeat)
         drawn = await _drawn(meter, probe, grid)

@@ -5,16 +5,18 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
+from deployments.node.kv_files import FOLDER
 from tests.acceptance.chaos.answers import compare
 from tests.acceptance.chaos.plan import VICTIMS, Plan
-from tests.acceptance.chaos.run import continues_streams, run
+from tests.acceptance.chaos.run import COUNTED, run
 from tests.acceptance.chaos.tally import Tally
 from tests.acceptance.chaos.traces import Traces
 from tests.engines.applications import MAIN
@@ -32,13 +34,18 @@ def main() -> int:
     plan = Plan(
         asked.seed, asked.conversations, asked.minutes * 60, asked.kill_every, tuple(asked.victims)
     )
-    tally = Tally(asked.continuation, lambda text: console.print(f"{_clock(tally)}  {text}"))
+    tally = Tally(lambda text: console.print(f"{_clock(tally)}  {text}"))
     application = replace(
         MAIN,
         name="chaos",
         arguments=(
             *MAIN.arguments,
             f"decoders={asked.decoders}",
+            "routers=2",
+            # So small that files are evicted.
+            f"lmcache.disk.path={logs}",
+            "lmcache.disk.size_gb=0.2",
+            "lmcache.disk.written_gb_per_day=0",
             # Those whose clients have left for good make room.
             "idle_timeout_s=120",
             *asked.settings,
@@ -51,7 +58,9 @@ def main() -> int:
     try:
         console.print("starting engines")
         url = stage.use(application)
-        asyncio.run(_watched(console, plan, url, stage, asked.decoders, tally, traces))
+        kills, disk = plan.kills(), logs / FOLDER
+        played = run(plan, kills, url, stage, asked.decoders, tally, traces, disk)
+        asyncio.run(_watched(console, plan, tally, played))
     finally:
         stage.clear()
     console.print(f"{_clock(tally)}  comparing {len(tally.answers)} answers with a lone engine's")
@@ -70,33 +79,18 @@ def main() -> int:
 
 
 async def _watched(
-    console: Console,
-    plan: Plan,
-    url: str,
-    stage: Stage,
-    decoders: int,
-    tally: Tally,
-    traces: Traces,
+    console: Console, plan: Plan, tally: Tally, played: Coroutine[Any, Any, None]
 ) -> None:
-    playing = asyncio.ensure_future(run(plan, plan.kills(), url, stage, decoders, tally, traces))
-    reported_s = time.monotonic()
-    with Live(console=console, refresh_per_second=2, transient=True) as live:
-        while not playing.done():
-            live.update(_progress(plan, tally))
-            if not console.is_terminal and time.monotonic() - reported_s > _REPORT_S:
-                reported_s = time.monotonic()
-                console.print(_progress(plan, tally))
-            await asyncio.wait([playing], timeout=0.5)
+    playing = asyncio.ensure_future(played)
+    while not playing.done():
+        console.print(
+            f"{_clock(tally)} of {plan.duration_s / 60:g} min  {tally.live} conversations live, "
+            f"{tally.ended} ended, {tally.turns} turns, {tally.retries.total()} retries, "
+            f"{tally.kills.total()} kills, {tally.cut.total()} streams cut, "
+            f"{len(tally.failures)} failures"
+        )
+        await asyncio.wait([playing], timeout=_REPORT_S)
     playing.result()
-
-
-def _progress(plan: Plan, tally: Tally) -> str:
-    return (
-        f"{_clock(tally)} of {plan.duration_s / 60:g} min  {tally.live} conversations live, "
-        f"{tally.ended} ended, {tally.turns} turns, {tally.retries.total()} retries, "
-        f"{tally.kills.total()} kills, {tally.cut.total()} streams cut, "
-        f"{len(tally.failures)} failures"
-    )
 
 
 def _clock(tally: Tally) -> str:
@@ -115,6 +109,7 @@ def _summary(plan: Plan, tally: Tally) -> Table:
         *((f"killed: {name}", n) for name, n in sorted(tally.kills.items())),
         *((f"not killed (not there, or the last): {n}", c) for n, c in tally.skipped.items()),
         *((f"streams cut: {name}", n) for name, n in sorted(tally.cut.items())),
+        *((f"metric: {name}", tally.counted[name]) for name in COUNTED),
         ("wrong answers", tally.wrong),
         ("answers that differ by a tie", tally.ties),
         ("failures", len(tally.failures)),
@@ -134,10 +129,6 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
     parser.add_argument("--decoders", type=int, default=2, help="default: 2")
-    parser.add_argument(
-        "--continuation", action=argparse.BooleanOptionalAction, default=continues_streams(),
-        help="whether a decoder's death may cut no stream; default: what this version does",
-    )  # fmt: skip
     parser.add_argument("--logs", help="folder for logs; default: a temporary one")
     parser.add_argument("settings", nargs="*", help="further settings, as `name=value`")
     return parser.parse_args()

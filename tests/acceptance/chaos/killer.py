@@ -1,43 +1,52 @@
-"""``kill -9`` of ConServe's processes while clients are at work."""
+"""``kill -9`` of ConServe's processes, and harm to its disk, while clients are at work."""
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.acceptance.chaos.plan import PlannedKill, Victim
 from tests.acceptance.chaos.tally import Tally
-from tests.engines.processes import processes
+from tests.engines.client import engines
+from tests.engines.processes import LMCACHE, processes
 
 # Until an engine that was killed has been replaced, on a machine that is busy.
 _WHOLE_S = 240.0
+# How long its server is waited for to write, and how long a disk lacks its folder or its space.
+_WRITES_S, _HARMED_S = 10.0, 20.0
 _DECODERS = ("decoder", "engine core", "both decoders")
 _PATTERNS: dict[Victim, str] = {
-    "lmcache": r"deployments\.node\.lmcache_main server",
+    "lmcache": LMCACHE,
     "table": "ray::TableActor",
     "router": "ray::ServeReplica:default:Router",
     "node": "ray::NodeService",
 }
 
 
+@dataclass
 class Killer:
     """Carries out planned kills, one after the other.
 
     A decoder is killed only when all are there, so that one lives as a rule.
 
     Args:
-        url: the application's.
         decoders: how many it has when it is whole.
+        disk: the folder of its files of KV; None: it has none.
     """
 
-    def __init__(self, url: str, decoders: int, tally: Tally) -> None:
-        self._url = url
-        self._decoders = decoders
-        self._tally = tally
+    decoders: int
+    tally: Tally
+    disk: Path | None = None
+    _harms: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     async def carry_out(self, kills: Sequence[PlannedKill], began_s: float, until_s: float) -> None:
         """Kill whoever is to be killed, when it is time; what is late by then is left out.
@@ -46,31 +55,45 @@ class Killer:
             began_s: what the kills' times are counted from, by `time.monotonic`.
             until_s: nobody is killed later.
         """
-        for kill in kills:
-            await asyncio.sleep(max(0.0, began_s + kill.at_s - time.monotonic()))
-            if time.monotonic() > until_s:
-                break
-            killed = await self._kill(kill, until_s)
-            if killed is None:
-                self._tally.skipped[kill.victim] += 1
-            else:
-                self._tally.kills[kill.victim] += 1
-                self._tally.say(f"killed: {kill.victim} ({killed})")
+        async with self._harms:
+            for kill in kills:
+                await asyncio.sleep(max(0.0, began_s + kill.at_s - time.monotonic()))
+                if time.monotonic() > until_s:
+                    break
+                killed = await self._kill(kill, until_s)
+                if killed is None:
+                    self.tally.skipped[kill.victim] += 1
+                else:
+                    self.tally.kills[kill.victim] += 1
+                    self.tally.say(f"killed: {kill.victim} ({killed})")
 
     async def _kill(self, kill: PlannedKill, until_s: float) -> str | None:
         """Returns who was killed, or None if there was nobody."""
         if kill.victim in _DECODERS:
             return await self._kill_decoder(kill, until_s)
+        if kill.victim.startswith("disk"):
+            return None if self.disk is None else self._harm(kill, self.disk)
         if kill.victim == "prefiller":
-            pids = [engine["pid"] for engine in await self._engines("prefiller") or []]
+            pids = [engine["pid"] for engine in await _engines("prefiller")]
         else:
             found = await asyncio.to_thread(processes, _PATTERNS[kill.victim])
             pids = [process.pid for process in found]
         if not pids:
             return None
+        if kill.victim == "lmcache" and self.disk is not None:
+            await asyncio.to_thread(_wait_for_a_write, self.disk / "new")
         if kill.victim == "router":
-            self._tally.router_killed_s = time.monotonic()
+            self.tally.router_killed_s = time.monotonic()
         return _killed(pids[int(kill.draw * len(pids))])
+
+    def _harm(self, kill: PlannedKill, disk: Path) -> str | None:
+        if not disk.is_dir():
+            return None
+        if kill.victim == "disk files":
+            return _damage(disk, random.Random(kill.draw))
+        harm = _without_folder if kill.victim == "disk folder" else _without_space
+        self._harms.create_task(_for_a_while(harm(disk)))
+        return f"for {_HARMED_S:g} s"
 
     async def _kill_decoder(self, kill: PlannedKill, until_s: float) -> str | None:
         whole = await self._whole(until_s)
@@ -81,7 +104,7 @@ class Killer:
             for one in whole:
                 os.kill(one["pid"], signal.SIGKILL)
             # Until there is another one again, it has an end that nobody knows yet.
-            self._tally.without_decoder.append((since_s, float("inf")))
+            self.tally.without_decoder.append((since_s, float("inf")))
             asyncio.get_running_loop().create_task(self._note_return(since_s, whole))
             return ", ".join(str(one["pid"]) for one in whole)
         one = whole[int(kill.draw * len(whole))]
@@ -93,10 +116,10 @@ class Killer:
     async def _note_return(self, since_s: float, gone: list[dict[str, Any]]) -> None:
         ids = {one["id"] for one in gone}
         while True:
-            found = await self._engines("decoder")
+            found = await _engines("decoder")
             if found and any(one["id"] not in ids for one in found):
-                self._tally.without_decoder.remove((since_s, float("inf")))
-                self._tally.without_decoder.append((since_s, time.monotonic()))
+                self.tally.without_decoder.remove((since_s, float("inf")))
+                self.tally.without_decoder.append((since_s, time.monotonic()))
                 return
             await asyncio.sleep(0.5)
 
@@ -104,33 +127,28 @@ class Killer:
         """All decoders, once all have been there for a moment; None if that takes too long."""
         deadline_s = min(until_s, time.monotonic() + _WHOLE_S)
         while time.monotonic() < deadline_s:
-            before = await self._engines("decoder")
+            before = await _engines("decoder")
             # One that has just died is still listed.
             await asyncio.sleep(2)
-            after = await self._engines("decoder")
-            if before and after and len(after) == self._decoders:
-                answers = [await self._healthy(one["url"]) for one in after]
+            after = await _engines("decoder")
+            if before and after and len(after) == self.decoders:
+                answers = [await _healthy(one["url"]) for one in after]
                 if all(answers) and {o["id"] for o in before} == {o["id"] for o in after}:
                     return after
         return None
 
-    async def _healthy(self, url: str) -> bool:
-        try:
-            async with httpx.AsyncClient(timeout=10) as client:
-                return (await client.get(url + "/health")).status_code == 200
-        except httpx.TransportError:
-            return False
 
-    async def _engines(self, role: str) -> list[dict[str, Any]] | None:
-        """Engines alive; None while nobody can say."""
-        try:
-            async with httpx.AsyncClient(timeout=20) as client:
-                response = await client.get(self._url + "/v1/engines")
-        except httpx.TransportError:
-            return None
-        if response.status_code != 200:
-            return None
-        return [one for one in response.json()["data"] if one["role"] == role]
+async def _engines(role: str) -> list[dict[str, Any]]:
+    """Engines alive; none while nobody can say."""
+    with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+        return await asyncio.to_thread(engines, role)
+    return []
+
+
+async def _healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return (await asyncio.to_thread(httpx.get, url + "/health", timeout=10)).status_code == 200
+    return False
 
 
 def _killed(pid: int) -> str | None:
@@ -139,3 +157,54 @@ def _killed(pid: int) -> str | None:
     except ProcessLookupError:
         return None
     return str(pid)
+
+
+def _wait_for_a_write(new: Path) -> None:
+    """Return as a file is written, or after a while."""
+    began_s = time.time()
+    while time.time() < began_s + _WRITES_S:
+        with contextlib.suppress(OSError):
+            if new.stat().st_mtime > began_s:
+                return
+        time.sleep(0.001)
+
+
+async def _for_a_while(harm: contextlib.AbstractContextManager[None]) -> None:
+    with harm:
+        await asyncio.sleep(_HARMED_S)
+
+
+@contextlib.contextmanager
+def _without_folder(disk: Path) -> Iterator[None]:
+    """Have a file where the folder was, so that it is not made again."""
+    kept = disk.rename(disk.with_name("kept"))
+    disk.touch()
+    try:
+        yield
+    finally:
+        disk.unlink()
+        kept.rename(disk)
+
+
+@contextlib.contextmanager
+def _without_space(disk: Path) -> Iterator[None]:
+    """Have each write fail that goes beyond some bytes of a file, as on a disk that is full."""
+    with contextlib.suppress(psutil.NoSuchProcess), contextlib.ExitStack() as after:
+        for server in processes(LMCACHE):
+            server.rlimit(psutil.RLIMIT_FSIZE, (8192, -1))
+            after.callback(server.rlimit, psutil.RLIMIT_FSIZE, (-1, -1))
+        yield
+
+
+def _damage(disk: Path, rng: random.Random) -> str:
+    """Truncate some files, and write something else into others; says how many."""
+    files = sorted(f"{folder}/{name}" for folder, _, names in os.walk(disk) for name in names)
+    chosen = [one for one in files if rng.random() < 0.3]
+    for one in chosen:
+        with contextlib.suppress(FileNotFoundError), open(one, "r+b") as file:
+            at = file.seek(int(rng.random() * file.seek(0, os.SEEK_END)))
+            if rng.random() < 0.5:
+                file.truncate(at)
+            else:
+                file.write(rng.randbytes(16))
+    return f"{len(chosen)} of {len(files)} damaged"

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Victim = Literal[
-    "decoder", "engine core", "both decoders", "prefiller", "lmcache", "table", "router", "node"
-]
-"""Who is killed. A decoder is its replica; an engine core is a decoder's, whose replica lives."""
+    "decoder", "engine core", "both decoders", "prefiller", "lmcache", "table", "router", "node",
+    "disk files", "disk folder", "disk space",
+]  # fmt: skip
+"""The process that is killed, or the part of the disk that is harmed.
+
+A decoder is its replica; an engine core is a decoder's, whose replica lives. LMCache's server is
+killed as it writes a file. Files of KV are damaged; the disk's folder, or its space, is missing for
+a while.
+"""
 
 Misdeed = Literal["cancel", "stall", "half-send", "reconnect", "vanish"]
 """What a client does with a turn.
@@ -32,8 +38,11 @@ _WEIGHTS = {
     "prefiller": 2,
     "lmcache": 2,
     "table": 3,
-    "router": 2,
+    "router": 5,
     "node": 1,
+    "disk files": 3,
+    "disk folder": 1,
+    "disk space": 1,
 }
 
 
@@ -83,7 +92,7 @@ class PlannedConversation:
 
 @dataclass(frozen=True, slots=True)
 class PlannedKill:
-    """``kill -9`` of a process, by what it is."""
+    """``kill -9`` of a process, or harm to the disk."""
 
     at_s: float
     victim: Victim

@@ -28,17 +28,16 @@ class Tally:
     """Counts, by cause, and failures, in words.
 
     Args:
-        continuation: whether streams outlive their decoders.
         say: told of kills and failures as they happen.
 
     Attributes:
         live: conversations under way.
         ended: conversations whose clients have come to their end, be it that they left for good.
+        counted: how far metrics rose in the whole run.
         held: what the engine has counted for a named conversation that lives yet, in tokens.
         last: of those, the ones whose last turn may have been cut since, and hold something else.
     """
 
-    continuation: bool
     say: Callable[[str], None] = lambda text: None
     began_s: float = field(default_factory=time.monotonic)
     live: int = 0
@@ -50,6 +49,8 @@ class Tally:
     kills: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
+    counted: Counter[str] = field(default_factory=Counter)
+    _shown: dict[str, int] = field(default_factory=dict)
     answers: list[Answered] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -58,6 +59,11 @@ class Tally:
     router_killed_s: float = float("-inf")
     # While no decoder lived: from, until.
     without_decoder: list[tuple[float, float]] = field(default_factory=list)
+
+    def count(self, name: str, shown: float) -> None:
+        """Note a metric that counts, and begins at 0 again with each process that has it."""
+        before, self._shown[name] = self._shown.get(name, 0), int(shown)
+        self.counted[name] += int(shown) - (before if shown >= before else 0)
 
     def fail(self, what: str) -> None:
         """Note what must not have happened."""
@@ -81,5 +87,5 @@ class Tally:
         cause = "two engines" if twice else "no decoder left" if alone else "decoder"
         self.cut[cause] += 1
         self.retries[f"stream cut: {code}"] += 1
-        if self.continuation and not alone and not twice:
+        if not alone and not twice:
             self.fail(f"{key}: a stream was cut ({code}), though a decoder lived")

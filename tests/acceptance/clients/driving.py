@@ -125,7 +125,7 @@ async def work(client: Client, place: Place) -> None:
     assert marker.read_text() == WRITTEN
 
 
-def require_ids(drive: Drive) -> None:
+def _require_ids(drive: Drive) -> None:
     """Every request names its conversation by the client's ids, always the same, and no others."""
     values: dict[str, set[str]] = {}
     for exchange in (*drive.turns, *drive.asides):
@@ -153,7 +153,10 @@ def _fields(body: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str
 
 
 def require_served(drive: Drive) -> None:
-    """One handoff a history, no cold prompt on a decoder, and later turns found where they ran."""
+    """Ids as they are sent, one handoff a history, and later turns found where they ran."""
+    _require_ids(drive)
+    listed = httpx.get(URL + "/v1/conversations", timeout=30).json()["data"]
+    assert sum(one["turns"] for one in listed) == len(drive.turns) + len(drive.asides)
     client, turns, asides, counts = drive.client, drive.turns, drive.asides, drive.counts
     assert len(turns) == len(SCRIPTS[client.script].steps) >= 3
     assert len(asides) == client.asides
@@ -169,7 +172,6 @@ def require_served(drive: Drive) -> None:
     )
     if client.appends:
         assert all(one.usage.cached_tokens == one.found_tokens for one in turns[1:])
-    if client.appends:
         _require_appended(drive)
 
 
@@ -186,9 +188,3 @@ def _require_appended(drive: Drive) -> None:
             # Nothing came from LMCache again.
             assert turn.turn is not None
             assert turn.turn["lmcache_tokens"] == 0
-
-
-def listed_turns(application: str) -> int:
-    """Turns of all live conversations."""
-    listed = httpx.get(application + "/v1/conversations", timeout=30).json()["data"]
-    return sum(conversation["turns"] for conversation in listed)

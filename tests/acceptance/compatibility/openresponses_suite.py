@@ -53,12 +53,7 @@ class OpenResponsesSuite:
             *("--base-url", f"{url}/v1", "--api-key", "unused", "--model", model, "--json"),
         ]
         done = subprocess.run(
-            command,
-            cwd=self._folder,
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
+            command, cwd=self._folder, capture_output=True, text=True, timeout=900, check=False
         )
         (self._packages / "log.txt").write_text(done.stdout + done.stderr)
         try:

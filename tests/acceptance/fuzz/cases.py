@@ -25,58 +25,53 @@ JSON = "application/json"
 
 _CONVERSATIONS = ("/v1/chat/completions", "/v1/conversations/{id}")
 
-# A turn that an engine serves, to which others add.
-_PLAIN: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "open the file"}], "max_tokens": 8},
-    COMPLETION: {"prompt": "open the file", "max_tokens": 8},
-    MESSAGE: {"messages": [{"role": "user", "content": "open the file"}], "max_tokens": 8},
-    RESPONSE: {"input": "open the file", "max_output_tokens": 8},
+
+def _said(*contents: Any) -> list[dict[str, Any]]:
+    return [
+        {"role": "assistant" if place % 2 else "user", "content": one}
+        for place, one in enumerate(contents)
+    ]
+
+
+# Prompts that an engine serves, by what they are called.
+_PROMPTS: dict[str, tuple[str, list[Any]]] = {
+    CHAT: (
+        "messages",
+        [
+            _said("open the file"),
+            [{"role": "system", "content": "be brief"}, *_said("why?")],
+            _said([{"type": "text", "text": "close"}], "done", "and now?"),
+        ],
+    ),
+    COMPLETION: ("prompt", ["open the file", [5, 6, 7], ["a", "b"], [[5], [6, 7]]]),
+    MESSAGE: (
+        "messages",
+        [
+            _said("open the file"),
+            _said(
+                [{"type": "text", "text": "close"}],
+                [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                [{"type": "tool_result", "tool_use_id": "a", "content": "b"}],
+            ),
+        ],
+    ),
+    RESPONSE: (
+        "input",
+        [
+            "open the file",
+            [
+                *_said([{"type": "input_text", "text": "close"}]),
+                {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "a", "output": "b"},
+            ],
+        ],
+    ),
 }
-_PLAIN_PROMPTS: dict[str, dict[str, Any]] = {
-    CHAT: {
-        "messages": {
-            "enum": [
-                [{"role": "user", "content": "open the file"}],
-                [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}],
-                [
-                    {"role": "user", "content": [{"type": "text", "text": "close"}]},
-                    {"role": "assistant", "content": "done"},
-                    {"role": "user", "content": "and now?"},
-                ],
-            ]
-        }
-    },
-    COMPLETION: {"prompt": {"enum": ["open the file", [5, 6, 7], ["a", "b"], [[5], [6, 7]]]}},
-    MESSAGE: {
-        "messages": {
-            "enum": [
-                [{"role": "user", "content": "open the file"}],
-                [
-                    {"role": "user", "content": [{"type": "text", "text": "close"}]},
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
-                    },
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}],
-                    },
-                ],
-            ]
-        }
-    },
-    RESPONSE: {
-        "input": {
-            "enum": [
-                "open the file",
-                [
-                    {"role": "user", "content": [{"type": "input_text", "text": "close"}]},
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "a", "output": "b"},
-                ],
-            ]
-        }
-    },
+_PLAIN_PROMPTS = {label: {name: {"enum": given}} for label, (name, given) in _PROMPTS.items()}
+# A turn, to which others add.
+_PLAIN: dict[str, dict[str, Any]] = {
+    label: {name: given[0], "max_output_tokens" if label == RESPONSE else "max_tokens": 8}
+    for label, (name, given) in _PROMPTS.items()
 }
 _HUGE = 2**63
 # What is no turn and takes a body.

@@ -111,9 +111,5 @@ def test_conversations_in_any_order(
 
 def _at_rest() -> bool:
     release_all()
-    return (
-        metric("conserve_queue_length")
-        + metric("conserve_decoder_held_tokens")
-        + metric("conserve_conversations")
-        == 0
-    )
+    counts = ("queue_length", "decoder_held_tokens", "conversations")
+    return not any(metric(f"conserve_{one}") for one in counts)

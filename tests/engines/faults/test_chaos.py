@@ -4,7 +4,7 @@ import pytest
 
 from tests.acceptance.chaos.answers import compare
 from tests.acceptance.chaos.plan import Plan, PlannedKill
-from tests.acceptance.chaos.run import continues_streams, run
+from tests.acceptance.chaos.run import run
 from tests.acceptance.chaos.tally import Tally
 from tests.engines.applications import MAIN
 from tests.engines.lone import LONE_PORT
@@ -22,7 +22,7 @@ KILLS = (PlannedKill(4.0, "lmcache", 0.0), PlannedKill(10.0, "decoder", 0.0))
 async def test_a_sample_of_chaos(application: str, stage: Stage) -> None:
     """Every conversation ends with the right answers, and all accounts agree."""
     stage.wait_for_lone()
-    tally = Tally(continues_streams())
+    tally = Tally()
     await run(PLAN, KILLS, application, stage, MAIN.decoders, tally)
     await compare(tally, f"http://127.0.0.1:{LONE_PORT}")
     assert tally.failures == []

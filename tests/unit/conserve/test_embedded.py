@@ -22,7 +22,6 @@ from tests.checkout import ROOT
 
 MAX_BYTES = 16_000_000
 MAX_VISION_BYTES = 8_000_000
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @pytest.fixture(scope="module")

@@ -118,11 +118,7 @@ async def test_unloaded_runs_one_at_a_time_without_gaps() -> None:
         (streams(token(), end="closed"), "broken stream: ", 1),
         (streams(token(), end="silent"), "broken stream: it ended without [DONE]", 1),
         (streams(token(), LOST), "error event: the decoder was lost", 1),
-        (
-            streams(token("abort")),
-            "given up: the server ended it with finish_reason 'abort'",
-            1,
-        ),
+        (streams(token("abort")), "given up: the server ended it with finish_reason 'abort'", 1),
         (streams(), "empty stream: it has neither output nor a finish_reason", 0),
         (forget, "connection: ", 0),
     ],

@@ -29,10 +29,8 @@ What is expected of an answer:
 def arguments() -> argparse.Namespace:
     """``base_url``, ``task``, ``run`` and the path of the ``api``."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("base_url")
-    parser.add_argument("task")
-    parser.add_argument("run")
-    parser.add_argument("api")
+    for name in ("base_url", "task", "run", "api"):
+        parser.add_argument(name)
     return parser.parse_args()
 
 

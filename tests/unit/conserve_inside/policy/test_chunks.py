@@ -81,10 +81,7 @@ def test_it_shrinks_when_steps_are_late_and_comes_back() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.floats(0, 3.0), st.integers(0, 20_000), st.booleans()),
-        max_size=200,
-    ),
+    st.lists(st.tuples(st.floats(0, 3.0), st.integers(0, 20_000), st.booleans()), max_size=200),
     st.integers(1, 512),
     st.integers(0, 16_000),
 )

@@ -87,12 +87,7 @@ def test_prefills_always_keep_a_tenth_and_more_once_they_have_waited() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.booleans(),
-            st.none() | st.floats(0, 20),
-            st.floats(1e-4, 1),
-        ),
-        max_size=200,
+        st.tuples(st.booleans(), st.none() | st.floats(0, 20), st.floats(1e-4, 1)), max_size=200
     )
 )
 def test_whatever_happens_it_gives_what_there_is(

@@ -47,11 +47,7 @@ def test_nobody_gives_up_before_one_whose_pin_is_worth_less(pins: dict[str, Pin]
                 assert first.blocks >= later.blocks
 
 
-@given(
-    st.lists(st.floats(0, 1e6), max_size=20),
-    st.none() | st.floats(0, 1e6),
-    st.booleans(),
-)
+@given(st.lists(st.floats(0, 1e6), max_size=20), st.none() | st.floats(0, 1e6), st.booleans())
 def test_nothing_is_held_for_longer_than_the_most(
     gaps: list[float], expected_s: float | None, last: bool
 ) -> None:

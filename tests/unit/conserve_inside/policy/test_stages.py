@@ -4,12 +4,7 @@ from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from conserve_inside.policy import DecodeShare, PrefillLane, Stage, Stages
 

@@ -18,12 +18,7 @@ from torch import nn
 from conserve_inside.addon import TOWER_LAYERS
 from conserve_inside.tower import connector
 from conserve_inside.tower import offload as module
-from conserve_inside.tower.offload import (
-    LayerMissing,
-    OffloadedTower,
-    layers_of_tower,
-    offload,
-)
+from conserve_inside.tower.offload import LayerMissing, OffloadedTower, layers_of_tower, offload
 
 CPU = torch.device("cpu")
 VALUES = 3

@@ -3,15 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from conserve_lab.agent import (
-    Call,
-    Message,
-    Reply,
-    Schema,
-    make_session,
-    run_agent,
-    score,
-)
+from conserve_lab.agent import Call, Message, Reply, Schema, make_session, run_agent, score
 from conserve_lab.agent.tasks import call_message
 
 SESSION = make_session(2, "held-out")

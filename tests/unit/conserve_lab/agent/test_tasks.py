@@ -4,13 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from conserve_lab.agent import (
-    Session,
-    Split,
-    is_right,
-    make_session,
-    stated,
-)
+from conserve_lab.agent import Session, Split, is_right, make_session, stated
 from conserve_lab.agent.tasks import MAX_STEPS, MIN_STEPS
 from conserve_lab.agent.words import split_of_number
 

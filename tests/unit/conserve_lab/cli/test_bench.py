@@ -9,17 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
 from conserve_lab.cli.bench import cli
-from conserve_lab.records import read_records
+from conserve_lab.records import TurnRecord
 from conserve_lab.report import read_report
 from tests.checkout import DATA
 from tests.unit.conserve_lab.stub import Behaviour, Stub, hang, refuse, served
 
 # Quick: short prompts, no waiting.
 QUICK = ["--scale-tokens", "0.01", "--scale-gaps", "0", "--arrivals", "together", "--no-plots"]
+
+
+def _records(path: Path) -> list[TurnRecord]:
+    return msgspec.json.Decoder(TurnRecord).decode_lines(path.read_bytes())
 
 
 def _bench(*arguments: str | Path) -> Result:
@@ -68,7 +73,7 @@ def test_one_endpoint(tmp_path: Path) -> None:
     assert report.workload["counts"]["conversations"] == 4
     assert "secret" not in (tmp_path / "stub.json").read_text()
 
-    records = read_records(tmp_path / "records.jsonl")
+    records = _records(tmp_path / "records.jsonl")
     assert len(records) == sum(report.result.turns.values())
     # Two of the four ran alone before, as other conversations in another part of the caches.
     salts = {seen.body["cache_salt"] for seen in stub.turns}
@@ -93,7 +98,7 @@ def test_recorded_sessions(tmp_path: Path) -> None:
             "--unloaded", "0", "--no-cache-salt", "--no-release", "--out", tmp_path,
         )  # fmt: skip
     assert result.exit_code == 0, result.output
-    records = read_records(tmp_path / "records.jsonl")
+    records = _records(tmp_path / "records.jsonl")
     first = records[0].conversation
     planned = [record.prompt_tokens for record in records if record.conversation == first]
     sent = [
@@ -158,7 +163,7 @@ def test_an_earlier_reference_is_used(tmp_path: Path) -> None:
         before = len(stub.turns)
         reference = ["--reference", tmp_path / "given/s.json", "--slo-multiple", "10"]
         assert _bench(*call, "1", *reference, "--out", tmp_path / "same").exit_code == 0
-        assert len(stub.turns) - before == len(read_records(tmp_path / "same/records.jsonl"))
+        assert len(stub.turns) - before == len(_records(tmp_path / "same/records.jsonl"))
         assert _bench(*call, "2", *reference, "--out", tmp_path / "other").exit_code == 0
         refused = _bench(*call, "2", "--reference", tmp_path / "none/s.json", "--out", tmp_path)
     given, same, other = (read_report(tmp_path / f"{n}/s.json") for n in ("given", "same", "other"))
@@ -210,7 +215,7 @@ def test_ctrl_c_reports_the_whole_rounds(tmp_path: Path) -> None:
         report = read_report(tmp_path / f"{name}.json")
         assert report.result.conversations == {"completed": 1}
     # What was seen of the second round is kept.
-    outcomes = [record.outcome for record in read_records(tmp_path / "records.jsonl")]
+    outcomes = [record.outcome for record in _records(tmp_path / "records.jsonl")]
     assert outcomes.count("unfinished") == 1
 
 

@@ -267,7 +267,7 @@ async def test_files_of_conversations_are_noted_and_removed_with_them(
     await copies.own(history)
     assert copies.kept_tokens(history) == 0
     (list_,) = folder.glob("owners/*/*/*")
-    first, second = list_.read_text().splitlines()
+    first, second = list_.read_text().split()
     (folder / first).mkdir(parents=True)
     await copies.own(history)
     assert [copies.kept_tokens(history) for _ in range(2)] == [2, None]
@@ -277,6 +277,12 @@ async def test_files_of_conversations_are_noted_and_removed_with_them(
     await asyncio.sleep(0.2)
     assert not (folder / first).exists()
     (folder / second).mkdir(parents=True)
+    # Nor does a fault of the disk keep it there.
+    folder.rename(tmp_path / "kept")
+    folder.touch()
+    await asyncio.sleep(0.6)
+    folder.unlink()
+    (tmp_path / "kept").rename(folder)
     await ends
     assert not (folder / second).exists()
     assert not list_.exists()

@@ -1,12 +1,16 @@
 """The demonstration's agents, on a server that has one tool called, and then takes the answer."""
 
+import asyncio
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from aiohttp import web
 
-from conserve_lab.cli.demo.agents import converse
+from conserve_lab.cli.demo import agents
+from conserve_lab.cli.demo.kill import RouterKill
 from conserve_lab.cli.demo.seen import Demonstration
 
 
@@ -17,6 +21,7 @@ class Server:
     asked: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     arguments: str = "{}"
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    killed: bool = False
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -34,8 +39,14 @@ class Server:
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         chunk = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "m"}
-        chunk |= {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-        await response.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+        chunk |= {"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await asyncio.sleep(0.05)
+        if self.killed and request.transport:
+            self.killed = False
+            request.transport.close()
+        else:
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     async def other(self, request: web.Request) -> web.Response:
@@ -49,7 +60,7 @@ class Server:
         self.asked.append((name, f"{request.method} {what}".strip(), body))
         return web.json_response({})
 
-    async def converse(self, **seeing: bool) -> Demonstration:
+    async def converse(self, kills: bool = False, **seeing: bool) -> Demonstration:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.turn)
         app.router.add_route("*", "/v1/conversations/{name}", self.other)
@@ -59,8 +70,12 @@ class Server:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
+        kill = RouterKill(port, after=1) if kills else None
+        how: dict[str, Any] = {**seeing, "kill": kill}
         try:
-            return await converse(f"http://127.0.0.1:{port}", "m", 2, 2, lambda row: None, **seeing)
+            return await agents.converse(
+                f"http://127.0.0.1:{port}", "m", 2, 2, lambda row: None, **how
+            )
         finally:
             await runner.cleanup()
 
@@ -103,3 +118,17 @@ async def test_agents_that_see_click_and_the_second_half_is_shown_the_same_after
     assert shown[1][3] == shown[3][3] != shown[0][1][1:]
     assert shown[0][0] + shown[0][1][0]["text"] != shown[2][0] + shown[2][1][0]["text"]
     assert [answer.right for answer in seen.answers] == [False, False]
+
+
+async def test_a_turn_is_sent_again_whose_router_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, shown = Server(), iter(([100, 1], [108, 2]))
+
+    async def counters(_: Any) -> list[int]:
+        return next(shown)
+
+    monkeypatch.setattr(agents, "counters", counters)
+    monkeypatch.setattr(os, "kill", lambda pid, _: setattr(server, "killed", pid == os.getpid()))
+    seen = await server.converse(kills=True)
+    assert [row.again for row in seen.turns].count(1) == seen.again == seen.rejoined == 1
+    # Each of the four turns has a token, and a handoff, whose prefill made one.
+    assert (len(seen.turns), seen.generated_tokens, seen.twice_tokens) == (4, 8, 0)

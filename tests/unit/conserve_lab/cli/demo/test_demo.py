@@ -92,6 +92,20 @@ def test_the_table_tells_calls_answers_and_where_images_came_from_in_80_columns(
     assert "images" not in console.export_text()
 
 
+def test_what_a_killed_router_has_cost_is_told() -> None:
+    seen = replace(_kept(), generated_tokens=6 * 48 + 2, rejoined=1)
+    assert [one[:25] for one in seen.verdict(2, 3)] == ["no turn was sent again: n"]
+    seen.turns[1] = replace(seen.turns[1], again=1)
+    assert seen.verdict(2, 3) == []
+    console = Console(width=200, record=True, file=io.StringIO())
+    report(seen, console)
+    told = console.export_text()
+    assert ["2", "1", "1,200", "896"] in [line.split()[:4] for line in told.splitlines()]
+    assert "1 turn sent again, 1 answer rejoined. Engines generated 290 tokens" in told
+    seen.generated_tokens = 297
+    assert seen.verdict(2, 3) == ["7 tokens of answers were computed twice"]
+
+
 def test_an_image_that_is_encoded_again_is_named() -> None:
     seen = _looked()
     assert seen.verdict(2, 3, encoded_once=True) == []
@@ -123,7 +137,7 @@ def test_a_word_chooses_agents_that_see(
         told.append((settings.model, settings.engine_scheduler))
         yield None, "http://nowhere"
 
-    async def converse(*given: Any, seeing: bool) -> Demonstration:
+    async def converse(*given: Any, seeing: bool, kill: None) -> Demonstration:
         told.append((given[1], "sees" if seeing else ""))
         return seen
 
