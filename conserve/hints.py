@@ -40,6 +40,7 @@ class Hints:
         deadline_s, first_token_s: until when the answer and its first token are wanted.
         expected_resume_s: how long after the answer the next turn is expected.
         last_step: whether no turn will follow; False means that one will.
+        parent: the conversation that began this one, see `conserve.identity.parent_id`.
     """
 
     priority: int | None = None
@@ -48,6 +49,7 @@ class Hints:
     expected_resume_s: float | None = None
     last_step: bool | None = None
     expected_output_tokens: int | None = None
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

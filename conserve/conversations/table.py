@@ -128,14 +128,15 @@ class ConversationTable(Turns):
             known.asked_s = now_s if arrived_s is None else arrived_s
             if opening.chain is not None:
                 known.root = opening.chain.root
+            known.hints = opening.hints
             usage.began(now_s)
             self._ledger.add(known, usage)
             self._idleness.watch(known)
         else:
             # The prefill for the lost decoder may not have been reported as over.
             self._engines.leave_queue(known)
-        if opening.hints is not None:
-            known.hints = opening.hints
+            if opening.hints is not None:
+                known.hints = opening.hints
         self._ledger.bind(known, placement.decoder_id, prompt_tokens)
         if was_known:
             kept = placement.prefiller_id is None

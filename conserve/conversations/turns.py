@@ -1,5 +1,6 @@
 """Keeps live histories, begins their turns, and ends them when they are complete or have failed."""
 
+from collections.abc import Collection
 from sys import intern
 
 from conserve import identity
@@ -80,6 +81,10 @@ class Turns:
 
     def histories(self, conversation_id: str) -> list[History]:
         return self._live.histories(conversation_id)
+
+    def family(self, conversation_id: str) -> tuple[str | None, Collection[str]]:
+        """Return a conversation's parent and children. See `LiveHistories.family`."""
+        return self._live.family(conversation_id)
 
     def has_several(self, history_id: str) -> bool:
         """Return whether a history's conversation has others."""
@@ -168,6 +173,7 @@ class Turns:
             return None
         if hints is not None:
             history.hints = hints
+            self._live.note_parent(history)
         self._start(history, self._ledger.usage.of(history_id), now_s)
         if self.loads is not None:
             self.loads.turn_came(history.id, history.home, now_s)

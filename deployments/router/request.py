@@ -164,6 +164,8 @@ def _understood(
         explicit_id = identity.explicit_id(headers, asked)
         own = identity.without_identity(asked)
         said = hints(headers, asked)
+        if (parent := identity.parent_id(headers, asked)) is not None:
+            said = replace(said, parent=identity.scoped(tenant, parent))
     except identity.InvalidConversationId as error:
         raise ApiError(400, str(error), "invalid_conversation_id", param=error.source) from None
     except InvalidHint as error:

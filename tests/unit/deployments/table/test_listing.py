@@ -42,6 +42,9 @@ class Table:
     def histories(self, conversation_id: str) -> list[History]:
         return [self.found[id] for id in self.groups[conversation_id] if id in self.found]
 
+    def family(self, _: str) -> tuple[None, list[str]]:
+        return None, []
+
 
 def listed(found: list[History], limit: int) -> list[str]:
     raw = asyncio.run(list_recent(Table(found), limit, 0.0, {}))  # type: ignore[arg-type]
