@@ -172,6 +172,12 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         return max(0, self.prefilled_tokens - found)
 
     @property
+    def computed_tokens(self) -> int:
+        """Return the tokens that engines computed for it, its answer's included."""
+        in_decoder = max(0, self.prompt_tokens - self.found_tokens)
+        return in_decoder + self.remote_tokens + self.output_tokens
+
+    @property
     def stages_s(self) -> dict[str, float]:
         """Return how long it was in each stage on its decoder, of those that it went through."""
         times_s = {"encode": self.encode_s, "prefill": self.prefill_s, "decode": self.decode_s}

@@ -236,8 +236,9 @@ class Admission:
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
+        weight: int = 1,
     ) -> Admitted | Ticket:
-        """Bind a conversation that is bound nowhere, or queue it.
+        """Bind a conversation that is bound nowhere, or queue it; ``weight`` is its tenant's.
 
         Raises:
             QueueFull: neither a decoder nor the queue has room.
@@ -251,7 +252,8 @@ class Admission:
         own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
         ticket = Ticket(
             history_id, prompt_tokens, now_s, arrived_s, opening=opening,
-            own_tokens=own_tokens, warm=warm,
+            own_tokens=own_tokens, warm=warm, weight=weight,
+            background=opening is not None and opening.background,
         )  # fmt: skip
         if not self.queue and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(ticket, now_s)

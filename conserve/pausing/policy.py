@@ -17,6 +17,8 @@ _ATTENTION_TOKENS = 32_768
 # The time to take a token from host memory, as a share of the time to compute it. By published
 # figures for an 8B model on an H100 it is from 0.38 (short prompts) to 0.17 (64k tokens).
 _RELOAD = 0.25
+# A second of a background history's wait, as a share of one of another's.
+_BACKGROUND = 0.1
 
 
 def patience_s(timeout_s: float) -> float:
@@ -35,6 +37,7 @@ class Idle:
         still_idle: how many others that wait for the same are idle for at least half as long.
         parked_tokens: what is in host memory too, and will be for `Pausing.kept_s`.
         tool: see `Gaps.returned`.
+        background: whether its turns wait for others'; so pausing it costs less.
     """
 
     id: str
@@ -46,6 +49,7 @@ class Idle:
     parked_tokens: int = 0
     tool: str | None = None
     tool_ended: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ class Pausing:
         reloaded = min(one.left_tokens, one.parked_tokens)
         computed = one.left_tokens - reloaded
         computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
-        return (computed_for + _RELOAD * reloaded) * self._chance(one)
+        cost = (computed_for + _RELOAD * reloaded) * self._chance(one)
+        return _BACKGROUND * cost if one.background else cost
 
     def is_away(self, one: Idle) -> bool:
         """Return whether it is unlikely to be back soon, or would find less than half of itself."""
