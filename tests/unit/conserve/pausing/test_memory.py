@@ -73,6 +73,7 @@ def test_who_will_be_back_soon_keeps_its_room() -> None:
 def test_a_background_history_gives_up_its_room_for_an_interactive_prompt() -> None:
     table = a_table(decoders=1, pausing=Pausing())
     background = Opening(hints=Hints(priority=-1))
+    start(table, "runs", 100)
     for name, opening in (("soon", None), ("behind", background)):
         assert table.bind(name, 400, 0.0, opening=opening) is not None
         Turn.last(table, name).advance(table, 400, now_s=NOW_S - 1)
