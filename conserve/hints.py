@@ -52,6 +52,19 @@ class Hints:
     parent: str | None = None
 
     @property
+    def due_in_s(self) -> float:
+        """Return after what time without a token the turn is not in time any more."""
+        given_s = (one for one in (self.deadline_s, self.first_token_s) if one is not None)
+        return min(given_s, default=math.inf)
+
+    def in_time(self, latency_s: float, ttft_s: float) -> bool | None:
+        """Return whether an answer kept the times that were given; None if none were."""
+        if self.due_in_s == math.inf:
+            return None
+        late = self.first_token_s is not None and ttft_s > self.first_token_s
+        return not late and (self.deadline_s is None or latency_s <= self.deadline_s)
+
+    @property
     def background(self) -> bool:
         """Return whether the turn waits for others, as one with a priority below 0 does."""
         return self.priority is not None and self.priority < 0

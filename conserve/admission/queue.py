@@ -23,6 +23,7 @@ class Ticket:
         warm: whether a memory has most of its prompt.
         background: whether it waits for those that are not.
         weight: its tenant's share of service, next to others'.
+        late_s: from when on its turn cannot be in time any more.
     """
 
     history_id: str
@@ -36,6 +37,7 @@ class Ticket:
     warm: bool = False
     background: bool = False
     weight: int = 1
+    late_s: float = math.inf
 
 
 class QueueOrder(Protocol):
@@ -131,7 +133,8 @@ class Levels:
     - No ticket that comes later than (level + 1) x ``rise_s`` after another goes before it.
     - Once a ticket is aged, only aged tickets that wait already go before it.
 
-    A *background* ticket is behind all levels, until it is aged after 5 x ``rise_s``.
+    A *background* ticket is behind all levels until it is aged, after 5 x ``rise_s``. One that is
+    late is behind all of its class until then.
 
     Both bounds hold within a tenant. The tenant that was served least, by its weight (`Shares`), is
     the next: while its own tickets take n tokens, those of another with the same weight take at
@@ -150,8 +153,8 @@ class Levels:
         # What tickets that went were charged with, until their turns have ended.
         self._charged: dict[str, int] = {}
         self._places: dict[str, _Place] = {}
-        # When tickets rise, as a heap; some of them may have left.
-        self._rises: list[tuple[float, int, str]] = []
+        # When tickets come to another level, as a heap; some of them may have left.
+        self._changes: list[tuple[float, int, str, int]] = []
         self._numbers = count()
 
     def level(self, served_tokens: int) -> int:
@@ -162,15 +165,26 @@ class Levels:
         return level
 
     def join(self, ticket: Ticket) -> None:
-        level, after_s = self.level(ticket.served_tokens), self._rise_s
+        level, joined_s, number = self._first(ticket), ticket.joined_s, next(self._numbers)
+        self._put(_Place(level, joined_s, number, ticket))
+        if level == _AGED:
+            return
+        rises = _BACKGROUND_RISES if ticket.background else level + 1
+        changes = [(joined_s + rises * self._rise_s, _AGED)]
+        if not ticket.background:
+            changes += [(joined_s + n * self._rise_s, level - n) for n in range(1, level + 1)]
+        if ticket.late_s < math.inf:
+            changes.append((max(joined_s, ticket.late_s), self._late(ticket)))
+        for at_s, to in changes:
+            heappush(self._changes, (at_s, number, ticket.history_id, to))
+
+    def _first(self, ticket: Ticket) -> int:
         if ticket.background:
-            level, after_s = self._levels, _BACKGROUND_RISES * self._rise_s
-        elif ticket.warm:
-            level = _AGED
-        place = _Place(level, ticket.joined_s, next(self._numbers), ticket)
-        self._put(place)
-        if level != _AGED:
-            heappush(self._rises, (ticket.joined_s + after_s, place.number, ticket.history_id))
+            return self._levels + 1
+        return _AGED if ticket.warm else self.level(ticket.served_tokens)
+
+    def _late(self, ticket: Ticket) -> int:
+        return self._levels + 2 * ticket.background
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         self._take(self._places[ticket.history_id])
@@ -185,7 +199,7 @@ class Levels:
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         self._let_rise(now_s)
         behind = {
-            tenant: bisect_left(line, self._levels, key=attrgetter("level"))
+            tenant: bisect_left(line, self._levels + 1, key=attrgetter("level"))
             for tenant, line in self._lines.items()
         }
         yield from self._by_tenant({tenant: (0, to) for tenant, to in behind.items()})
@@ -215,17 +229,17 @@ class Levels:
         return self._places[ticket.history_id].level == _AGED
 
     def _let_rise(self, now_s: float) -> None:
-        while self._rises and self._rises[0][0] <= now_s:
-            at_s, number, key = heappop(self._rises)
+        while self._changes and self._changes[0][0] <= now_s:
+            at_s, number, key, level = heappop(self._changes)
             place = self._places.get(key)
-            if place is None or place.number != number:
+            if place is None or place.number != number or place.level == _AGED:
                 continue
-            self._take(place)
-            if place.level in (0, self._levels):
-                self._put(place._replace(level=_AGED, since_s=at_s))
+            if level == _AGED:
+                place = place._replace(since_s=at_s)
+            elif place.level == self._late(place.ticket):
                 continue
-            self._put(place._replace(level=place.level - 1))
-            heappush(self._rises, (at_s + self._rise_s, number, key))
+            self._take(self._places[key])
+            self._put(place._replace(level=level))
 
     def _put(self, place: _Place) -> None:
         tenant = identity.tenant_of(place.ticket.history_id)

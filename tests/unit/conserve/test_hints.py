@@ -117,3 +117,22 @@ def test_any_json_around_a_hint_is_no_error(value: object) -> None:
 @given(st.floats(0, MOST_S))
 def test_seconds_are_read_as_they_are_written(seconds: float) -> None:
     assert hints({"x-conserve-deadline-s": str(seconds)}, {}).deadline_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "in_time"),
+    [
+        ({}, None),
+        ({"priority": 1}, None),
+        ({"deadline_s": 10}, True),
+        ({"deadline_s": 9}, False),
+        ({"first_token_s": 2}, True),
+        ({"first_token_s": 1}, False),
+        ({"first_token_s": 2, "deadline_s": 9}, False),
+        ({"first_token_s": 1, "deadline_s": 10}, False),
+    ],
+)
+def test_an_answer_of_ten_seconds_whose_first_token_took_two(
+    given: dict[str, Any], in_time: bool | None
+) -> None:
+    assert Hints(**given).in_time(10.0, 2.0) is in_time

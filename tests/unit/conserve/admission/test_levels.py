@@ -231,3 +231,17 @@ def test_what_is_in_the_background_waits_for_all_others_and_is_aged_in_the_end()
     assert keys(queue, 50.0) == ["long", warm.history_id, "new", "large"]
     assert queue.holds_up(long, 50.0)
     assert queue.holds_up(warm, 50.0)
+
+
+def test_what_cannot_be_in_time_any_more_goes_before_none_that_can() -> None:
+    queue = a_queue()
+    queue.join(ticket_of("late", 1, 0.0, late_s=5.0, served_tokens=150))
+    queue.join(ticket_of("in time", 1, 1.0, late_s=30.0, served_tokens=5000))
+    queue.join(ticket_of("behind", 1, 0.0, background=True))
+    queue.join(ticket_of("late behind", 1, -1.0, background=True, late_s=2.0))
+    assert keys(queue, 1.0) == ["late", "in time", "late behind", "behind"]
+    for now_s in (5.0, 12.0):
+        assert keys(queue, now_s) == ["in time", "late", "behind", "late behind"]
+    # Still, it does not wait for ever.
+    assert keys(queue, 20.0) == ["late", "in time", "behind", "late behind"]
+    assert keys(queue, 50.0)[2:] == ["late behind", "behind"]
