@@ -102,7 +102,7 @@ def plan(
             f"{shape.tower_unknown}: its memory is not counted, nor vLLM's encoder cache; where "
             "engines share a GPU, leave room for both (a smaller engine.gpu_memory_utilization)"
         )
-    notes += [*_all_stay(chosen, shape), *_with_videos(engines), *_short(engines)]
+    notes += [*_with_videos(engines), *_short(engines)]
     notes += _idle(chosen, engines, nodes)
     chosen, kept, warnings = _with_host_memory(chosen, shape, engines, nodes)
     sees = shape is not None and shape.sees
@@ -167,16 +167,6 @@ def _taken_by_others(nodes: Sequence[GpuNode]) -> list[str]:
         for node in nodes
         for card in node.cards
         if card.used_bytes > _OTHERS_SHARE * card.memory_bytes
-    ]
-
-
-def _all_stay(settings: Settings, shape: ModelShape | None) -> list[str]:
-    asked, tower = settings.media.tower_layers, None if shape is None else shape.tower
-    if asked is None or tower is None or asked < tower.layers:
-        return []
-    return [
-        f"media.tower_layers: {asked}: the vision tower has {tower.layers} layers, so all stay on "
-        "the GPU"
     ]
 
 

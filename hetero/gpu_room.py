@@ -209,13 +209,8 @@ def _require_ten(settings: Settings, group: list[_Sharing]) -> None:
         for number, one in chosen
         if number
     )
+    own: RoleSettings = getattr(settings, group[-1].name)
     raise SettingsError(
-        f"tiers.{_tier_of(settings, group)}.sm_slots: {terms} = {asked} slots may be asked of one "
+        f"tiers.{own.tier}.sm_slots: {terms} = {asked} slots may be asked of one "
         f"GPU, which has {SM_SLOTS}; give fewer slots, or larger parts by num_gpus"
     )
-
-
-def _tier_of(settings: Settings, group: list[_Sharing]) -> str:
-    own: RoleSettings = getattr(settings, group[-1].name)
-    assert own.tier is not None
-    return own.tier

@@ -22,15 +22,6 @@ class NodeOffer:
     resources: Mapping[str, float]
     labels: Mapping[str, str]
 
-    @property
-    def accelerator_types(self) -> list[str]:
-        marks = (name for name in self.resources if name.startswith(_ACCELERATOR))
-        return sorted(name.removeprefix(_ACCELERATOR) for name in marks)
-
-    @property
-    def custom_resources(self) -> list[str]:
-        return sorted(name for name in self.resources if not _is_rays_own(name))
-
 
 @dataclass(frozen=True, slots=True)
 class RoleTier:
@@ -120,10 +111,11 @@ def inventory(nodes: Sequence[NodeOffer]) -> str:
     lines = []
     for node in nodes:
         parts = [f"{node.resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU")]
-        if node.accelerator_types:
-            parts.append("accelerator type " + ", ".join(node.accelerator_types))
-        if node.custom_resources:
-            parts.append("custom resources " + ", ".join(node.custom_resources))
+        marks = (name for name in node.resources if name.startswith(_ACCELERATOR))
+        if types := sorted(name.removeprefix(_ACCELERATOR) for name in marks):
+            parts.append("accelerator type " + ", ".join(types))
+        if own := sorted(name for name in node.resources if not _is_rays_own(name)):
+            parts.append("custom resources " + ", ".join(own))
         labels = {name: value for name, value in node.labels.items() if not _is_rays_own(name)}
         if labels:
             parts.append("labels " + ", ".join(f"{key}={value}" for key, value in labels.items()))

@@ -224,6 +224,9 @@ def test_the_command_finds_its_own_application(
     """Though the certificate is neither for loopback nor of a known authority."""
     _, port = served
     found: list[bytes] = []
-    monkeypatch.setattr(launch.json, "loads", lambda body: found.append(body) or {"decoders": 2})
-    assert launch.health(f"https://127.0.0.1:{port}") == {"decoders": 2}
+    health = {"decoders": 2}
+    monkeypatch.setattr(
+        launch.httpx.Response, "json", lambda answer: found.append(answer.content) or health
+    )
+    assert launch.health(f"https://127.0.0.1:{port}") == health
     assert found == [b"https rest"]

@@ -5,7 +5,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from autoscale.autoscaler import Autoscaler
-from conserve.admission import Admission, Pressure, Window
+from conserve.admission import Admission, Pressure, Ticket, Window
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
 from conserve.events import EventLog
@@ -106,7 +106,7 @@ def test_gauges_follow_a_conversation(scene: Scene) -> None:
     table.add_prefiller("p")
     table.bind("a", 300, now_s=1)
     table.bind("b", 500, now_s=1)
-    scene.queue.join("c", 900, now_s=1)
+    scene.queue.join(Ticket("c", 900, 1.0, 1.0))
     assert scene.value("conserve_conversations", phase="reasoning") == 2
     assert scene.value("conserve_prefiller_queued_tokens", prefiller="p") == 800
     assert scene.value("conserve_decoder_held_tokens", decoder="d1") == 300
