@@ -120,7 +120,7 @@ def test_seconds_are_read_as_they_are_written(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "in_time"),
+    ("said", "in_time"),
     [
         ({}, None),
         ({"priority": 1}, None),
@@ -133,6 +133,6 @@ def test_seconds_are_read_as_they_are_written(seconds: float) -> None:
     ],
 )
 def test_an_answer_of_ten_seconds_whose_first_token_took_two(
-    given: dict[str, Any], in_time: bool | None
+    said: dict[str, Any], in_time: bool | None
 ) -> None:
-    assert Hints(**given).in_time(10.0, 2.0) is in_time
+    assert Hints(**said).in_time(10.0, 2.0) is in_time
