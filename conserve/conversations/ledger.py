@@ -2,13 +2,14 @@
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from conserve import identity
 from conserve.conversations.engines import Engines
 from conserve.direct import Notices
 from conserve.histories.kinship import Kinship
+from conserve.histories.parents import Parents
 from conserve.histories.prefixes import mark
 from conserve.history import FOLLOWING, History, State
 from conserve.pausing import RunningTools
@@ -103,9 +104,7 @@ class LiveHistories:
         self._families = self.kinship.families
         # By conversation, its histories that do not bear its id. Most conversations have none.
         self._further: dict[str, dict[str, None]] = {}
-        # Of conversations that others began: by which, and the other way round.
-        self._parents: dict[str, str] = {}
-        self._children: dict[str, dict[str, None]] = {}
+        self.parents = Parents(self.histories)
 
     def add(self, history: History) -> bool:
         """Add a history, and return whether it is the first of its conversation."""
@@ -115,7 +114,7 @@ class LiveHistories:
             self._further.setdefault(conversation_id, {})[history.id] = None
         self.by_id[history.id] = history
         self._families.join(history)
-        self.note_parent(history)
+        self.parents.note(history)
         return is_first
 
     def remove(self, history: History) -> bool:
@@ -129,24 +128,9 @@ class LiveHistories:
             if not further:
                 del self._further[conversation_id]
         is_last = not self.lives(history.id)
-        if is_last and (parent := self._parents.pop(conversation_id, None)) is not None:
-            children = self._children[parent]
-            del children[conversation_id]
-            if not children:
-                del self._children[parent]
+        if is_last:
+            self.parents.remove(conversation_id)
         return is_last
-
-    def note_parent(self, history: History) -> None:
-        """Note which conversation began this history's, if its client says so; the first stands."""
-        parent = None if history.hints is None else history.hints.parent
-        own = identity.conversation_of(history.id)
-        if parent is not None and parent != own and own not in self._parents:
-            self._parents[own] = parent
-            self._children.setdefault(parent, {})[own] = None
-
-    def family(self, conversation_id: str) -> tuple[str | None, Collection[str]]:
-        """Return what began a conversation, alive or not, and the live ones that it began."""
-        return self._parents.get(conversation_id), self._children.get(conversation_id, {}).keys()
 
     def current(self, history_id: str, incarnation: int) -> History | None:
         history = self.by_id.get(history_id)

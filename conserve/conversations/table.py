@@ -263,6 +263,12 @@ class ConversationTable(Turns):
             self.memory.prefetched(history, due_s)
             self._ledger.notices.prefetch(decoder_id, history.id)
 
+    def child_ended(self, history_id: str, now_s: float) -> None:
+        """Bring back what waited for a history alone, whose turn has ended, if it is done."""
+        history = self._by_id.get(history_id)
+        if history is not None and (parent := self.parents.done(history)) is not None:
+            self.prefetch(parent, now_s)
+
     def prefetched(self, history_id: str, tokens: int, now_s: float) -> None:
         """Note that a decoder has so much of a history that it was told to load."""
         memory = self.memory

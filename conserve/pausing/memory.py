@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from conserve.events import EventLog, Kind
+from conserve.histories.parents import Parents
 from conserve.histories.prefixes import Going, held_alone
 from conserve.history import History
 from conserve.holdings import Parked
@@ -75,6 +76,7 @@ class Memory:
     _unbind: Callable[[History], None]
     _events: EventLog | None
     _tools: RunningTools
+    _parents: Parents
 
     def __post_init__(self) -> None:
         self._caches: dict[str, EngineCache] = {}
@@ -650,6 +652,8 @@ class Memory:
             wait.tool,
             wait.tool_ended,
             history.hints is not None and history.hints.background,
+            self._parents.waits(history),
+            self._parents.is_taken_up(history),
         )
 
     def _parked(self, history: History) -> int:

@@ -38,6 +38,8 @@ class Idle:
         parked_tokens: what is in host memory too, and will be for `Pausing.kept_s`.
         tool: see `Gaps.returned`.
         background: whether its turns wait for others'; so pausing it costs less.
+        waits: whether it waits for conversations that it began.
+        taken_up: whether it has answered the one that began it, for good.
     """
 
     id: str
@@ -50,6 +52,8 @@ class Idle:
     tool: str | None = None
     tool_ended: bool = False
     background: bool = False
+    waits: bool = False
+    taken_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +104,17 @@ class Pausing:
 
     def is_away(self, one: Idle) -> bool:
         """Return whether it is unlikely to be back soon, or would find less than half of itself."""
-        if 2 * one.left_tokens < one.held_tokens:
+        if 2 * one.left_tokens < one.held_tokens or one.taken_up:
             return True
         of_all = self.gaps.chance(one.idle_s, _SOON_S, one.still_idle)
         return max(of_all, self._chance(one)) < self.away_chance
 
     def may_go(self, one: Idle) -> bool:
-        """Return whether a new prompt may take its room: it is away, or costs a reload at most."""
-        return 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
+        """Return whether a new prompt may take its room.
+
+        It is away, or costs a reload at most, or waits for others, whose end brings it back.
+        """
+        return one.waits or 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
 
     def parks(self, occupancy: float, engine_s: float, host_s: float) -> bool:
         """Return whether a turn leaves its KV in host memory, which keeps it for longer.
@@ -139,6 +146,8 @@ class Pausing:
         return max(0, held_tokens - int(self.mark * capacity_tokens))
 
     def _chance(self, one: Idle) -> float:
+        if one.taken_up:
+            return 0.0
         if one.tool_ended:
             return self.resumes.chance(one.idle_s, _SOON_S, one.still_idle)
         return self.gaps.chance(one.idle_s, _SOON_S, one.still_idle, one.tool)

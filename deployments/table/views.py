@@ -100,7 +100,8 @@ def conversation_view(
     histories, tools = table.histories(conversation_id), table.tools
     if not histories:
         return None
-    parent, children = table.family(conversation_id)
+    parent = table.parents.parent(conversation_id)
+    children = table.parents.children(conversation_id)
     newest = max(histories, key=lambda one: one.last_used_s)
     ttfet_s = next((one.ttfet_s for one in histories if one.ttfet_s is not None), None)
     first = min(histories, key=lambda one: one.created_s)

@@ -2,9 +2,6 @@
 
 import pytest
 
-from conserve.conversations import ConversationTable
-from conserve.hints import Hints
-from conserve.histories.kinship import Opening
 from conserve.placement import Placement
 from conserve.turn import TurnKey
 from tests.unit.conserve.conversations.scene import (
@@ -66,33 +63,3 @@ def test_unknown_conversations() -> None:
     assert not table.holds(TurnKey("c", 1, 1), "d1")
     table.prefilled(TurnKey("c", 1, 1))
     assert len(table) == 0
-
-
-def begin(table: ConversationTable, name: str, parent: str | None) -> None:
-    assert table.bind(name, 10, 0.0, opening=Opening(hints=Hints(parent=parent))) is not None
-
-
-def test_a_family_is_known_while_its_members_live() -> None:
-    table = a_table()
-    for child, parent in (("a", "p"), ("b", "p"), ("p", "a"), ("p\t\t1", "b"), ("own", "own")):
-        begin(table, child, parent)
-    families = {one: table.family(one) for one in ("a", "p", "own", "nobody")}
-    assert {one: (parent, [*children]) for one, (parent, children) in families.items()} == {
-        # Two that name each other are both.
-        "a": ("p", ["p"]),
-        # What a conversation's later histories name changes nothing.
-        "p": ("a", ["a", "b"]),
-        "own": (None, []),
-        "nobody": (None, []),
-    }
-    table.release("p")
-    assert table.family("p")[0] == "a"
-    for one in ("p\t\t1", "a"):
-        table.release(one)
-    assert [(parent, [*children]) for parent, children in map(table.family, ("a", "b", "p"))] == [
-        (None, []), ("p", []), (None, ["b"]),
-    ]  # fmt: skip
-    table.release("b")
-    table.release("own")
-    assert not table._live._parents
-    assert not table._live._children

@@ -8,6 +8,7 @@ import msgspec
 
 from conserve import identity
 from conserve.clock import unix_s
+from conserve.histories.parents import Parents
 from conserve.history import History
 from conserve.pausing import RunningTools
 from deployments.table.views import list_recent
@@ -30,6 +31,7 @@ class Table:
         self.found = {one.id: one for one in found}
         self.groups: dict[str, list[str]] = {}
         self.tools = RunningTools()
+        self.parents = Parents(self.histories)
         for one in found:
             self.groups.setdefault(identity.conversation_of(one.id), []).append(one.id)
 
@@ -41,9 +43,6 @@ class Table:
 
     def histories(self, conversation_id: str) -> list[History]:
         return [self.found[id] for id in self.groups[conversation_id] if id in self.found]
-
-    def family(self, _: str) -> tuple[None, list[str]]:
-        return None, []
 
 
 def listed(found: list[History], limit: int) -> list[str]:
