@@ -36,10 +36,11 @@ class Hints:
     """A request's hints; None where it gives none.
 
     Attributes:
-        priority: higher is more important; 0 is the default.
+        priority: higher is more important; 0 is the default, and less is in the background.
         deadline_s, first_token_s: until when the answer and its first token are wanted.
         expected_resume_s: how long after the answer the next turn is expected.
         last_step: whether no turn will follow; False means that one will.
+        parent: the conversation that began this one, see `conserve.identity.parent_id`.
     """
 
     priority: int | None = None
@@ -48,6 +49,25 @@ class Hints:
     expected_resume_s: float | None = None
     last_step: bool | None = None
     expected_output_tokens: int | None = None
+    parent: str | None = None
+
+    @property
+    def due_in_s(self) -> float:
+        """Return after what time without a token the turn is not in time any more."""
+        given_s = (one for one in (self.deadline_s, self.first_token_s) if one is not None)
+        return min(given_s, default=math.inf)
+
+    def in_time(self, latency_s: float, ttft_s: float) -> bool | None:
+        """Return whether an answer kept the times that were given; None if none were."""
+        if self.due_in_s == math.inf:
+            return None
+        late = self.first_token_s is not None and ttft_s > self.first_token_s
+        return not late and (self.deadline_s is None or latency_s <= self.deadline_s)
+
+    @property
+    def background(self) -> bool:
+        """Return whether the turn waits for others, as one with a priority below 0 does."""
+        return self.priority is not None and self.priority < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,10 @@ def _closes(value: Any) -> bool | None:
     return True if value == "close" else None
 
 
+def _flex(value: Any) -> int | None:
+    return -1 if value == "flex" else None
+
+
 _PRIORITY = partial(_whole, least=-MOST_PRIORITY - 1, most=MOST_PRIORITY)
 # In vLLM the lowest goes first.
 _LOWEST_FIRST = partial(_PRIORITY, sign=-1)
@@ -127,6 +151,7 @@ NAMES = (
     Name("priority", "X-Vllm-Priority", "vLLM", _LOWEST_FIRST),
     # SGLang has the same field, by default with the highest first. Engines here are vLLM's.
     Name("priority", "priority", "vLLM", _LOWEST_FIRST, in_body=True),
+    Name("priority", "service_tier", "OpenAI", _flex, in_body=True),
     Name("deadline_s", "X-ConServe-Deadline-S", "ConServe", _seconds, must_be=_SOME_SECONDS),
     Name("deadline_s", "x-envoy-expected-rq-timeout-ms", "Envoy", _MILLISECONDS),
     Name("first_token_s", "X-ConServe-First-Token-S", "ConServe", _seconds, must_be=_SOME_SECONDS),

@@ -122,6 +122,17 @@ AGENT_HEADERS = {
     _THREAD_HEADER: f"Codex: beside {_SESSION_HEADER}, where both differ",
 }
 
+# Headers that name the parent of a sub-agent's conversation, the first of which that has a value is
+# taken; and whether that is the parent's conversation, or an agent of the same session.
+PARENT_HEADER = "X-ConServe-Parent-Id"
+PARENT_HEADERS = {
+    PARENT_HEADER: ("ConServe's own", True),
+    "x-parent-session-id": ("opencode", True),
+    "X-Dynamo-Parent-Session-ID": ("clients of NVIDIA Dynamo", True),
+    "x-claude-code-parent-agent-id": ("Claude Code, for an agent of a sub-agent", False),
+    "x-codex-parent-thread-id": ("Codex", False),
+}
+
 _GENERATED = re.compile(r"conv-[0-9a-f]{24}")
 
 # Error messages show no more of a refused value, which may be long, or a secret.
@@ -168,6 +179,26 @@ def explicit_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | No
         return None
     agent = _agent(headers)
     return found if agent is None else within(found, agent)
+
+
+def parent_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
+    """Return the id of the conversation that began this one, or None.
+
+    Without a header for it, that of an agent within a conversation is the conversation itself.
+
+    Raises:
+        InvalidConversationId: our own header's value cannot be an id.
+    """
+    stated = _stated(headers, body)
+    for name, (_, is_whole) in PARENT_HEADERS.items():
+        if value := headers.get(name.lower(), "").strip():
+            if name == PARENT_HEADER:
+                return _required(name, value)
+            # The main agent, or thread, has the session's id.
+            if is_whole or stated is None or value == stated or not _agent(headers):
+                return _usable(value)
+            return within(stated, value)
+    return stated if _agent(headers) else None
 
 
 def _stated(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:

@@ -88,6 +88,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         effective_ago_s: how long ago the first token of a chat's answer came that is not a tool
             call; of an answer in one piece, the answer. Not a time, since nodes' clocks differ.
         continued: how often its stream went on at another decoder.
+        in_time: whether it kept the times that its client gave; None if it gave none.
         tenant: None where there are no keys.
         error: the code of the error that the client got; never its message, which may quote the
             prompt.
@@ -139,6 +140,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     tbt_s: tuple[float, ...] = ()
     effective_ago_s: float | None = None
     continued: int = 0
+    in_time: bool | None = None
     tenant: str | None = None
     request_id: str | None = None
     error: str | None = None
@@ -170,6 +172,12 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         found = self.prefiller_cached_tokens
         found = self.prefiller_lmcache_tokens if found is None else found
         return max(0, self.prefilled_tokens - found)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Return the tokens that engines computed for it, its answer's included."""
+        in_decoder = max(0, self.prompt_tokens - self.found_tokens)
+        return in_decoder + self.remote_tokens + self.output_tokens
 
     @property
     def stages_s(self) -> dict[str, float]:

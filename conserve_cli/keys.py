@@ -37,13 +37,16 @@ def add(
         bool,
         typer.Option("--admin", help="It may see and end all tenants' conversations."),
     ] = False,
+    background: Annotated[
+        bool, typer.Option("--background", help="Its turns wait for those of other keys.")
+    ] = False,
     file: File = _FILE,
 ) -> None:
     """Create a key, and print it, only now; the file is created if it is missing."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     with _refusals(), keyfile.locked(file) as path:
         content = keyfile.read(path) if path.exists() else KeyFile.new()
-        content, key = content.with_key(tenant, today, admin=admin)
+        content, key = content.with_key(tenant, today, admin=admin, background=background)
         keyfile.write(path, content)
     console.out(key, highlight=False)
     aside.print(
@@ -57,10 +60,11 @@ def list_(file: File = _FILE) -> None:
     """Show keys and tenants; keys themselves are not kept."""
     content = _read(file)
     keys = Table(title=f"Keys in {escape(str(file))}")
-    for column in ("id", "tenant", "created", "admin"):
+    for column in ("id", "tenant", "created", "admin", "background"):
         keys.add_column(column, no_wrap=True)
     for key in content.keys:
-        keys.add_row(key.id, key.tenant, key.created, "yes" if key.admin else "")
+        marks = ("yes" if one else "" for one in (key.admin, key.background))
+        keys.add_row(key.id, key.tenant, key.created, *marks)
     console.print(keys)
     console.print(_tenants(content))
 
@@ -96,6 +100,16 @@ def limits(
             "prompts begin alike, and each can tell by its latency what the others send.",
         ),
     ] = None,
+    weight: Annotated[
+        int | None,
+        typer.Option(min=1, max=1000, help="Its share of service, next to others that wait."),
+    ] = None,
+    background: Annotated[
+        bool | None,
+        typer.Option(
+            "--background/--interactive", help="Whether its turns wait for other tenants'."
+        ),
+    ] = None,
     file: File = _FILE,
 ) -> None:
     """Change what a tenant may have at a time, and show it. What is not given stays."""
@@ -107,13 +121,15 @@ def limits(
     }
     changed = {name: _number(name, text) for name, text in given.items() if text is not None}
 
+    others = {"shares_cache": shares_cache, "weight": weight, "background": background}
+    others = {name: value for name, value in others.items() if value is not None}
+
     def change(content: KeyFile) -> KeyFile:
         old = content.tenants.get(tenant, Tenant())
-        shares = old.shares_cache if shares_cache is None else shares_cache
-        new = Tenant(msgspec.structs.replace(old.limits, **changed), shares)
-        return content.with_tenant(tenant, new)
+        limits = msgspec.structs.replace(old.limits, **changed)
+        return content.with_tenant(tenant, msgspec.structs.replace(old, limits=limits, **others))
 
-    nothing = not changed and shares_cache is None
+    nothing = not changed and not others
     content = _read(file) if nothing else _change(file, change)
     if tenant not in content.tenants:
         refuse(f"there is no tenant {tenant!r}; `conserve keys add {tenant}` makes one", 1)
@@ -125,12 +141,14 @@ def _tenants(content: KeyFile, only: str | None = None) -> Table:
     table.add_column("tenant", no_wrap=True)
     for name in Limits.__struct_fields__:
         table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("prefix cache", no_wrap=True)
+    for name in ("prefix cache", "weight", "turns are"):
+        table.add_column(name, no_wrap=True)
     for name, tenant in sorted(content.tenants.items()):
         if only in (None, name):
             values = [getattr(tenant.limits, field) for field in Limits.__struct_fields__]
             cells = [_NONE if value is None else f"{value:,}" for value in values]
-            table.add_row(name, *cells, "shared" if tenant.shares_cache else "own")
+            cells += ["shared" if tenant.shares_cache else "own", str(tenant.weight)]
+            table.add_row(name, *cells, "background" if tenant.background else "interactive")
     return table
 
 

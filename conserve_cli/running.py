@@ -366,12 +366,30 @@ def conversations_table(conversations: Sequence[Json]) -> RenderableType:
         table.add_column(column, no_wrap=True)
     for column in ("turns", "tokens", "idle", "age"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in conversations:
-        cells = [one["id"], *([one.get("tenant", "")] if tenants else []), one["phase"]]
+    for depth, one in _by_family(conversations):
+        name = "  " * (depth - 1) + "└ " * bool(depth) + one["id"]
+        cells = [name, *([one.get("tenant", "")] if tenants else []), one["phase"]]
         cells += [one["decoder"] or "-", f"{one['turns']:,}", f"{one['held_tokens']:,}"]
         cells += [_time(one["idle_s"]), _time(one["age_s"])]
         table.add_row(*map(Text, cells))
     return Group(table, *_reasons("Slow last turns:", slow_turns(conversations)))
+
+
+def _by_family(conversations: Sequence[Json]) -> Iterator[tuple[int, Json]]:
+    """Yield conversations, each before those that it began, and how deep each is."""
+    listed = {(one.get("tenant"), one["id"]): one for one in conversations}
+
+    def below(one: Json, depth: int) -> Iterator[tuple[int, Json]]:
+        if listed.pop((one.get("tenant"), one["id"]), None) is not None:
+            yield depth, one
+            for child in one["children"]:
+                if (found := listed.get((one.get("tenant"), child))) is not None:
+                    yield from below(found, depth + 1)
+
+    roots = [one for one in conversations if (one.get("tenant"), one["parent"]) not in listed]
+    # Those that are left began each other in a circle.
+    for one in (*roots, *conversations):
+        yield from below(one, 0)
 
 
 def _time(time_s: float) -> str:

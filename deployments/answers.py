@@ -228,6 +228,9 @@ class Conversation(Answer, tag_field="object", tag="conversation", kw_only=True)
     id: str
     tenant: Annotated[str | UnsetType, Meta(description="Present where there are keys.")] = UNSET
     phase: Phase
+    parent: Annotated[str | None, Meta(description="What began it, as far as is known.")]
+    children: Annotated[list[str], Meta(description="Live ones that it began, the oldest first.")]
+    children_total: Count
     turns: Count
     held_tokens: Count
     decoder: str | None

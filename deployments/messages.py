@@ -167,6 +167,7 @@ class TurnTenant:
 
     name: str
     limits: Limits
+    weight: int = 1
 
 
 @dataclass(frozen=True, slots=True)

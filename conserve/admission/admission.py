@@ -6,6 +6,7 @@ machine."""
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal, get_args
 
 from conserve import identity
@@ -236,8 +237,9 @@ class Admission:
         now_s: float,
         arrived_s: float | None = None,
         opening: Opening | None = None,
+        weight: int = 1,
     ) -> Admitted | Ticket:
-        """Bind a conversation that is bound nowhere, or queue it.
+        """Bind a conversation that is bound nowhere, or queue it; ``weight`` is its tenant's.
 
         Raises:
             QueueFull: neither a decoder nor the queue has room.
@@ -249,9 +251,12 @@ class Admission:
         memory = self._table.memory
         warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
         own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
+        hints = None if opening is None else opening.hints
         ticket = Ticket(
             history_id, prompt_tokens, now_s, arrived_s, opening=opening,
-            own_tokens=own_tokens, warm=warm,
+            own_tokens=own_tokens, warm=warm, weight=weight,
+            background=opening is not None and opening.background,
+            late_s=arrived_s + (inf if hints is None else hints.due_in_s),
         )  # fmt: skip
         if not self.queue and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(ticket, now_s)

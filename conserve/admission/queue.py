@@ -2,11 +2,11 @@
 
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from conserve import identity
@@ -21,6 +21,9 @@ class Ticket:
         served_tokens: its conversation's histories'.
         own_tokens: of its prompt, what is no beginning that decoders held for others.
         warm: whether a memory has most of its prompt.
+        background: whether it waits for those that are not.
+        weight: its tenant's share of service, next to others'.
+        late_s: from when on its turn cannot be in time any more.
     """
 
     history_id: str
@@ -32,6 +35,9 @@ class Ticket:
     served_tokens: int = 0
     own_tokens: int = 0
     warm: bool = False
+    background: bool = False
+    weight: int = 1
+    late_s: float = math.inf
 
 
 class QueueOrder(Protocol):
@@ -41,6 +47,9 @@ class QueueOrder(Protocol):
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Remove a ticket; ``went`` says whether it was admitted."""
+
+    def served(self, history_id: str, tokens: int) -> None:
+        """Note that a history's turn has ended, for which so much was computed and put out."""
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         """Yield the tickets in their order. None may join or leave meanwhile."""
@@ -61,6 +70,9 @@ class FirstCome:
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         del self._tickets[ticket.history_id]
 
+    def served(self, history_id: str, tokens: int) -> None:
+        pass
+
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         return iter(self._tickets.values())
 
@@ -68,8 +80,38 @@ class FirstCome:
         return True
 
 
+# So much more than others a tenant may have that had less before: about two long first prompts.
+_CREDIT_TOKENS = 65_536
+
+
+class Shares:
+    """Orders tenants by the service that each has had, by its weight (virtual time).
+
+    A tenant that comes anew is put back to the most served one, but for `_CREDIT_TOKENS`, so that
+    it saves up no more than that while it asks for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str | None, float] = {}
+        self._weights: dict[str | None, int] = {}
+
+    def came(self, tenant: str | None, weight: int) -> None:
+        self._weights[tenant] = weight
+        least = max(self._served.values(), default=0.0) - _CREDIT_TOKENS / weight
+        self._served[tenant] = max(self._served.get(tenant, 0.0), least)
+
+    def serve(self, tenant: str | None, tokens: int) -> None:
+        self._served[tenant] = self.after(tenant, tokens)
+
+    def after(self, tenant: str | None, tokens: float) -> float:
+        """Return a tenant's place among others, once so much is computed for it."""
+        return self._served.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1)
+
+
 # Above every level: tickets that none may overtake any more.
 _AGED = -1
+# A background ticket is aged after as many times ``rise_s``.
+_BACKGROUND_RISES = 5
 
 
 class _Place(NamedTuple):
@@ -91,8 +133,12 @@ class Levels:
     - No ticket that comes later than (level + 1) x ``rise_s`` after another goes before it.
     - Once a ticket is aged, only aged tickets that wait already go before it.
 
-    Tenants take turns, and both bounds hold within a tenant. With T tenants waiting, while m
-    tickets of its own tenant go before an aged one, at most (m + 1) x (T - 1) of others do.
+    A *background* ticket is behind all levels until it is aged, after 5 x ``rise_s``. One that is
+    late is behind all of its class until then.
+
+    Both bounds hold within a tenant. The tenant that was served least, by its weight (`Shares`), is
+    the next: while its own tickets take n tokens, those of another with the same weight take at
+    most n more than that had less before, and one prompt.
     """
 
     def __init__(
@@ -102,11 +148,13 @@ class Levels:
         self._growth = growth
         self._levels = levels
         self._rise_s = rise_s
-        # By tenant, the one whose turn it is first.
-        self._lines: OrderedDict[str | None, list[_Place]] = OrderedDict()
+        self._lines: dict[str | None, list[_Place]] = {}
+        self._shares = Shares()
+        # What tickets that went were charged with, until their turns have ended.
+        self._charged: dict[str, int] = {}
         self._places: dict[str, _Place] = {}
-        # When tickets rise, as a heap; some of them may have left.
-        self._rises: list[tuple[float, int, str]] = []
+        # When tickets come to another level, as a heap; some of them may have left.
+        self._changes: list[tuple[float, int, str, int]] = []
         self._numbers = count()
 
     def level(self, served_tokens: int) -> int:
@@ -117,50 +165,88 @@ class Levels:
         return level
 
     def join(self, ticket: Ticket) -> None:
-        level = _AGED if ticket.warm else self.level(ticket.served_tokens)
-        place = _Place(level, ticket.joined_s, next(self._numbers), ticket)
-        self._put(place)
-        if not ticket.warm:
-            heappush(self._rises, (ticket.joined_s + self._rise_s, place.number, ticket.history_id))
+        level, joined_s, number = self._first(ticket), ticket.joined_s, next(self._numbers)
+        self._put(_Place(level, joined_s, number, ticket))
+        if level == _AGED:
+            return
+        rises = _BACKGROUND_RISES if ticket.background else level + 1
+        changes = [(joined_s + rises * self._rise_s, _AGED)]
+        if not ticket.background:
+            changes += [(joined_s + n * self._rise_s, level - n) for n in range(1, level + 1)]
+        if ticket.late_s < math.inf:
+            changes.append((max(joined_s, ticket.late_s), self._late(ticket)))
+        for at_s, to in changes:
+            heappush(self._changes, (at_s, number, ticket.history_id, to))
+
+    def _first(self, ticket: Ticket) -> int:
+        if ticket.background:
+            return self._levels + 1
+        return _AGED if ticket.warm else self.level(ticket.served_tokens)
+
+    def _late(self, ticket: Ticket) -> int:
+        return self._levels + 2 * ticket.background
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
-        """Remove a ticket; if it was admitted, its tenant's next comes after the other tenants'."""
         self._take(self._places[ticket.history_id])
-        tenant = identity.tenant_of(ticket.history_id)
-        if went and tenant in self._lines:
-            self._lines.move_to_end(tenant)
+        if went:
+            charged = self._charged[ticket.history_id] = _charge(ticket)
+            self._shares.serve(identity.tenant_of(ticket.history_id), charged)
+
+    def served(self, history_id: str, tokens: int) -> None:
+        tokens -= self._charged.pop(history_id, 0)
+        self._shares.serve(identity.tenant_of(history_id), tokens)
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         self._let_rise(now_s)
-        if len(self._lines) == 1:
-            (line,) = self._lines.values()
-            yield from (place.ticket for place in line)
+        behind = {
+            tenant: bisect_left(line, self._levels + 1, key=attrgetter("level"))
+            for tenant, line in self._lines.items()
+        }
+        yield from self._by_tenant({tenant: (0, to) for tenant, to in behind.items()})
+        yield from self._by_tenant({tenant: (at, None) for tenant, at in behind.items()})
+
+    def _by_tenant(self, parts: Mapping[str | None, tuple[int, int | None]]) -> Iterator[Ticket]:
+        """Yield these parts of tenants' lines; the tenant that was served least is the next."""
+        lines = {tenant: iter(self._lines[tenant][slice(*part)]) for tenant, part in parts.items()}
+        if len(lines) == 1:
+            yield from (place.ticket for line in lines.values() for place in line)
             return
-        for at in range(max(map(len, self._lines.values()), default=0)):
-            for line in self._lines.values():
-                if at < len(line):
-                    yield line[at].ticket
+        taken_tokens = dict.fromkeys(lines, 0)
+        # Tenants that are level go in the order in which they came.
+        order = [(self._shares.after(tenant, 0), n, tenant) for n, tenant in enumerate(lines)]
+        heapify(order)
+        while order:
+            _, n, tenant = order[0]
+            if (place := next(lines[tenant], None)) is None:
+                heappop(order)
+                continue
+            yield place.ticket
+            taken_tokens[tenant] += _charge(place.ticket)
+            heapreplace(order, (self._shares.after(tenant, taken_tokens[tenant]), n, tenant))
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
         self._let_rise(now_s)
         return self._places[ticket.history_id].level == _AGED
 
     def _let_rise(self, now_s: float) -> None:
-        while self._rises and self._rises[0][0] <= now_s:
-            at_s, number, key = heappop(self._rises)
+        while self._changes and self._changes[0][0] <= now_s:
+            at_s, number, key, level = heappop(self._changes)
             place = self._places.get(key)
-            if place is None or place.number != number:
+            if place is None or place.number != number or place.level == _AGED:
                 continue
-            self._take(place)
-            if place.level == 0:
-                self._put(place._replace(level=_AGED, since_s=at_s))
+            if level == _AGED:
+                place = place._replace(since_s=at_s)
+            elif place.level == self._late(place.ticket):
                 continue
-            self._put(place._replace(level=place.level - 1))
-            heappush(self._rises, (at_s + self._rise_s, number, key))
+            self._take(self._places[key])
+            self._put(place._replace(level=level))
 
     def _put(self, place: _Place) -> None:
         tenant = identity.tenant_of(place.ticket.history_id)
-        insort(self._lines.setdefault(tenant, []), place)
+        if tenant not in self._lines:
+            self._lines[tenant] = []
+            self._shares.came(tenant, place.ticket.weight)
+        insort(self._lines[tenant], place)
         self._places[place.ticket.history_id] = place
 
     def _take(self, place: _Place) -> None:
@@ -170,6 +256,11 @@ class Levels:
         del line[bisect_left(line, place)]
         if not line:
             del self._lines[tenant]
+
+
+def _charge(ticket: Ticket) -> int:
+    """Return what a ticket counts, until it is known what was computed for it."""
+    return 1 if ticket.warm else max(1, ticket.own_tokens)
 
 
 class QueueFull(Exception):
@@ -234,6 +325,9 @@ class Queue:
         if ticket is not None:
             self._order.leave(ticket, went=went)
         return ticket
+
+    def served(self, history_id: str, tokens: int) -> None:
+        self._order.served(history_id, tokens)
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         return self._order.tickets(now_s)

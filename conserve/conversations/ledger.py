@@ -9,6 +9,7 @@ from conserve import identity
 from conserve.conversations.engines import Engines
 from conserve.direct import Notices
 from conserve.histories.kinship import Kinship
+from conserve.histories.parents import Parents
 from conserve.histories.prefixes import mark
 from conserve.history import FOLLOWING, History, State
 from conserve.pausing import RunningTools
@@ -103,6 +104,7 @@ class LiveHistories:
         self._families = self.kinship.families
         # By conversation, its histories that do not bear its id. Most conversations have none.
         self._further: dict[str, dict[str, None]] = {}
+        self.parents = Parents(self.histories)
 
     def add(self, history: History) -> bool:
         """Add a history, and return whether it is the first of its conversation."""
@@ -112,6 +114,7 @@ class LiveHistories:
             self._further.setdefault(conversation_id, {})[history.id] = None
         self.by_id[history.id] = history
         self._families.join(history)
+        self.parents.note(history)
         return is_first
 
     def remove(self, history: History) -> bool:
@@ -124,7 +127,10 @@ class LiveHistories:
             further.pop(history.id, None)
             if not further:
                 del self._further[conversation_id]
-        return not self.lives(history.id)
+        is_last = not self.lives(history.id)
+        if is_last:
+            self.parents.remove(conversation_id)
+        return is_last
 
     def current(self, history_id: str, incarnation: int) -> History | None:
         history = self.by_id.get(history_id)

@@ -11,7 +11,6 @@ from conserve.histories.kinship import Opening
 from conserve.histories.prefixes import held_alone
 from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Placement, Shared
-from conserve.recognition import Digest
 from conserve.turn import TurnKey
 
 # A turn for which a decoder makes no room is not tried on all others.
@@ -94,7 +93,6 @@ class ConversationTable(Turns):
         shared = self._shared(known, history_id, opening)
         decoders = self._engines.accepting_decoders
         prefillers = self._engines.accepting_prefillers
-        root = None if opening.chain is None else opening.chain.root
         waited_s = None
         if known is not None:
             waited_s = 0.0 if arrived_s is None else now_s - arrived_s
@@ -103,14 +101,14 @@ class ConversationTable(Turns):
         for id in sorted(costs, key=costs.__getitem__)[:_TRIED]:
             one = self._engines.decoders[id]
             if one.has_room(shared.beyond(prompt_tokens, one.id)) or self._make_room(
-                history_id, prompt_tokens, shared, now_s, waited_s, root, decoders=[one]
+                history_id, prompt_tokens, shared, now_s, waited_s, opening, decoders=[one]
             ):
                 placement = Placement(id, None)
                 break
         if placement is None:
             placement = self.policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
         while placement is None and self._make_room(
-            history_id, prompt_tokens, shared, now_s, waited_s, root
+            history_id, prompt_tokens, shared, now_s, waited_s, opening
         ):
             # What was shared with the evicted histories is gone.
             shared = self._shared(known, history_id, opening)
@@ -126,16 +124,16 @@ class ConversationTable(Turns):
         if known is None:
             known = History(history_id, self._next_id, now_s, now_s)
             known.asked_s = now_s if arrived_s is None else arrived_s
-            if opening.chain is not None:
-                known.root = opening.chain.root
+            known.root = opening.root
+            known.hints = opening.hints
             usage.began(now_s)
             self._ledger.add(known, usage)
             self._idleness.watch(known)
         else:
             # The prefill for the lost decoder may not have been reported as over.
             self._engines.leave_queue(known)
-        if opening.hints is not None:
-            known.hints = opening.hints
+            if opening.hints is not None:
+                known.hints = opening.hints
         self._ledger.bind(known, placement.decoder_id, prompt_tokens)
         if was_known:
             kept = placement.prefiller_id is None
@@ -188,7 +186,7 @@ class ConversationTable(Turns):
         shared: Shared,
         now_s: float,
         waited_s: float | None,
-        root: Digest | None,
+        opening: Opening,
         *,
         decoders: list[Decoder] | None = None,
     ) -> bool:
@@ -200,10 +198,12 @@ class ConversationTable(Turns):
         memory = self.memory
         if memory is None:
             return self._displace(history_id, prompt_tokens, decoders)
-        any_runs = self._ledger.reasoning > 0
         if memory.make_room(
-            prompt_tokens, decoders, shared, now_s, waited_s=waited_s, root=root, any_runs=any_runs
-        ):
+            prompt_tokens, decoders, shared, now_s, waited_s=waited_s,
+            root=opening.root,
+            any_runs=self._ledger.reasoning > 0,
+            background=opening.background,
+        ):  # fmt: skip
             return True
         # Else a conversation that was compacted would wait for itself.
         in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
@@ -262,6 +262,12 @@ class ConversationTable(Turns):
             self._take_back(history, decoder_id)
             self.memory.prefetched(history, due_s)
             self._ledger.notices.prefetch(decoder_id, history.id)
+
+    def child_ended(self, history_id: str, now_s: float) -> None:
+        """Bring back what waited for a history alone, whose turn has ended, if it is done."""
+        history = self._by_id.get(history_id)
+        if history is not None and (parent := self.parents.done(history)) is not None:
+            self.prefetch(parent, now_s)
 
     def prefetched(self, history_id: str, tokens: int, now_s: float) -> None:
         """Note that a decoder has so much of a history that it was told to load."""

@@ -49,14 +49,15 @@ class Turns:
         self._ledger = ledger = Ledger(engines)
         self.usage, self.tools, self.notices = ledger.usage, ledger.tools, ledger.notices
         self._live, self._by_id = ledger.live, ledger.live.by_id
-        self._kinship = ledger.live.kinship
+        self._kinship, self.parents = ledger.live.kinship, ledger.live.parents
         self._next_id = self.first_id = first_asked(first_id)
         self._idleness = Idleness(idle_timeout_s, turn_timeout_s, self._by_id)
         self.memory: Memory | None = None
         if pausing is not None:
             self.memory = Memory(
-                pausing, engines.decoders, self._by_id.get, ledger.pause, events, ledger.tools
-            )
+                pausing, engines.decoders, self._by_id.get, ledger.pause, events, ledger.tools,
+                self.parents,
+            )  # fmt: skip
         # Histories that were ended for another one's room, until the table's owner has heard.
         self._displaced: list[History] = []
         # Of a predecessor: where its histories were bound, until they are again, and those of which
@@ -168,6 +169,7 @@ class Turns:
             return None
         if hints is not None:
             history.hints = hints
+            self.parents.note(history)
         self._start(history, self._ledger.usage.of(history_id), now_s)
         if self.loads is not None:
             self.loads.turn_came(history.id, history.home, now_s)

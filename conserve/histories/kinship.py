@@ -181,6 +181,14 @@ class Opening:
     encode_tokens: int = 0
 
     @property
+    def root(self) -> Digest | None:
+        return None if self.chain is None else self.chain.root
+
+    @property
+    def background(self) -> bool:
+        return self.hints is not None and self.hints.background
+
+    @property
     def follows_answers(self) -> bool:
         return self.chain is not None and bool(self.chain.ends)
 

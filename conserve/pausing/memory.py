@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from conserve.events import EventLog, Kind
+from conserve.histories.parents import Parents
 from conserve.histories.prefixes import Going, held_alone
 from conserve.history import History
 from conserve.holdings import Parked
@@ -75,6 +76,7 @@ class Memory:
     _unbind: Callable[[History], None]
     _events: EventLog | None
     _tools: RunningTools
+    _parents: Parents
 
     def __post_init__(self) -> None:
         self._caches: dict[str, EngineCache] = {}
@@ -95,9 +97,10 @@ class Memory:
         # By decoder that asks: histories of which a turn has ended since then.
         self._rested: dict[str, dict[str, None]] = {}
         # Until when not to look again whether a decoder can be relieved. The same for making room,
-        # by histories that are away (False) or by all (True) of these decoders, with the tokens.
+        # by histories that are away (False) or by all (True) of these decoders, with the tokens;
+        # and whether that is for the background.
         self._in_vain: dict[str, float] = {}
-        self._no_room: dict[tuple[bool, tuple[str, ...]], tuple[float, int]] = {}
+        self._no_room: dict[tuple[bool, bool, tuple[str, ...]], tuple[float, int]] = {}
         self.pauses: Counter[str] = Counter()
         self.restores: Counter[str] = Counter()
         self.paused_tokens = 0
@@ -436,6 +439,7 @@ class Memory:
         waited_s: float | None = None,
         root: Digest | None = None,
         any_runs: bool = True,
+        background: bool = False,
     ) -> bool:
         """Pause histories of the cheapest decoder that are away or parked, so that a prompt fits.
 
@@ -444,13 +448,14 @@ class Memory:
                 may be paused for it. None for a new history.
             root: of the prompt: histories that begin with it stay, if that is enough.
             any_runs: whether a turn runs. While none does, any idle history may be paused.
+            background: whether the prompt is; any other may take the room of background histories.
 
         Returns:
             False if the others leave too little room everywhere.
         """
         patience_s = self._policy.patience_s
         any_idle = not any_runs or (waited_s is not None and waited_s >= patience_s)
-        which = any_idle, tuple(one.id for one in decoders)
+        which = any_idle, background, tuple(one.id for one in decoders)
         until_s, at_least = self._no_room.get(which, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
@@ -460,7 +465,11 @@ class Memory:
             for decoder in decoders:
                 may_go = idle[decoder.id]
                 if not any_idle:
-                    may_go = [one for one in may_go if self._policy.may_go(one)]
+                    may_go = [
+                        one
+                        for one in may_go
+                        if self._policy.may_go(one) or (one.background and not background)
+                    ]
                 missing = tokens - decoder.free_tokens
                 held_tokens = shared.tokens.get(decoder.id, 0)
                 enough = None
@@ -642,6 +651,9 @@ class Memory:
             self._parked(history),
             wait.tool,
             wait.tool_ended,
+            history.hints is not None and history.hints.background,
+            self._parents.waits(history),
+            self._parents.is_taken_up(history),
         )
 
     def _parked(self, history: History) -> int:

@@ -17,6 +17,8 @@ _ATTENTION_TOKENS = 32_768
 # The time to take a token from host memory, as a share of the time to compute it. By published
 # figures for an 8B model on an H100 it is from 0.38 (short prompts) to 0.17 (64k tokens).
 _RELOAD = 0.25
+# A second of a background history's wait, as a share of one of another's.
+_BACKGROUND = 0.1
 
 
 def patience_s(timeout_s: float) -> float:
@@ -35,6 +37,9 @@ class Idle:
         still_idle: how many others that wait for the same are idle for at least half as long.
         parked_tokens: what is in host memory too, and will be for `Pausing.kept_s`.
         tool: see `Gaps.returned`.
+        background: whether its turns wait for others'; so pausing it costs less.
+        waits: whether it waits for conversations that it began.
+        taken_up: whether it has answered the one that began it, for good.
     """
 
     id: str
@@ -46,6 +51,9 @@ class Idle:
     parked_tokens: int = 0
     tool: str | None = None
     tool_ended: bool = False
+    background: bool = False
+    waits: bool = False
+    taken_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +99,22 @@ class Pausing:
         reloaded = min(one.left_tokens, one.parked_tokens)
         computed = one.left_tokens - reloaded
         computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
-        return (computed_for + _RELOAD * reloaded) * self._chance(one)
+        cost = (computed_for + _RELOAD * reloaded) * self._chance(one)
+        return _BACKGROUND * cost if one.background else cost
 
     def is_away(self, one: Idle) -> bool:
         """Return whether it is unlikely to be back soon, or would find less than half of itself."""
-        if 2 * one.left_tokens < one.held_tokens:
+        if 2 * one.left_tokens < one.held_tokens or one.taken_up:
             return True
         of_all = self.gaps.chance(one.idle_s, _SOON_S, one.still_idle)
         return max(of_all, self._chance(one)) < self.away_chance
 
     def may_go(self, one: Idle) -> bool:
-        """Return whether a new prompt may take its room: it is away, or costs a reload at most."""
-        return 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
+        """Return whether a new prompt may take its room.
+
+        It is away, or costs a reload at most, or waits for others, whose end brings it back.
+        """
+        return one.waits or 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
 
     def parks(self, occupancy: float, engine_s: float, host_s: float) -> bool:
         """Return whether a turn leaves its KV in host memory, which keeps it for longer.
@@ -134,6 +146,8 @@ class Pausing:
         return max(0, held_tokens - int(self.mark * capacity_tokens))
 
     def _chance(self, one: Idle) -> float:
+        if one.taken_up:
+            return 0.0
         if one.tool_ended:
             return self.resumes.chance(one.idle_s, _SOON_S, one.still_idle)
         return self.gaps.chance(one.idle_s, _SOON_S, one.still_idle, one.tool)

@@ -42,7 +42,8 @@ class KeyFileError(ValueError):
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A key, without its secret part; ``id`` names it in logs.
 
-    An admin's is for all tenants' conversations, for `/metrics` and for `/v1/engines`.
+    An admin's is for all tenants' conversations, for `/metrics` and for `/v1/engines`. Turns with a
+    ``background`` key wait for those that are not in the background.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}$")]
@@ -50,16 +51,20 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     sha256: _DIGEST
     created: str
     admin: bool = False
+    background: bool = False
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An owner of keys.
 
-    Tenants that share their cache can tell by its latency what others of these have sent.
+    Tenants that share their cache can tell by its latency what others of these have sent. All
+    turns of a ``background`` tenant are in the background. ``weight`` is its share of service.
     """
 
     limits: Limits = msgspec.field(default_factory=Limits)
     shares_cache: bool = False
+    background: bool = False
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,11 +79,13 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def new(cls) -> "KeyFile":
         return cls(1, secrets.token_hex(32), {}, [])
 
-    def with_key(self, tenant: str, created: str, *, admin: bool = False) -> tuple["KeyFile", str]:
+    def with_key(
+        self, tenant: str, created: str, *, admin: bool = False, background: bool = False
+    ) -> tuple["KeyFile", str]:
         """Return the file with one more key, and that key, which is kept nowhere."""
         _check_name(tenant)
         key_id, text = new_key()
-        key = Key(key_id, tenant, digest(text).hex(), created, admin)
+        key = Key(key_id, tenant, digest(text).hex(), created, admin, background)
         tenants = {**self.tenants, tenant: self.tenants.get(tenant, Tenant())}
         return msgspec.structs.replace(self, tenants=tenants, keys=[*self.keys, key]), text
 
@@ -216,6 +223,8 @@ class Caller:
     admin: bool
     limits: Limits
     cache_salt: str
+    background: bool = False
+    weight: int = 1
 
 
 class KeyRing:

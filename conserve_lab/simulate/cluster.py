@@ -345,6 +345,7 @@ class Cluster(Clients):
         )
         self._kv_costs.end(one.key, stats, now_s)
         self.table.advance(one.key, decoder.id, stats, (), now_s)
+        self._admission.queue.served(id, stats.computed_tokens)
         if one.parks:
             self._keep_in_host(id, work.prompt_tokens, now_s)
         if self.table.memory is not None:

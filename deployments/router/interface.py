@@ -101,6 +101,10 @@ _OF_TURNS = [
         if name not in identity.HEADERS
     ),
     *(
+        _in("header", name, TEXT, f"What began the conversation. {sender}.")
+        for name, (sender, _) in identity.PARENT_HEADERS.items()
+    ),
+    *(
         _in("header", hint.name, _HINTS[hint.meaning] if hint.must_be else TEXT, hint.meaning)
         for hint in hints.NAMES
         if not hint.in_body and hint.name != identity.FINAL_HEADER

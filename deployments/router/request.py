@@ -164,6 +164,10 @@ def _understood(
         explicit_id = identity.explicit_id(headers, asked)
         own = identity.without_identity(asked)
         said = hints(headers, asked)
+        if caller is not None and caller.background and not said.background:
+            said = replace(said, priority=-1)
+        if (parent := identity.parent_id(headers, asked)) is not None:
+            said = replace(said, parent=identity.scoped(tenant, parent))
     except identity.InvalidConversationId as error:
         raise ApiError(400, str(error), "invalid_conversation_id", param=error.source) from None
     except InvalidHint as error:
@@ -200,7 +204,7 @@ def _understood(
         final=identity.is_final(headers),
         request_id=request_id_of(scope),
         hints=said,
-        tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits),
+        tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits, caller.weight),
         takes_room_left=takes_room_left,
         no_output=path == MESSAGES and body.get("max_tokens") == 0,
         unserved_tools=unserved_tools(body) if path == RESPONSES else (),
@@ -221,6 +225,9 @@ def _digest(request: ClientRequest, headers: Headers, raw: bytes) -> bytes:
 def _forwarded(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Return a body without what clients may not tell engines, with the model's name."""
     own = {name: value for name, value in body.items() if name not in _NOT_FORWARDED}
+    if settings.engine.get("scheduling_policy") != "priority" and type(own.get("priority")) is int:
+        # vLLM then refuses any but 0. The hint is read all the same.
+        del own["priority"]
     # The other way into the engine's arguments.
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):

@@ -663,6 +663,10 @@ class Turn:
             if seen.effective:
                 ago_s = 0.0 if seen.ttft_s is None else stats.latency_s - seen.ttft_s
                 stats.effective_ago_s = ago_s
+        ttft_s = stats.latency_s if stats.ttft_s is None else stats.ttft_s
+        stats.in_time = self._request.hints.in_time(stats.latency_s, ttft_s)
+        if stats.in_time and outcome in ("refused", "failed"):
+            stats.in_time = False
         return stats
 
 

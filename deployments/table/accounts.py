@@ -198,6 +198,7 @@ class Accounts:
 
     def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
         """Note that a turn is complete."""
+        self._admission.queue.served(turn.history_id, stats.computed_tokens)
         stats.why = why = why_slow(stats) if stats.began_s else None
         if why is None:
             self.why.pop(turn.history_id, None)
@@ -221,6 +222,8 @@ class Accounts:
     def cut(self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None) -> None:
         """A turn did not complete; without ``stats``, nothing was done for it."""
         self.why.pop(turn.history_id, None)
+        tokens = 0 if stats is None else stats.computed_tokens
+        self._admission.queue.served(turn.history_id, tokens)
         self._log_observed(turn)
         self._events.add(
             "cut", turn.history_id, turn=turn.turn_id, decoder=decoder_id,

@@ -173,6 +173,10 @@ class Metrics:
             "conversations_ended", "Conversations that ended, by reason.", "reason"
         )
         self.turns = counter("turns", "Turns, by outcome.", "outcome", get_args(Outcome))
+        self.deadline = counter(
+            "deadline", "Turns whose clients said until when, by whether that was kept.",
+            "outcome", ("met", "missed"),
+        )  # fmt: skip
         self.later_turns = counter(
             "later_turns",
             "Later turns begun at a history's decoder: direct, or after the table was asked.",
@@ -224,6 +228,8 @@ class Metrics:
         """Count how a client was served."""
         self.turns.labels(stats.outcome).inc()
         self.continued.inc(stats.continued)
+        if stats.in_time is not None and stats.outcome != "cancelled":
+            self.deadline.labels("met" if stats.in_time else "missed").inc()
         if stats.outcome != "refused":
             self.turn_latency_s.observe(stats.latency_s)
         if stats.ttft_s is not None:

@@ -151,7 +151,13 @@ class Placing:
         try:
             # A decoder may be lost between the binding and now.
             while history is None or history.home is None:
-                admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening)
+                admitted = await self._admitted(
+                    pending,
+                    prompt_tokens,
+                    arrived_s,
+                    opening,
+                    1 if tenant is None else tenant.weight,
+                )
                 history = self.table.get(history_id)
         except QueueFull as full:
             self.accounts.turned_away(history_id, "queue_full")
@@ -170,11 +176,16 @@ class Placing:
         )
 
     async def _admitted(
-        self, pending: PendingTurn, prompt_tokens: int, arrived_s: float, opening: Opening
+        self,
+        pending: PendingTurn,
+        prompt_tokens: int,
+        arrived_s: float,
+        opening: Opening,
+        weight: int,
     ) -> Admitted:
         """Bind a conversation, now or when there is room. Raises `QueueFull` or `TimeoutError`."""
         answer = self.admission.enter(
-            pending.history_id, prompt_tokens, unix_s(), arrived_s, opening
+            pending.history_id, prompt_tokens, unix_s(), arrived_s, opening, weight
         )
         self.room.end_displaced()
         if isinstance(answer, Admitted):

@@ -129,6 +129,8 @@ class RunningTurns:
             return True
         if self.table.advance(turn, decoder_id, stats, tails, unix_s()):
             self.accounts.advanced(turn, stats, decoder_id)
+            if not self.room.admission.queue:
+                self.table.child_ended(turn.history_id, unix_s())
         still_has = self.table.holds(turn, decoder_id)
         self.room.relieve(decoder_id)
         self.room.admit()

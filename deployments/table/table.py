@@ -297,11 +297,9 @@ class TableService(Table):
     async def conversation(self, conversation_id: str) -> answers.Conversation | None:
         await self._recovery.not_ready()
         await self._look()
-        found = self._table.histories(conversation_id)
-        if not found:
-            return None
         newest = self._events.newest_of(conversation_id, SHOWN_EVENTS)
-        return conversation_view(found, unix_s(), self._table.tools, self._accounts.why, newest)
+        why = self._accounts.why
+        return conversation_view(conversation_id, self._table, unix_s(), why, newest)
 
     async def events(self, query: messages.EventQuery) -> messages.EventPage:
         return await listen(self._events, query)

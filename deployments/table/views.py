@@ -86,17 +86,22 @@ SHOWN_HISTORIES = 64
 
 
 def conversation_view(
-    histories: Sequence[History],
+    conversation_id: str,
+    table: ConversationTable,
     now_s: float,
-    tools: RunningTools,
     why: Mapping[str, str],
     events: Sequence[Event] | None = None,
-) -> answers.Conversation:
-    """Return one live conversation, with its tenant where there are keys.
+) -> answers.Conversation | None:
+    """Return one conversation, with its tenant where there are keys; None if it has no history.
 
-    Of at least one history, the most recently used one's decoder and last turn are shown. ``why``
-    has reasons of slow last turns, by history. Without ``events`` they are left out.
+    The most recently used history's decoder and last turn are shown. ``why`` has reasons of slow
+    last turns, by history. Without ``events`` they are left out.
     """
+    histories, tools = table.histories(conversation_id), table.tools
+    if not histories:
+        return None
+    parent = table.parents.parent(conversation_id)
+    children = table.parents.children(conversation_id)
     newest = max(histories, key=lambda one: one.last_used_s)
     ttfet_s = next((one.ttfet_s for one in histories if one.ttfet_s is not None), None)
     first = min(histories, key=lambda one: one.created_s)
@@ -106,6 +111,9 @@ def conversation_view(
         id=identity.own_id(newest.id),
         tenant=msgspec.UNSET if tenant is None else tenant,
         phase=_phase(histories),
+        parent=None if parent is None else identity.own_id(parent),
+        children=[identity.own_id(one) for one in itertools.islice(children, SHOWN_HISTORIES)],
+        children_total=len(children),
         turns=sum(one.turns for one in histories),
         held_tokens=held_together(histories),
         decoder=newest.home,
@@ -141,6 +149,7 @@ def _history(
     history: History, now_s: float, tools: RunningTools, why: Mapping[str, str]
 ) -> answers.History:
     hints = {} if history.hints is None else dataclasses.asdict(history.hints)
+    hints.pop("parent", None)  # It is the conversation's.
     return answers.History(
         phase=_phase([history]),
         turns=history.turns,
@@ -274,12 +283,11 @@ async def list_recent(
     names = dict.fromkeys(identity.conversation_of(one.id) for _, _, one in newest)
     for shown in _slices([*names], _SHOWN):
         for name in shown:
-            histories = table.histories(name)
-            if histories:
-                view = conversation_view(histories, now_s, table.tools, why)
+            view = conversation_view(name, table, now_s, why)
+            if view is not None:
                 parts.append(msgspec.json.encode(view))
-            if len(histories) > _SHOWN:
-                await asyncio.sleep(0)
+                if view.histories_total > _SHOWN:
+                    await asyncio.sleep(0)
         await asyncio.sleep(0)
     return b"[" + b",".join(parts) + b"]"
 

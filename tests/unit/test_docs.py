@@ -11,7 +11,7 @@ import jsonschema
 import yaml
 
 from conserve.hints import NAMES
-from conserve.identity import AGENT_HEADERS, SOURCES
+from conserve.identity import AGENT_HEADERS, PARENT_HEADERS, SOURCES
 from conserve.settings import load
 from tests.checkout import ROOT
 
@@ -77,6 +77,7 @@ def test_every_name_of_an_id_is_in_the_docs_in_order() -> None:
     ]
     assert [last == "400" for *_, last in rows] == [source.strict for source in SOURCES]
     assert [row[0] for row in _rows("### Agents within a conversation")] == [*AGENT_HEADERS]
+    assert [row[0] for row in _rows("### What began a conversation")] == [*PARENT_HEADERS]
 
 
 def test_every_name_of_a_hint_is_in_the_docs_in_order() -> None:

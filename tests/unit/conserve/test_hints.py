@@ -36,7 +36,8 @@ def test_every_hint_has_a_name_of_our_own_that_comes_first() -> None:
     first: dict[str, Name] = {}
     for name in NAMES:
         first.setdefault(name.meaning, name)
-    assert set(first) == {field.name for field in fields(Hints)}
+    # A parent depends on several headers: see `conserve.identity.parent_id`.
+    assert {*first, "parent"} == {field.name for field in fields(Hints)}
     assert list(first.values()) == OURS
     assert all(name.name.startswith("X-ConServe-") for name in OURS)
 
@@ -116,3 +117,22 @@ def test_any_json_around_a_hint_is_no_error(value: object) -> None:
 @given(st.floats(0, MOST_S))
 def test_seconds_are_read_as_they_are_written(seconds: float) -> None:
     assert hints({"x-conserve-deadline-s": str(seconds)}, {}).deadline_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("said", "in_time"),
+    [
+        ({}, None),
+        ({"priority": 1}, None),
+        ({"deadline_s": 10}, True),
+        ({"deadline_s": 9}, False),
+        ({"first_token_s": 2}, True),
+        ({"first_token_s": 1}, False),
+        ({"first_token_s": 2, "deadline_s": 9}, False),
+        ({"first_token_s": 1, "deadline_s": 10}, False),
+    ],
+)
+def test_an_answer_of_ten_seconds_whose_first_token_took_two(
+    said: dict[str, Any], in_time: bool | None
+) -> None:
+    assert Hints(**said).in_time(10.0, 2.0) is in_time

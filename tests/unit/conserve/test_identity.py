@@ -20,6 +20,7 @@ from conserve.identity import (
     is_generated,
     new_id,
     own_id,
+    parent_id,
     scoped,
     tenant_of,
     within,
@@ -251,6 +252,42 @@ def test_codex_says_thread_and_session() -> None:
     assert explicit_id({"session-id": "s", "thread-id": "t"}, {"prompt_cache_key": "s"}) == "s/t"
     assert explicit_id({"thread-id": "t"}, {}) == "t"
     assert explicit_id({"thread-id": "t", "x-session-id": "x"}, {}) == "x"
+
+
+CLAUDE_AGENT = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a2"}
+CODEX_THREAD = {"session-id": "s", "thread-id": "t2"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "parent"),
+    [
+        ({}, None),
+        ({"x-session-id": "c"}, None),
+        ({"x-session-id": "c", "x-parent-session-id": "p"}, "p"),
+        ({"x-dynamo-session-id": "c", "x-dynamo-parent-session-id": "p"}, "p"),
+        ({"x-conserve-parent-id": " p ", "x-parent-session-id": "other"}, "p"),
+        # A conversation that is recognised by its messages has a parent if it says so.
+        ({"x-parent-session-id": "p"}, "p"),
+        (CLAUDE_AGENT, "s"),
+        ({**CLAUDE_AGENT, "x-claude-code-parent-agent-id": "a1"}, "s/a1"),
+        (CODEX_THREAD, "s"),
+        ({**CODEX_THREAD, "x-codex-parent-thread-id": "t1"}, "s/t1"),
+        ({**CODEX_THREAD, "x-codex-parent-thread-id": "s"}, "s"),
+        ({"thread-id": "t2", "x-codex-parent-thread-id": "t1"}, "t1"),
+    ],
+)
+def test_a_conversation_has_the_parent_that_its_client_names(
+    headers: dict[str, str], parent: str | None
+) -> None:
+    assert parent_id(headers, {}) == parent
+
+
+def test_a_parent_that_can_be_no_id_is_refused_under_our_own_name_alone() -> None:
+    with pytest.raises(InvalidConversationId, match="X-ConServe-Parent-Id"):
+        parent_id({"x-conserve-parent-id": "a\tb"}, {})
+    other = parent_id({"x-parent-session-id": "acme\tc"}, {})
+    assert other is not None
+    assert other.startswith("hashed-")
 
 
 IDS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=256)

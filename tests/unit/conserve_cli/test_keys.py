@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from conserve.tenants import Limits, keyfile
+from conserve.tenants import Limits, Tenant, keyfile
 from conserve_cli.main import cli
 
 
@@ -56,8 +56,13 @@ def test_limits_change_by_name_and_the_others_stay(path: Path) -> None:
     before = path.stat().st_ino
     assert "shared" in call(path, "limits", "acme").stdout
     assert path.stat().st_ino == before
-    call(path, "limits", "acme", "--own-cache")
-    assert not keyfile.read(path).tenants["acme"].shares_cache
+    shown = call(path, "limits", "acme", "--own-cache", "--weight", "3", "--background")
+    assert "background" in shown.stdout
+    tenant = keyfile.read(path).tenants["acme"]
+    assert (tenant.shares_cache, tenant.weight, tenant.background) == (False, 3, True)
+    assert call(path, "limits", "acme", "--weight", "0").exit_code == 2
+    call(path, "limits", "acme", "--interactive")
+    assert keyfile.read(path).tenants["acme"] == Tenant(tenant.limits, weight=3)
 
 
 @pytest.mark.parametrize(

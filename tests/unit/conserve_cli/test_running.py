@@ -20,7 +20,15 @@ from typer.testing import CliRunner
 from conserve.placement import EngineLoad
 from conserve.turn import TurnStats
 from conserve_cli.main import cli
-from conserve_cli.running import Seen, Unanswered, next_screen, quantile, read_samples, screen
+from conserve_cli.running import (
+    Seen,
+    Unanswered,
+    conversations_table,
+    next_screen,
+    quantile,
+    read_samples,
+    screen,
+)
 from deployments import answers
 from tests.unit.deployments.table.test_draining import a_service
 
@@ -120,6 +128,19 @@ def test_ps_lists_conversations(url: str) -> None:
     assert {"agent-1", "agent-2", "agent-3", "agent-4"} <= set(shown.split())
     assert _Application.asked == [("GET", "/v1/conversations?limit=1000", "Bearer secret")]
     assert "secret" not in shown
+
+
+def test_ps_lists_children_below_their_parents(told: _Told) -> None:
+    one, *_ = json.loads(told.conversations)["data"]
+    families = {"child": ("parent", ["b"]), "parent": ("gone", ["child"]), "b": ("child", [])}
+    families |= {"x": ("y", ["y"]), "y": ("x", ["x"])}
+    listed = [
+        {**one, "id": name, "parent": parent, "children": children}
+        for name, (parent, children) in families.items()
+    ]
+    rows = text_of(conversations_table(listed)).splitlines()
+    shown = [row.split("│")[1].rstrip() for row in rows if row.startswith("│")]
+    assert shown == [" parent", " └ child", "   └ b", " x", " └ y"]
 
 
 def test_ids_are_quoted(url: str) -> None:

@@ -2,6 +2,7 @@
 more.
 """
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def test_nobody_is_overtaken_for_longer_than_its_levels_last(seed: int, tenants:
         assert len(run.queue) < waited
 
 
-def test_tenants_take_turns() -> None:
+def test_a_crowd_of_one_tenant_goes_before_no_other() -> None:
     queue = a_queue()
     for number in range(100):
         queue.join(ticket_of(identity.scoped("crowd", f"c{number}"), 1, 0.0))
@@ -168,29 +169,79 @@ def test_who_gives_up_does_not_cost_its_tenant_a_turn() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9))
-def test_of_other_tenants_no_more_go_before_an_aged_one_than_have_a_turn(seed: int) -> None:
+def test_tenants_that_wait_are_served_by_their_weights(seed: int) -> None:
+    """At no time does one have more than another by a prompt of each, by what was computed."""
     rng = random.Random(seed)
-    run, now_s = _Run(), 0.0
-    tenants = 4
-    went_since: dict[str, list[int]] = {}
-    for number in range(60):
+    queue, numbers = a_queue(), itertools.count()
+    weights = {f"t{n}": rng.choice([1, 3]) for n in range(rng.randint(2, 4))}
+    served = dict.fromkeys(weights, 0)
+    most = 120
+
+    def join(tenant: str) -> None:
+        key = identity.scoped(tenant, f"c{next(numbers)}")
+        more = {"served_tokens": rng.choice(SERVED), "weight": weights[tenant]}
+        queue.join(ticket_of(key, 1, now_s, own_tokens=rng.randint(1, 100), **more))
+
+    now_s = 0.0
+    for tenant in weights:
+        for _ in range(rng.randint(1, 9)):
+            join(tenant)
+    for _ in range(200):
         now_s += rng.expovariate(1.0)
-        key = identity.scoped(f"t{rng.randrange(tenants)}", f"c{number}")
-        run.join(key, rng.choice([1, 3, 10]), rng.choice(SERVED), now_s)
-        for other in list(run.queue.tickets(now_s)):
-            if run.queue.holds_up(other, now_s) and other.history_id not in went_since:
-                mine = identity.tenant_of(other.history_id)
-                ahead = [
-                    one
-                    for one in run.queue.tickets(now_s)
-                    if identity.tenant_of(one.history_id) == mine and aged_s(one) <= aged_s(other)
-                ]
-                went_since[other.history_id] = [len(ahead) - 1, len(run.passed[other.history_id])]
-        run.look(rng.choice([0, 0, 1, 2, 5, 10]), now_s)
-    for key, (ahead_of_it, passed_before) in went_since.items():
-        mine = identity.tenant_of(key)
-        passed = run.passed[key][passed_before:]
-        others = [one for one in passed if identity.tenant_of(one.history_id) != mine]
-        own = [one for one in passed if identity.tenant_of(one.history_id) == mine]
-        assert len(own) <= ahead_of_it
-        assert len(others) <= (ahead_of_it + 1) * (tenants - 1)
+        ticket = next(iter(queue.tickets(now_s)))
+        queue.leave(ticket.history_id, went=True)
+        # Its answer, and what of the prompt was found, were not known before.
+        tokens = max(1, ticket.own_tokens + rng.randint(-20, 20))
+        queue.served(ticket.history_id, tokens)
+        tenant = identity.tenant_of(ticket.history_id)
+        assert tenant is not None
+        served[tenant] += tokens
+        join(tenant)
+        shares = {one: served[one] / weight for one, weight in weights.items()}
+        least, largest = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+        assert shares[largest] - shares[least] <= most / weights[largest]
+
+
+def test_a_tenant_that_asked_for_nothing_has_saved_up_little() -> None:
+    queue = a_queue()
+    for tenant in ("busy", "idle"):
+        queue.join(ticket_of(identity.scoped(tenant, "first"), 1, 0.0))
+    queue.leave(identity.scoped("idle", "first"))
+    queue.leave(identity.scoped("busy", "first"), went=True)
+    queue.served(identity.scoped("busy", "first"), 10**9)
+    for number in range(20):
+        for tenant in ("busy", "idle"):
+            key = identity.scoped(tenant, f"c{number}")
+            queue.join(ticket_of(key, 1, 1.0, own_tokens=8192))
+    tenants = [identity.tenant_of(key) for key in keys(queue, 1.0)]
+    # 65,536 tokens.
+    assert tenants[:8] == ["idle"] * 8
+    assert sorted(map(str, tenants[8:12])) == ["busy", "busy", "idle", "idle"]
+
+
+def test_what_is_in_the_background_waits_for_all_others_and_is_aged_in_the_end() -> None:
+    queue = a_queue()
+    long = queue.join(ticket_of("long", 1, 0.0, background=True))
+    warm = ticket_of(identity.scoped("acme", "c"), 1, 0.0, background=True, warm=True)
+    queue.join(warm)
+    queue.join(ticket_of("large", 1, 49.0, served_tokens=5000))
+    queue.join(ticket_of("new", 1, 49.5))
+    assert keys(queue, 49.9) == ["new", "large", "long", warm.history_id]
+    assert not queue.holds_up(long, 49.9)
+    assert keys(queue, 50.0) == ["long", warm.history_id, "new", "large"]
+    assert queue.holds_up(long, 50.0)
+    assert queue.holds_up(warm, 50.0)
+
+
+def test_what_cannot_be_in_time_any_more_goes_before_none_that_can() -> None:
+    queue = a_queue()
+    queue.join(ticket_of("late", 1, 0.0, late_s=5.0, served_tokens=150))
+    queue.join(ticket_of("in time", 1, 1.0, late_s=30.0, served_tokens=5000))
+    queue.join(ticket_of("behind", 1, 0.0, background=True))
+    queue.join(ticket_of("late behind", 1, -1.0, background=True, late_s=2.0))
+    assert keys(queue, 1.0) == ["late", "in time", "late behind", "behind"]
+    for now_s in (5.0, 12.0):
+        assert keys(queue, now_s) == ["in time", "late", "behind", "late behind"]
+    # Still, it does not wait for ever.
+    assert keys(queue, 20.0) == ["late", "in time", "behind", "late behind"]
+    assert keys(queue, 50.0)[2:] == ["late behind", "behind"]

@@ -70,6 +70,19 @@ def test_who_will_be_back_soon_keeps_its_room() -> None:
     assert paused(table) == {"away", "soon"}
 
 
+def test_a_background_history_gives_up_its_room_for_an_interactive_prompt() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    background = Opening(hints=Hints(priority=-1))
+    start(table, "runs", 100)
+    for name, opening in (("soon", None), ("behind", background)):
+        assert table.bind(name, 400, 0.0, opening=opening) is not None
+        Turn.last(table, name).advance(table, 400, now_s=NOW_S - 1)
+    assert table.bind("too", 300, NOW_S, opening=background) is None
+    assert table.bind("one", 300, NOW_S) is not None
+    assert paused(table) == {"behind"}
+    assert table.bind("two", 300, NOW_S) is None
+
+
 def test_who_was_paused_is_back_in_bounded_time() -> None:
     table = a_table(decoders=1, pausing=Pausing(patience_s=30))
     idle(table, "back", 450)

@@ -1,5 +1,6 @@
 """The order in which idle histories give up their room."""
 
+from dataclasses import replace
 from math import inf
 
 from conserve.pausing import Gaps, Idle, Pausing
@@ -25,6 +26,11 @@ def test_the_short_go_before_the_long_and_the_long_idle_before_those_that_come_b
 def test_what_others_begin_with_too_frees_little_for_its_cost() -> None:
     """To free 500 tokens, 9,000 would have to be loaded again."""
     assert order(Pausing(), idle("fork", 9000, freed=500), idle("alone", 9000)) == ["alone", "fork"]
+
+
+def test_the_background_goes_first() -> None:
+    longer = replace(idle("behind", 9000), background=True)
+    assert order(Pausing(), idle("short", 2000), longer, idle("s", 500)) == ["behind", "s", "short"]
 
 
 def test_what_its_engine_has_lost_costs_nothing() -> None:

@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.tokenize import api_router as tokenize
 
 from conserve.apis import MESSAGES, TOKEN_PATHS, TURN_PATHS
 from conserve.hints import NAMES
-from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS
+from conserve.identity import AGENT_HEADERS, FINAL_HEADER, HEADERS, PARENT_HEADERS
 from conserve.settings import Settings
 from deployments.engine.http_server import describe
 from deployments.router import addons
@@ -98,7 +98,7 @@ def test_every_header_that_is_understood_is_in_it(whole: dict[str, Any]) -> None
     names = [described[one["$ref"].rsplit("/", 1)[1]]["name"].lower() for one in turn]
     assert len(names) == len(set(names))
     hinted = {hint.name for hint in NAMES if not hint.in_body}
-    understood = {*HEADERS, *AGENT_HEADERS, *hinted, FINAL_HEADER, "x-request-id"}
+    understood = {*HEADERS, *AGENT_HEADERS, *PARENT_HEADERS, *hinted, FINAL_HEADER, "x-request-id"}
     assert set(names) == {name.lower() for name in understood}
 
 

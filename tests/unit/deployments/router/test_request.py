@@ -9,9 +9,10 @@ import pytest
 from conserve import budget, wire
 from conserve.errors import ApiError
 from conserve.hints import Hints
-from conserve.settings import Settings
+from conserve.settings import Settings, load
 from conserve.tenants.keyfile import Caller
 from conserve.tenants.limits import Limits
+from deployments.messages import TurnTenant
 from deployments.router.request import ClientRequest
 from tests.unit.deployments.asgi import read_turn
 
@@ -19,9 +20,12 @@ SETTINGS = Settings()
 
 
 def read(
-    body: Any, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
+    body: Any,
+    path: str = "/v1/chat/completions",
+    headers: dict[str, str] | None = None,
+    **more: Any,
 ) -> ClientRequest:
-    return read_turn(path, body, headers=headers)
+    return read_turn(path, body, headers=headers, **more)
 
 
 def refused(body: Any, headers: dict[str, str] | None = None) -> ApiError:
@@ -66,7 +70,7 @@ def test_what_the_client_says_of_its_conversation_comes_along() -> None:
     }
     asked = read(body, headers={"X-ConServe-Deadline-S": "20", "x-claude-code-agent-id": "a"})
     assert asked.explicit_id == "mine/a"
-    assert asked.hints == Hints(priority=3, deadline_s=20, last_step=True)
+    assert asked.hints == Hints(priority=3, deadline_s=20, last_step=True, parent="mine")
     assert not asked.final  # Nobody acts on a hint.
     sent = json.loads(asked.raw)
     # vLLM takes no objects there.
@@ -74,6 +78,33 @@ def test_what_the_client_says_of_its_conversation_comes_along() -> None:
     del body["vllm_xargs"]
     assert sent == {**body, "model": "conserve-embedded"}
     assert asked.body == json.loads(asked.raw)
+
+
+def test_a_priority_is_read_and_goes_on_only_to_an_engine_that_takes_it() -> None:
+    body = {**HELLO, "priority": 5}
+    asked = read(body)
+    assert asked.hints == Hints(priority=-5)
+    assert "priority" not in json.loads(asked.raw)
+    by_priority = load({"engine": {"scheduling_policy": "priority"}})
+    assert json.loads(read(body, settings=by_priority).raw)["priority"] == 5
+    assert read({**HELLO, "service_tier": "flex"}).hints.background
+    assert not read({**HELLO, "service_tier": "default"}).hints.background
+
+
+def test_a_key_of_the_background_has_no_turn_elsewhere() -> None:
+    caller = Caller("acme", False, Limits(), "salt", background=True, weight=3)
+    for given in ({}, {"X-ConServe-Priority": "7"}):
+        asked = read(HELLO, headers=given, **{"conserve.caller": caller})
+        assert asked.hints.priority == -1
+        assert asked.tenant == TurnTenant("acme", Limits(), 3)
+    asked = read(HELLO, headers={"X-ConServe-Priority": "-7"}, **{"conserve.caller": caller})
+    assert asked.hints.priority == -7
+
+
+def test_a_parent_is_the_tenant_s_own() -> None:
+    caller = Caller("acme", False, Limits(), "salt")
+    asked = read(HELLO, headers={"X-Parent-Session-Id": "p"}, **{"conserve.caller": caller})
+    assert asked.hints.parent == "acme\tp"
 
 
 def test_a_hint_of_ours_that_is_none_is_refused() -> None:

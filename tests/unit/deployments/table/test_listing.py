@@ -8,6 +8,7 @@ import msgspec
 
 from conserve import identity
 from conserve.clock import unix_s
+from conserve.histories.parents import Parents
 from conserve.history import History
 from conserve.pausing import RunningTools
 from deployments.table.views import list_recent
@@ -30,6 +31,7 @@ class Table:
         self.found = {one.id: one for one in found}
         self.groups: dict[str, list[str]] = {}
         self.tools = RunningTools()
+        self.parents = Parents(self.histories)
         for one in found:
             self.groups.setdefault(identity.conversation_of(one.id), []).append(one.id)
 

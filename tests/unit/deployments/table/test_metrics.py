@@ -24,9 +24,9 @@ UNITS = (
     "_utilisation",
 )  # fmt: skip
 COUNTED = (
-    "_handoffs", "_prefills", "_failures", "_moves", "_lost", "_conversations", "_ended",
-    "_turns", "_refusals", "_length", "_replicas", "_waiting", "_active", "_window", "_pressure",
-    "_events",
+    "_handoffs", "_deadline", "_prefills", "_failures", "_moves", "_lost", "_conversations",
+    "_ended", "_turns", "_refusals", "_length", "_replicas", "_waiting", "_active", "_window",
+    "_pressure", "_events",
     "_decodes", "_running", "_kinds", "_begun", "_cut", "_preempted", "_parts", "_blocks", "_slots",
     "_sms", "_pauses", "_restores", "_prefetch", "_refused", "_integrated", "_images",
     "_info", "_up",

@@ -1,0 +1,93 @@
+"""Conversations that others began: who began which, who waits for whom, and who is done."""
+
+from conserve.conversations import ConversationTable
+from conserve.hints import Hints
+from conserve.histories.kinship import Opening
+from conserve.pausing import Pausing
+from conserve.turn import TurnStats
+from tests.unit.conserve.conversations.scene import Turn, a_table, the
+from tests.unit.conserve.pausing.scene import paused
+
+NOW_S = 100.0
+
+
+def begin(
+    table: ConversationTable, name: str, parent: str | None = None, tokens: int = 10,
+    now_s: float = NOW_S,
+) -> Turn:  # fmt: skip
+    opening = Opening(hints=Hints(parent=parent))
+    if table.begin(name, now_s) is None:
+        assert table.bind(name, tokens, now_s, opening=opening) is not None
+    return Turn.last(table, name)
+
+
+def answer(table: ConversationTable, turn: Turn, tool: str | None, now_s: float = NOW_S) -> None:
+    stats = TurnStats(the(table, turn.history_id).held_tokens, 0, tool=tool)
+    assert table.advance(turn.key, turn.decoder_id, stats, (), now_s)
+
+
+def test_a_family_is_known_while_its_members_live() -> None:
+    table = a_table()
+    for child, parent in (("a", "p"), ("b", "p"), ("p", "a"), ("p\t\t1", "b"), ("own", "own")):
+        begin(table, child, parent)
+    # Two that name each other are both. What later histories name changes nothing.
+    assert [table.parents.parent(one) for one in ("a", "p", "own", "none")] == [
+        "p",
+        "a",
+        None,
+        None,
+    ]
+    assert [[*table.parents.children(one)] for one in ("a", "p", "own")] == [["p"], ["a", "b"], []]
+    table.release("p")
+    assert table.parents.parent("p") == "a"
+    for one in ("p\t\t1", "a"):
+        table.release(one)
+    assert [table.parents.parent(one) for one in ("a", "b", "p")] == [None, "p", None]
+    assert [*table.parents.children("p")] == ["b"]
+    table.release("b")
+    assert not table.parents
+
+
+def test_who_waits_for_its_children_gives_up_its_room() -> None:
+    table = a_table(decoders=1, prefillers=0, pausing=Pausing())
+    parent = begin(table, "p", tokens=400)
+    answer(table, parent, "task")
+    idle = begin(table, "idle", tokens=300)
+    answer(table, idle, "read")
+    child = begin(table, "c", "p", tokens=200)
+    assert table.bind("new", 300, NOW_S) is not None
+    assert paused(table) == {"p"}
+    assert not table.parents.waits(the(table, "c"))
+    answer(table, child, "read")
+    assert table.parents.waits(the(table, "p"))
+    answer(table, begin(table, "c"), None)
+    assert not table.parents.waits(the(table, "p"))
+
+
+def test_a_child_whose_answer_is_taken_up_goes_first() -> None:
+    table = a_table(decoders=1, prefillers=0, pausing=Pausing())
+    answer(table, begin(table, "p", tokens=100), "task")
+    for name in ("works", "done"):
+        answer(table, begin(table, name, "p", tokens=300), "read" if name == "works" else None)
+    assert not table.parents.is_taken_up(the(table, "done"))
+    begin(table, "p", now_s=NOW_S + 1)
+    assert table.parents.is_taken_up(the(table, "done"))
+    assert not table.parents.is_taken_up(the(table, "works"))
+    assert table.bind("new", 400, NOW_S + 1) is not None
+    assert paused(table) == {"done"}
+
+
+def test_the_last_child_s_end_tells_whom_to_bring_back() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    answer(table, begin(table, "p"), "task")
+    children = [begin(table, name, "p") for name in ("a", "b")]
+    done = []
+    for child, tool in zip(children, (None, "read"), strict=True):
+        answer(table, child, tool)
+        done.append(table.parents.done(the(table, child.history_id)))
+    assert done == [None, None]
+    answer(table, begin(table, "b"), None)
+    assert table.parents.done(the(table, "b")) is the(table, "p")
+    begin(table, "p")
+    assert table.parents.done(the(table, "b")) is None
+    assert table.parents.done(the(table, "p")) is None
