@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--no-compiler", action="store_true", help="leave compilers out of PATH")
     group.addoption("--fuzz-cases", type=int, default=300, help="requests to try (%(default)s)")
     group.addoption("--fuzz-seed", type=int, default=0, help="which requests (%(default)s)")
+    group.addoption("--router-kills", type=int, default=8, help="under agents (%(default)s)")
     group.addoption("--gpu-page", type=Path, help="where `make test-gpu` writes its page")
     group.addoption("--vllm", type=Path, help="a checkout of vLLM; none: pip gets its source")
     group.addoption("--openresponses", type=Path, help="a clone of Open Responses; none: clone it")

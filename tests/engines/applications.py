@@ -190,12 +190,13 @@ applications:
     args:
       routers: 2
       prefillers: {replicas: 2, num_cpus: 0.1}
-      decoders: {replicas: 1, num_cpus: 0.1}
+      decoders: {replicas: 2, num_cpus: 0.1}
       placement: conversation:200
       engine: {dtype: float32}
       lmcache: {size_gb: 0.5}
 """,
     prefillers=2,
+    decoders=2,
 )
 
 # One decoder to begin with, which may become three, and each is full soon, of what is idle too.

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 
 import psutil
 
@@ -39,6 +40,12 @@ def require_none_left() -> None:
     while left := [str(process) for process in processes("")]:
         assert time.monotonic() < deadline_s, f"left behind: {left}"
         time.sleep(0.05)
+
+
+def at_port(port: int, status: str = psutil.CONN_LISTEN) -> Counter[int]:
+    """How many connections of this status each process has at a port of its own."""
+    found = (one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port)
+    return Counter(one.pid for one in found if one.status == status and one.pid)
 
 
 def kill(pid: int) -> None:

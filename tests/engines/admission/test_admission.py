@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -11,8 +10,6 @@ from tests.engines.applications import SMALL
 from tests.engines.client import Agent, chat, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
-
-JSON = {"Content-Type": "application/json"}
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(SMALL)]
 
@@ -86,18 +83,3 @@ async def test_waiting_too_long_and_idle_conversations(
     assert metric("conserve_decoder_held_tokens") == 0
     assert (await chat(client, tall, "late", tokens=2)).status == 200
     assert metric("conserve_conversations_ended_total", reason="idle") >= 2
-
-
-async def test_a_body_over_the_limit(application: str, client: httpx.AsyncClient) -> None:
-    """413, whether its length is announced or not."""
-    body = b'{"messages": [{"role": "user", "content": "' + b"x" * 200_000 + b'"}]}'
-    announced = await client.post(application + "/v1/chat/completions", content=body, headers=JSON)
-    assert announced.status_code == 413
-
-    async def parts() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), 10_000):
-            yield body[start : start + 10_000]
-
-    chunked = await client.post(application + "/v1/chat/completions", content=parts(), headers=JSON)
-    assert chunked.status_code == 413
-    assert chunked.json()["error"]["code"] == "body_too_long"

@@ -17,14 +17,12 @@ from tests.engines.applications import MAIN
 from tests.engines.client import (
     TIMEOUT_S,
     Agent,
-    Reply,
     chat,
     engines,
     lone_answer,
-    new_client,
     prose,
 )
-from tests.engines.metrics import exposed, metric
+from tests.engines.metrics import metric
 from tests.engines.processes import LMCACHE, kill, processes
 from tests.engines.stage import Stage
 from tests.engines.waiting import eventually
@@ -149,23 +147,6 @@ async def test_a_decoder_in_mid_turn(
     for agent in doomed[:-1]:
         # Prefilled again on the prefiller, handed over again.
         assert agent.stats[-1]["lmcache_tokens"] > 0
-    await asyncio.to_thread(stage.wait_until_whole)
-
-
-@pytest.mark.full
-async def test_a_decoder_before_its_answer_began(
-    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """A turn of which the client has no byte yet is served elsewhere, without an error."""
-    (agent,) = await _start(client, rng, ["unseen"])
-    lost = agent.replies[0].decoder
-    pid = next(engine["pid"] for engine in engines("decoder") if engine["id"] == lost)
-    waiting = asyncio.ensure_future(agent.say("a long answer, in one piece", tokens=600))
-    await asyncio.sleep(0.7)
-    kill(pid)
-    reply = await waiting
-    assert reply.decoder != lost
-    assert reply.body["usage"]["completion_tokens"] == 600
     await asyncio.to_thread(stage.wait_until_whole)
 
 
@@ -360,70 +341,6 @@ async def test_a_drained_decoder(
         "both decoders take new conversations",
         lambda: [one["leaving"] for one in engines("decoder")] == [False, False],
     )
-
-
-def _generated() -> float:
-    return sum(metric("vllm:generation_tokens_total", exposed(one["url"])) for one in engines())
-
-
-async def _sent_until_answered(messages: list[Any], **how: Any) -> Reply:
-    """As a client's library does that tries again, and for longer."""
-    while True:
-        try:
-            async with new_client() as fresh:
-                reply = await chat(fresh, messages, **how)
-            if reply.status < 500:
-                return reply
-        except httpx.HTTPError:
-            pass
-        await asyncio.sleep(0.5)
-
-
-async def test_the_router(
-    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """Its turns go on, and whoever sends one again has it whole, computed once."""
-    stage.wait_for_lone()
-    (agent,) = await _start(client, rng, ["routed"])
-    (router,) = processes("ray::ServeReplica:default:Router")
-    before = _generated()
-    asked: list[list[Any]] = [[{"role": "user", "content": prose(rng, 200)}] for _ in range(6)]
-    hows: list[dict[str, Any]] = [{"tokens": 2 * STORY_TOKENS, "stream": i != 1} for i in range(6)]
-    hows[2] |= {"response_format": {"type": "json_object"}}
-    hows[3] |= {"name": "named"}
-    began = [asyncio.Event() for _ in asked]
-    turns = [
-        asyncio.ensure_future(chat(client, one, **how, began=event))
-        for one, how, event in zip(asked, hows, began, strict=True)
-    ]
-    await asyncio.gather(*(one.wait() for i, one in enumerate(began) if i != 1))
-    kill(router.pid)
-    cut = await asyncio.gather(*turns, return_exceptions=True)
-    assert any(isinstance(one, httpx.HTTPError) for one in cut), cut
-
-    async def whole(reply: Any, messages: list[Any], how: dict[str, Any]) -> Reply:
-        if isinstance(reply, Reply):
-            return reply  # It ended before.
-        return await _sent_until_answered(messages, **how)
-
-    again = await asyncio.gather(*map(whole, cut, asked, hows))
-    for i, (messages, reply) in enumerate(zip(asked, again, strict=True)):
-        assert reply.status == 200
-        if hows[i]["stream"]:
-            _require_one_answer(reply.body)
-        if i != 2:
-            assert reply.content == await lone_answer(client, messages, 2 * STORY_TOKENS)
-    # Prefills generate a token each.
-    most = 2 * STORY_TOKENS * len(asked)
-    assert most <= _generated() - before <= most + len(asked)
-    await asyncio.to_thread(stage.wait_until_whole)
-    async with new_client() as fresh:
-        agent.client = fresh
-        reply = await agent.say("go on", tokens=OUTPUT_TOKENS)
-    assert reply.decoder == agent.replies[0].decoder
-    assert agent.stats[1]["lmcache_tokens"] == 0
-    for name in ("routed", "named"):
-        await client.delete(f"{application}/v1/conversations/{name}")
 
 
 async def test_the_node_actor(

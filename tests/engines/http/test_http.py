@@ -79,18 +79,6 @@ def test_options_that_vllm_has(official: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
-def test_tools_are_passed_through(official: openai.OpenAI) -> None:
-    """A forced call of a named function has arguments that fit its schema."""
-    completions: Any = official.chat.completions
-    answer = completions.create(
-        model="conserve-embedded", messages=HELLO, max_tokens=200, temperature=0, tools=[TOOL],
-        tool_choice={"type": "function", "function": {"name": "look_up"}},
-    )  # fmt: skip
-    call = answer.choices[0].message.tool_calls[0]
-    assert call.function.name == "look_up"
-    assert isinstance(json.loads(call.function.arguments)["on"], bool)
-
-
 def test_some_of_the_tools_may_be_called(official: openai.OpenAI) -> None:
     """As if these alone had been sent."""
     completions: Any = official.chat.completions
@@ -295,26 +283,6 @@ async def test_ttfet_counts_from_the_first_answer_that_is_no_tool_call(
     assert first is not None
     assert await turn() == first
     assert metric("conserve_ttfet_seconds_count") == counted + 1
-
-
-async def test_a_prompt_over_the_context(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """`context_length_exceeded`, on a first turn and on a later one."""
-    long = prose(rng, 20_000)
-    reply = await chat(client, [{"role": "user", "content": long}])
-    assert reply.status == 400
-    assert reply.body["error"]["code"] == "context_length_exceeded"
-
-    agent = Agent(client, "grows")
-    await agent.say("hello", tokens=4)
-    agent.messages.append({"role": "user", "content": long})
-    reply = await agent.ask()
-    assert reply.status == 400
-    assert reply.body["error"]["code"] == "context_length_exceeded"
-    shown = (await client.get(application + "/v1/conversations/grows")).json()
-    assert shown["turns"] == 1
-    assert shown["phase"] == "acting"
 
 
 async def test_paths_and_methods(application: str, client: httpx.AsyncClient) -> None:

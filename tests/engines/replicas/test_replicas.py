@@ -4,7 +4,6 @@ import asyncio
 import random
 
 import httpx
-import psutil
 import pytest
 
 from tests.engines.applications import WIDE
@@ -54,13 +53,3 @@ async def test_whatever_router_and_prefiller_a_conversation_meets(
     more = {id: count - served[id] for id, count in (await _served(client, application)).items()}
     assert sum(more.values()) == 4
     assert min(more.values()) >= 1
-
-
-async def test_both_routers_listen(application: str) -> None:
-    port = int(application.rsplit(":", 1)[1])
-    listeners = {
-        connection.pid
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-    }
-    assert len(listeners) == 2

@@ -16,7 +16,7 @@ import pytest
 
 from conserve.launch import Launch
 from tests.engines.applications import MAIN, START_S, URL
-from tests.engines.processes import processes
+from tests.engines.processes import at_port, processes
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("autoscale", "conserve", "conserve_cli", "conserve_tools", "deployments", "hetero")
@@ -105,12 +105,7 @@ class Traffic:
 
 
 def listening() -> set[int]:
-    """The processes that listen where clients connect."""
-    return {
-        one.pid
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == 8000 and one.pid is not None
-    }
+    return set(at_port(8000))
 
 
 def address_of_ray() -> str:

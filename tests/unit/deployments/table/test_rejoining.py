@@ -1,11 +1,21 @@
 """Turns whose routers are lost, and clients that send them again, at the table."""
 
 import asyncio
+import json
+import random
+from typing import Any
 
+from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.direct import Alone, Ended, Rejoined
 from conserve.recognition import Chain
+from conserve.settings import Settings
+from conserve.tenants.keyfile import Caller
+from conserve.tenants.limits import Limits
 from conserve.wire import SILENCE_S
 from deployments.messages import TurnPlan
+from deployments.router.media import MediaReader
+from deployments.router.request import read_request
+from tests.unit.deployments.asgi import receiver, scope_of
 from tests.unit.deployments.table.drive import STATS, Drive
 from tests.unit.deployments.table.test_direct import FIRST, ROOT, a_table, told
 from tests.unit.deployments.table.virtual_time import in_virtual_time
@@ -93,3 +103,46 @@ async def test_an_engine_that_is_lost_takes_its_answers_along() -> None:
     await service.engine_lost(plan.decoder_id, "a mishap")
     assert not service._running.alone
     assert not isinstance(await service.begins("c", CHAIN, router="r2", digest=b"asked"), TurnPlan)
+
+
+# A body that each of the paths takes.
+SAID = {"messages": [{"role": "user", "content": "WHAT IS IT?"}], "input": "WHO?", "max_tokens": 9}
+PARTS: dict[str, list[Any]] = {
+    "authorization": [None, "Bearer a", "Bearer ab", "a", ""],
+    "x-api-key": [None, "Bearer a", "a", "ab", ""],
+    "x-conversation-id": [None, "c", "b", "a/c", "None"],
+    "tenant": [None, "a", "ab", "a/c", "c"],
+    "path": [CHAT, MESSAGES, RESPONSES],
+    "body": [json.dumps(SAID)],
+}
+
+
+def with_another_byte(body: str, rng: random.Random) -> str:
+    """Change a letter or a number that is said, or add a space."""
+    at = rng.choice([at for at, byte in enumerate(body) if byte in "9:, " or byte.isupper()])
+    before, byte, after = body[:at], body[at], body[at + 1 :]
+    return before + (byte + " " if byte in ":, " else chr(ord(byte) - 1)) + after
+
+
+@in_virtual_time
+async def test_a_thousand_requests_that_nearly_repeat_another_rejoin_no_answer() -> None:
+    """Of another tenant, key, path or conversation; or with another byte in the body."""
+    rng, media, service = random.Random(53), MediaReader(Settings()), await a_table()
+    turn = (await alone(service)).turn
+
+    async def digest(asked: dict[str, Any]) -> bytes:
+        headers = {name: asked[name] for name in list(PARTS)[:3] if asked[name] is not None}
+        named = asked["tenant"]
+        caller = None if named is None else Caller(named, False, Limits(), "salt")
+        scope = scope_of(headers, path=asked["path"], **{"conserve.caller": caller})
+        return (await read_request(scope, receiver(asked["body"].encode()), media)).digest
+
+    for number in range(1000):
+        asked = {name: rng.choice(values) for name, values in PARTS.items()}
+        part = rng.choice(list(PARTS))
+        others = [value for value in PARTS[part] if value != asked[part]]
+        other = rng.choice(others or [with_another_byte(asked[part], rng)])
+        service._running.alone[turn] = await digest(asked)
+        near = asked | {part: other}
+        assert service._running.rejoin(await digest(near), "r2") is None, (number, asked, near)
+        assert service._running.rejoin(await digest(asked), "r2")
