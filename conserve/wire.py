@@ -98,6 +98,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
         resume_s: in how many seconds after the answer its client expects the next turn, if it says
             so.
         last: whether its client says that there will be none.
+        background: whether it waits for others, where the engine orders calls.
         reader: who reads the answer.
         digest: of the request: only a client that sends the same again may rejoin its answer.
         rejoins: whether it is for an answer that is under way here, alone, and for no other.
@@ -115,6 +116,7 @@ class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     sent_bytes: int = 0
     resume_s: float | None = None
     last: bool = False
+    background: bool = False
     reader: Reader = Reader("", 0)
     digest: bytes = b""
     rejoins: bool = False
@@ -312,9 +314,11 @@ def history_key(history_id: str, incarnation: int) -> str:
     return f"{incarnation} {history_id}"
 
 
-def scheduled_turn(key: str, resume_s: float | None, last: bool) -> dict[str, Any]:
+def scheduled_turn(
+    key: str, resume_s: float | None, last: bool, background: bool = False
+) -> dict[str, Any]:
     """Return ``kv_transfer_params`` that tell an engine's scheduler of a history's turn."""
-    return {TURN: {"key": key, "resume_s": resume_s, "last": last}}
+    return {TURN: {"key": key, "resume_s": resume_s, "last": last, "background": background}}
 
 
 WaitFor = Literal["room", "place", "step", "load"]

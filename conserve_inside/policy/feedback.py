@@ -41,9 +41,8 @@ class FeedbackQueue:
         window_s: float = 60.0,
         age_s: float = 2.0,
     ) -> None:
-        if levels < 1:
-            raise ValueError(f"levels: {levels} is none")
         positive = {
+            "levels": levels,
             "capacity_tokens": capacity_tokens,
             "quota_tokens": quota_tokens,
             "window_s": window_s,
@@ -78,11 +77,16 @@ class FeedbackQueue:
     def forget(self, key: str) -> None:
         self._service.pop(key, None)
 
-    def level(self, key: str, context_tokens: int, waited_s: float, now_s: float) -> int:
-        """Return a call's level; ``waited_s`` counts since it came or was preempted."""
+    def level(
+        self, key: str, context_tokens: int, waited_s: float, now_s: float, last: bool = False
+    ) -> int:
+        """Return a call's level; ``waited_s`` counts since it came or was preempted.
+
+        ``last``: it begins on the last one.
+        """
         begins = sum(context_tokens > bound for bound in self._bounds_tokens)
         down = int(math.log2(1.0 + self.service_tokens(key, now_s) / self._quota_tokens))
-        level = min(self.levels - 1, max(begins, down))
+        level = self.levels - 1 if last else min(self.levels - 1, max(begins, down))
         # Bounded before it is made a whole number: age_s may be infinite, or tiny.
         risen = min(float(self.levels), max(0.0, waited_s) / self._age_s)
         return max(0, level - int(risen))

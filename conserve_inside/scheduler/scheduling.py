@@ -62,11 +62,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         least = min(most, self._block_tokens + _APPEND_TOKENS)
         bounds = {"least_tokens": least, "most_tokens": most}
         self.chunks = ChunkController(**{**bounds, **given.get("chunks", {})})
-        self.histories = Histories(
-            self.kv_cache_manager,
-            int(self.hash_block_size),
-            Retention(**given.get("retention", {}) | keeps),
-        )
+        manager, retention = self.kv_cache_manager, Retention(**given.get("retention", {}) | keeps)
+        self.histories = Histories(manager, int(self.hash_block_size), retention)
         self.parts = Parts(self, self._block_tokens)
         self.counts = Counts(self.queue.levels)
         self.clock: Callable[[], float] = time.monotonic
@@ -95,9 +92,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         # Steps in flight: when each began, prefill tokens, decodes, and SMs.
         self._steps: dict[int, tuple[float, int, int, int]] = {}
         self._updated_s = 0.0
-        self.kv_cache_manager.allocate_slots = self._giving_way(
-            self.kv_cache_manager.allocate_slots
-        )
+        manager.allocate_slots = self._giving_way(manager.allocate_slots)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -234,7 +229,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         if self.lane is not None and self.lane.start_of(request.request_id) is not None:
             # It has its blocks, and needs only a place: no other call gains if it waits.
             return 0
-        return self.queue.level(turn.key, request.num_tokens, waited_s, now_s)
+        return self.queue.level(turn.key, request.num_tokens, waited_s, now_s, last=turn.background)
 
     def _rank(self, now_s: float) -> None:
         for queue in (self.waiting, self.kv_holding_waiting):

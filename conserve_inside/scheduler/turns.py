@@ -18,7 +18,7 @@ class Turn:
         key: its history's, or its own id if it is no history's turn.
         since_s: when it came or was preempted, and began to wait.
         resume_s: in how many seconds its client expects the next turn.
-        last: whether its client says that it is the last one.
+        last, background: whether its client says that it is the last one, and waits for others.
         missing_tokens: tokens that caches did not have when it came.
         charged_tokens: the tokens of its sequence that its history was charged for.
         waited_s: all its time before it ran; `waited_for_s` has the part whose reason was seen.
@@ -29,6 +29,7 @@ class Turn:
     since_s: float
     resume_s: float | None = None
     last: bool = False
+    background: bool = False
     kind: Kind = "cold"
     missing_tokens: int = 0
     charged_tokens: int = 0
@@ -49,7 +50,7 @@ def turn_of(request: Any, now_s: float) -> Turn:
     said = (request.kv_transfer_params or {}).get(TURN)
     if not isinstance(said, dict):
         return Turn(request.request_id, False, now_s)
-    return Turn(str(said["key"]), True, now_s, said["resume_s"], bool(said["last"]))
+    return Turn(said["key"], True, now_s, said["resume_s"], said["last"], said["background"])
 
 
 class Waits:

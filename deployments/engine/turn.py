@@ -99,7 +99,7 @@ class EngineTurn:
         if schedules:
             history_key = wire.history_key(self.key.history_id, self.key.incarnation)
             extra["kv_transfer_params"] |= wire.scheduled_turn(
-                history_key, self.asked.resume_s, self.asked.last
+                history_key, self.asked.resume_s, self.asked.last, self.asked.background
             )
         sampling_params.extra_args = extra
         self.started += 1

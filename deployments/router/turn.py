@@ -515,6 +515,7 @@ class Turn:
             beginning=None if asked.chain is None else asked.chain.beginning,
             resume_s=asked.hints.expected_resume_s,
             last=bool(asked.hints.last_step),
+            background=asked.hints.background,
             notes=record is not None and record.continues,
             **told,
         )

@@ -21,6 +21,8 @@ def test_a_small_call_goes_before_a_large_one_and_a_new_one_before_a_much_served
         queue.serve("c", 2_048, 0, 0.0)
         levels.append(queue.level("c", 100, 0.0, 0.0))
     assert levels == [1, 1, 2, 2, 2, 2, 3, 3]
+    # One of the background begins on the last level, and rises like any other.
+    assert [queue.level("b", 100, waited_s, 0.0, last=True) for waited_s in (0, 3, 6)] == [3, 2, 0]
 
 
 def test_service_counts_over_turns_and_is_forgotten_with_time() -> None:

@@ -295,10 +295,11 @@ def test_an_engines_scheduler_is_told_whose_turn_it_is_by_nobody_but_its_decoder
     decoder = Decoder("length", schedules=True, extra_args=forged)
     decoder.turn()
     said = decoder.transfer_params[-1][wire.TURN]
-    assert said == {"key": wire.history_key("c", 1), "resume_s": None, "last": False}
-    decoder.turn(resume_s=2.5, last=True)
+    own = {"key": wire.history_key("c", 1), "resume_s": None, "last": False, "background": False}
+    assert said == own
+    decoder.turn(resume_s=2.5, last=True, background=True)
     said = decoder.transfer_params[-1][wire.TURN]
-    assert (said["resume_s"], said["last"]) == (2.5, True)
+    assert (said["resume_s"], said["last"], said["background"]) == (2.5, True, True)
     # Where vLLM's own scheduler has it, nothing is said.
     plain = Decoder("length")
     plain.turn(resume_s=2.5)
