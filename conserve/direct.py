@@ -273,6 +273,7 @@ class Ended(NamedTuple):
     stats: TurnStats | None
     tails: tuple[Digest, ...]
     completed: bool
+    digest: bytes = b""
 
 
 Happened = Began | Alone | Rejoined | Ended

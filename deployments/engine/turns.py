@@ -31,7 +31,7 @@ from conserve.media import lifted_media
 from conserve.recognition import Digest
 from conserve.recognition.apis import messages_of
 from conserve.turn import TurnKey, TurnStats
-from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX
+from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX, SILENCE_S
 from deployments.engine.answers import Answer
 from deployments.engine.check import Check, one_token
 from deployments.engine.copies import Copies
@@ -125,6 +125,7 @@ class EngineTurns:
     waiting_tokens: Callable[[], int] = lambda: 0
     responses: ResponseStore = field(default_factory=ResponseStore)
     running: dict[TurnKey, EngineTurn] = field(default_factory=dict)
+    kept: dict[TurnKey, EngineTurn] = field(default_factory=dict)
     ending: bool = False
 
     def __post_init__(self) -> None:
@@ -215,8 +216,10 @@ class EngineTurns:
         """Return the turn whose answer has no reader, and which a turn repeats."""
         if not told.digest or not (told.rejoins or told.straight):
             return None
+        kept = None if told.key is None else self.kept.get(told.key)
         alone = (one for one in self.running.values() if one.answer.alone)
-        return next((one for one in alone if one.asked.digest == told.digest), None)
+        found = alone if kept is None else (kept,)
+        return next((one for one in found if one.asked.digest == told.digest), None)
 
     def _leave(self, reader: wire.Reader) -> None:
         for turn in self.running.values():
@@ -267,7 +270,11 @@ class EngineTurns:
     def _report(self, turn: EngineTurn, tails: tuple[Digest, ...], completed: bool) -> None:
         stats = turn.stats if turn.has_begun else None
         self.holdings.finish(turn.key, stats, tails, completed, turn.parks)
-        self.desk.outbox.add(Ended(turn.key, stats, tails, completed))
+        self.desk.outbox.add(Ended(turn.key, stats, tails, completed, turn.asked.digest))
+        if completed:
+            # Its router may die before the client has the end.
+            self.kept[turn.key] = turn
+            asyncio.get_running_loop().call_later(SILENCE_S, self.kept.pop, turn.key, None)
         if self.copies is not None and completed:
             in_background(self.copies.own(turn.key.history_id))
         self.has_more()

@@ -247,6 +247,10 @@ class Accounts:
             self._tenants.turn(stats.tenant, stats.outcome or "failed")
         self.metrics.observed(stats, ttfet_s)
 
+    def has_observed(self, turn: TurnKey) -> bool:
+        """Whether its client had all before its decoder has told of its end."""
+        return turn in self._unlogged
+
     def _log(self, turn: TurnKey | None, stats: TurnStats) -> None:
         """Write a turn's line, or have that wait for its decoder's report, which tells why."""
         history = None if turn is None else self._table.get(turn.history_id)

@@ -99,10 +99,6 @@ COMPLETED = (
     Counted(
         "output_tokens", "Tokens generated in completed turns.", attrgetter("output_tokens"),
     ),
-    Counted(
-        "rejoined_turns", "Turns whose router was lost, and whose clients have their answers.",
-        attrgetter("rejoined"),
-    ),
 )  # fmt: skip
 
 
@@ -168,6 +164,9 @@ class Metrics:
             "Conversations bound to another decoder, because theirs was lost, left or had no room.",
         )
         self.continued = counter("stream_moves", "Streams that went on at another decoder.")
+        self.rejoined = counter(
+            "rejoined_turns", "Turns whose router was lost, and whose clients asked again."
+        )
         self.engines_lost = counter("engines_lost", "Engines found dead.", "role", get_args(Role))
         self.ended = counter(
             "conversations_ended", "Conversations that ended, by reason.", "reason"

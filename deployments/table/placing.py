@@ -68,7 +68,7 @@ class Placing:
                 self.cancel(of, number)
 
     async def _begin(self, asked: BeginTurn) -> Placed:
-        if asked.digest and (plan := self.running.rejoin(asked.digest, asked.router_id)):
+        if asked.digest and (plan := await self.running.rejoin(asked.digest, asked.router_id)):
             return plan
         tenant, chain = asked.tenant, asked.chain or None
         if chain is not None:

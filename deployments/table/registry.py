@@ -14,7 +14,7 @@ from deployments.messages import CountingEngine, EngineInfo, EngineStarting, Sch
 # An engine that has not come further by then is taken for one that died while it started.
 _STARTS_WITHIN_S = 1800.0
 # A router that is suspected to be dead, and silent for this long, is lost.
-_SUSPECT_S = 3 * BEAT_S
+_MISSED_S, _SUSPECT_S = 2.0, 3 * BEAT_S
 
 
 @dataclass(eq=False, slots=True)
@@ -182,6 +182,11 @@ class Registry:
     def router_is_lost(self, router_id: str) -> bool:
         """Whether it was lost, and not heard of since: its client is gone."""
         return router_id in self._lost_routers
+
+    def router_is_silent(self, router_id: str, now_s: float) -> bool:
+        """Return whether a router has missed beats. It is not lost for that yet."""
+        beat_s = self._router_beats_s.get(router_id)
+        return beat_s is None or now_s - beat_s > _MISSED_S
 
     def suspect(self, router_id: str) -> None:
         """Wait less long for a router whose connections have broken."""

@@ -5,6 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
@@ -20,6 +21,17 @@ from deployments.table.accounts import Accounts
 from deployments.table.registry import Registry
 from deployments.table.room import Room
 
+# A client sends again at once. Its router has missed beats by then, or lives.
+_SENT_S, _AGAIN_S = 4.0, 0.1
+
+
+class Unsent(NamedTuple):
+    """An answer that has ended, and that its client may not have whole; by its request's digest."""
+
+    digest: bytes
+    decoder: str
+    router: str
+
 
 @dataclass(eq=False)
 class RunningTurns:
@@ -27,7 +39,7 @@ class RunningTurns:
 
     Until `may_be_stored`, LMCache has no conversation's KV, and nothing is looked up there. Of
     turns that are `alone`, the router is lost and the answer goes on; their requests' digests say
-    who may rejoin it.
+    who may rejoin it. Those that are `unsent` have ended, and their routers have not said so.
     """
 
     settings: Settings
@@ -38,6 +50,7 @@ class RunningTurns:
     routers: dict[TurnKey, str] = field(default_factory=dict)
     decoders: dict[TurnKey, str] = field(default_factory=dict)
     alone: dict[TurnKey, bytes] = field(default_factory=dict)
+    unsent: dict[TurnKey, Unsent] = field(default_factory=dict)
     may_be_stored: bool = False
 
     # --- they begin --------------------------------------------------------------------------
@@ -89,17 +102,33 @@ class RunningTurns:
     def rejoined(self, turn: TurnKey, router_id: str) -> None:
         if self.alone.pop(turn, None) is not None:
             self.routers[turn] = router_id
+            self.accounts.metrics.rejoined.inc()
             if (record := self.table.record(turn.turn_id)) is not None:
                 record.rejoined = True
 
-    def rejoin(self, digest: bytes, router_id: str) -> TurnPlan | None:
-        """Return where the answer to a request that comes again is; None if it has a reader."""
+    async def rejoin(self, digest: bytes, router_id: str) -> TurnPlan | None:
+        """Return where the answer to a request that comes again is; None if it has a reader.
+
+        An answer that has ended has one until its router is silent, for which this waits.
+        """
         turn = next((one for one, of in self.alone.items() if of == digest), None)
-        if turn is None:
-            return None
-        self.rejoined(turn, router_id)
-        decoder = self.registry.engines[self.decoders[turn]].info
-        return TurnPlan(turn, decoder.id, decoder.url, later=True, rejoins=True)
+        if turn is not None:
+            self.rejoined(turn, router_id)
+            decoder = self.registry.engines[self.decoders[turn]].info
+            return TurnPlan(turn, decoder.id, decoder.url, later=True, rejoins=True)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _SENT_S
+        while loop.time() < until_s:
+            turn = next((one for one, of in self.unsent.items() if of.digest == digest), None)
+            engine = None if turn is None else self.registry.engines.get(self.unsent[turn].decoder)
+            if turn is None or engine is None:
+                return None
+            if self.registry.router_is_silent(self.unsent[turn].router, loop.time()):
+                self.unsent[turn] = self.unsent[turn]._replace(router=router_id)
+                self.accounts.metrics.rejoined.inc()
+                return TurnPlan(turn, engine.info.id, engine.info.url, later=True, rejoins=True)
+            await asyncio.sleep(_AGAIN_S)
+        return None
 
     def pass_over(self, chain: Chain) -> None:
         """End turns that are alone, if their client goes on from the answer before."""
@@ -108,6 +137,13 @@ class RunningTurns:
             history = self.table.get(turn.history_id)
             if history and history.root == chain.root and not ends.isdisjoint(history.tails):
                 self.abandon(turn)
+
+    def is_unsent(self, turn: TurnKey, digest: bytes, decoder_id: str) -> None:
+        """Keep the place of an answer that has ended, until its router says that it was sent."""
+        router_id = self.routers.get(turn)
+        if digest and router_id and not self.accounts.has_observed(turn):
+            self.unsent[turn] = Unsent(digest, decoder_id, router_id)
+            asyncio.get_running_loop().call_later(SILENCE_S, self.unsent.pop, turn, None)
 
     def prefilled(self, plan: TurnPlan, done: TurnStats | None) -> None:
         self.table.prefilled(plan.turn, 0 if done is None else done.prefilled_tokens)
@@ -273,7 +309,9 @@ class Listeners:
         self._begun[decoder_id].discard(turn)
         if not event.completed or event.stats is None:
             self.running.abandon(turn, decoder_id, event.stats)
-        elif not self.running.advance(turn, decoder_id, event.stats, event.tails):
+            return
+        self.running.is_unsent(turn, event.digest, decoder_id)
+        if not self.running.advance(turn, decoder_id, event.stats, event.tails):
             # Ended or moved meanwhile: a table rebuilt from holdings must not revive it.
             self.registry.note_forgotten(decoder_id, turn.history_id, turn.incarnation)
 

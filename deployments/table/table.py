@@ -222,6 +222,8 @@ class TableService(Table):
 
     async def observe(self, turn: TurnKey | None, stats: TurnStats) -> None:
         self._accounts.observed(turn, stats)
+        if turn is not None:
+            self._running.unsent.pop(turn, None)
 
     async def report_tool(
         self, conversation_id: str, report: ToolReport

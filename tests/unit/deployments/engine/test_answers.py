@@ -159,6 +159,26 @@ async def test_an_answer_that_is_read_to_its_end_was_never_alone() -> None:
     assert [type(one) for one in scene.told()] == [Ended]
 
 
+@pytest.mark.parametrize(("after_s", "is_there"), [(5, True), (20, False)])
+@in_virtual_time
+async def test_an_answer_that_has_ended_is_kept_for_a_moment(
+    after_s: float, is_there: bool
+) -> None:
+    """Its router may have died with the end of it."""
+    scene = Scene()
+    exchange = await scene.begun()
+    scene.goes_on.set()
+    await exchange.task
+    (ended,) = scene.told()
+    assert (ended.completed, ended.digest) == (True, b"asked")
+    await asyncio.sleep(after_s)
+    other = DecoderTurn(KEY, reader=NEXT, digest=b"Asked", rejoins=True)
+    assert (await scene.begun(other)).sent[0]["status"] == wire.REFUSED_STATUS
+    again = await scene.begun(AGAIN)
+    assert (again.sent[0]["status"] == 200) is is_there
+    assert again.read.endswith(END) is is_there
+
+
 @in_virtual_time
 async def test_a_reader_that_is_lost_too_begins_the_wait_anew() -> None:
     scene = Scene()

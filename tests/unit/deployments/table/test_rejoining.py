@@ -5,12 +5,15 @@ import json
 import random
 from typing import Any
 
+import pytest
+
 from conserve.apis import CHAT, MESSAGES, RESPONSES
 from conserve.direct import Alone, Ended, Rejoined
 from conserve.recognition import Chain
 from conserve.settings import Settings
 from conserve.tenants.keyfile import Caller
 from conserve.tenants.limits import Limits
+from conserve.turn import TurnStats
 from conserve.wire import SILENCE_S
 from deployments.messages import TurnPlan
 from deployments.router.media import MediaReader
@@ -96,6 +99,39 @@ async def test_a_client_that_goes_on_without_its_answer_has_its_history() -> Non
     assert history.running == (third.turn.turn_id,)
 
 
+@pytest.mark.parametrize(
+    ("observed", "beats", "rejoins"),
+    [(None, False, True), ("before", False, False), ("after", False, False), (None, True, False)],
+)
+@in_virtual_time
+async def test_an_answer_whose_end_was_lost_with_its_router_is_rejoined(
+    observed: str | None, beats: bool, rejoins: bool
+) -> None:
+    service, done = await a_table(), TurnStats(outcome="completed")
+    await service.router_beat("r")
+    plan = await service.placed(await service.unplaced("c", CHAIN), chain=CHAIN)
+    await service.prefilled(plan, None)
+    if observed == "before":
+        await service.observe(plan.turn, done)
+    await told(service, plan.decoder_id, 1, Ended(plan.turn, STATS, (FIRST,), True, b"asked"))
+    if observed == "after":
+        await service.observe(plan.turn, done)
+    asking = asyncio.ensure_future(service.begins("c", CHAIN, router="r2", digest=b"asked"))
+    for _ in range(4):
+        await asyncio.sleep(1.0)
+        if beats:
+            # It lives, and its client reads slowly.
+            await service.router_beat("r")
+    again = await asking
+    assert (isinstance(again, TurnPlan) and again.rejoins) is rejoins
+    if rejoins:
+        assert (again.turn, again.decoder_id) == (plan.turn, plan.decoder_id)
+        assert await service.says("conserve_rejoined_turns_total 1.0")
+        await service.observe(again.turn, done)
+        third = await service.begins("c", CHAIN, router="r2", digest=b"asked")
+        assert not isinstance(third, TurnPlan)
+
+
 @in_virtual_time
 async def test_an_engine_that_is_lost_takes_its_answers_along() -> None:
     service = await a_table(decoders=2)
@@ -144,5 +180,9 @@ async def test_a_thousand_requests_that_nearly_repeat_another_rejoin_no_answer()
         other = rng.choice(others or [with_another_byte(asked[part], rng)])
         service._running.alone[turn] = await digest(asked)
         near = asked | {part: other}
-        assert service._running.rejoin(await digest(near), "r2") is None, (number, asked, near)
-        assert service._running.rejoin(await digest(asked), "r2")
+        assert await service._running.rejoin(await digest(near), "r2") is None, (
+            number,
+            asked,
+            near,
+        )
+        assert await service._running.rejoin(await digest(asked), "r2")
