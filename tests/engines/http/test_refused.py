@@ -377,65 +377,6 @@ async def test_models_say_how_much_they_take(application: str) -> None:
 
 # --- What is wrong, and where --------------------------------------------------------------------
 
-USER = {"role": "user", "content": "hello"}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body", "field", "said"),
-    [
-        ("chat/completions", {"messages": [USER], "stop": 5}, "stop", "a string or a list"),
-        (
-            "chat/completions",
-            {"messages": [USER, {"role": "assistant", "content": "a"}, {**USER, "name": 5}]},
-            "messages.2.name",
-            "a string",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            "messages.0.content.0.text",
-            "a string",
-        ),
-        (
-            "chat/completions",
-            {"messages": [USER], "response_format": {"type": "poem"}},
-            "response_format.type",
-            "'text', 'json_object', 'json_schema' or 'structural_tag'",
-        ),
-        ("completions", {"prompt": "a", "stop": 5}, "stop", "a string or a list"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            "messages.0.content.0.text",
-            "a string",
-        ),
-        (
-            "responses",
-            {"input": "x", "text": {"format": {"type": "poem"}}},
-            "text.format.type",
-            "'text', 'json_schema' or 'json_object'",
-        ),
-    ],
-)
-async def test_the_field_that_is_wrong_is_named(
-    application: str,
-    client: httpx.AsyncClient,
-    path: str,
-    body: dict[str, Any],
-    field: str,
-    said: str,
-    stream: bool,
-) -> None:
-    asked = {**body, "stream": stream, CAPS[f"/v1/{path}"]: 4}
-    reply = await client.post(f"{application}/v1/{path}", json=asked)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert error["message"].startswith(f"{field}: must be {said}")
-    if path != "messages":
-        assert error["param"] == field
-
-
 # --- Half a character ----------------------------------------------------------------------------
 
 

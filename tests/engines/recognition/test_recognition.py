@@ -89,28 +89,3 @@ async def test_an_edited_history_starts_over(
     agent.messages = [{"role": "user", "content": "summary: " + prose(rng, 100)}]
     third = await agent.ask()
     assert third.conversation != first.conversation
-
-
-@pytest.mark.parametrize(
-    ("headers", "body", "expected"),
-    [
-        ({"x-session-id": "by-session"}, {}, "by-session"),
-        ({"X-Claude-Code-Session-Id": "by-claude"}, {"conversation_id": "no"}, "by-claude"),
-        ({"X-SMG-Routing-Key": "b"}, {"program_id": "no"}, "b"),
-        ({}, {"program_id": "by-program"}, "by-program"),
-        ({}, {"session_id": "s", "job_id": "j"}, "s"),
-        ({"x-conversation-id": "first", "x-session-id": "second"}, {}, "first"),
-    ],
-)
-async def test_where_an_id_may_stand(
-    application: str,
-    client: httpx.AsyncClient,
-    headers: dict[str, str],
-    body: dict[str, str],
-    expected: str,
-) -> None:
-    """The headers and fields that agents and gateways send already."""
-    messages = [{"role": "user", "content": "hello"}]
-    reply = await chat(client, messages, tokens=2, headers=headers, **body)
-    assert reply.status == 200, reply.body
-    assert reply.conversation == expected

@@ -147,6 +147,7 @@ async def test_every_error_is_as_described(client: Client) -> None:
     await client("GET", "/v1/models/other", 404)
     await client("GET", "/v1/conversations?limit=0", 400)
     await client("GET", "/v1/conversations/other", 404)
+    await client("DELETE", "/v1/conversations/other", 404)
     await client("POST", CONVERSATION + "/tools", 400, json={"event": "start"})
     await client("POST", ENVIRONMENTS, 400, json={"ports": 99})
     await client("POST", ENVIRONMENTS, 501, json={"kind": "container", "image": "a"})
