@@ -96,10 +96,6 @@ def test_some_of_the_tools_may_be_called(official: openai.OpenAI) -> None:
     assert {call.function.name for call in calls} == {"look_up"}
     alone = completions.create(tools=[TOOL], tool_choice="required", **asked)
     assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="'custom' is not served"):
-        completions.create(
-            tools=[TOOL], tool_choice={"type": "custom", "custom": {"name": "x"}}, **asked
-        )
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -75,17 +75,3 @@ async def test_a_hundred_conversations_with_the_same_beginning(
     assert len(set.union(*later)) == 100
     assert all(len(seen) == 1 for seen in names[50:])
     assert metric("conserve_conversations") == 100
-
-
-async def test_an_edited_history_starts_over(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """A compacted conversation is a new one; an imperfect echo is not."""
-    agent = Agent(client)
-    first = await agent.say(prose(rng, 300))
-    agent.messages[-1] = {"role": "assistant", "content": f"  {first.content}\n", "reasoning": "x"}
-    second = await agent.say("go on")
-    assert second.conversation == first.conversation
-    agent.messages = [{"role": "user", "content": "summary: " + prose(rng, 100)}]
-    third = await agent.ask()
-    assert third.conversation != first.conversation
