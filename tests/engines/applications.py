@@ -217,19 +217,6 @@ SCALING = Application(
     ),
 )
 
-# One prefiller to begin with, which may become two: bursts of prompts are soon too much for it.
-BURSTS = Application(
-    "bursts",
-    (
-        *_COMMON,
-        "profile=cpu-embedded",
-        "prefillers.max_replicas=2",
-        "decoders=1",
-        "prefillers.num_cpus=0.1",
-        "autoscaling.window_s=4",
-    ),
-)
-
 # Engines as other projects' tests of servers want them. What they do not say is decided the same in
 # each run: without a temperature, an answer is greedy. And the model, which may not find the end of
 # what it is unsure of, comes to one before a client has given up.
@@ -403,7 +390,6 @@ APPLICATIONS = (
         LANE,
         WIDE,
         SCALING,
-        BURSTS,
         VISION,
         STAGES,
         SIGHTED,

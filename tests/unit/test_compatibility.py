@@ -7,43 +7,11 @@ import pytest
 
 from tests.acceptance.compatibility import openresponses_suite, vllm_suite
 from tests.acceptance.compatibility.outcomes import (
-    Listed,
-    Outcome,
-    kept_by_the_engine,
     read,
-    surprises,
 )
 from tests.checkout import ROOT
 
 LISTS = [vllm_suite.LIST, openresponses_suite.LIST]
-PASSED, FAILED = Outcome(True), Outcome(False, "404")
-LISTED = [Listed("no such model", True, ("a", "b")), Listed("not served", False, ("c",))]
-
-
-def test_what_fails_is_listed_and_what_is_listed_fails() -> None:
-    outcomes = {"a": FAILED, "b": FAILED, "c": FAILED, "d": PASSED}
-    assert surprises(outcomes, LISTED) == []
-
-
-@pytest.mark.parametrize(
-    ("case", "outcome", "said"),
-    [
-        ("d", FAILED, "d: fails, and is not listed: 404"),
-        ("a", PASSED, "a: is listed, and passes: take it off the list"),
-        ("a", None, "a: is listed, and no such case was run: take it off the list"),
-    ],
-)
-def test_what_the_list_does_not_say_is_found(case: str, outcome: Outcome | None, said: str) -> None:
-    outcomes = {"a": FAILED, "b": FAILED, "c": FAILED, "d": PASSED, case: outcome}
-    there = {name: what for name, what in outcomes.items() if what is not None}
-    assert surprises(there, LISTED) == [said]
-
-
-@pytest.mark.parametrize("outcome", [PASSED, FAILED])
-def test_what_differs_between_machines_may_do_either(outcome: Outcome) -> None:
-    listed = [Listed("its arithmetic", True, ("a",), sometimes=True)]
-    assert surprises({"a": outcome}, listed) == []
-    assert kept_by_the_engine({"a": outcome}, listed) == []
 
 
 @pytest.mark.parametrize("file", LISTS, ids=lambda file: file.stem)

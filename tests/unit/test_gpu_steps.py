@@ -5,10 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from tests.acceptance.gpu.steps import NAMES, STEPS, Result, Results
+from tests.acceptance.gpu.steps import NAMES, STEPS
 from tests.acceptance.gpu.test_start import planned
 from tests.checkout import ROOT
 from tests.engines.applications import GPU, GPU_LANE, GPU_ONE, GPU_SLOTS, GPU_TWO
@@ -23,24 +20,6 @@ def test_steps_come_after_those_that_they_need_and_each_has_tests() -> None:
         assert set(step.needs) <= set(NAMES[:number])
     text = "".join(file.read_text() for file in FOLDER.glob("test_*"))
     assert [name for name in NAMES if f'"{name}"' not in text] == []
-
-
-def everything_needed(name: str) -> set[str]:
-    needs = STEPS[NAMES.index(name)].needs
-    return set(needs).union(*map(everything_needed, needs))
-
-
-@given(st.lists(st.sampled_from(("passed", "failed", "skipped")), min_size=len(NAMES)))
-def test_a_step_runs_if_all_that_it_needs_has_passed(outcomes: list[str]) -> None:
-    would = dict(zip(NAMES, outcomes, strict=False))
-    results = Results()
-    for name, outcome in would.items():
-        why = results.why_not(name)
-        assert bool(why) == any(would[one] != "passed" for one in everything_needed(name))
-        if why or outcome == "skipped":
-            results[name] = Result(left_out={why: None})
-        else:
-            results[name] = Result(passed=1, failed=["broken"] * (outcome == "failed"))
 
 
 CONFTEST = """

@@ -71,16 +71,3 @@ def test_a_budget_rises_only_by_an_issues_allowance(
     found = [*lint_plain.risen(versions)]
     assert [complaint for complaint in found if rise is None or rise not in complaint] == []
     assert len(found) == (rise is not None)
-
-
-@pytest.mark.parametrize(
-    ("path", "part"),
-    [
-        ("tests/unit/conserve/test_tokenizing.py", "tests/core"),
-        ("tests/engines/conserve_lab/test_demo.py", "tests/add-ons"),
-        ("tests/unit/experiments/test_table.py", "tests/add-ons"),
-        ("tests/acceptance/clients/conftest.py", "tests/acceptance"),
-    ],
-)
-def test_tests_of_add_ons_and_acceptance_count_apart(path: str, part: str) -> None:
-    assert lint_plain.part_of_tests(Path(path), ["conserve_lab"]) == part

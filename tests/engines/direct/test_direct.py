@@ -10,7 +10,6 @@ from tests.engines.applications import MAIN, URL
 from tests.engines.client import Agent, chat, prose
 from tests.engines.metrics import metric
 from tests.engines.processes import kill, processes
-from tests.engines.waiting import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
@@ -127,26 +126,3 @@ async def test_a_table_that_dies_is_told_of_them(
     before = direct()
     await agent.say(prose(rng, 30), tokens=8)
     assert direct() == before + 1
-
-
-async def test_a_new_router_asks_once(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    agent = Agent(client, "another-router")
-    for _ in range(2):
-        await agent.say(prose(rng, 150), tokens=8)
-    (router,) = processes("ray::ServeReplica:default:Router")
-    kill(router.pid)
-
-    await eventually("another router serves", _serves, 60)
-    before = direct(), asked()
-    for _ in range(2):
-        await agent.say(prose(rng, 30), tokens=8)
-    assert (direct(), asked()) == (before[0] + 1, before[1] + 1)
-
-
-def _serves() -> bool:
-    try:
-        return httpx.get(f"{URL}/health").status_code == 200
-    except httpx.HTTPError:
-        return False

@@ -165,17 +165,6 @@ async def test_the_prefiller_computes_the_prompt_of_the_turn(
     assert last["lmcache_tokens"] == last["prompt_tokens"] // 128 * 128
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_grammar_that_only_its_compiler_refuses(
-    application: str, client: httpx.AsyncClient, path: str
-) -> None:
-    """vLLM finds that out once it has the request, and says that it has failed itself."""
-    body = {**CHAT, **COMPLETION, "structured_outputs": {"grammar": "root ::= root"}}
-    response = await client.post(application + path, json={**body, "max_tokens": 8})
-    assert response.status_code == 400, response.text
-    assert "grammar" in response.json()["error"]["message"]
-
-
 # --- Values at the edges --------------------------------------------------------------------------
 
 
@@ -207,25 +196,6 @@ async def test_no_output_is_for_a_prompts_probabilities_and_for_the_cache(
     assert (none["content"], none["stop_reason"]) == ([], "max_tokens")
     assert none["usage"]["output_tokens"] == 0
     assert some["usage"]["cache_read_input_tokens"] >= 256
-
-
-async def test_a_history_as_other_clients_keep_it_stays_at_home(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    call = {"function": {"name": "f", "arguments": {"a": 1}}}
-    said: list[Any] = [{"role": "user", "content": prose(rng, 300)}]
-    places = set()
-    for _ in range(2):
-        body = {"messages": said, "tools": [TOOL], "max_tokens": 4, "keep_alive": "5m"}
-        reply = await client.post(application + "/v1/chat/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        assert reply.headers["x-conserve-ignored-fields"] == "keep_alive"
-        places.add((reply.headers["x-conversation-id"], reply.headers["x-conserve-decoder"]))
-        answer = {"type": "output_text", "text": text_of("", reply.json())}
-        parts = [{"type": "reasoning", "reasoning": "hm"}, answer]
-        said += [{"role": "assistant", "content": parts}, {"role": "user", "content": "go on"}]
-        said += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
-    assert len(places) == 1
 
 
 # --- What does not fit ---------------------------------------------------------------------------
@@ -376,65 +346,6 @@ async def test_models_say_how_much_they_take(application: str) -> None:
 
 
 # --- What is wrong, and where --------------------------------------------------------------------
-
-USER = {"role": "user", "content": "hello"}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body", "field", "said"),
-    [
-        ("chat/completions", {"messages": [USER], "stop": 5}, "stop", "a string or a list"),
-        (
-            "chat/completions",
-            {"messages": [USER, {"role": "assistant", "content": "a"}, {**USER, "name": 5}]},
-            "messages.2.name",
-            "a string",
-        ),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            "messages.0.content.0.text",
-            "a string",
-        ),
-        (
-            "chat/completions",
-            {"messages": [USER], "response_format": {"type": "poem"}},
-            "response_format.type",
-            "'text', 'json_object', 'json_schema' or 'structural_tag'",
-        ),
-        ("completions", {"prompt": "a", "stop": 5}, "stop", "a string or a list"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-            "messages.0.content.0.text",
-            "a string",
-        ),
-        (
-            "responses",
-            {"input": "x", "text": {"format": {"type": "poem"}}},
-            "text.format.type",
-            "'text', 'json_schema' or 'json_object'",
-        ),
-    ],
-)
-async def test_the_field_that_is_wrong_is_named(
-    application: str,
-    client: httpx.AsyncClient,
-    path: str,
-    body: dict[str, Any],
-    field: str,
-    said: str,
-    stream: bool,
-) -> None:
-    asked = {**body, "stream": stream, CAPS[f"/v1/{path}"]: 4}
-    reply = await client.post(f"{application}/v1/{path}", json=asked)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert error["message"].startswith(f"{field}: must be {said}")
-    if path != "messages":
-        assert error["param"] == field
-
 
 # --- Half a character ----------------------------------------------------------------------------
 

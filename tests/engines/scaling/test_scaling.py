@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from tests.engines.applications import BURSTS, DRAIN_S, SCALING
+from tests.engines.applications import DRAIN_S, SCALING
 from tests.engines.client import Agent, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
@@ -117,25 +117,3 @@ async def test_a_ramp_of_conversations_makes_three_decoders_and_its_end_one(
     assert metric("conserve_turns_total", outcome="refused") == 0
     answered = Agent(client, "after")
     await answered.say(prose(rng, 50), tokens=4)
-
-
-@pytest.mark.long
-@pytest.mark.application(BURSTS)
-async def test_first_prompts_make_a_second_prefiller(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """On input tokens alone, measured by the profiled curve; nothing fails meanwhile."""
-    assert replicas("replicas", "prefiller") == 1
-    bursts = 0
-    deadline_s = time.monotonic() + START_S
-    while replicas("replicas", "prefiller") < 2:
-        assert time.monotonic() < deadline_s
-        agents = [Agent(client, f"burst-{bursts}-{number}") for number in range(8)]
-        bursts += 1
-        await asyncio.gather(*(agent.say(prose(rng, 5000), tokens=1) for agent in agents))
-        for agent in agents:
-            await client.delete(f"{application}/v1/conversations/{agent.id}")
-    assert len(engines("prefiller")) == 2
-    assert len(engines("decoder")) == 1
-    assert metric("conserve_cold_prefills_total") == 8 * bursts
-    assert metric("conserve_turns_total", outcome="failed") == 0

@@ -7,31 +7,11 @@ import httpx
 import pytest
 
 from tests.engines.applications import MAIN
-from tests.engines.client import Agent, chat, engines, prose
+from tests.engines.client import Agent, engines, prose
 from tests.engines.metrics import metric
 from tests.engines.waiting import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
-
-
-@pytest.mark.full
-async def test_twenty_at_the_same_moment_spread_by_occupancy(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """Each goes to the emptier decoder, counting those that were promised and are under way."""
-    agents = [Agent(client, f"burst-{n}") for n in range(20)]
-    lengths = [rng.choice((60, 200, 500, 800)) for _ in agents]
-    await asyncio.gather(
-        *(
-            agent.say(prose(rng, length), tokens=4)
-            for agent, length in zip(agents, lengths, strict=True)
-        )
-    )
-    held = [engine["held_tokens"] for engine in engines("decoder")]
-    longest = max(agent.stats[0]["prompt_tokens"] + 4 for agent in agents)
-    # Greedy least-occupied placement never lets decoders differ by more than one conversation.
-    assert abs(held[0] - held[1]) <= longest
-    assert min(engine["conversations"] for engine in engines("decoder")) >= 4
 
 
 async def test_the_emptier_decoder_gets_the_next_and_release_counts_at_once(
@@ -55,16 +35,9 @@ async def test_the_emptier_decoder_gets_the_next_and_release_counts_at_once(
     assert (await client.delete(f"{application}/v1/conversations/long")).status_code == 404
 
 
-async def test_the_ways_to_end_a_conversation(
+async def test_a_final_turn_ends_its_conversation(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
-    """ThunderAgent's release, and Dynamo's header on the last turn."""
-    await Agent(client, "program").say(prose(rng, 50), tokens=4)
-    released = await client.post(application + "/programs/release", json={"program_id": "program"})
-    assert released.json() == {"program_id": "program", "released": True}
-    again = await client.post(application + "/programs/release", json={"program_id": "program"})
-    assert again.json()["released"] is False
-
     agent = Agent(client, "last")
     await agent.say(prose(rng, 50), tokens=4)
     agent.messages.append({"role": "user", "content": "bye"})
@@ -98,14 +71,3 @@ async def test_a_conversation_as_the_interface_shows_it(
     listed = (await client.get(application + "/v1/conversations")).json()
     assert [entry["id"] for entry in listed["data"]] == ["shown"]
     assert (await client.get(application + "/v1/conversations?limit=x")).status_code == 400
-
-
-async def test_two_turns_of_one_conversation_at_the_same_time(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    """Both are served, on one decoder, with one prefill between them."""
-    prompt = [{"role": "user", "content": prose(rng, 600)}]
-    replies = await asyncio.gather(*(chat(client, prompt, "twice") for _ in range(2)))
-    assert [reply.status for reply in replies] == [200, 200]
-    assert len({reply.decoder for reply in replies}) == 1
-    assert replies[0].content == replies[1].content

@@ -1,7 +1,6 @@
 """Prompts with images: their KV is handed off whole, and is never another image's."""
 
 import asyncio
-import base64
 import os
 import random
 import signal
@@ -163,17 +162,6 @@ async def test_a_turn_goes_on_by_a_responses_id_from_what_it_was_shown(
     assert _encoded()[0] == before + 2
 
 
-async def test_another_conversation_does_not_encode_an_image_again(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    image = _image(rng)
-    await _post(client, application + CHAT, _body(CHAT, _texts(rng), image))
-    encoded, _ = _encoded()
-    for _ in range(3):
-        await _post(client, application + CHAT, _body(CHAT, _texts(rng), image))
-    assert _encoded()[0] == encoded
-
-
 async def test_of_another_image_nothing_is_taken(
     application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
@@ -208,43 +196,6 @@ async def test_lmcache_tells_images_apart(
     for image, found in ((other, BEFORE), (one, whole)):
         reply = await _post(client, decoder["url"] + CHAT, _body(CHAT, texts, image))
         assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == found
-
-
-@pytest.mark.parametrize(
-    "wants",
-    [
-        {"n": 2, "temperature": 1, "stream": True},
-        {"response_format": {"type": "json_object"}, "max_tokens": 40},
-        {"logprobs": True, "top_logprobs": 2, "min_tokens": 5},
-    ],
-    ids=lambda wants: next(iter(wants)),
-)
-async def test_a_prefiller_generates_one_token_whatever_the_turn_wants(
-    application: str, client: httpx.AsyncClient, rng: random.Random, wants: dict[str, Any]
-) -> None:
-    (prefiller,) = engines("prefiller")
-
-    async def generated() -> float:
-        exposed = (await client.get(prefiller["url"] + "/metrics")).text
-        return metric("vllm:generation_tokens_total", exposed)
-
-    before = await generated()
-    body = {**_body(CHAT, _texts(rng), _image(rng)), **wants}
-    reply = await _post(client, application + CHAT, body)
-    stats = await last_turn(client, reply.headers["x-conversation-id"])
-    assert stats["lmcache_tokens"] == _whole(stats["prompt_tokens"] - 1)
-    assert await generated() - before == 1
-
-
-async def test_an_image_that_is_none_is_refused_before_anything_is_computed(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    body = _body(CHAT, _texts(rng), base64.b64encode(b"no image").decode())
-    reply = await client.post(application + CHAT, json=body)
-    assert reply.status_code == 400, reply.text
-    error = reply.json()["error"]
-    assert error["param"] == "messages[0].content[1]"
-    assert "no image that can be read" in error["message"]
 
 
 async def test_an_encoder_loads_no_language_model_and_computes_no_prompt(

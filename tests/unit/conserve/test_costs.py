@@ -89,25 +89,6 @@ def test_what_turns_begin_with_alike_is_divided_among_them() -> None:
     assert of(costs, 20.0) == {"prefill": 4000 + 3000, "unused": 6000 + 7000}
 
 
-def test_what_is_held_above_the_capacity_is_scaled_down_to_it() -> None:
-    costs = with_a_turn(2000, 500)
-    costs.end("t", None, 10.0)
-    assert of(costs, 10.0) == {"prefill": 2500, "caching": 7500}
-
-
-def test_nothing_is_left_of_a_decoder_that_is_lost() -> None:
-    costs = with_a_turn()
-    costs.remove("d")
-    costs.end("t", stats(200), 10.0)
-    assert costs.decoders == []
-    costs.look("d", 100, 11.0)
-    costs.begin("u", "d", 100, had_tokens=0, now_s=11.0)
-    costs.end("u", None, 12.0)
-    # It comes back as another one.
-    costs.add("d", CAPACITY, 20.0)
-    assert of(costs, 25.0) == {"unused": 5000}
-
-
 STEPS = st.lists(
     st.tuples(
         st.floats(-1, 50),  # Clocks may go back a little.

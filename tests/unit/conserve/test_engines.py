@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from conserve.engines import engine_arguments, engine_environment, flags
+from conserve.engines import engine_environment, flags
 from conserve.settings import EMBEDDED_MODEL
 from conserve_lab.peers.plan import server_command
 from tests.checkout import ROOT
@@ -43,11 +41,6 @@ def test_engine_arguments_as_flags() -> None:
         *("--max-model-len", "8"),
         *("--config", '{"a": [1]}'),
     ]
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_engines_say_what_they_found_in_caches(gpu: bool) -> None:
-    assert engine_arguments("embedded", gpu)["enable_prompt_tokens_details"] is True
 
 
 def test_the_hub_is_asked_for_what_is_not_in_the_models_folder(tmp_path: Path) -> None:

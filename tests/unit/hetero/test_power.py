@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -193,8 +193,8 @@ def test_a_gpu_that_is_lost_meanwhile_is_restored_when_it_is_back(rig: Rig) -> N
     assert rig.is_as_found
 
 
-def test_a_record_from_before_the_change_needs_none(rig: Rig) -> None:
-    """Its owner was killed between writing it and setting the limit."""
+def test_what_a_killed_owner_leaves_is_put_back(rig: Rig) -> None:
+    """It was killed between writing its record and setting the limit."""
     rig.folder.mkdir()
     file = rig.folder / f"{rig.gpu}.json"
     record = {"uuid": rig.gpu, "previous_w": 300, "caps_w": [200], "owner": "x", "pid": 1}
@@ -205,6 +205,13 @@ def test_a_record_from_before_the_change_needs_none(rig: Rig) -> None:
     file.write_text(json.dumps({**record, "since_s": 0, "caps_w": [200, 150]}))
     rig.first.limit_mw = 200_000
     assert rig.recovered() == ["restored"]
+    assert rig.limits == [300, 300]
+    # The next owner puts back what this one found, not what it left.
+    file.write_text(json.dumps({**record, "since_s": 0}))
+    rig.first.limit_mw = 200_000
+    with rig.caps("next") as caps:
+        rig.cap(caps, 150)
+        assert rig.records[0].previous_w == 300
     assert rig.limits == [300, 300]
 
 
@@ -220,19 +227,6 @@ def test_a_record_that_cannot_be_read_is_kept_and_does_not_hinder_others(rig: Ri
 
 # --- processes that end ------------------------------------------------------------------------
 
-OWNER = """
-import sys, time
-from pathlib import Path
-from hetero.nvml import Nvml
-from hetero.power import Cap, PowerCaps
-
-folder, gpu = sys.argv[1:]
-with Nvml() as nvml, PowerCaps(nvml, "owner", Path(folder)) as caps:
-    caps.apply(gpu, Cap(watts=200), {gpu})
-    print("capped", flush=True)
-    time.sleep(600)
-"""
-
 GUARDED = """
 import sys, time
 from pathlib import Path
@@ -246,50 +240,23 @@ print("capped", guard.pid, flush=True)
 time.sleep(600)
 """
 
-Start = Callable[[str], subprocess.Popen[str]]
-
-
-@pytest.fixture
-def start(rig: Rig) -> Iterator[Start]:
-    """Runs a program that caps the first GPU; returns when it has."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(program: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(rig.folder), rig.gpu],
-            cwd=ROOT, env=rig.machine.environment(), stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("capped")
-        assert rig.limits == [200, 300]
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_after_sigkill_the_next_one_finds_the_record(rig: Rig, start: Start) -> None:
-    owner = start(OWNER)
-    assert rig.recovered() == ["held"]
-    owner.kill()
-    owner.wait()
-    assert rig.limits == [200, 300]
-    # The next owner puts back what the last one found, not what it left.
-    with rig.caps("next") as caps:
-        rig.cap(caps, 150)
-        assert rig.records[0].previous_w == 300
-    assert rig.limits == [300, 300]
-
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_guard_restores_when_the_one_it_holds_for_is_killed(
-    rig: Rig, start: Start, number: signal.Signals
+    rig: Rig, number: signal.Signals
 ) -> None:
-    start(GUARDED).send_signal(number)
-    eventually(lambda: rig.is_as_found)
+    with subprocess.Popen(
+        [sys.executable, "-c", GUARDED, str(rig.folder), rig.gpu],
+        cwd=ROOT, env=rig.machine.environment(), stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("capped")
+            assert rig.limits == [200, 300]
+            process.send_signal(number)
+            eventually(lambda: rig.is_as_found)
+        finally:
+            process.kill()
 
 
 @pytest.fixture

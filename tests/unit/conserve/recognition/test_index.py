@@ -9,17 +9,6 @@ from conserve.recognition import TailIndex
 from tests.unit.conserve.recognition.messages import never_busy
 
 
-def test_the_longest_known_beginning_decides() -> None:
-    index = TailIndex()
-    index.add("long", [b"3"])
-    index.add("short", [b"1"])
-    assert index.match([b"4", b"3", b"2", b"1"], never_busy) == "long"
-    # It is left at that point: nothing shorter is taken instead.
-    assert index.match([b"4", b"3", b"1"], {"long"}.__contains__) is None
-    assert index.match([b"2", b"1"], never_busy) == "short"
-    assert index.match([], never_busy) is None
-
-
 def test_a_free_owner_is_preferred_the_oldest_first() -> None:
     index = TailIndex()
     for id in "abc":

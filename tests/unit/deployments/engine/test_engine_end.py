@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deployments.engine import engine_end
+from deployments.engine import engine_end, engine_kernels
 from deployments.upstream.patches import patch_engine
 
 # A replica, its core, and the core's worker, which says who all three are.
@@ -40,6 +40,7 @@ if __name__ == "__main__":
 def test_vllm_finds_the_plugins() -> None:
     found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
     assert found["conserve_engine_end"].load() is engine_end.end_with_parent
+    assert found["conserve_engine_kernels"].load() is engine_kernels.register
     assert found["conserve_patches"].load() is patch_engine
 
 

@@ -4,7 +4,6 @@ import inspect
 import logging
 import os
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -117,11 +116,6 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
 
 def _on_cuda(patch: pytest.MonkeyPatch, answer: bool = True) -> None:
     patch.setattr(type(current_platform), "is_cuda", lambda *_: answer)
-
-
-def test_vllm_finds_the_plugin() -> None:
-    found = {plugin.name: plugin for plugin in entry_points(group="vllm.general_plugins")}
-    assert found["conserve_engine_kernels"].load() is engine_kernels.register
 
 
 def test_an_engine_on_a_gpu_has_them_off(

@@ -133,8 +133,9 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
 
     ended = {"id": "a/b", "object": "conversation.deleted", "deleted": True}
     assert await client("DELETE", CONVERSATION) == ended
-    released = await client("POST", "/programs/release", json={"program_id": "c"})
-    assert released == {"program_id": "c", "released": True}
+    for there in (True, False):
+        released = await client("POST", "/programs/release", json={"program_id": "c"})
+        assert released == {"program_id": "c", "released": there}
 
     client.door.probes.heard(True)
     assert (await client("GET", "/live"))["status"] == "ok"
@@ -147,6 +148,7 @@ async def test_every_error_is_as_described(client: Client) -> None:
     await client("GET", "/v1/models/other", 404)
     await client("GET", "/v1/conversations?limit=0", 400)
     await client("GET", "/v1/conversations/other", 404)
+    await client("DELETE", "/v1/conversations/other", 404)
     await client("POST", CONVERSATION + "/tools", 400, json={"event": "start"})
     await client("POST", ENVIRONMENTS, 400, json={"ports": 99})
     await client("POST", ENVIRONMENTS, 501, json={"kind": "container", "image": "a"})

@@ -325,14 +325,6 @@ async def test_so_many_may_listen_and_who_leaves_makes_room(
     assert (await Listener(door).until(lambda one: one.text)).status == 200
 
 
-async def test_operators_alone_may_listen(tmp_path: Path) -> None:
-    keys = Keys(tmp_path)
-    for key, status in ((keys.ops, 200), (keys.acme, 403)):
-        listener = Listener(a_door(telling(), keys.settings), peer="10.0.0.9", x_api_key=key)
-        await listener.until(lambda one: one.text)
-        assert listener.status == status
-
-
 # --- The dashboard --------------------------------------------------------------------------------
 
 FOLDER = ROOT / "deployments" / "router" / "page"

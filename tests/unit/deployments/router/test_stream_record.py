@@ -112,9 +112,3 @@ def test_an_error_after_an_event_without_notes_is_passed_on() -> None:
     record.take(_event("a"))
     assert record.take(error) == error
     assert record.error is None
-
-
-def test_without_notes_a_stream_cannot_go_on() -> None:
-    record = StreamRecord()
-    assert record.take(_event("a") + _event("b")) == _event("a") + _event("b")
-    assert not record.can_resume

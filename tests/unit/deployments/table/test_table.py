@@ -255,18 +255,6 @@ async def test_the_longest_wait_changes_in_place() -> None:
     refusal(await asyncio.wait_for(waiting, 30), 429, "queue_timeout")
 
 
-async def test_a_lost_router_frees_the_place_of_its_turn_in_line() -> None:
-    service = await a_full_service()
-    await service.router_beat("lost")
-    waiting = await service.queued(tokens=TOKENS, router="lost")
-    assert b"conserve_queue_length 1.0" in await service.metrics()
-    await service._router_lost("lost")
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert b"conserve_queue_length 0.0" in await service.metrics()
-    assert isinstance(await waiting, Refusal)
-
-
 async def test_a_turn_that_is_given_up_and_unbound_as_it_gets_room_hurts_nobody_else() -> None:
     """All before the call that waits for room has noticed."""
     service = await a_full_service()
