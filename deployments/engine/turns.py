@@ -106,6 +106,7 @@ class EngineTurns:
         copies: told which prompts are left in host memory.
         waiting_tokens: how much of prompts the engine has to compute.
         running: turns that are not over, those included whose router is lost.
+        kept: turns that ended of late: a router may die before its client has all.
         ending: whether the engine has been told to end.
     """
 
