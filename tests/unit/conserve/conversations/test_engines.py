@@ -54,6 +54,15 @@ def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
     assert again.advance(table, 160)
 
 
+def test_a_prefill_for_a_lost_decoder_is_not_queued_for_ever() -> None:
+    table = a_table()
+    start(table, "c", 100)
+    table.remove_engine("d1")
+    moved = start(table, "c", 100)
+    moved.advance(table, 100)
+    assert table.prefillers["p1"].queued_tokens == 0
+
+
 def test_a_later_turn_is_prefilled_where_the_policy_says() -> None:
     table = a_table(policy=FullDisaggregationPlacement())
     turn(table, "c", 100)

@@ -137,6 +137,15 @@ def test_a_turn_counted_by_its_decoder_is_not_counted_again_after_the_tables_los
     assert (the(rebuilt, "c").turns, the(rebuilt, "c").held_tokens) == (2, 160)
 
 
+def test_a_rebuilt_table_ends_idle_ones() -> None:
+    def account(history_id: str, last_used_s: float) -> History:
+        return History(history_id, 1, 0, last_used_s, packed=stats(10).pack())
+
+    rebuilt = successor([("d1", [account("a", 30), account("b", 10)]), ("d2", [account("c", 20)])])
+    assert {c.id for c in rebuilt.live()} == {"a", "b", "c"}
+    assert [c.id for c in rebuilt.expire(20 + IDLE_S)] == ["b", "c"]
+
+
 def test_a_decoder_thought_lost_gets_its_conversations_back() -> None:
     table = a_table()
     turn(table, "c", 100, TAILS)

@@ -77,6 +77,21 @@ def test_a_first_turn_cut_in_an_engine_keeps_its_tokens() -> None:
     assert table.begin("c", now_s=1) is conversation
 
 
+def test_a_promise_that_never_arrived_is_no_occupancy() -> None:
+    """It was bound again after its decoder was lost, and its client left before the new one
+    had it.
+    """
+    table = a_table()
+    turn(table, "c", 100, TAILS)
+    table.remove_engine("d1")
+    moved = start(table, "c", 150)
+    assert held(table)["d2"] == (150, 1)
+    assert moved.abandon(table) is None
+    assert held(table)["d2"] == (0, 0)
+    assert table.begin("c", now_s=1) is None
+    assert table.bind("c", 160, now_s=2) is not None
+
+
 # --- Records -------------------------------------------------------------------------------------
 
 

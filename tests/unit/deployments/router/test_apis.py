@@ -177,6 +177,10 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
     assert asked.chain is not None
     assert list(asked.chain.ends) == [begun.tails({"role": "assistant", "content": "a"})[0]]
     assert asked.body["input"][-1] == {"role": "user", "content": "b"}
+    # Whichever history it is of.
+    keep(store, "resp_3", "hello", identity.further("conv-1", 5))
+    other = {"input": "b", "previous_response_id": "resp_3"}
+    assert read(RESPONSES, other, stored).explicit_id == "conv-1"
     # A name of the client's own goes before.
     named = {"x-conversation-id": "mine"}
     body = {"input": "b", "previous_response_id": "resp_1"}
@@ -188,14 +192,6 @@ def test_a_turn_that_names_a_response_has_its_history() -> None:
         assert error.value.code == "previous_response_not_found"
     text = {"input": "previous_response_id"}
     assert read(RESPONSES, text, stored).body["input"] == "previous_response_id"
-
-
-def test_a_response_goes_on_with_its_conversation_whichever_history_it_is_of() -> None:
-    store = ResponseStore(10_000)
-    keep(store, "resp_1", "hello", identity.further("conv-1", 5))
-    stored = stored_by(d1=store)
-    asked = read(RESPONSES, {"input": "b", "previous_response_id": "resp_1"}, stored)
-    assert asked.explicit_id == "conv-1"
 
 
 def test_a_response_that_is_named_in_escapes_is_not_passed_over() -> None:
