@@ -18,6 +18,7 @@ from tests.engines.lone import LONE_PORT
 Message = dict[str, Any]
 
 TIMEOUT_S = 180.0
+BLOCK_TOKENS = 128
 _WORDS = (
     *("open", "close", "read", "write", "file", "class", "return", "import", "value", "index"),
     *("print", "while", "yield", "token", "block", "cache", "decoder", "turn", "prompt", "answer"),
@@ -140,6 +141,17 @@ async def last_turn(client: httpx.AsyncClient, conversation_id: str) -> dict[str
     assert response.status_code == 200, response.text
     stats: dict[str, int] = response.json()["last_turn"]
     return stats
+
+
+def require_reuse(seen: Sequence[tuple[str, str, dict[str, int]]]) -> None:
+    """Of turns' conversations, decoders and stats: what comes first is all that is handed off."""
+    assert len({turn[:2] for turn in seen}) == 1
+    first, *later = [stats for *_, stats in seen]
+    assert first["lmcache_tokens"] == (first["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert first["decoder_cached_tokens"] == 0
+    for before, stats in zip([first, *later], later, strict=False):
+        assert stats["lmcache_tokens"] == 0
+        assert stats["decoder_cached_tokens"] >= before["prompt_tokens"] - BLOCK_TOKENS
 
 
 async def lone_answer(client: httpx.AsyncClient, messages: Sequence[Message], tokens: int) -> str:

@@ -7,14 +7,13 @@ import httpx
 import pytest
 
 from tests.engines.applications import MAIN
-from tests.engines.client import Agent, engines, last_turn, lone_answer, prose
+from tests.engines.client import BLOCK_TOKENS, Agent, engines, last_turn, lone_answer, prose
 from tests.engines.engine_calls import complete, compute
 from tests.engines.metrics import metric
 from tests.engines.stage import Stage
 
 pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
-BLOCK_TOKENS = 128
 TURNS = 5
 OUTPUT_TOKENS = 24
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.engines.applications import MAIN
-from tests.engines.client import chat, last_turn, lone_answer, prose
+from tests.engines.client import BLOCK_TOKENS, chat, last_turn, lone_answer, prose, require_reuse
 from tests.engines.lone import LONE_PORT
 from tests.engines.stage import Stage
 
@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.application(MAIN)]
 
 MODEL = "conserve-embedded"
 HELLO = [{"role": "user", "content": "hello"}]
-BLOCK_TOKENS = 128
 TOOL = {
     "name": "look_up",
     "input_schema": {
@@ -76,13 +75,7 @@ async def test_a_conversation_without_a_name(
             {"role": "assistant", "content": [{"type": "text", "text": answer}]},
             {"role": "user", "content": f"go on {turn}"},
         ]
-    assert len({(conversation, decoder) for conversation, decoder, _ in seen}) == 1
-    first, *later = [stats for *_, stats in seen]
-    assert first["lmcache_tokens"] == (first["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert first["decoder_cached_tokens"] == 0
-    for before, stats in zip([first, *later], later, strict=False):
-        assert stats["lmcache_tokens"] == 0
-        assert stats["decoder_cached_tokens"] >= before["prompt_tokens"] - BLOCK_TOKENS
+    require_reuse(seen)
 
 
 async def test_a_stream(official: Any, client: httpx.AsyncClient, rng: random.Random) -> None:

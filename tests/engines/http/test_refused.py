@@ -345,8 +345,6 @@ async def test_models_say_how_much_they_take(application: str) -> None:
             assert (card.max_input_tokens, card.max_tokens) == (CONTEXT, CONTEXT)
 
 
-# --- What is wrong, and where --------------------------------------------------------------------
-
 # --- Half a character ----------------------------------------------------------------------------
 
 

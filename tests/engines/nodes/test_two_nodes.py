@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.engines.applications import START_S
-from tests.engines.client import Agent, Message, engines, lone_answer, prose
+from tests.engines.client import BLOCK_TOKENS, Agent, Message, engines, lone_answer, prose
 from tests.engines.lone import lone_engine, wait_for_lone
 from tests.engines.metrics import metric
 from tests.engines.nodes.nodes import crossed, two_nodes
@@ -19,7 +19,6 @@ from tests.engines.waiting import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("machine_alone")]
 
-BLOCK_TOKENS = 128
 OUTPUT_TOKENS = 16
 SAYS = 5
 WORDS = {"long": 3000, "medium": 900, "short": 300}

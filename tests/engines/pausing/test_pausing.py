@@ -178,6 +178,8 @@ async def test_who_is_parked_makes_room_at_once_and_comes_back_without_a_prefill
         prefills += 1  # Of the one that answers alike.
     assert metric("conserve_restores_total", where="reloaded") == reloaded + len(agents)
     assert metric("conserve_cold_prefills_total") == prefills
+    for term in ("decode", "prefill", "unused", "caching"):
+        assert metric("conserve_cost_token_seconds_total", term=term), term
 
 
 async def test_a_paused_history_is_brought_back_when_its_tool_has_ended(
@@ -226,36 +228,6 @@ async def test_a_paused_history_is_brought_back_when_its_tool_has_ended(
     assert "before the turn" in str((await shown(client, application, str(agent.id)))["last_turn"])
     agent.messages.pop()
     await answered_alike(client, agent, again)
-
-
-async def test_clients_tools_are_noted_until_the_next_turn(
-    application: str, client: httpx.AsyncClient, rng: random.Random
-) -> None:
-    agent = Agent(client, "with tools")
-    await agent.say(prose(rng, 40), tokens=8)
-    tools = f"{application}/v1/conversations/with%20tools/tools"
-    for event, running in (("start", 1), ("start", 1), ("end", 0), ("start", 1)):
-        report = {"event": event, "tool": "bash", "call_id": "call_1"}
-        told = await client.post(tools, json=report)
-        assert (told.status_code, told.json()) == (200, {"running_tools": running})
-    found = await shown(client, application, "with%20tools")
-    (history,) = found["histories"]  # type: ignore[misc]
-    assert history["called"] == ""
-    assert [one["tool"] for one in history["running_tools"]] == ["bash"]
-    await agent.say("go on", tokens=8)
-    found = await shown(client, application, "with%20tools")
-    assert found["running_tools"] == 0
-    kinds = [one["kind"] for one in found["events"]]  # type: ignore[union-attr, index]
-    assert [one for one in kinds if one.startswith("tool_")] == [
-        "tool_start", "tool_start", "tool_end", "tool_start",
-    ]  # fmt: skip
-    unknown = await client.post(f"{application}/v1/conversations/nobody/tools", json=report)
-    assert unknown.status_code == 404
-    used = {
-        term: metric("conserve_cost_token_seconds_total", term=term)
-        for term in ("decode", "prefill", "unused", "caching")
-    }
-    assert all(used.values()), used
 
 
 async def test_a_new_table_knows_what_is_parked(

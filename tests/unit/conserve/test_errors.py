@@ -88,12 +88,6 @@ def test_the_event_that_ends_a_stream_is_of_its_api() -> None:
 # --- From engines --------------------------------------------------------------------------------
 
 
-def test_an_engines_refusal_keeps_status_message_and_field() -> None:
-    error = from_engine(400, vllm("temperature must be non-negative, got -1.0.", "temperature"))
-    assert (error.status, error.code, error.param) == (400, None, "temperature")
-    assert error.message == "temperature must be non-negative, got -1.0."
-
-
 def test_a_rewritten_body_is_explained_without_what_is_for_programmers() -> None:
     # How Pydantic prints its errors; each has the beginning of what the client sent.
     error = from_engine(

@@ -37,14 +37,6 @@ def policy(settings: Settings) -> PlacementPolicy:
 # --- What is accepted ----------------------------------------------------------------------------
 
 
-def test_everything_has_a_default() -> None:
-    settings = load(None)
-    assert settings == load({}) == Settings()
-    assert settings.model_id == "conserve-embedded"
-    assert (settings.prefillers.replicas, settings.decoders.replicas) == (1, 2)
-    assert settings.host == "127.0.0.1"
-
-
 def test_settings_that_are_valid_already_are_kept() -> None:
     settings = load({"port": 9000})
     assert load(settings) is settings

@@ -54,29 +54,12 @@ def test_a_late_report_of_a_lost_decoder_is_refused() -> None:
     assert again.advance(table, 160)
 
 
-def test_a_first_turn_lost_with_its_decoder_leaves_nothing_once_given_up() -> None:
-    table = a_table()
-    lost = start(table, "c")
-    table.remove_engine("d1")
-    assert lost.abandon(table) is not None
-    assert "c" not in table
-
-
 def test_a_prefill_for_a_lost_decoder_is_not_queued_for_ever() -> None:
     table = a_table()
     start(table, "c", 100)
     table.remove_engine("d1")
     moved = start(table, "c", 100)
     moved.advance(table, 100)
-    assert table.prefillers["p1"].queued_tokens == 0
-
-
-def test_a_prefiller_that_comes_back_has_an_empty_queue() -> None:
-    table = a_table()
-    running = start(table, "c", 100)
-    table.remove_engine("p1")
-    table.add_prefiller("p1")
-    table.prefilled(running.key)
     assert table.prefillers["p1"].queued_tokens == 0
 
 

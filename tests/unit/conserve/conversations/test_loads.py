@@ -33,12 +33,6 @@ def backlog(table: ConversationTable, engine_id: str, now_s: float) -> float:
     return loads_of(table).work(engine_id, now_s).backlog_tokens
 
 
-def test_only_a_policy_that_weighs_work_is_told_of_it() -> None:
-    table = a_table()
-    table.engine_says("d1", BUSY, 0.0)
-    assert table.loads is None
-
-
 def test_what_is_sent_counts_where_it_was_sent_until_its_prefill_is_over() -> None:
     table = elastic_table()
     table.engine_says("d1", BUSY, 0.0)
@@ -86,11 +80,12 @@ def test_later_turns_count_as_work_of_their_decoder() -> None:
 
 
 def test_turns_that_the_decoder_began_by_itself_count_too() -> None:
-    table = elastic_table()
+    table = elastic_table(hosts=True)
     turn = start(table, "a", 800)
     turn.advance(table, 800)
     before = loads_of(table).work("d1", 0.0)
     began = turn.key._replace(turn_id=turn.key.turn_id + 1)
+    assert not table.began(began, "p1", 0.0)
     assert table.began(began, "d1", 0.0)
     assert loads_of(table).work("d1", 0.0).turns_per_s > before.turns_per_s
 

@@ -29,13 +29,6 @@ def test_a_turn_a_promise_and_a_conversation_count_until_they_end() -> None:
     assert has(table, "two") == (0, 60, 1)
 
 
-def test_a_decoder_that_leaves_takes_its_tokens_along() -> None:
-    table = a_table(decoders=1)
-    turn(table, "one\ta", 50)
-    table.evict("d1")
-    assert has(table, "one") == (0, 0, 1)
-
-
 def test_a_table_is_told_by_decoders_whose_they_are() -> None:
     table = a_table()
     turn(table, "one\ta", 50, now_s=90)

@@ -64,28 +64,7 @@ def test_a_late_end_of_an_earlier_incarnation_changes_nothing() -> None:
     assert new.advance(table, 300)
 
 
-def test_a_turn_that_another_decoder_begins_by_itself_does_not_count() -> None:
-    table = a_table()
-    first = turn(table, "c")
-    assert not table.began(first.key._replace(turn_id=first.id + 1), "d2", 1.0)
-    assert table.reasoning == 0
-    assert held(table)["d2"] == (0, 0)
-
-
 # --- Turns that do not complete ------------------------------------------------------------------
-
-
-def test_a_first_turn_that_never_reached_an_engine_leaves_nothing() -> None:
-    table = a_table()
-    first = start(table, "c", 100)
-    ended = first.abandon(table)
-    assert ended is not None
-    assert ended.id == "c"
-    assert ended.home == "d1"
-    assert "c" not in table
-    assert held(table)["d1"] == (0, 0)
-    assert table.prefillers["p1"].queued_tokens == 0
-    assert first.abandon(table) is None
 
 
 def test_a_first_turn_cut_in_an_engine_keeps_its_tokens() -> None:
@@ -96,23 +75,6 @@ def test_a_first_turn_cut_in_an_engine_keeps_its_tokens() -> None:
     assert (conversation.turns, conversation.held_tokens) == (0, 107)
     assert not conversation.running
     assert table.begin("c", now_s=1) is conversation
-
-
-def test_a_refused_later_turn_keeps_what_was_held() -> None:
-    table = a_table()
-    turn(table, "c", 100, TAILS)
-    assert start(table, "c").abandon(table) is None
-    assert not the(table, "c").running
-    assert held(table)["d1"] == (110, 1)
-    assert table.recognise(chain("c", TAILS), "c") == "c"
-
-
-def test_a_failed_first_turn_does_not_end_a_second_beside_it() -> None:
-    table = a_table()
-    first, second = start(table, "c"), start(table, "c")
-    assert first.abandon(table) is None
-    assert second.advance(table, 100)
-    assert held(table)["d1"] == (110, 1)
 
 
 def test_a_promise_that_never_arrived_is_no_occupancy() -> None:

@@ -2,7 +2,7 @@
 
 import time
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conserve.recognition import TailIndex
@@ -24,6 +24,8 @@ TAILS = st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3)
 
 
 @given(st.lists(st.tuples(IDS, TAILS), max_size=30), TAILS, st.sets(IDS))
+# Nothing shorter is taken where the longest known beginning's are all busy.
+@example([("b", [b"1"]), ("a", [b"2"]), ("c", [b"2"])], [b"3", b"2", b"1"], {"a", "c"})
 def test_the_index_agrees_with_a_plain_search(
     steps: list[tuple[str, list[bytes]]], candidates: list[bytes], busy: set[str]
 ) -> None:

@@ -14,7 +14,6 @@ from conserve.tenants import Limits
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.messages import Checked, CountingEngine, Refusal, RouterHeard, TurnPlan, TurnTenant
-from deployments.router.upstream import EngineUnreachable
 from tests.unit.deployments import asgi
 from tests.unit.deployments.router.fakes import (
     ANSWER,
@@ -23,11 +22,9 @@ from tests.unit.deployments.router.fakes import (
     FakeEngines,
     FakeTable,
     Keys,
-    Stream,
     ask,
     endpoint_of,
     exchange,
-    noted_event,
     told_by,
 )
 from tests.unit.deployments.table import virtual_time
@@ -501,24 +498,6 @@ def test_a_refusal_has_its_status_unless_the_stream_has_begun(
     assert error["message"] == "no room in time"
     assert error.get("code", error["type"]) in ("queue_timeout", "rate_limit_error")
     assert [given.outcome for given in table.told_of("observe")] == ["refused"]
-
-
-def test_half_a_first_event_is_not_put_before_the_next_decoders() -> None:
-    half = noted_event(0, "one ", 1, True)[:30]
-
-    class Half(FakeEngines):
-        def _stream(self, name: str, told: wire.DecoderTurn) -> Stream:
-            if name != "d1":
-                return super()._stream(name, told)
-            self.dead.add(name)
-            return Stream([half], EngineUnreachable("d1 is gone"))
-
-    start, *parts = exchange((FakeTable(), Half()), STREAMED)
-    assert start["status"] == 200
-    whole = b"".join(part["body"] for part in parts)
-    assert whole.startswith(b"data: {")
-    assert wire.NOTE_MARK + b"[[" not in whole
-    assert whole.count(b"data: ") == len(ANSWER) + 1
 
 
 # --- how it ends ----------------------------------------------------------------------------------

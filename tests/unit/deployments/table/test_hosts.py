@@ -124,16 +124,6 @@ async def test_one_that_leaves_stays_for_its_prompts_and_its_conversations() -> 
     assert [one.id for one in await service.engines()] == ["d"]
 
 
-async def test_one_that_has_left_for_too_long_gives_up_what_is_idle() -> None:
-    service = await a_service()
-    service._autoscaler.wanted["prefiller"] = Wanted(Scaling(0))
-    await service.turn("c", ends=True)
-    await service.register(engine("d"))
-    assert await service.leave("p", False)
-    assert not await service.leave("p", True)
-    assert (await service.turn("c", ends=True)).decoder_id == "d"
-
-
 async def test_loads_are_shown_while_their_engines_live() -> None:
     service = await a_service("d")
     assert (await service.shown_engine("d"))["load"] is None
