@@ -189,10 +189,10 @@ async def test_lmcache_tells_images_apart(
     (prefiller,), (decoder, _) = engines("prefiller"), engines("decoder")
     prefill = prefiller["url"] + PREFILL_PREFIX + CHAT
     done = (await _post(client, prefill, _body(CHAT, texts, one))).json()
-    whole = _whole(done["prompt_tokens"] - 1)
-    assert (done["lmcache_tokens"], done["cached_tokens"]) == (0, 0)
+    whole = _whole(done["prefilled_tokens"] - 1)
+    assert (done.get("prefiller_lmcache_tokens"), done["prefiller_cached_tokens"]) == (None, 0)
     # It came to the prefiller straight, past the encoder.
-    assert done["encoded"][0] == 1
+    assert done["encoded_images"] == 1
     for image, found in ((other, BEFORE), (one, whole)):
         reply = await _post(client, decoder["url"] + CHAT, _body(CHAT, texts, image))
         assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == found
