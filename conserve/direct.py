@@ -77,7 +77,7 @@ class Notices:
             self.tell(decoder_id)
 
     def prefetch(self, decoder_id: str, history_id: str) -> None:
-        """Have a decoder load what host memory has of a history."""
+        """Tell a decoder to load what host memory has of a history."""
         decoder = self._decoders.get(decoder_id)
         if decoder is not None:
             decoder.number += 1

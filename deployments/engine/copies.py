@@ -124,14 +124,15 @@ class Copies:
                 return
             left = [one for one in left if not await self._on_disk(files.forget, one, tries > 0)]
             await asyncio.sleep(_WRITTEN_S if left else 0)
-        logger.warning("files of %s stay, since the disk fails", ", ".join(left))
+        if left:
+            logger.warning("files of %s stay, since the disk fails", ", ".join(left))
 
     async def _on_disk(self, work: Callable[..., Any], *given: Any) -> Any:
         # In a thread of its own: a disk may hang.
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
 
     async def load(self, history_id: str, engine_url: str, model: str) -> int:
-        """Have the engine load what host memory or the disk has of a prompt; return its tokens.
+        """Load what host memory or the disk has of a prompt into the engine; return its tokens.
 
         The engine is asked for the chunks that are there and for one token more, so that it
         computes nothing that is missing. An engine has KV loaded by nothing but a request.

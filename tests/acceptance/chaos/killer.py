@@ -1,4 +1,4 @@
-"""``kill -9`` of ConServe's processes, and harm to its disk, while clients are at work."""
+"""``kill -9`` of ConServe's processes, and harm to its disk, while clients send turns."""
 
 import asyncio
 import contextlib
@@ -176,7 +176,7 @@ async def _for_a_while(harm: contextlib.AbstractContextManager[None]) -> None:
 
 @contextlib.contextmanager
 def _without_folder(disk: Path) -> Iterator[None]:
-    """Have a file where the folder was, so that it is not made again."""
+    """Put a file where the folder was, so that it is not made again."""
     kept = disk.rename(disk.with_name("kept"))
     disk.touch()
     try:
@@ -188,7 +188,7 @@ def _without_folder(disk: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_space(disk: Path) -> Iterator[None]:
-    """Have each write fail that goes beyond some bytes of a file, as on a disk that is full."""
+    """Let writes beyond some bytes of a file fail, as on a disk that is full."""
     with contextlib.suppress(psutil.NoSuchProcess), contextlib.ExitStack() as after:
         for server in processes(LMCACHE):
             server.rlimit(psutil.RLIMIT_FSIZE, (8192, -1))
