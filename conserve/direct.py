@@ -266,6 +266,13 @@ class Rejoined(NamedTuple):
     router_id: str
 
 
+class Stored(NamedTuple):
+    """The prompt of a history's first turn is in host memory; its answer may go on for long."""
+
+    turn: TurnKey
+    tokens: int
+
+
 class Ended(NamedTuple):
     """A turn has ended; ``stats`` is None if the engine has done nothing."""
 
@@ -276,7 +283,7 @@ class Ended(NamedTuple):
     digest: bytes = b""
 
 
-Happened = Began | Alone | Rejoined | Ended
+Happened = Began | Alone | Rejoined | Stored | Ended
 
 
 class Report(NamedTuple):

@@ -101,6 +101,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         unbound: why its history was bound nowhere; None: it was bound, or new.
         ahead_s: how long before it its history's KV was brought back; None: it was not.
         room_s, room_why: how long it waited for room, and why; see `conserve.admission.Why`.
+        beginning_s: how long it waited for another prompt's prefill that has its beginning.
         rejoined: whether its client has sent it again, since its router was lost.
         remote_prefill_s: from its beginning to the end of its remote prefill; None: it has none.
         why: the reasons for its wait, if it was slow and any are known.
@@ -157,6 +158,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     ahead_s: float | None = None
     room_s: float = 0.0
     room_why: str = "room"
+    beginning_s: float = 0.0
     remote_prefill_s: float | None = None
     rejoined: bool = False
     why: str | None = None

@@ -34,6 +34,9 @@ def why_slow(stats: TurnStats) -> str | None:
         reasons.append(f"brought back {_seconds(stats.ahead_s)} before the turn")
     if stats.room_s >= _LEAST_S:
         reasons.append(_ROOM[stats.room_why].format(_seconds(stats.room_s)))
+    if stats.beginning_s >= _LEAST_S:
+        waited = _seconds(stats.beginning_s)
+        reasons.append(f"waited {waited} for its beginning, which another prompt has too")
     if stats.encode_wait_s >= _LEAST_S:
         reasons.append(f"waited {_seconds(stats.encode_wait_s)} for its images")
     if stats.encode_s >= _LEAST_S:

@@ -10,11 +10,13 @@ from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.histories.prefixes import held_alone
 from conserve.history import History
-from conserve.placement import NOTHING_SHARED, Decoder, Placement, Shared
+from conserve.placement import NOTHING_SHARED, Coming, Decoder, Placement, Shared
 from conserve.turn import TurnKey
 
 # A turn for which a decoder makes no room is not tried on all others.
 _TRIED = 2
+# A shorter beginning is computed in less time than it takes to leave it in host memory.
+_LENT_TOKENS = 512
 # For the process that keeps a table: finding and freeing conversations' scattered objects on pages
 # of 4 KB takes mostly address translation. Python's own allocator cannot ask for huge pages,
 # glibc's (2.35 and later) can. It costs 140 bytes a conversation.
@@ -55,7 +57,8 @@ class ConversationTable(Turns):
         if known is not None and memory is not None and known.home and not known.running:
             shared = memory.found(history_id, replace(NOTHING_SHARED, encode_tokens=encode_tokens))
             costs = self._turn_costs(prompt_tokens or known.held_tokens, shared, now_s)
-            if min(costs.values(), default=inf) < costs.get(known.home, 0.0):
+            least_s = min((cost_s for cost_s, _ in costs.values()), default=inf)
+            if least_s < costs.get(known.home, (0.0, None))[0]:
                 memory.pause(known, "load")
                 return None
         history = super().begin(history_id, now_s, hints)
@@ -98,12 +101,12 @@ class ConversationTable(Turns):
             waited_s = 0.0 if arrived_s is None else now_s - arrived_s
         placement: Placement | None = None
         costs = self._turn_costs(prompt_tokens, shared, now_s)
-        for id in sorted(costs, key=costs.__getitem__)[:_TRIED]:
+        for id in sorted(costs, key=lambda id: costs[id][0])[:_TRIED]:
             one = self._engines.decoders[id]
             if one.has_room(shared.beyond(prompt_tokens, one.id)) or self._make_room(
                 history_id, prompt_tokens, shared, now_s, waited_s, opening, decoders=[one]
             ):
-                placement = Placement(id, None)
+                placement = Placement(id, None, costs[id][1])
                 break
         if placement is None:
             placement = self.policy.place(prompt_tokens, decoders, prefillers, shared, now_s)
@@ -151,14 +154,36 @@ class ConversationTable(Turns):
             broken = self._kinship.broken(known.id, opening, self._live.siblings)
             if opening.follows_answers and not self._live.siblings(known.id):
                 unbound = "unknown"
-        self._kinship.opened(known, opening)
-        known.promised = True
         if placement.prefiller_id is not None:
             self._engines.join_queue(known, placement.prefiller_id, prompt_tokens)
+        if placement.after is not None:
+            self._kinship.waits(known)
+        self._kinship.opened(known, opening)
+        known.promised = True
         if self.loads is not None:
             self.loads.placed(known.id, prompt_tokens, placement, shared, now_s)
         self._start(known, usage, now_s, arrived_s, unbound=unbound, broken=broken)
+        self._lend(known, placement, shared, opening.system_tokens)
         return placement
+
+    def _lend(
+        self, history: History, placement: Placement, shared: Shared, system_tokens: int
+    ) -> None:
+        """Have a first prompt left in host memory, if its beginning is not there.
+
+        Others with this beginning can go to other engines then. It takes others' room there only if
+        it has such a beginning, and not only a system part of its own.
+        """
+        memory, most = self.memory, max(shared.tokens.values(), default=0)
+        if memory is None or shared.coming or 2 * shared.parked_tokens > most:
+            return
+        if placement.prefiller_id is None:
+            lends = max(most, system_tokens if memory.has_host_room else 0) >= _LENT_TOKENS
+            if lends and len(self._engines.accepting_decoders) > 1:
+                memory.parks_turn(history.running[-1])
+            if not memory.park(history):
+                return
+        self._kinship.lends(history)
 
     def held(self, opening: Opening) -> int:
         return self._kinship.held(opening, self._engines.accepting_decoders)
@@ -175,6 +200,8 @@ class ConversationTable(Turns):
             shared = self._kinship.shared(opening, decoders, history_id, self._live.siblings)
         if self.memory is not None and known is not None:
             shared = self.memory.found(history_id, shared)
+        if self.memory is not None and self._kinship.has_any(opening):
+            shared = self.memory.lent(self._kinship.lenders(opening, history_id), shared)
         if opening.encode_tokens:
             shared = replace(shared, encode_tokens=opening.encode_tokens)
         return shared
@@ -211,7 +238,9 @@ class ConversationTable(Turns):
             memory.pause(in_the_way, "room")
         return in_the_way is not None
 
-    def _turn_costs(self, prompt_tokens: int, shared: Shared, now_s: float) -> dict[str, float]:
+    def _turn_costs(
+        self, prompt_tokens: int, shared: Shared, now_s: float
+    ) -> dict[str, tuple[float, Coming | None]]:
         """Return what the turn costs at each decoder; empty if histories stay where they began."""
         if self.memory is None or not self.memory.keeps:
             return {}

@@ -250,8 +250,14 @@ class Turns:
         history = self._live.current(turn.history_id, turn.incarnation)
         if history is not None:
             self._engines.leave_queue(history)
+            self._kinship.has_come(history)
             if self.memory is not None and stored_tokens:
                 self.memory.parked(history, stored_tokens)
+
+    def has_waited(self, turn: TurnKey) -> None:
+        """Note that a turn goes on that waited for its beginning to come to host memory."""
+        if (history := self._live.current(turn.history_id, turn.incarnation)) is not None:
+            self._kinship.has_come(history)
 
     def answered(self, turn: TurnKey, at_s: float) -> float | None:
         """Note a turn's first token but of a tool call; return the TTFET if it is the first."""
@@ -351,6 +357,8 @@ class Turns:
         if self.loads is not None:
             self.loads.turn_ended(history, stats, now_s)
         self._ledger.turn_ends(history, turn_id, now_s)
+        if history.promised:
+            self._kinship.has_come(history)
         if stats is not None:
             history.promised = False
             # All histories that wait for the same tool share one object.

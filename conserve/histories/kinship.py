@@ -9,7 +9,7 @@ from itertools import islice
 
 from conserve import identity
 from conserve.hints import Hints
-from conserve.histories.prefixes import MOST_POINTS, Points, Sharing, mark, one_point
+from conserve.histories.prefixes import MOST_POINTS, Points, Prefix, Sharing, mark, one_point
 from conserve.history import History
 from conserve.placement import NOTHING_SHARED, Decoder, Shared
 from conserve.recognition import Chain, Digest, TailIndex
@@ -164,6 +164,8 @@ def scope_for(conversation_id: str | None) -> bytes:
 
 # Only this many histories with one root are looked at, the newest.
 _LOOKED_AT = 32
+# At most this many system parts in host memory are known.
+_MOST_LENDERS = 4096
 # Shorter system parts are not worth an account of their own.
 LEAST_SYSTEM_TOKENS = 64
 
@@ -209,6 +211,10 @@ class Kinship:
         self._get = get
         self.families = Families(get)
         self.sharing: Sharing[History] = Sharing(charge)
+        # Histories that wait for their beginning, which is computed elsewhere.
+        self._waiting: set[str] = set()
+        # The history that left a system part in host memory.
+        self._lenders: dict[Digest, str] = {}
 
     def has_any(self, opening: Opening) -> bool:
         """Return whether a prompt may have kin; most have none."""
@@ -227,6 +233,7 @@ class Kinship:
         if opening.chain is None:
             return NOTHING_SHARED
         tokens: dict[str, int] = {}
+        there: dict[str, int] = {}
         # What is promised is not computed yet, so it makes no prompt warm.
         computed: dict[str, int] = {}
         promised: dict[str, int] = {}
@@ -236,6 +243,8 @@ class Kinship:
                 continue
             common = _common(kin, opening.chain)
             tokens[kin.home] = max(tokens.get(kin.home, 0), common)
+            if not self._is_away(kin):
+                there[kin.home] = max(there.get(kin.home, 0), common)
             # Other conversations that begin with an equal prompt are spread over decoders.
             if opening.chain.ends or identity.conversation_of(kin.id) == conversation_id:
                 known = promised if kin.promised else computed
@@ -245,10 +254,13 @@ class Kinship:
         system = opening.system
         if system is not None:
             for decoder in decoders:
-                held = self.sharing.system_tokens(decoder.id, system)
+                held = self.sharing.system(decoder.id, system)
                 # If it was counted as longer, it is not shared; see `Sharing.share_system`.
-                if tokens.get(decoder.id, 0) < held <= opening.system_tokens:
-                    tokens[decoder.id] = held
+                if held is None or held.tokens > opening.system_tokens:
+                    continue
+                tokens[decoder.id] = max(tokens.get(decoder.id, 0), held.tokens)
+                if not held.away:
+                    there[decoder.id] = max(there.get(decoder.id, 0), held.tokens)
             if warm_on is None:
                 at_home = (
                     one.home
@@ -256,7 +268,40 @@ class Kinship:
                     if one.home in tokens and not one.promised and _system_of(one) == system
                 )
                 warm_on = next(at_home, None)
-        return Shared(tokens, warm_on, coming_to) if tokens else NOTHING_SHARED
+        away = tuple(id for id, most in tokens.items() if there.get(id, 0) < most)
+        return Shared(tokens, warm_on, coming_to, away=away) if tokens else NOTHING_SHARED
+
+    def _is_away(self, history: History) -> bool:
+        return history.prefiller_id is not None or history.id in self._waiting
+
+    def waits(self, history: History) -> None:
+        """Note that a history's first turn waits for its beginning, until it `has_come`."""
+        self._waiting.add(history.id)
+
+    def has_come(self, history: History) -> None:
+        """Note that a history's beginning is on its decoder, or about to be."""
+        self._waiting.discard(history.id)
+        if (system := _system_part(history)) is not None:
+            system.away = False
+
+    def lends(self, history: History) -> None:
+        """Note that a history leaves its prompt in host memory, from where others may take it."""
+        if (system := _system_of(history)) is not None:
+            self._lenders.pop(system, None)
+            self._lenders[system] = history.id
+            if len(self._lenders) > _MOST_LENDERS:
+                del self._lenders[next(iter(self._lenders))]
+
+    def lenders(self, opening: Opening, of: str) -> Iterator[tuple[History, int]]:
+        """Yield other histories that begin as a prompt of a history does, and for how long."""
+        if (chain := opening.chain) is None:
+            return
+        for kin in self._kin(chain.root):
+            if kin.id != of:
+                yield kin, Points(kin.points).longest((*chain.ends, chain.root))
+        lender = self._get(self._lenders.get(opening.system or b"", ""))
+        if lender is not None and lender.id != of:
+            yield lender, opening.system_tokens
 
     def broken(
         self, history_id: str, opening: Opening, siblings: Callable[[str], Sequence[History]]
@@ -306,7 +351,8 @@ class Kinship:
                 self.sharing.share(history, nearest, tokens)
                 self._give_way(nearest, history, tokens)
         if opening.system is not None:
-            self.sharing.share_system(history, opening.system, opening.system_tokens)
+            away = self._is_away(history)
+            self.sharing.share_system(history, opening.system, opening.system_tokens, away)
 
     def advanced(self, history: History) -> None:
         """Share what a history has in common, which has a new point or a new decoder."""
@@ -394,11 +440,16 @@ def _messages_in_common(points: Points, chain: Chain) -> int:
     return next((number for end, number in longest_first if end in points), 0)
 
 
-def _system_of(history: History) -> Digest | None:
-    """Return the digest of a history's system part; None: it is short, or not bound."""
+def _system_part(history: History) -> Prefix | None:
+    """Return a history's system part; None: it is short, or not bound."""
     prefix = history.base
     while prefix is not None and prefix.base is not None:
         prefix = prefix.base
     if prefix is None or prefix.key is None or prefix.key[0] != history.home:
         return None
-    return prefix.key[1]
+    return prefix
+
+
+def _system_of(history: History) -> Digest | None:
+    system = _system_part(history)
+    return None if system is None or system.key is None else system.key[1]

@@ -114,13 +114,15 @@ class Prefix(msgspec.Struct, gc=False):
     """A beginning that several histories on one decoder have, or had.
 
     It counts the tokens beyond its ``base``. Users are histories and longer prefixes; it does not
-    know them, so there are no cycles for a garbage collector to find. A system part has a ``key``.
+    know them, so there are no cycles for a garbage collector to find. A system part has a ``key``,
+    and is ``away`` until its decoder has it, or computes it.
     """
 
     tokens: int
     users: int
     base: "Prefix | None" = None
     key: tuple[str, Digest] | None = None
+    away: bool = False
 
 
 class Holder(Protocol):
@@ -163,7 +165,7 @@ class Sharing(Generic[Held]):
                 self._rebase(history, known, prefix)
             self._rebase(history, prefix)
 
-    def share_system(self, history: Held, digest: Digest, tokens: int) -> None:
+    def share_system(self, history: Held, digest: Digest, tokens: int, away: bool = False) -> None:
         tokens = min(tokens, history.held_tokens)
         if history.home is None or tokens <= _length(history.base):
             return
@@ -173,13 +175,14 @@ class Sharing(Generic[Held]):
             return  # It was counted as longer, so nothing is known to be shared.
         if system is None:
             # `_rebase` takes off what the history holds itself by as much.
-            system = self._systems[key] = Prefix(tokens, 0, None, key)
+            system = self._systems[key] = Prefix(tokens, 0, None, key, away)
             self._charge(history, tokens)
+        system.away &= away
         self._rebase(history, system)
 
-    def system_tokens(self, decoder_id: str, digest: Digest) -> int:
-        """Return the tokens of a system part, if the decoder holds it, else 0."""
-        return _length(self._systems.get((decoder_id, digest)))
+    def system(self, decoder_id: str, digest: Digest) -> Prefix | None:
+        """Return a system part, if the decoder holds it."""
+        return self._systems.get((decoder_id, digest))
 
     def _rebase(self, history: Held, base: Prefix | None, prefix: Prefix | None = None) -> None:
         """Have a history, or a prefix on its decoder, begin with another prefix."""

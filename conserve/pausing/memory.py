@@ -17,7 +17,7 @@ from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet
 from conserve.pausing.policy import Idle, Pausing
 from conserve.pausing.prefetch import Prefetches
 from conserve.pausing.tools import RunningTools, Wait
-from conserve.placement import NOTHING_SHARED, Decoder, Shared
+from conserve.placement import NOTHING_SHARED, Coming, Decoder, Shared
 from conserve.recognition import Digest
 from conserve.turn import TurnStats
 from conserve.wire import history_key
@@ -115,6 +115,11 @@ class Memory:
         """Return how many tokens host memory has, as far as is known."""
         return 0 if self._host is None else self._host.tokens
 
+    @property
+    def has_host_room(self) -> bool:
+        """Whether host memory evicts nothing yet."""
+        return self._host is not None and self._host.oldest_s == -inf
+
     def set_host_tokens(self, tokens: int) -> None:
         """Set the room in host memory; 0 means that nothing is parked."""
         if self._host is not None:
@@ -160,6 +165,8 @@ class Memory:
 
     def park(self, history: History) -> bool:
         """Return whether the turn that has just begun leaves its KV in host memory too."""
+        if history.running[-1] in self._parking:
+            return True
         if not self.parks_on(history.home or "", history.last_used_s):
             return False
         self._parking.add(history.running[-1])
@@ -428,6 +435,29 @@ class Memory:
             return shared
         left_tokens = cache.left_tokens(history_id) + shared_tokens
         return replace(shared, left_on=was_on, left_tokens=left_tokens)
+
+    def lent(self, lenders: Iterable[tuple[History, int]], shared: Shared) -> Shared:
+        """Add to ``shared`` what host memory has, or is about to have, of others' beginning."""
+        if (host := self._host) is None:
+            return shared
+        parked_tokens, coming = shared.parked_tokens, None
+        for one, tokens in lenders:
+            parked_tokens = max(parked_tokens, min(tokens, host.left_tokens(_key(one))))
+            found = Coming(one.id, one.prefiller_id or one.home or "", tokens)
+            if self.is_coming(found) and (coming is None or tokens > coming.tokens):
+                coming = found
+        if coming is not None and coming.tokens <= parked_tokens:
+            coming = None
+        return replace(shared, parked_tokens=parked_tokens, coming=coming)
+
+    def is_coming(self, one: Coming) -> bool:
+        """Return whether a prefill that leaves its prompt in host memory is not done yet."""
+        history = self._get(one.history_id)
+        if self._host is None or history is None or not history.home or not history.promised:
+            return False
+        if self._host.left_tokens(_key(history)) >= one.tokens:
+            return False
+        return history.prefiller_id is not None or not self._parking.isdisjoint(history.running)
 
     def make_room(
         self,

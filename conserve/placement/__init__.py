@@ -12,7 +12,7 @@ from conserve.placement.policy import (
     PerTurnPlacement,
     PlacementPolicy,
 )
-from conserve.placement.state import NOTHING_SHARED, Decoder, Placement, Prefiller, Shared
+from conserve.placement.state import NOTHING_SHARED, Coming, Decoder, Placement, Prefiller, Shared
 
 PolicyName = Literal["conversation", "elastic", "collocated", "full_disaggregation", "per_turn"]
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
 from conserve.placement.policy import PlacementPolicy
-from conserve.placement.state import NOTHING_SHARED, Decoder, Placement, Prefiller, Shared
+from conserve.placement.state import (
+    NOTHING_SHARED,
+    Coming,
+    Decoder,
+    Placement,
+    Prefiller,
+    Shared,
+)
 
 # A home counts as at most this busy.
 _BUSIEST = 0.95
@@ -15,6 +22,9 @@ _LEAST_DECODING_S = 0.5
 # Rates of about the last minute tell nothing beyond the next one. Without this bound a conversation
 # would live for ever where none has come of late, and a home would count for more than any prefill.
 _MOST_LIFE_S = 60.0
+# To compute what another engine has, or computes, takes time that the next prompts might use: it
+# costs this much more.
+_AGAIN = 0.5
 # Digits after the point of the seconds that are compared: below a microsecond, costs are equal, and
 # no choice turns on how a sum was rounded.
 _DIGITS = 6
@@ -95,11 +105,13 @@ class ElasticPlacement(PlacementPolicy):
             for one in decoders
             if one.id in pool
         }
+        shared = self._with_times(shared, now_s)
         return cheapest(prompt_tokens, even, pool, shared, work, room=room)
 
     def turn_costs(
         self, prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
-    ) -> dict[str, float]:
+    ) -> dict[str, tuple[float, Coming | None]]:
+        shared = self._with_times(shared, now_s)
         room = {one.id: one.free_tokens for one in decoders}
         work = {id: self.loads.work(id, now_s) for id in room}
         turns_per_s = sum(one.turns_per_s for one in work.values())
@@ -109,17 +121,21 @@ class ElasticPlacement(PlacementPolicy):
         decoding_s = max(_LEAST_DECODING_S, decoding_s)
         found = {}
         for id, one in work.items():
-            there, past = shared.there(id), min(shared.found(id), prompt_tokens - 1)
+            cost_s, after = ready_s(prompt_tokens, id, shared, one)
             # What has no room beside it is loaded again, too.
-            pushed_out = max(0, prompt_tokens - there - room[id])
-            cost_s = one.costs.handoff_s(past - there) + one.costs.handoff_s(pushed_out)
-            cost_s += prefill_cost_s(one, prompt_tokens - past, past, shared.encode_tokens)
+            cost_s += one.costs.handoff_s(max(0, prompt_tokens - shared.there(id) - room[id]))
             # As if the others' prompts were as long.
-            n = 1 + max(one.decodes, one.mean_decodes)
+            n = 1 + max(one.decodes + one.coming, one.mean_decodes)
             alone_s = one.costs.decode_s(1, prompt_tokens)
             slower = one.costs.decode_s(n, n * prompt_tokens) / alone_s if alone_s else 1.0
-            found[id] = round(cost_s + slower * decoding_s, _DIGITS)
+            found[id] = round(cost_s + slower * decoding_s, _DIGITS), after
         return found
+
+    def _with_times(self, shared: Shared, now_s: float) -> Shared:
+        if (coming := shared.coming) is None:
+            return shared
+        done_in_s = self.loads.done_in_s(coming.engine_id, coming.history_id, now_s)
+        return replace(shared, coming=replace(coming, done_in_s=done_in_s))
 
     def first_prompts_shares(
         self, decoders: Sequence[Decoder], pool: Collection[str], now_s: float
@@ -248,6 +264,7 @@ def cheapest(
         new_tokens = tokens - past
         pushed_out = new_tokens - room.get(one, new_tokens)
         elsewhere[one] = prefill_cost_s(work[one], new_tokens, past, shared.encode_tokens)
+        elsewhere[one] += _AGAIN * work[one].costs.prefill_s(max(0, shared.most - past), past)
         elsewhere[one] = round(elsewhere[one] + again_s(work[one], pushed_out), _DIGITS)
     two_least = sorted(elsewhere, key=elsewhere.__getitem__)[:2]
     best: tuple[tuple[float, float], Placement] | None = None
@@ -255,24 +272,43 @@ def cheapest(
     for home, exact_s in homes.items():
         costs, later_s = work[home].costs, round(exact_s, _DIGITS)
         there = shared.there(home)
-        past = min(shared.found(home), tokens - 1)
-        prefill_s = prefill_cost_s(work[home], tokens - past, past, shared.encode_tokens)
-        here = round(costs.handoff_s(past - there) + prefill_s + later_s, _DIGITS), later_s
+        here_s, after = ready_s(tokens, home, shared, work[home])
+        here = round(here_s + later_s, _DIGITS), later_s
         if best is None or here < best[0]:
-            best = here, Placement(home, None)
+            best = here, Placement(home, None, after)
         way_s = costs.handoff_s(tokens - there)
         for one in (id for id in two_least if id != home):
             comes_s = elsewhere[one] + way_s
             moved = round(comes_s + held_up_s(work[home], comes_s) + later_s, _DIGITS), later_s
             if best_moved is None or moved < best_moved[0]:
                 doubt_s = math.hypot(
-                    work[home].costs.doubt * prefill_s, work[one].costs.doubt * elsewhere[one]
+                    work[home].costs.doubt * here_s, work[one].costs.doubt * elsewhere[one]
                 )
                 best_moved = moved, Placement(home, one), doubt_s
     if best is None or best_moved is None:
         return None if best is None else best[1]
     (moved_s, _), placement, doubt_s = best_moved
     return placement if round(moved_s + doubt_s, _DIGITS) < best[0][0] else best[1]
+
+
+def ready_s(tokens: int, home: str, shared: Shared, work: Work) -> tuple[float, Coming | None]:
+    """Return the seconds until a home has prefilled a prompt, plus those that others are delayed.
+
+    It may wait for what is coming to host memory, and load it, if that ends sooner.
+    """
+    costs, there = work.costs, shared.there(home)
+
+    def with_past(past: int) -> float:
+        past = min(past, tokens - 1)
+        again_s = _AGAIN * costs.prefill_s(max(0, shared.most - past), past)
+        loaded_s = costs.handoff_s(past - there)
+        return loaded_s + prefill_cost_s(work, tokens - past, past, shared.encode_tokens) + again_s
+
+    now_s, coming = with_past(shared.found(home)), shared.coming
+    if coming is None or coming.tokens <= shared.found(home):
+        return now_s, None
+    waits_s = max(0.0, coming.done_in_s - work.backlog_s) + with_past(coming.tokens)
+    return (waits_s, coming) if waits_s < now_s else (now_s, None)
 
 
 def prefill_cost_s(

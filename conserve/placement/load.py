@@ -76,6 +76,7 @@ class Work(NamedTuple):
         decodes: requests past their first token.
         append_share: of its time, what later turns of its own conversations append.
         append_s: the time of the append that runs at an average moment at which one runs.
+        coming: prompts that were sent there since its last report, and are not done.
         lent_tokens: prefilled for other engines in the last ten seconds.
         conversations: those that are there yet and had a turn lately.
         ages_s: how long ago these began, together.
@@ -93,6 +94,7 @@ class Work(NamedTuple):
     conversations: int = 0
     mean_decodes: float = 0.0
     ages_s: float = 0.0
+    coming: int = 0
 
     def coming_wait_s(self, held_up_s: float) -> float:
         """Return the total wait of turns that come while the engine is held up."""
@@ -173,6 +175,8 @@ class Loads:
         where = placement.prefiller_id
         if where is None:
             engine, past = home, shared.found(placement.decoder_id)
+            if placement.after is not None:
+                past = placement.after.tokens
         else:
             engine, past = self._of(where), shared.there(where)
             engine.lent.append((now_s, tokens))
@@ -252,7 +256,12 @@ class Loads:
             engine.turns.histories(now_s),
             engine.mean_decodes,
             engine.turns.ages_s(now_s),
+            len(engine.queue),
         )
+
+    def done_in_s(self, engine_id: str, history_id: str, now_s: float) -> float:
+        """Return when the prefill of a history is done that was sent to an engine."""
+        return self._of(engine_id).queue.until_s(history_id, now_s)
 
     def first_prompts(self, now_s: float) -> FirstPrompts:
         engines = self._first_prompts.share(now_s)
@@ -376,6 +385,10 @@ class _Queue:
         self._waiting: dict[Hashable, tuple[float, float]] = {}
         self._at_s = -math.inf
 
+    def __len__(self) -> int:
+        """Return how many were added since the engine's report, and are not done."""
+        return len(self._waiting) - (None in self._waiting)
+
     def set(self, tokens: float, seconds: float, now_s: float) -> None:
         self._waiting = {None: (tokens, seconds)}
         self._at_s = now_s
@@ -394,6 +407,16 @@ class _Queue:
             tokens += each_tokens
             seconds += each_s
         return tokens, seconds
+
+    def until_s(self, key: Hashable, now_s: float) -> float:
+        """Return when one is done. The engine may have reported it with all others."""
+        self._pass(now_s)
+        seconds = 0.0
+        for other, (_, each_s) in self._waiting.items():
+            seconds += each_s
+            if other == key or (other is None and key not in self._waiting):
+                break
+        return seconds
 
     def _pass(self, now_s: float) -> None:
         passed_s = now_s - self._at_s

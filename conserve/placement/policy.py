@@ -11,6 +11,7 @@ from typing import ClassVar
 from conserve.placement.load import Loads
 from conserve.placement.state import (
     NOTHING_SHARED,
+    Coming,
     Decoder,
     Placement,
     Prefiller,
@@ -62,8 +63,11 @@ class PlacementPolicy(ABC):
 
     def turn_costs(
         self, prompt_tokens: int, decoders: Iterable[Decoder], shared: Shared, now_s: float
-    ) -> dict[str, float]:
-        """Return what one turn costs at each decoder, in seconds, all that it delays included."""
+    ) -> dict[str, tuple[float, Coming | None]]:
+        """Return what one turn costs at each decoder, in seconds, and what it would wait for.
+
+        All that it delays is included.
+        """
         return {}
 
     def prefill_later_turn(self, prefillers: Iterable[Prefiller]) -> str | None:

@@ -1,6 +1,6 @@
 """The state that a placement policy reads, and its decision."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -51,10 +51,27 @@ class Prefiller:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decoder for the conversation's life, and the prefiller for its first turn, if any."""
+    """The decoder for the conversation's life, and the prefiller for its first turn, if any.
+
+    ``after`` is a prefill whose end the turn waits for, as its KV is loaded from host memory then.
+    """
 
     decoder_id: str
     prefiller_id: str | None
+    after: "Coming | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A prefill of another history that will leave a prompt's first ``tokens`` in host memory.
+
+    It is expected to take ``done_in_s``.
+    """
+
+    history_id: str
+    engine_id: str
+    tokens: int
+    done_in_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +79,18 @@ class Shared:
     """The part of a prompt that decoders hold already, as the beginning of other histories.
 
     Attributes:
-        tokens: by decoder; only those that hold any.
+        tokens: by decoder; only those that hold any, or will.
         warm_on: the decoder with the history that the prompt branches off, or with the other
             histories of its conversation; None if only a system part is shared.
         coming_to: the decoder to which that history is promised while it is computed elsewhere.
         left_on, left_tokens: the decoder that should still have a paused history's KV, and how
             much.
-        parked_tokens: what host memory has of the history, for any decoder.
+        parked_tokens: what host memory has of the history, or of others' beginning, for any
+            decoder.
+        coming: the prefill that brings most to host memory; None if none brings more.
         encode_tokens: embeddings of the prompt's images that were not encoded on the node of the
             engine that counted it.
+        away: decoders whose ``tokens`` are promised, and computed elsewhere.
     """
 
     tokens: Mapping[str, int]
@@ -79,7 +99,15 @@ class Shared:
     left_on: str | None = None
     left_tokens: int = 0
     parked_tokens: int = 0
+    coming: Coming | None = None
     encode_tokens: int = 0
+    away: Collection[str] = ()
+
+    @property
+    def most(self) -> int:
+        """Return how much of a prompt is computed for others, or about to be."""
+        coming_tokens = self.coming.tokens if self.coming else 0
+        return max((*self.tokens.values(), self.parked_tokens, coming_tokens))
 
     def beyond(self, tokens: int, decoder_id: str) -> int:
         """Return how much of a prompt of ``tokens`` a decoder does not hold yet."""
@@ -90,6 +118,10 @@ class Shared:
         tokens = self.tokens.get(engine_id, 0)
         if engine_id == self.coming_to and engine_id != self.warm_on:
             tokens = 0
+        if engine_id in self.away:
+            tokens = 0
+        if self.coming is not None and engine_id == self.coming.engine_id:
+            tokens = self.coming.tokens
         return max(tokens, self.left_tokens) if engine_id == self.left_on else tokens
 
     def found(self, decoder_id: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from conserve.pausing.cache import HostMemory
 from conserve.turn import TurnKey
 from conserve_lab.counters import ServerFigures
-from conserve_lab.records import Answer, Script, TurnRecord, TurnRequest
+from conserve_lab.records import Answer, Script, SharedPrefix, TurnRecord, TurnRequest
 from conserve_lab.simulate.costs import Costs
 from conserve_lab.simulate.engine import EngineTurn, SimulatedEngine
 from conserve_lab.simulate.rivals import Program
@@ -78,6 +78,8 @@ class Clients(ABC):
         self._host = HostMemory(system.host_tokens)
         # Until when KV comes from host memory to an engine: one history after the other.
         self._loads_until_s: dict[str, float] = {}
+        # A conversation that left there what others begin with, too.
+        self._lenders: dict[SharedPrefix, str] = {}
         self._loaded_tokens = 0
         self._longest_tokens = min(
             costs.capacity_tokens for costs in (*system.prefillers, *system.decoders)
@@ -202,15 +204,27 @@ class Clients(ABC):
         chunk = self.system.handoff_chunk_tokens
         return tokens // chunk * chunk
 
+    def _leave(self, one: Open, tokens: int, now_s: float, shared_tokens: int) -> None:
+        """Leave a prompt in host memory, and what others begin with among it."""
+        id, shared = one.script.conversation, one.request.shared
+        self._host.use(id, self._whole_chunks(tokens), now_s, shared_tokens)
+        if shared and not self._host.left_tokens(self._lenders.get(shared[-1], "")):
+            self._lenders[shared[-1]] = id
+
     def _load(self, one: Open, work: EngineTurn, engine: SimulatedEngine, now_s: float) -> float:
         """Load what an engine lacks of a prompt from host memory; returns when that is done."""
         there = min(self._host.left_tokens(work.conversation), work.reusable_tokens)
+        if one.request.shared:
+            prefix = one.request.shared[-1]
+            lent_tokens = self._host.left_tokens(self._lenders.get(prefix, ""))
+            there = max(there, min(lent_tokens, prefix.tokens))
         missing = self._whole_chunks(there) - engine.finds(work)
         if missing < self.system.handoff_chunk_tokens:
             return now_s
         work.loaded_tokens = one.found_tokens = self._whole_chunks(there)
         self._loaded_tokens += missing
-        self._host.use(work.conversation, 0, now_s)
+        if work.conversation in self._host:
+            self._host.use(work.conversation, 0, now_s)
         begins_s = max(now_s, self._loads_until_s.get(engine.id, now_s))
         ends_s = self._loads_until_s[engine.id] = begins_s + engine.costs.handoff(missing)
         return ends_s

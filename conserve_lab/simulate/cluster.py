@@ -7,8 +7,10 @@ handoffs and clients are simulated. Engines do not fail.
 
 import math
 import random
+from collections import defaultdict
 from hashlib import blake2b
 from itertools import chain
+from typing import Any
 
 import msgspec
 
@@ -39,6 +41,9 @@ _TRIED_TOKENS = (512, 4_096)
 class Cluster(Clients):
     """A run of one system that is built as ConServe is."""
 
+    def _engine(self, *given: Any, **more: Any) -> SimulatedEngine:
+        return super()._engine(*given, prefilled=self._stored, **more)
+
     def _prepare(self, system: System) -> None:
         costs = system.decoders[0].estimated
         policy = make_policy(system.placement, system.wrong_decision_rate, costs)
@@ -51,6 +56,8 @@ class Cluster(Clients):
         )
         self._looks = False
         self._in_line: dict[str, tuple[Open, Ticket]] = {}
+        # By conversation, those that wait for its prefill.
+        self._after: defaultdict[str, list[Open]] = defaultdict(list)
         self.decoders = {
             (name := f"decoder-{i}"): self._engine(name, costs, self._answered)
             for i, costs in enumerate(system.decoders)
@@ -188,7 +195,9 @@ class Cluster(Clients):
         one.key = admitted.turn
         one.decoder = self._homes[placement.decoder_id]
         self._count_turn(one.key, now_s)
-        if placement.prefiller_id is None:
+        if placement.after is not None:
+            self._after[placement.after.history_id].append(one)
+        elif placement.prefiller_id is None:
             self._submit_to_decoder(one, now_s)
         else:
             self._cold_prefill_tokens += admitted.prompt_tokens
@@ -269,11 +278,20 @@ class Cluster(Clients):
         assert conversation is not None
         return self.table.park(conversation)
 
-    def _keep_in_host(self, history_id: str, tokens: int, now_s: float) -> None:
+    def _stored(self, work: EngineTurn, now_s: float) -> None:
+        """Have those begin that waited for a first prompt, which is in host memory now."""
+        one: Open = work.turn
+        if one.parks and not one.records:
+            self.table.prefilled(one.key, work.prompt_tokens)
+            self._keep_in_host(one, work.prompt_tokens, now_s)
+        for other in self._after.pop(work.conversation, ()):
+            self.table.has_waited(other.key)
+            self._later(now_s, lambda at_s, other: self._submit_to_decoder(other, at_s), other)
+
+    def _keep_in_host(self, one: Open, tokens: int, now_s: float) -> None:
         if self.system.host_tokens:
-            history = self.table.get(history_id)
-            shared_tokens = 0 if history is None else history.shared_tokens
-            self._host.use(history_id, self._whole_chunks(tokens), now_s, shared_tokens)
+            history = self.table.get(one.script.conversation)
+            self._leave(one, tokens, now_s, 0 if history is None else history.shared_tokens)
 
     def _prefill_later(self, one: Open, prefiller: SimulatedEngine, now_s: float) -> None:
         work = EngineTurn(
@@ -306,7 +324,7 @@ class Cluster(Clients):
         one.prefilled_tokens, one.found_tokens = work.prompt_tokens, work.cached_tokens
         to_decode = self._work(one)
         to_decode.loaded_tokens = self._whole_chunks(work.prompt_tokens)
-        self._keep_in_host(work.conversation, work.prompt_tokens, now_s)
+        self._keep_in_host(one, work.prompt_tokens, now_s)
         one.parks = self._parks(one)
         moved = max(0, to_decode.loaded_tokens - one.decoder.finds(to_decode))
         if moved:
@@ -347,7 +365,7 @@ class Cluster(Clients):
         self.table.advance(one.key, decoder.id, stats, (), now_s)
         self._admission.queue.served(id, stats.computed_tokens)
         if one.parks:
-            self._keep_in_host(id, work.prompt_tokens, now_s)
+            self._keep_in_host(one, work.prompt_tokens, now_s)
         if self.table.memory is not None:
             decoders = self.table.decoders
             self.table.memory.relieve(decoders[decoder.id], decoders.values(), now_s)

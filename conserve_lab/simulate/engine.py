@@ -96,6 +96,7 @@ class SimulatedEngine:
         schedule: Callable[[float, "SimulatedEngine", int], None],
         finished: Callable[[EngineTurn, "SimulatedEngine", float], None],
         *,
+        prefilled: Callable[[EngineTurn, float], None] = lambda work, now_s: None,
         keeps: bool = True,
         max_sequences: int = 256,
         block_tokens: int = 16,
@@ -104,6 +105,7 @@ class SimulatedEngine:
         self.costs = costs
         self._schedule = schedule
         self._finished = finished
+        self._tells = prefilled
         self._keeps = keeps
         self._max_sequences = max_sequences
         self._block_tokens = block_tokens
@@ -365,6 +367,7 @@ class SimulatedEngine:
     def _prefilled(self, work: EngineTurn, now_s: float) -> None:
         if work.first_token_s < 0:
             work.first_token_s = now_s
+            self._tells(work, now_s)
         work.made_tokens += 1
         if work.made_tokens >= work.output_tokens:
             self._end(work, now_s)

@@ -82,8 +82,7 @@ class Fleet(Clients):
         program.attained_s += now_s - work.admitted_s
         if self.system.host_tokens:
             # What others begin with is there for nothing.
-            tokens = self._whole_chunks(work.prompt_tokens)
-            self._host.use(program.id, tokens, now_s, work.shared_tokens)
+            self._leave(one, work.prompt_tokens, now_s, work.shared_tokens)
         self._rival.answered(program, now_s)
         keep_s = self._rival.keep_s(program)
         if keep_s:

@@ -56,12 +56,15 @@ class Stored:
     address: Address
     prompts: int
     heard: int = 0
+    tells: Callable[[], None] | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def hear(self, workers: int) -> None:
         self.heard += 1
-        if self.heard >= self.prompts * workers:
+        if self.heard >= self.prompts * workers and not self.done.is_set():
             self.done.set()
+            if self.tells is not None:
+                self.tells()
 
 
 class StoredPrompts:
@@ -82,18 +85,32 @@ class StoredPrompts:
         self._listening = False
 
     def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        tells: Callable[[], None] | None = None,
+        **options: Any,
     ) -> AsyncIterator[Any]:
-        """Return what the client's ``generate`` would; its last output may be held back."""
+        """Return what the client's ``generate`` would; its last output may be held back.
+
+        ``tells`` is called once the prompt is stored.
+        """
         run = functools.partial(self._generate, prompt, sampling_params, request_id, **options)
         told = (sampling_params.extra_args or {}).get("kv_transfer_params") or {}
-        return self._hold(run, sampling_params, request_id) if told.get(PARK) else run()
+        return self._hold(run, sampling_params, request_id, tells) if told.get(PARK) else run()
 
     async def _hold(
-        self, run: Callable[[], Any], sampling_params: Any, request_id: str
+        self,
+        run: Callable[[], Any],
+        sampling_params: Any,
+        request_id: str,
+        tells: Callable[[], None] | None,
     ) -> AsyncIterator[Any]:
         extra = sampling_params.extra_args
         with self._expect(sampling_params.n) as stored:
+            stored.tells = tells
             told = {**extra["kv_transfer_params"], STORED_TO: list(stored.address)}
             sampling_params.extra_args = {**extra, "kv_transfer_params": told}
             async with contextlib.aclosing(run()) as stream:

@@ -25,7 +25,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, RESPONSES
 from conserve.clock import unix_s
-from conserve.direct import Alone, Continued, Desk, Ended, Rejoined
+from conserve.direct import Alone, Continued, Desk, Ended, Rejoined, Stored
 from conserve.holdings import Holdings
 from conserve.media import lifted_media
 from conserve.recognition import Digest
@@ -280,6 +280,10 @@ class EngineTurns:
             in_background(self.copies.own(turn.key.history_id))
         self.has_more()
 
+    def _stored(self, turn: EngineTurn) -> None:
+        self.desk.outbox.add(Stored(turn.key, turn.stats.prompt_tokens))
+        self.has_more()
+
     def _engine_ends(self) -> None:
         self.ending = True
         self.desk.close()
@@ -315,6 +319,9 @@ class EngineTurns:
         identifiers = {identifier for identifier, _ in images}
         if turn is not None:
             turn.tell_engine(prompt, sampling_params, self.schedules)
+            if self.stores and turn.parks and turn.asked.root:
+                # Other turns may wait for it.
+                options["tells"] = functools.partial(self._stored, turn)
             if self.copies is not None and turn.parks:
                 ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt")
                 self.copies.keep(turn.key.history_id, ids or (), salt or "", images)

@@ -158,6 +158,8 @@ class Placing:
                     opening,
                     1 if tenant is None else tenant.weight,
                 )
+                if (coming := admitted.placement.after) is not None:
+                    await self.running.has_come(admitted.turn, coming)
                 history = self.table.get(history_id)
         except QueueFull as full:
             self.accounts.turned_away(history_id, "queue_full")

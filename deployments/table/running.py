@@ -9,9 +9,20 @@ from typing import NamedTuple
 
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
-from conserve.direct import LEASE_S, Alone, Began, Ended, Happened, Notice, Rejoined, Report
+from conserve.direct import (
+    LEASE_S,
+    Alone,
+    Began,
+    Ended,
+    Happened,
+    Notice,
+    Rejoined,
+    Report,
+    Stored,
+)
 from conserve.histories.prefixes import mark
 from conserve.history import History
+from conserve.placement import Coming
 from conserve.recognition import Chain, Digest
 from conserve.settings import Settings
 from conserve.turn import Reason, TurnKey, TurnStats
@@ -23,6 +34,8 @@ from deployments.table.room import Room
 
 # A client sends again at once. Its router has missed beats by then, or lives.
 _SENT_S, _AGAIN_S = 4.0, 0.1
+# LMCache's server announces what is stored within this time.
+_ANNOUNCED_S = 0.005
 
 
 class Unsent(NamedTuple):
@@ -52,6 +65,8 @@ class RunningTurns:
     alone: dict[TurnKey, bytes] = field(default_factory=dict)
     unsent: dict[TurnKey, Unsent] = field(default_factory=dict)
     may_be_stored: bool = False
+    # By history, turns that wait for its prefill.
+    _waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)
 
     # --- they begin --------------------------------------------------------------------------
 
@@ -91,6 +106,31 @@ class RunningTurns:
         self.routers[plan.turn], self.decoders[plan.turn] = router_id, plan.decoder_id
         self.may_be_stored |= plan.parks or plan.prefiller_id is not None
         self.accounts.turn_begins(plan)
+
+    async def has_come(self, turn: TurnKey, coming: Coming) -> None:
+        """Wait until the beginning of a turn's prompt is in host memory, or will not be soon.
+
+        The turn has begun, and is abandoned if this is cancelled.
+        """
+        loop, memory = asyncio.get_running_loop(), self.table.memory
+        assert memory is not None
+        began_s = loop.time()
+        until_s = began_s + 1 + 4 * coming.done_in_s
+        try:
+            while memory.is_coming(coming) and (left_s := until_s - loop.time()) > 0:
+                done = self._waiting.setdefault(coming.history_id, loop.create_future())
+                await asyncio.wait([done], timeout=left_s)
+            await asyncio.sleep(_ANNOUNCED_S)
+        except asyncio.CancelledError:
+            self.abandon(turn)
+            raise
+        self.table.has_waited(turn)
+        if (record := self.table.record(turn.turn_id)) is not None:
+            record.beginning_s = loop.time() - began_s
+
+    def _has_come(self, history_id: str) -> None:
+        if (done := self._waiting.pop(history_id, None)) is not None:
+            done.set_result(None)
 
     def is_alone(self, turn: TurnKey, digest: bytes) -> None:
         router_id = self.routers.get(turn)
@@ -146,8 +186,12 @@ class RunningTurns:
             asyncio.get_running_loop().call_later(SILENCE_S, self.unsent.pop, turn, None)
 
     def prefilled(self, plan: TurnPlan, done: TurnStats | None) -> None:
-        self.table.prefilled(plan.turn, 0 if done is None else done.prefilled_tokens)
+        self.stored(plan.turn, 0 if done is None else done.prefilled_tokens)
         self.accounts.prefilled(plan, done, goes_on=plan.turn in self.routers)
+
+    def stored(self, turn: TurnKey, tokens: int) -> None:
+        self.table.prefilled(turn, tokens)
+        self._has_come(turn.history_id)
 
     # --- they end ----------------------------------------------------------------------------
 
@@ -191,6 +235,7 @@ class RunningTurns:
         self.routers.pop(turn, None)
         self.decoders.pop(turn, None)
         self.alone.pop(turn, None)
+        self._has_come(turn.history_id)
         self.accounts.turn_ends(turn, stats)
 
     def router_lost(self, router_id: str) -> None:
@@ -293,6 +338,8 @@ class Listeners:
         turn = event.turn
         if isinstance(event, Alone):
             self.running.is_alone(turn, event.digest)
+        elif isinstance(event, Stored):
+            self.running.stored(turn, event.tokens)
         elif isinstance(event, Rejoined):
             self.running.rejoined(turn, event.router_id)
         elif isinstance(event, Began):

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from tests.engines.applications import ELASTIC
-from tests.engines.client import Agent, Reply, engines, lone_answer, prose
+from tests.engines.client import Agent, Reply, chat, engines, lone_answer, prose
+from tests.engines.lone import LONE_PORT
 from tests.engines.metrics import exposed, metric
 from tests.engines.processes import kill, processes
 from tests.engines.stage import Stage
@@ -267,3 +268,29 @@ async def test_what_a_lost_prefiller_hosted_goes_on_elsewhere(
     assert metric("conserve_engines_lost_total", role="prefiller") == 1
     await asyncio.to_thread(stage.wait_until_whole)
     assert engine("prefiller")["id"] != prefiller["id"]
+
+
+async def test_siblings_on_both_engines_begin_from_what_one_of_them_has_computed(
+    application: str, stage: Stage, client: httpx.AsyncClient, rng: random.Random
+) -> None:
+    """One engine has no room for all of them."""
+    stage.wait_for_lone()
+    await nothing_is_left_to_do()
+    tools = prose(rng, 1_200)
+    children = [Agent(client, f"child-{number}") for number in range(8)]
+    for child in children:
+        child.messages.append({"role": "system", "content": tools})
+    await asyncio.gather(*(child.say(prose(rng, 450), tokens=OUTPUT_TOKENS) for child in children))
+    assert len({child.replies[0].decoder for child in children}) == 2
+    stats = [child.stats[0] for child in children]
+    alone = [{"role": "system", "content": tools}, {"role": "user", "content": ""}]
+    reply = await chat(client, alone, tokens=1, url=f"http://127.0.0.1:{LONE_PORT}")
+    shared = reply.body["usage"]["prompt_tokens"]
+    computed = [
+        one["prompt_tokens"] - one["decoder_cached_tokens"] - one["lmcache_tokens"] for one in stats
+    ]
+    own = sum(one["prompt_tokens"] - shared for one in stats)
+    # Host memory has whole chunks, of 128 tokens.
+    assert sum(computed) - own <= 1.2 * shared + 128, stats
+    assert any(one["lmcache_tokens"] for one in stats)
+    await answered_alike(client, [children[0], children[-1]], 0)

@@ -105,7 +105,10 @@ def cost_s(
         delayed_s += again_s + COSTS.prefill_share * work.decodes * again_s
     moved = tokens - there[home] if at != home else found - there[home]
     way_s = COSTS.handoff_constant_s + COSTS.handoff_per_token_s * moved if moved > 0 else 0.0
-    whole_s = wait_s + delayed_s + way_s
+    # What another engine has, or is about to have, should not be computed again.
+    twice = max(0, max((*shared.tokens.values(), shared.parked_tokens)) - found)
+    twice_s = COSTS.per_token_s * twice + COSTS.per_pair_s * ((twice + found) ** 2 - found**2)
+    whole_s = wait_s + delayed_s + way_s + 0.5 * twice_s
     if at != home:
         # The home's own prefills may still run when it comes there.
         whole_s += COSTS.prefill_share * max(0.0, loads.work(home, NOW_S).backlog_s - whole_s)
@@ -424,7 +427,7 @@ def test_a_turn_moves_where_it_waits_for_less_than_its_history_takes_to_load() -
 
     def goes_to(shared: Shared, **said: EngineLoad) -> str:
         costs = ElasticPlacement(known(said)).turn_costs(4_030, homes, shared, NOW_S)
-        return min(costs, key=costs.__getitem__)
+        return min(costs, key=lambda id: costs[id][0])
 
     assert goes_to(here) == "d1"
     # 4,000 tokens take 0.42 s to load.

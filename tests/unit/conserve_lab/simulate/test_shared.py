@@ -244,3 +244,24 @@ def test_every_system_finds_what_conversations_share(name: str) -> None:
         assert engine.idle_tokens <= engine.capacity_tokens
     if isinstance(cluster, Cluster):
         assert {one.held_tokens for one in cluster.table.decoders.values()} == {0}
+
+
+@pytest.mark.parametrize("gap_s", [0.01, 3.0])
+@pytest.mark.parametrize("engines", [2, 3])
+def test_siblings_spread_over_engines_and_compute_what_they_share_once(
+    engines: int, gap_s: float
+) -> None:
+    shared = (SharedPrefix(1, 2_048),)
+    children = [
+        (number * gap_s, Scripted([(2_148, 0, 200, 0.0)], f"child{number}", shared))
+        for number in range(8)
+    ]
+    profile = load_profile("cpu-embedded")
+    system = make_system(
+        "elastic_parking", profile, EngineCounts(0, engines), host_tokens=1_000_000
+    )
+    first: list[TurnRecord] = []
+    serve(system, children, first.extend)
+    assert len({one.server for one in first}) > 1
+    computed = sum(one.prompt_tokens - (one.cached_tokens or 0) for one in first)
+    assert computed <= 8 * 100 + 1.2 * 2_048

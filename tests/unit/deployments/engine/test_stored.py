@@ -165,3 +165,15 @@ async def test_a_client_that_leaves_is_not_waited_for() -> None:
 
 async def test_nobody_who_hears_is_no_failure() -> None:
     tell_stored(["nobody-has-this-name", 0], 1)
+
+
+async def test_a_prompt_is_told_as_stored_once_and_long_before_its_answer_ends() -> None:
+    client, told = Client(), []
+    stream = client.generate("prompt", _params(n=2), "r", tells=lambda: told.append(1))
+    async for output in stream:
+        if not output.finished:
+            for expected in (0, 1):
+                tell_stored(client.asked[0][wire.STORED_TO], 1)
+                await asyncio.sleep(0.05)
+                assert len(told) == expected
+    assert len(told) == 1
