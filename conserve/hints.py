@@ -16,6 +16,8 @@ from conserve.identity import agentic_context
 MOST_S = 86_400.0
 MOST_PRIORITY = 2**31 - 1
 MOST_OUTPUT_TOKENS = 2**31 - 1
+# A second of a background turn's wait, as a share of one of another's.
+BACKGROUND = 0.1
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,12}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
 

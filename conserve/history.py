@@ -101,6 +101,10 @@ class History(msgspec.Struct, gc=False):
         self.packed = stats.pack() + self.packed[PACKED_BYTES:]
 
     @property
+    def background(self) -> bool:
+        return self.hints is not None and self.hints.background
+
+    @property
     def due_s(self) -> float | None:
         """Return when its client expects to send the next turn; None if it has not said so."""
         expected_s = None if self.hints is None else self.hints.expected_resume_s

@@ -55,7 +55,10 @@ class ConversationTable(Turns):
         """
         known, memory = self._by_id.get(history_id), self.memory
         if known is not None and memory is not None and known.home and not known.running:
-            shared = memory.found(history_id, replace(NOTHING_SHARED, encode_tokens=encode_tokens))
+            prompt = replace(
+                NOTHING_SHARED, encode_tokens=encode_tokens, background=known.background
+            )
+            shared = memory.found(history_id, prompt)
             costs = self._turn_costs(prompt_tokens or known.held_tokens, shared, now_s)
             least_s = min((cost_s for cost_s, _ in costs.values()), default=inf)
             if least_s < costs.get(known.home, (0.0, None))[0]:
@@ -202,8 +205,10 @@ class ConversationTable(Turns):
             shared = self.memory.found(history_id, shared)
         if self.memory is not None and self._kinship.has_any(opening):
             shared = self.memory.lent(self._kinship.lenders(opening, history_id), shared)
-        if opening.encode_tokens:
-            shared = replace(shared, encode_tokens=opening.encode_tokens)
+        if opening.encode_tokens or opening.background:
+            shared = replace(
+                shared, encode_tokens=opening.encode_tokens, background=opening.background
+            )
         return shared
 
     def _make_room(

@@ -172,7 +172,7 @@ class Turns:
             self.parents.note(history)
         self._start(history, self._ledger.usage.of(history_id), now_s)
         if self.loads is not None:
-            self.loads.turn_came(history.id, history.home, now_s)
+            self.loads.turn_came(history.id, history.home, now_s, history.background)
         return history
 
     def began(self, turn: TurnKey, decoder_id: str, now_s: float, parks: bool = False) -> bool:
@@ -194,7 +194,7 @@ class Turns:
         usage = self._ledger.usage.of(history.id)
         self._start(history, usage, now_s, turn_id=turn.turn_id)
         if self.loads is not None:
-            self.loads.turn_came(history.id, decoder_id, now_s)
+            self.loads.turn_came(history.id, decoder_id, now_s, history.background)
         if parks and self.memory is not None:
             self.memory.parks_turn(turn.turn_id)
         return True

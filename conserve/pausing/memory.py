@@ -681,7 +681,7 @@ class Memory:
             self._parked(history),
             wait.tool,
             wait.tool_ended,
-            history.hints is not None and history.hints.background,
+            history.background,
             self._parents.waits(history),
             self._parents.is_taken_up(history),
         )

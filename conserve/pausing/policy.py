@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from conserve.hints import BACKGROUND
 from conserve.pausing.times import Gaps
 
 # A turn that comes within this time comes soon: about as long as a long prefill takes.
@@ -17,8 +18,6 @@ _ATTENTION_TOKENS = 32_768
 # The time to take a token from host memory, as a share of the time to compute it. By published
 # figures for an 8B model on an H100 it is from 0.38 (short prompts) to 0.17 (64k tokens).
 _RELOAD = 0.25
-# A second of a background history's wait, as a share of one of another's.
-_BACKGROUND = 0.1
 
 
 def patience_s(timeout_s: float) -> float:
@@ -100,7 +99,7 @@ class Pausing:
         computed = one.left_tokens - reloaded
         computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
         cost = (computed_for + _RELOAD * reloaded) * self._chance(one)
-        return _BACKGROUND * cost if one.background else cost
+        return BACKGROUND * cost if one.background else cost
 
     def is_away(self, one: Idle) -> bool:
         """Return whether it is unlikely to be back soon, or would find less than half of itself."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from conserve.hints import BACKGROUND
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
 from conserve.placement.policy import PlacementPolicy
 from conserve.placement.state import (
@@ -123,12 +124,13 @@ class ElasticPlacement(PlacementPolicy):
         for id, one in work.items():
             cost_s, after = ready_s(prompt_tokens, id, shared, one)
             # What has no room beside it is loaded again, too.
-            cost_s += one.costs.handoff_s(max(0, prompt_tokens - shared.there(id) - room[id]))
+            own = BACKGROUND if shared.background else 1.0
+            cost_s += own * one.costs.handoff_s(max(0, prompt_tokens - shared.there(id) - room[id]))
             # As if the others' prompts were as long.
             n = 1 + max(one.decodes + one.coming, one.mean_decodes)
             alone_s = one.costs.decode_s(1, prompt_tokens)
             slower = one.costs.decode_s(n, n * prompt_tokens) / alone_s if alone_s else 1.0
-            found[id] = round(cost_s + slower * decoding_s, _DIGITS), after
+            found[id] = round(cost_s + own * slower * decoding_s, _DIGITS), after
         return found
 
     def _with_times(self, shared: Shared, now_s: float) -> Shared:
@@ -221,7 +223,7 @@ def home_costs(
         others = max(duty * work[one.id].conversations, work[one.id].mean_decodes)
         held_tokens = one.held_tokens * min(1.0, others / max(1, one.conversations))
         step_s = costs.decode_s(others + 1, held_tokens + tokens)
-        delay_s = others * (step_s - costs.decode_s(others, held_tokens))
+        delay_s = work[one.id].weight * others * (step_s - costs.decode_s(others, held_tokens))
         fullness = (one.held_tokens + new_tokens) / one.capacity_tokens
         token_s[one.id] = (step_s + delay_s) * (1 + occupancy_weight * fullness)
     # Costs may leave decodes out.
@@ -263,7 +265,7 @@ def cheapest(
         past = min(shared.there(one), tokens - 1)
         new_tokens = tokens - past
         pushed_out = new_tokens - room.get(one, new_tokens)
-        elsewhere[one] = prefill_cost_s(work[one], new_tokens, past, shared.encode_tokens)
+        elsewhere[one] = prefill_cost_s(work[one], new_tokens, past, shared)
         elsewhere[one] += _AGAIN * work[one].costs.prefill_s(max(0, shared.most - past), past)
         elsewhere[one] = round(elsewhere[one] + again_s(work[one], pushed_out), _DIGITS)
     two_least = sorted(elsewhere, key=elsewhere.__getitem__)[:2]
@@ -297,31 +299,34 @@ def ready_s(tokens: int, home: str, shared: Shared, work: Work) -> tuple[float, 
     It may wait for what is coming to host memory, and load it, if that ends sooner.
     """
     costs, there = work.costs, shared.there(home)
+    own = BACKGROUND if shared.background else 1.0
 
     def with_past(past: int) -> float:
         past = min(past, tokens - 1)
         again_s = _AGAIN * costs.prefill_s(max(0, shared.most - past), past)
-        loaded_s = costs.handoff_s(past - there)
-        return loaded_s + prefill_cost_s(work, tokens - past, past, shared.encode_tokens) + again_s
+        loaded_s = own * costs.handoff_s(past - there)
+        return loaded_s + prefill_cost_s(work, tokens - past, past, shared) + again_s
 
     now_s, coming = with_past(shared.found(home)), shared.coming
     if coming is None or coming.tokens <= shared.found(home):
         return now_s, None
-    waits_s = max(0.0, coming.done_in_s - work.backlog_s) + with_past(coming.tokens)
+    waits_s = own * max(0.0, coming.done_in_s - work.backlog_s) + with_past(coming.tokens)
     return (waits_s, coming) if waits_s < now_s else (now_s, None)
 
 
-def prefill_cost_s(
-    work: Work, new_tokens: int, cached_tokens: int, encode_tokens: int = 0
-) -> float:
-    """Return the seconds until a prefill is done, plus those that others there are delayed."""
+def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int, shared: Shared) -> float:
+    """Return the seconds until a prefill is done, plus those that others there are delayed.
+
+    A background turn's seconds count less, its own and those of others.
+    """
     costs = work.costs
     # Each embedding is a token of the prompt, and needs none where its KV is found.
-    encode_tokens = min(encode_tokens, new_tokens)
+    encode_tokens = min(shared.encode_tokens, new_tokens)
     own_s, encode_s = costs.prefill_s(new_tokens, cached_tokens), costs.encode_s(encode_tokens)
     running_s = work.decodes * (costs.prefill_share * own_s + encode_s)
     waits_s = work.prefill_wait_s(new_tokens, cached_tokens, encode_tokens)
-    return waits_s + running_s + work.coming_wait_s(own_s + encode_s)
+    delays_s = running_s + work.coming_wait_s(own_s + encode_s)
+    return (BACKGROUND if shared.background else 1.0) * waits_s + work.weight * delays_s
 
 
 def held_up_s(work: Work, after_s: float) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from conserve.hints import BACKGROUND
 from conserve.history import History
 from conserve.placement.engine_costs import EngineCosts, EngineStepCosts, Step, StepCosts
 from conserve.placement.state import Placement, Shared
@@ -77,6 +78,7 @@ class Work(NamedTuple):
         append_share: of its time, what later turns of its own conversations append.
         append_s: the time of the append that runs at an average moment at which one runs.
         coming: prompts that were sent there since its last report, and are not done.
+        background_share: of its conversations, those whose turns wait for others'.
         lent_tokens: prefilled for other engines in the last ten seconds.
         conversations: those that are there yet and had a turn lately.
         ages_s: how long ago these began, together.
@@ -95,6 +97,12 @@ class Work(NamedTuple):
     mean_decodes: float = 0.0
     ages_s: float = 0.0
     coming: int = 0
+    background_share: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Return what a second counts for which turns there are delayed."""
+        return 1 - (1 - BACKGROUND) * self.background_share
 
     def coming_wait_s(self, held_up_s: float) -> float:
         """Return the total wait of turns that come while the engine is held up."""
@@ -171,7 +179,7 @@ class Loads:
         self, history_id: str, tokens: int, placement: Placement, shared: Shared, now_s: float
     ) -> None:
         home = self._of(placement.decoder_id)
-        home.turns.add(history_id, now_s)
+        home.turns.add(history_id, now_s, shared.background)
         where = placement.prefiller_id
         if where is None:
             engine, past = home, shared.found(placement.decoder_id)
@@ -199,8 +207,10 @@ class Loads:
         seconds += costs.prefill_s(new_tokens, cached_tokens)
         self._of(history.home or "").queue.add(history.id, new_tokens, seconds, now_s)
 
-    def turn_came(self, history_id: str, engine_id: str, now_s: float) -> None:
-        self._of(engine_id).turns.add(history_id, now_s)
+    def turn_came(
+        self, history_id: str, engine_id: str, now_s: float, background: bool = False
+    ) -> None:
+        self._of(engine_id).turns.add(history_id, now_s, background)
 
     def left(self, history_id: str, engine_id: str) -> None:
         """Expect no more turns of a history; those that came still count in the rate."""
@@ -257,6 +267,7 @@ class Loads:
             engine.mean_decodes,
             engine.turns.ages_s(now_s),
             len(engine.queue),
+            engine.turns.background_share,
         )
 
     def done_in_s(self, engine_id: str, history_id: str, now_s: float) -> float:
@@ -339,7 +350,7 @@ class _Spent:
 
 
 class _Turns:
-    __slots__ = ("_all", "_begun_s", "_since")
+    __slots__ = ("_all", "_background", "_begun_s", "_since")
 
     def __init__(self) -> None:
         self._all = _Late(_LATE_S)
@@ -347,8 +358,11 @@ class _Turns:
         self._since: dict[str, tuple[float, float]] = {}
         # The first turns' times, together.
         self._begun_s = 0.0
+        self._background: set[str] = set()
 
-    def add(self, history_id: str, now_s: float) -> None:
+    def add(self, history_id: str, now_s: float, background: bool = False) -> None:
+        if background:
+            self._background.add(history_id)
         known = self._since.pop(history_id, None)
         if known is None:
             self._begun_s += now_s
@@ -357,9 +371,14 @@ class _Turns:
 
     def drop(self, history_id: str) -> None:
         known = self._since.pop(history_id, None)
+        self._background.discard(history_id)
         if known is not None:
             # Of none that is left, the sum is exact.
             self._begun_s = self._begun_s - known[0] if self._since else 0.0
+
+    @property
+    def background_share(self) -> float:
+        return len(self._background) / max(1, len(self._since))
 
     def per_s(self, now_s: float) -> float:
         return self._all.per_s(now_s)

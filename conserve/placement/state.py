@@ -91,6 +91,7 @@ class Shared:
         encode_tokens: embeddings of the prompt's images that were not encoded on the node of the
             engine that counted it.
         away: decoders whose ``tokens`` are promised, and computed elsewhere.
+        background: whether its turns wait for others'.
     """
 
     tokens: Mapping[str, int]
@@ -102,6 +103,7 @@ class Shared:
     coming: Coming | None = None
     encode_tokens: int = 0
     away: Collection[str] = ()
+    background: bool = False
 
     @property
     def most(self) -> int:

@@ -463,3 +463,42 @@ def test_a_tie_stays_home_and_a_difference_that_is_known_does_not() -> None:
     assert prefiller(0.0, 1) == "p1"
     assert prefiller(0.5, 1) is None
     assert prefiller(0.5, 9) == "p1"
+
+
+def test_a_background_prompt_goes_where_it_delays_others_least() -> None:
+    homes = [Decoder("d1", 50_000), Decoder("d2", 50_000)]
+    # Longer to wait for, but nothing there decodes.
+    said = {
+        "d1": EngineLoad(decodes=2, step_s=0.011),
+        "d2": EngineLoad(prefill_tokens=2_000),
+    }
+    policy = ElasticPlacement(known(said))
+
+    def costs(background: bool) -> dict[str, float]:
+        shared = Shared({}, background=background)
+        found = policy.turn_costs(1_000, homes, shared, NOW_S)
+        return {id: cost_s for id, (cost_s, _) in found.items()}
+
+    for choose in (
+        lambda background: min(costs(background), key=costs(background).__getitem__),
+        lambda background: (
+            policy.place(1_000, homes, [], Shared({}, background=background), NOW_S).decoder_id
+        ),  # type: ignore[union-attr]
+    ):
+        assert [choose(False), choose(True)] == ["d1", "d2"]
+
+
+def test_a_prompt_goes_where_it_delays_the_background() -> None:
+    homes = [Decoder("d1", 50_000), Decoder("d2", 50_000)]
+    loads = known({id: EngineLoad(decodes=4, step_s=0.012) for id in ("d1", "d2")})
+    for number in range(4):
+        for engine_id in ("d1", "d2"):
+            background = engine_id == "d2"
+            loads.turn_came(f"{engine_id} {number}", engine_id, NOW_S, background)
+    policy = ElasticPlacement(loads)
+    assert policy.place(1_000, homes, [], now_s=NOW_S) == Placement("d2", None)
+    costs = policy.turn_costs(1_000, homes, NOTHING_SHARED, NOW_S)
+    assert costs["d2"] < costs["d1"]
+    for number in range(4):
+        loads.left(f"d2 {number}", "d2")
+    assert loads.work("d2", NOW_S).weight == 1
