@@ -159,9 +159,7 @@ class ConversationTable(Turns):
                 unbound = "unknown"
         if placement.prefiller_id is not None:
             self._engines.join_queue(known, placement.prefiller_id, prompt_tokens)
-        if placement.after is not None:
-            self._kinship.waits(known)
-        self._kinship.opened(known, opening)
+        self._kinship.opened(known, opening, waits=placement.after is not None)
         known.promised = True
         if self.loads is not None:
             self.loads.placed(known.id, prompt_tokens, placement, shared, now_s)

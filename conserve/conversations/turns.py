@@ -357,9 +357,9 @@ class Turns:
         if self.loads is not None:
             self.loads.turn_ended(history, stats, now_s)
         self._ledger.turn_ends(history, turn_id, now_s)
-        if history.promised:
-            self._kinship.has_come(history)
         if stats is not None:
+            if history.promised:
+                self._kinship.has_come(history)
             history.promised = False
             # All histories that wait for the same tool share one object.
             history.tool = None if stats.tool is None else intern(stats.tool)

@@ -274,10 +274,6 @@ class Kinship:
     def _is_away(self, history: History) -> bool:
         return history.prefiller_id is not None or history.id in self._waiting
 
-    def waits(self, history: History) -> None:
-        """Note that a history's first turn waits for its beginning, until it `has_come`."""
-        self._waiting.add(history.id)
-
     def has_come(self, history: History) -> None:
         """Note that a history's beginning is on its decoder, or about to be."""
         self._waiting.discard(history.id)
@@ -333,8 +329,12 @@ class Kinship:
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
         return max(self.shared(opening, decoders).tokens.values(), default=0)
 
-    def opened(self, history: History, opening: Opening) -> None:
-        """Charge a history that was bound with what it will hold, and share that from now on."""
+    def opened(self, history: History, opening: Opening, waits: bool = False) -> None:
+        """Charge a history that was bound with what it will hold, and share that from now on.
+
+        ``waits``: its turn waits for its beginning, until it `has_come`.
+        """
+        (self._waiting.add if waits else self._waiting.discard)(history.id)
         chain = opening.chain
         if chain is None:
             return

@@ -285,12 +285,12 @@ async def test_siblings_on_both_engines_begin_from_what_one_of_them_has_computed
     stats = [child.stats[0] for child in children]
     alone = [{"role": "system", "content": tools}, {"role": "user", "content": ""}]
     reply = await chat(client, alone, tokens=1, url=f"http://127.0.0.1:{LONE_PORT}")
-    shared = reply.body["usage"]["prompt_tokens"]
+    # Caches and host memory have whole blocks.
+    shared = reply.body["usage"]["prompt_tokens"] // 128 * 128
     computed = [
         one["prompt_tokens"] - one["decoder_cached_tokens"] - one["lmcache_tokens"] for one in stats
     ]
     own = sum(one["prompt_tokens"] - shared for one in stats)
-    # Host memory has whole chunks, of 128 tokens.
-    assert sum(computed) - own <= 1.2 * shared + 128, stats
+    assert sum(computed) - own <= 1.2 * shared, stats
     assert any(one["lmcache_tokens"] for one in stats)
     await answered_alike(client, [children[0], children[-1]], 0)
