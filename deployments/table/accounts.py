@@ -17,7 +17,7 @@ from conserve.history import History
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from conserve.turn import TurnKey, TurnStats
-from conserve.why import why_slow
+from conserve.why import noted, why_slow
 from deployments.messages import EngineInfo, TurnPlan
 from deployments.table import lines
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
@@ -212,8 +212,9 @@ class Accounts:
             for name, value in said.items()
         }
         self._events.add(
-            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id, **rounded, why=why
-        )
+            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id, **rounded, why=why,
+            note=noted(stats),
+        )  # fmt: skip
         self._energy.computed(
             decoder_id, stats.prompt_tokens - stats.found_tokens + stats.output_tokens
         )

@@ -782,6 +782,7 @@ function legends() {
         for (const [sign, name, text] of [
           ["A → B", "moved", "its home is another engine from here on"],
           ["▼", "slow", "the turn that began here was slow for a known reason"],
+          ["▽", "noted", "the turn that began here was brought back before, or rejoined, and no slower for it"],
           ["✕", "broken", "an engine was lost, or the turn cut or refused"],
           ["▏", "ended", "the conversation ended"],
         ]) list.append(make("li", {}, make("b", {}, sign), name, make("span", {}, text)));

@@ -293,13 +293,15 @@ const HANDLERS = {
     if (event.why) {
       push(state.slow, { at: event.at, conversation, history, why: event.why });
       if (state.slow.length > MOST_SLOW) state.slow.shift();
-      mark(history, "slow", turn?.at ?? event.at, event.why);
     }
+    const said = [event.why, event.note].filter(Boolean).join("; ");
+    if (said) mark(history, event.why ? "slow" : "noted", turn?.at ?? event.at, said);
     if (!turn) return;
     Object.assign(turn, {
       end: event.at, outcome: "completed", decoder: event.decoder, prompt: event.prompt_tokens,
       cached: event.cached_tokens, loaded: event.loaded_tokens, output: event.output_tokens,
       why: event.why ?? null, decodeS: event.decode_s ?? null,
+      note: [turn.note, event.note].filter(Boolean).join("; "),
       engineWaitS: event.engine_wait_s ?? null, prefilling: false,
     });
     history.running.delete(event.turn);

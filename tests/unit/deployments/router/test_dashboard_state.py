@@ -197,3 +197,12 @@ def test_a_turn_whose_end_no_table_tells_does_not_run_for_ever(tmp_path: Path) -
     (history,) = found["conversations"]["c"]["histories"]
     assert (history["phase"], history["engine"]) == ("idle", "a")
     assert [turn["outcome"] for turn in history["turns"]] == ["completed", "end unknown"]
+
+
+def test_what_made_a_turn_no_slower_is_noted_apart(tmp_path: Path) -> None:
+    turn, note = first_turn(), "brought back 0.4 s before the turn"
+    turn[3][1]["note"] = note
+    found = told(tmp_path, *turn)
+    (history,) = found["conversations"]["c"]["histories"]
+    assert (history["marks"], found["slow"]) == ([["noted", note]], [])
+    assert note in history["turns"][0]["source"]
