@@ -87,10 +87,12 @@ class Accounts:
         if not admitted.newly_bound:
             return
         placement = admitted.placement
+        parent = self._table.parents.parent(identity.conversation_of(admitted.history.id))
         self._events.add(
             "place", admitted.history.id, decoder=placement.decoder_id,
             prefiller=placement.prefiller_id, tokens=admitted.prompt_tokens,
             new=not admitted.known, moved=admitted.moved or None,
+            parent=None if parent is None else identity.own_id(parent),
         )  # fmt: skip
         self.metrics.moves.inc(admitted.moved)
         if not admitted.known:
