@@ -697,7 +697,7 @@ const KEYS = {
   Enter: () => open(view.chosen),
   " ": () => hold(view.heldAt === null),
   "/": () => $("filter").focus(),
-  "?": () => $("help").showModal(),
+  "?": () => $("help-open").click(),
   1: () => show(60),
   2: () => show(300),
   3: () => show(900),
