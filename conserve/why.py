@@ -28,10 +28,6 @@ _GONE = {
 def why_slow(stats: TurnStats) -> str | None:
     """Return the reasons for a turn's wait before its first token; None: there are none known."""
     reasons: list[str | None] = [_lost(stats)]
-    if stats.rejoined:
-        reasons.append("rejoined after the connection was lost")
-    if stats.ahead_s is not None:
-        reasons.append(f"brought back {_seconds(stats.ahead_s)} before the turn")
     if stats.room_s >= _LEAST_S:
         reasons.append(_ROOM[stats.room_why].format(_seconds(stats.room_s)))
     if stats.beginning_s >= _LEAST_S:
@@ -40,15 +36,12 @@ def why_slow(stats: TurnStats) -> str | None:
     if stats.encode_wait_s >= _LEAST_S:
         reasons.append(f"waited {_seconds(stats.encode_wait_s)} for its images")
     if stats.encode_s >= _LEAST_S:
-        images = (
-            "a new image" if stats.encoded_images == 1 else f"{stats.encoded_images} new images"
-        )
+        count = stats.encoded_images
+        images = "a new image" if count == 1 else f"{count} new images"
         reasons.append(f"encoded {images} ({_seconds(stats.encode_s)})")
     if stats.remote_prefill_s is not None and stats.remote_prefill_s >= _LEAST_S:
-        reasons.append(
-            f"waited {_seconds(stats.remote_prefill_s)} for a prefill"
-            + (" that failed, so its decoder computed the prompt" if stats.prefill_failed else "")
-        )
+        failed = " that failed, so its decoder computed the prompt" if stats.prefill_failed else ""
+        reasons.append(f"waited {_seconds(stats.remote_prefill_s)} for a prefill{failed}")
     if stats.missed_tokens >= _LEAST_TOKENS:
         reasons.append(
             f"its decoder did not find {stats.missed_tokens:,} prefilled tokens, and computed them"
@@ -59,6 +52,14 @@ def why_slow(stats: TurnStats) -> str | None:
     if stats.prefill_s >= _LEAST_S:
         reasons.append(f"its prompt took {_seconds(stats.prefill_s)} in the prefill lane")
     return "; ".join(one for one in reasons if one) or None
+
+
+def noted(stats: TurnStats) -> str | None:
+    """Return what else is known of how a turn came, which made it no slower; None: nothing."""
+    notes = ["rejoined after the connection was lost"] if stats.rejoined else []
+    if stats.ahead_s is not None:
+        notes.append(f"brought back {_seconds(stats.ahead_s)} before the turn")
+    return "; ".join(notes) or None
 
 
 def _lost(stats: TurnStats) -> str | None:
@@ -84,9 +85,8 @@ def _lost(stats: TurnStats) -> str | None:
     if stats.unbound == "moved":
         return f"moved off a busier engine: prefilled again ({computed})"
     paused = "paused to make room, and " if stats.unbound == "paused" else ""
-    if stats.idle_s is None:
-        return f"{paused}evicted ({computed})"
-    return f"{paused}evicted while idle for {_seconds(stats.idle_s)} ({computed})"
+    idle = "" if stats.idle_s is None else f" while idle for {_seconds(stats.idle_s)}"
+    return f"{paused}evicted{idle} ({computed})"
 
 
 def _where(broken: Broken) -> str:

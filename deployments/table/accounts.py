@@ -17,7 +17,7 @@ from conserve.history import History
 from conserve.pausing import ToolReport
 from conserve.tenants.limits import Over
 from conserve.turn import TurnKey, TurnStats
-from conserve.why import why_slow
+from conserve.why import noted, why_slow
 from deployments.messages import EngineInfo, TurnPlan
 from deployments.table import lines
 from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS, has_gpus
@@ -87,10 +87,12 @@ class Accounts:
         if not admitted.newly_bound:
             return
         placement = admitted.placement
+        parent = self._table.parents.parent(identity.conversation_of(admitted.history.id))
         self._events.add(
             "place", admitted.history.id, decoder=placement.decoder_id,
             prefiller=placement.prefiller_id, tokens=admitted.prompt_tokens,
             new=not admitted.known, moved=admitted.moved or None,
+            parent=None if parent is None else identity.own_id(parent),
         )  # fmt: skip
         self.metrics.moves.inc(admitted.moved)
         if not admitted.known:
@@ -212,8 +214,9 @@ class Accounts:
             for name, value in said.items()
         }
         self._events.add(
-            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id, **rounded, why=why
-        )
+            "end", turn.history_id, turn=turn.turn_id, decoder=decoder_id, **rounded, why=why,
+            note=noted(stats),
+        )  # fmt: skip
         self._energy.computed(
             decoder_id, stats.prompt_tokens - stats.found_tokens + stats.output_tokens
         )

@@ -7,7 +7,7 @@ import {
   EDGE, Paint, ROW, STATES, drawAxis, drawLanes, drawPhases, drawShares, drawTimes, swatch,
 } from "./paint.js";
 import {
-  KINDS, WAITS, apply, countPhases, leading, missed, newState, occupancy, phaseOf,
+  KINDS, WAITS, apply, byFamily, countPhases, keyOf, leading, missed, newState, occupancy, phaseOf,
   quantile, seconds, setConversations, setEngines, source, tokens, trim,
 } from "./state.js";
 
@@ -21,6 +21,7 @@ const GONE_S = 120;
 // Rows beyond those seen, so that scrolling finds some.
 const SPARE = 4;
 const MOST_ITEMS = 50;
+const MOST_CHILDREN = 8;
 
 const $ = (id) => document.getElementById(id);
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -180,7 +181,7 @@ function findRows() {
   }
   found.sort((one, other) => ORDERS[view.order](one, other) || (one.key < other.key ? -1 : 1));
   view.shown = found.length;
-  view.rows = found.flatMap((conversation) =>
+  view.rows = byFamily(found).flatMap((conversation) =>
     [...conversation.histories.values()].sort((one, other) => one.place - other.place),
   );
 }
@@ -230,6 +231,9 @@ function showNames() {
   else box.removeAttribute("aria-activedescendant");
 }
 
+/** Shorten the id of an agent of `parent`, which begins with the parent's id. */
+const shortId = (id, parent) => (id.startsWith(`${parent}/`) ? id.slice(parent.length) : id);
+
 function fillName(element, history, at) {
   const { conversation } = history;
   const engine = state.engines.get(history.engine);
@@ -243,19 +247,20 @@ function fillName(element, history, at) {
   const data = {
     conversation: conversation.id, tenant: conversation.tenant ?? "", history: String(history.place),
     engine: engine?.id ?? "", letter: engine?.letter ?? "", phase: phaseData(history),
-    moves: String(conversation.moves),
+    moves: String(conversation.moves), parent: conversation.depth ? conversation.parent : "",
   };
   for (const [name, value] of Object.entries(data)) {
     if (element.dataset[name] !== value) element.dataset[name] = value;
   }
   letterOf(letter, engine);
   const isFurther = view.rows[at - 1]?.conversation === conversation;
-  const text = isFurther ? `└ history ${history.place}` : conversation.id;
-  const tenant = !isFurther && conversation.tenant ? `${conversation.tenant} / ` : "";
+  const text = isFurther ? `└ history ${history.place}` : shortId(conversation.id, data.parent);
+  const tenant = conversation.tenant && !isFurther && !conversation.depth ? `${conversation.tenant} / ` : "";
+  id.title = [conversation.tenant, conversation.id].filter(Boolean).join(" / ");
+  id.style.setProperty("--depth", conversation.depth);
   if (id.textContent !== tenant + text) {
     id.replaceChildren(...(tenant ? [make("i", {}, tenant)] : []), text);
     id.classList.toggle("more", isFurther);
-    id.title = tenant + conversation.id;
   }
   setText(phase, phaseText(history));
 }
@@ -450,7 +455,7 @@ function showItems(box, items, none) {
 function open(history) {
   if (!history) return;
   view.chosen = history;
-  view.opened = { conversation: history.conversation, answer: null, from: document.activeElement };
+  view.opened = { conversation: history.conversation, answer: null, from: view.opened?.from ?? document.activeElement };
   $("details").hidden = false;
   showDetails();
   $("details-close").focus();
@@ -491,6 +496,7 @@ function showDetails() {
     ["moves", String(conversation.moves)],
     ["TTFET", conversation.ttfet === null ? "–" : seconds(conversation.ttfet)],
     ["age", seconds(Math.max(0, (conversation.ended ?? now()) - conversation.first))],
+    ...(answer?.histories.some((one) => one.hints.priority < 0) ? [["class", "background"]] : []),
   ];
   const list = make("dl", { class: "facts" }, ...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const body = $("details-body");
@@ -499,6 +505,20 @@ function showDetails() {
   body.replaceChildren(list, mixKey(), ...[...conversation.histories.values()].map((history) => turnsTable(history, why)));
   body.scrollTop = top;
   view.stale = false;
+  showFamily();
+}
+
+/** Name a conversation's parent and first children, as links to those that the page knows. */
+function showFamily() {
+  const { conversation: { id, tenant, parent }, answer } = view.opened;
+  const link = (name) => make(state.conversations.has(keyOf(name, tenant)) ? "button" : "span", { "data-id": name }, shortId(name, id));
+  const children = answer?.children.slice(0, MOST_CHILDREN).map(link) ?? [];
+  if (answer?.children_total > MOST_CHILDREN) children.push(`and ${answer.children_total - MOST_CHILDREN} more`);
+  const made = $("details-family").cloneNode();
+  if (parent) made.append(make("p", { class: "key" }, "Parent", link(parent)));
+  if (children.length) made.append(make("p", { class: "key" }, "Children", ...children));
+  // A link that is focused or pressed stays.
+  if (!made.isEqualNode($("details-family"))) $("details-family").replaceChildren(...made.children);
 }
 
 function mixKey() {
@@ -677,7 +697,7 @@ const KEYS = {
   Enter: () => open(view.chosen),
   " ": () => hold(view.heldAt === null),
   "/": () => $("filter").focus(),
-  "?": () => $("help").showModal(),
+  "?": () => $("help-open").click(),
   1: () => show(60),
   2: () => show(300),
   3: () => show(900),
@@ -719,6 +739,9 @@ $("help-open").addEventListener("click", () => {
   legends();
 });
 $("details-close").addEventListener("click", shut);
+$("details-family").addEventListener("click", ({ target }) => {
+  if (target.matches("button")) open(leading(state.conversations.get(keyOf(target.dataset.id, view.opened.conversation.tenant))));
+});
 $("forget").addEventListener("click", () => {
   key.set("");
   location.reload();
@@ -782,6 +805,7 @@ function legends() {
         for (const [sign, name, text] of [
           ["A → B", "moved", "its home is another engine from here on"],
           ["▼", "slow", "the turn that began here was slow for a known reason"],
+          ["▽", "noted", "the turn that began here was brought back before, or rejoined, and no slower for it"],
           ["✕", "broken", "an engine was lost, or the turn cut or refused"],
           ["▏", "ended", "the conversation ended"],
         ]) list.append(make("li", {}, make("b", {}, sign), name, make("span", {}, text)));
@@ -810,7 +834,7 @@ setInterval(() => {
   if (view.phases.length > 1000) view.phases.shift();
 }, 1000);
 setInterval(() => {
-  if (!document.hidden && view.connected && view.heldAt === null) quietly(askEngines);
+  if (!document.hidden && view.connected && view.heldAt === null) quietly(() => Promise.all([askEngines(), view.opened && askDetails()]));
 }, ENGINES_MS);
 
 dress();

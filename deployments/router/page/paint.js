@@ -265,24 +265,16 @@ function drawMark(paint, draw, state, mark, x, y, free) {
     draw.fillText(text, left + 5, middle + 0.5);
     return { x: left, y: y + 2, w: wide, h: BLOCK + 4 };
   }
-  if (mark.kind === "slow") {
-    draw.fillStyle = paint.color.alarm;
-    draw.beginPath();
-    draw.moveTo(x - 4, y);
-    draw.lineTo(x + 4, y);
-    draw.lineTo(x, y + 7);
-    draw.fill();
+  if (mark.kind === "slow" || mark.kind === "noted") {
+    Object.assign(draw, { fillStyle: paint.color.alarm, strokeStyle: paint.color.text, lineWidth: 1 });
+    const triangle = new Path2D(`M${x - 4} ${y + 0.5} h8 l-4 6.5 z`);
+    draw[mark.kind === "slow" ? "fill" : "stroke"](triangle);
     return { x: x - 5, y: y - 1, w: 10, h: 9 };
   }
   if (["cut", "lost", "refused", "failed"].includes(mark.kind)) {
     draw.strokeStyle = paint.color.alarm;
     draw.lineWidth = 2;
-    draw.beginPath();
-    draw.moveTo(x - 4, middle - 4);
-    draw.lineTo(x + 4, middle + 4);
-    draw.moveTo(x + 4, middle - 4);
-    draw.lineTo(x - 4, middle + 4);
-    draw.stroke();
+    draw.stroke(new Path2D(`M${x - 4} ${middle - 4} l8 8 m0 -8 l-8 8`));
     return { x: x - 5, y: middle - 5, w: 10, h: 10 };
   }
   if (mark.kind === "ended") {

@@ -94,7 +94,7 @@ function conversationOf(state, id, tenant, at) {
   if (!found) {
     found = {
       key, id, tenant: tenant ?? null, histories: new Map(), first: at, last: at, ended: null,
-      ttfet: null, moves: 0, count: 0, hue: hueOf(key),
+      ttfet: null, moves: 0, count: 0, hue: hueOf(key), parent: null, depth: 0,
     };
     state.conversations.set(key, found);
   }
@@ -163,6 +163,25 @@ export function phaseOf(history) {
   return history.tools.size ? "tool" : "idle";
 }
 
+/** Put each conversation directly below its parent, if that is among them, and note its depth. */
+export function byFamily(conversations) {
+  const children = new Map(conversations.map((one) => [one.key, []]));
+  const top = [];
+  for (const one of conversations) {
+    (children.get(one.parent && keyOf(one.parent, one.tenant)) ?? top).push(one);
+  }
+  const placed = new Set();
+  // Those that are left after the top ones began each other in a circle.
+  const stack = [...top, ...conversations].reverse().map((one) => [one, 0]);
+  while (stack.length) {
+    const [one, depth] = stack.pop();
+    if (placed.has(one)) continue;
+    placed.add(Object.assign(one, { depth }));
+    for (const child of children.get(one.key).reverse()) stack.push([child, depth + 1]);
+  }
+  return [...placed];
+}
+
 /** The most telling of a conversation's histories: one that runs, or the one used last. */
 export function leading(conversation) {
   let best = null;
@@ -213,6 +232,7 @@ const HANDLERS = {
 
   place(state, event, history, conversation) {
     const { before } = history;
+    conversation.parent = event.parent ?? null;
     history.ended = null;
     history.waited = stopWaiting(state, history, event.at);
     bind(history, event.decoder, event.at);
@@ -293,13 +313,15 @@ const HANDLERS = {
     if (event.why) {
       push(state.slow, { at: event.at, conversation, history, why: event.why });
       if (state.slow.length > MOST_SLOW) state.slow.shift();
-      mark(history, "slow", turn?.at ?? event.at, event.why);
     }
+    const said = [event.why, event.note].filter(Boolean).join("; ");
+    if (said) mark(history, event.why ? "slow" : "noted", turn?.at ?? event.at, said);
     if (!turn) return;
     Object.assign(turn, {
       end: event.at, outcome: "completed", decoder: event.decoder, prompt: event.prompt_tokens,
       cached: event.cached_tokens, loaded: event.loaded_tokens, output: event.output_tokens,
       why: event.why ?? null, decodeS: event.decode_s ?? null,
+      note: [turn.note, event.note].filter(Boolean).join("; "),
       engineWaitS: event.engine_wait_s ?? null, prefilling: false,
     });
     history.running.delete(event.turn);
@@ -505,6 +527,7 @@ export function setConversations(state, answer, at) {
     if (!existed) conversation.last = one.last_used;
     conversation.first = Math.min(conversation.first, one.created);
     conversation.ttfet ??= one.ttfet_s;
+    conversation.parent = one.parent;
     conversation.moves = Math.max(conversation.moves, one.moves);
     conversation.count = Math.max(conversation.count, one.turns);
     // Of a table that died, ends may never be told.

@@ -52,12 +52,14 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
         await page.until("document.querySelectorAll('.engine:not([data-gone])').length === 3")
 
         agents = [Agent(client, name) for name in ("alpha", "beta", "gamma", MARKUP)]
+        client.headers["X-ConServe-Parent-Id"] = "alpha"
         for agent in agents:
             await agent.say(prose(rng, 400), tokens=8)
         for agent in agents:
             assert agent.id is not None
             said = await seen(page, agent.id, engine=agent.replies[0].decoder, phase="idle")
             assert agent.id in said
+        await seen(page, "gamma", parent="alpha")
         assert await page.value("document.title") == "ConServe"
 
         lost = agents[0].replies[0].decoder
@@ -97,6 +99,7 @@ async def test_a_killed_decoders_conversations_are_seen_to_move(
             if await page.value(f"{lane('alpha')}.getAttribute('aria-selected') === 'true'"):
                 break
         await page.press("Enter")
+        await page.until("document.querySelectorAll('#details-family button').length === 3")
         told = await page.until(
             "[...document.querySelectorAll('#details tbody')].map((one) => "
             "[one.dataset.engine, one.innerText]).filter(([, text]) => text.includes('was lost'))"

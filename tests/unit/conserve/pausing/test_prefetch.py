@@ -8,7 +8,7 @@ from conserve.history import State
 from conserve.pausing.prefetch import Prefetches
 from conserve.placement import NOTHING_SHARED
 from conserve.turn import TurnStats
-from conserve.why import why_slow
+from conserve.why import noted, why_slow
 from tests.unit.conserve.conversations.scene import Turn, start, the
 from tests.unit.conserve.pausing.scene import (
     NOW_S,
@@ -64,7 +64,7 @@ def test_a_history_is_there_when_its_turn_comes() -> None:
     record = table.record(Turn.last(table, "a").id)
     assert record is not None
     assert record.ahead_s == pytest.approx(0.4)
-    assert why_slow(record) == "brought back 0.4 s before the turn"
+    assert (noted(record), why_slow(record)) == ("brought back 0.4 s before the turn", None)
     assert outcomes(table) == {"used": 1}
     # Nothing of it is left for the turn after that.
     ends(table, "a", TurnStats(620, 10, 600, 0), NOW_S + 2)
@@ -79,7 +79,7 @@ def test_a_turn_that_comes_while_its_kv_is_loaded_is_late() -> None:
     assert outcomes(table) == {"late": 1}
     record = table.record(Turn.last(table, "a").id)
     assert record is not None
-    assert (record.ahead_s, why_slow(record)) == (None, None)
+    assert (record.ahead_s, noted(record)) == (None, None)
     table.prefetched("a", 590, NOW_S + 1)
     table.prefetch_due(NOW_S + 60, any_waits=False)
     assert (paused(table), outcomes(table)) == (set(), {"late": 1})

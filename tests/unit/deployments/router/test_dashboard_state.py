@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 _SCRIPT = """
 import { readFileSync } from "node:fs";
 const { newState, apply, setEngines, setConversations, missed, trim, source, phaseOf, occupancy,
-  countPhases } = await import(process.argv[1]);
+  countPhases, byFamily } = await import(process.argv[1]);
 const state = newState();
 setEngines(state, ["a", "b", "p"].map((id) => ({ id, role: id === "p" ? "prefiller" : "decoder",
   capacity_tokens: 1000, held_tokens: 0, conversations: 0 })), 0);
@@ -49,6 +49,7 @@ console.log(JSON.stringify({
   }])),
   waiting: state.waiting.size, slow: state.slow.map((one) => one.why), turns: state.turns,
   counts: countPhases(state), segments: state.segments,
+  families: byFamily([...state.conversations.values()]).map((one) => [one.id, one.depth]),
   held: Object.fromEntries([...occupancy(state)].map(([id, one]) => [id, one.total])),
 }));
 """
@@ -197,3 +198,20 @@ def test_a_turn_whose_end_no_table_tells_does_not_run_for_ever(tmp_path: Path) -
     (history,) = found["conversations"]["c"]["histories"]
     assert (history["phase"], history["engine"]) == ("idle", "a")
     assert [turn["outcome"] for turn in history["turns"]] == ["completed", "end unknown"]
+
+
+def test_children_stand_below_their_parents(tmp_path: Path) -> None:
+    begun = {"a": "p", "b": "p", "p": None, "of a": "a", "x": "y", "y": "x", "own": "own", "z": "?"}
+    happened = [event("place", 1, one, decoder="a", parent=of) for one, of in begun.items()]
+    other = event("place", 2, "b", decoder="a", parent="p", tenant="another")
+    found = told(tmp_path, *happened, other)["families"]
+    assert "".join(f"{depth}{id} " for id, depth in found) == "0p 1a 2of a 1b 0z 0b 0x 1y 0own "
+
+
+def test_what_made_a_turn_no_slower_is_noted_apart(tmp_path: Path) -> None:
+    turn, note = first_turn(), "brought back 0.4 s before the turn"
+    turn[3][1]["note"] = note
+    found = told(tmp_path, *turn)
+    (history,) = found["conversations"]["c"]["histories"]
+    assert (history["marks"], found["slow"]) == ([["noted", note]], [])
+    assert note in history["turns"][0]["source"]

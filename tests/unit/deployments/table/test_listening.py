@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from conserve.events import EventLog
+from conserve.hints import Hints
 from conserve.placement import EngineLoad
 from conserve.turn import TurnStats
 from deployments.messages import EventPage, EventQuery
@@ -21,7 +22,7 @@ async def test_what_happens_is_told_in_order() -> None:
     # So much that prompts are prefilled elsewhere.
     await service.beat("decoder#1", None, EngineLoad(decodes=9, step_s=0.02))
     began = (await service.events(EventQuery(None))).newest
-    waiting = await service.queued(tokens=TOKENS)
+    waiting = await service.queued(tokens=TOKENS, hints=Hints(parent="acme\tboss"))
     await service.release("full")
     plan = service.planned(await waiting)
     await service.prefilled(plan, TurnStats(prefilled_tokens=TOKENS, prefiller_lmcache_tokens=100))
@@ -54,6 +55,7 @@ async def test_what_happens_is_told_in_order() -> None:
     assert (wait["ahead"], wait["missing_tokens"]) == (0, 2 * TOKENS - 1000)
     place = by_kind["place", "c"]
     assert (place["decoder"], place["prefiller"]) == ("decoder#1", "prefiller#1")
+    assert place["parent"] == "boss"
     assert by_kind["prefilled", "c"]["loaded_tokens"] == 100
     text = (await service.metrics()).decode()
     # The prefiller computed all but 100, and the decoder what was not in LMCache.

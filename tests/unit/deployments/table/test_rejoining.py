@@ -54,6 +54,8 @@ async def test_the_same_request_rejoins_its_answer_once() -> None:
     assert not isinstance(third, TurnPlan)
     await told(service, plan.decoder_id, 2, Ended(plan.turn, STATS, (FIRST,), True))
     assert (history.running, history.turns) == ((), 1)
+    end = dict((await service.shown()).events[-1])
+    assert (end["note"], "why" in end) == ("rejoined after the connection was lost", False)
     assert not service._running.alone
     assert await service.says("conserve_rejoined_turns_total 1.0")
 
