@@ -260,6 +260,7 @@ class Admission:
             background=opening is not None and opening.background,
             late_s=arrived_s + (inf if hints is None else hints.due_in_s),
         )  # fmt: skip
+        self._table.usage.of(history_id).weight = weight
         self.queue.order.came(ticket)
         if not self.queue and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(ticket, now_s)
