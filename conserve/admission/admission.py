@@ -251,7 +251,7 @@ class Admission:
         # While it waits for room, its tool does not run.
         self._table.tools.turn_came(history_id, arrived_s)
         memory = self._table.memory
-        warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
+        warm = self._is_warm(history_id, prompt_tokens)
         own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
         hints = None if opening is None else opening.hints
         ticket = Ticket(
@@ -382,10 +382,16 @@ class Admission:
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
         late = now_s - ticket.joined_s >= patience_s(self.queue.timeout_s)
-        passes = ticket.warm or (late and ticket.history_id in self._table)
-        if not passes and ticket.own_tokens > free_tokens:
+        passes = ticket.own_tokens <= free_tokens or (late and ticket.history_id in self._table)
+        # Its KV may have been evicted since it came.
+        passes = passes or (ticket.warm and self._is_warm(ticket.history_id, ticket.prompt_tokens))
+        if not passes:
             return False
         return late or self.window is None or self._table.active(now_s) < self.window.limit
+
+    def _is_warm(self, history_id: str, prompt_tokens: int) -> bool:
+        memory = self._table.memory
+        return memory is not None and memory.is_warm(history_id, prompt_tokens)
 
     def _bind(self, ticket: Ticket, now_s: float) -> Admitted | None:
         history_id, tokens = ticket.history_id, ticket.prompt_tokens
