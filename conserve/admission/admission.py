@@ -384,8 +384,7 @@ class Admission:
         late = now_s - ticket.joined_s >= patience_s(self.queue.timeout_s)
         passes = ticket.own_tokens <= free_tokens or (late and ticket.history_id in self._table)
         # Its KV may have been evicted since it came.
-        passes = passes or (ticket.warm and self._is_warm(ticket.history_id, ticket.prompt_tokens))
-        if not passes:
+        if not (passes or (ticket.warm and self._is_warm(ticket.history_id, ticket.prompt_tokens))):
             return False
         return late or self.window is None or self._table.active(now_s) < self.window.limit
 

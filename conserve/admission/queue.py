@@ -116,10 +116,11 @@ class Shares:
 
     def leads(self, tenant: str | None, tokens: int) -> Leads:
         """Return others' leads over a tenant, where these are more than what it asks for."""
-        own = self.after(tenant, 0)
-        level = self.after(tenant, max(tokens, LEVEL_TOKENS)) - own
-        leads = {one: served - own for one, served in self._served.items()}
-        return {one: lead for one, lead in leads.items() if abs(lead) > level}
+        served = self._served
+        if len(served) < 2:
+            return {}
+        own, level = self.after(tenant, 0), max(tokens, LEVEL_TOKENS) / self._weights.get(tenant, 1)
+        return {one: lead for one in served if abs(lead := served[one] - own) > level}
 
 
 # Above every level: tickets that none may overtake any more.
