@@ -225,7 +225,7 @@ async def test_a_paused_history_is_brought_back_when_its_tool_has_ended(
     whole_chunks = agent.stats[1]["prompt_tokens"] // 128 * 128
     assert agent.stats[2]["decoder_cached_tokens"] >= whole_chunks
     assert agent.stats[2]["lmcache_tokens"] == 0
-    assert "before the turn" in str((await shown(client, application, str(agent.id)))["last_turn"])
+    assert "before the turn" in str((await shown(client, application, str(agent.id)))["events"])
     agent.messages.pop()
     await answered_alike(client, agent, again)
 
