@@ -291,8 +291,8 @@ async def test_siblings_on_both_engines_begin_from_what_one_of_them_has_computed
         one["prompt_tokens"] - one["decoder_cached_tokens"] - one["lmcache_tokens"] for one in stats
     ]
     own = sum(one["prompt_tokens"] - shared for one in stats)
-    assert sum(computed) - own <= 1.2 * shared, stats
-    assert any(one["lmcache_tokens"] for one in stats)
+    # Once on each engine at most: where loading is dear, the second one computes it, too.
+    assert sum(computed) - own <= 2 * shared, stats
     for child in (children[0], children[-1]):
         *asked, answer = child.messages
         assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"], child.id
