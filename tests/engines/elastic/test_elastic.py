@@ -195,7 +195,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
         await client.delete(f"{application}/v1/conversations/{one.id}")
     agents = [one for home in homes for one in home[:2]]
     await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "tells", 1800)
+    telling, more, fewer = await stories(client, rng, "tells", 2200)
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])
     paused = metric("conserve_pauses_total", reason="load")
     await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
