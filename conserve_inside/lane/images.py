@@ -182,13 +182,6 @@ class LaneImages:
         """Note that a request has begun, in a step or in the lane."""
         self._ready.pop(name, None)
 
-    def release(self, request: Any) -> None:
-        """Drop the references to a prompt's images, which the lane needs no longer.
-
-        Running requests may need their room, and leave the prompt no place until they have it.
-        """
-        self._cache.free(request)
-
     def over(self, name: str) -> tuple[float, float]:
         """Forget a request; returns how long it waited for encodes, and how long these took."""
         self._stages.forget(name)

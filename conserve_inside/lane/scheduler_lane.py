@@ -114,6 +114,8 @@ class SchedulerLane:
             self._starts.pop(name, None)
             return "inline"
         scheduler = self._scheduler
+        if scheduler.is_held(request):
+            return "wait"
         route = self.stages.route(
             name,
             request.num_tokens - found_tokens,
@@ -185,9 +187,8 @@ class SchedulerLane:
         Meanwhile the lane takes every prompt of more than a block.
         """
         sizes_sms = list(self.reserve.sizes_sms)
-        self._held_sms = (
-            next((one for one in sizes_sms if one >= decode_sms), sizes_sms[-1]) if sizes_sms else 0
-        )
+        most_sms = max(sizes_sms, default=0)
+        self._held_sms = next((one for one in sizes_sms if one >= decode_sms), most_sms)
         self._held_until_s = self._scheduler.clock() + for_s
         return sizes_sms
 
@@ -226,7 +227,8 @@ class SchedulerLane:
             request = self._scheduler.requests[current]
             cut = request.is_finished()
             if self.images is not None:
-                self.images.release(request)
+                # Running requests may need their room, and leave the prompt no place until then.
+                self._scheduler.encoder_cache_manager.free(request)
             failed = current in self._failed
             self.policy.ends(current, "failed" if failed else "cut" if cut else "done")
             self._prefill_s[current] = self._scheduler.clock() - self._current_since_s
@@ -286,12 +288,8 @@ class SchedulerLane:
 def _fits(request: Any) -> bool:
     """Return whether the lane can compute a request's prompt; otherwise it is prefilled inline."""
     return not (
-        # Its output so far may still be in flight.
-        request.num_preemptions
-        or request.prompt_embeds is not None
+        _encodes_in_steps(request)
         or request.lora_request is not None
-        or request.pooling_params is not None
-        or request.resumable
         # Its whole prompt has to pass the sampler, for its log-probabilities.
         or request.skip_reading_prefix_cache
     )
@@ -299,7 +297,7 @@ def _fits(request: Any) -> bool:
 
 def _encodes_in_steps(request: Any) -> bool:
     return bool(
-        # It may refer to images in the cache already.
+        # Its output so far may still be in flight, and it may refer to images in the cache.
         request.num_preemptions
         or request.prompt_embeds is not None
         or request.pooling_params is not None

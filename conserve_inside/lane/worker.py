@@ -257,19 +257,15 @@ def tower_blocks(model: Any) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     modules = dict(model.named_modules())
     for name in model._tower_model_names:
-        longest: list[torch.nn.Module] = []
-        for one in modules[name].modules():
-            if isinstance(one, torch.nn.ModuleList) and len(one) > len(longest):
-                longest = list(one)
+        lists = [[*one] for one in modules[name].modules() if isinstance(one, torch.nn.ModuleList)]
+        longest: list[torch.nn.Module] = max(lists, key=len, default=[])
         found += longest
     return found
 
 
 def plain_stream(device: Any) -> Any:
     """Return a stream whose kernels share all SMs with the decodes'; None on a CPU."""
-    if device.type == "cpu":
-        return None
-    return torch.cuda.Stream(device)
+    return None if device.type == "cpu" else torch.cuda.Stream(device)
 
 
 def lane_stream(plain: Any) -> Any:

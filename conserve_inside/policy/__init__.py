@@ -1,5 +1,6 @@
 """Decides what runs next inside one engine and which KV it keeps between turns; see README.md."""
 
+from conserve_inside.policy.background import Background
 from conserve_inside.policy.calls import KINDS, Kind, PrefillLane, Route, kind_of
 from conserve_inside.policy.chunks import ChunkController, StepCost
 from conserve_inside.policy.feedback import FeedbackQueue

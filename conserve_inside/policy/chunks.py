@@ -20,7 +20,8 @@ class StepCost:
     AgentServe's controller sees a late step only afterwards; this foresees it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: float = _KEEP, least_spread: float = _LEAST_SPREAD_TOKENS) -> None:
+        self._keep, self._least_spread = keep, least_spread
         self._weight = 0.0
         # Means, and sums of squares and products around them.
         self._mean_tokens = self._mean_s = 0.0
@@ -31,16 +32,16 @@ class StepCost:
         if line is not None:
             base_s, token_s = line
             lasted_s = min(lasted_s, _MOST_TIMES * (base_s + token_s * prefill_tokens))
-        self._weight = _KEEP * self._weight + 1.0
+        self._weight = self._keep * self._weight + 1.0
         off_tokens = prefill_tokens - self._mean_tokens
         self._mean_tokens += off_tokens / self._weight
         self._mean_s += (lasted_s - self._mean_s) / self._weight
-        self._square = _KEEP * self._square + off_tokens * (prefill_tokens - self._mean_tokens)
-        self._product = _KEEP * self._product + off_tokens * (lasted_s - self._mean_s)
+        self._square = self._keep * self._square + off_tokens * (prefill_tokens - self._mean_tokens)
+        self._product = self._keep * self._product + off_tokens * (lasted_s - self._mean_s)
 
     def line(self) -> tuple[float, float] | None:
         """Return a step's fixed seconds, and those a prefilled token adds; None while unknown."""
-        if self._weight < _ENOUGH or self._square < self._weight * _LEAST_SPREAD_TOKENS**2:
+        if self._weight < _ENOUGH or self._square < self._weight * self._least_spread**2:
             return None
         token_s = self._product / self._square
         base_s = self._mean_s - token_s * self._mean_tokens

@@ -41,13 +41,8 @@ class FeedbackQueue:
         window_s: float = 60.0,
         age_s: float = 2.0,
     ) -> None:
-        positive = {
-            "levels": levels,
-            "capacity_tokens": capacity_tokens,
-            "quota_tokens": quota_tokens,
-            "window_s": window_s,
-            "age_s": age_s,
-        }
+        positive = {"levels": levels, "capacity_tokens": capacity_tokens, "age_s": age_s,
+                    "quota_tokens": quota_tokens, "window_s": window_s}  # fmt: skip
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"{name}: {value} is not above 0")

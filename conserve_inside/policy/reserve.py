@@ -47,10 +47,8 @@ class DecodeReserve:
             return self.sizes_sms[-1]
         if not decodes:
             return 0
-        base = self._base(now_s)
-        if waited_s > self._LONGEST_WAIT_S:
-            return self.sizes_sms[base]
-        return self.sizes_sms[max(base, self._at)]
+        at = 0 if waited_s > self._LONGEST_WAIT_S else self._at
+        return self.sizes_sms[max(self._base(now_s), at)]
 
     def step(self, lasted_s: float, decode_sms: int, now_s: float) -> None:
         if decode_sms not in self.sizes_sms:

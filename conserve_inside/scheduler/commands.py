@@ -74,16 +74,16 @@ def obey(scheduler: Any, command: Command) -> int | SchedulerLoad | list[int] | 
 
 
 def _observed(scheduler: Any, now_s: float) -> SchedulerLoad:
-    levels, pool = scheduler.queue.levels, scheduler.kv_cache_manager.block_pool
-    waiting = [*scheduler.waiting._heap, *scheduler.kv_holding_waiting._heap]
     running, counts = scheduler.running, scheduler.counts
+    levels, pool = len(counts.preempted), scheduler.kv_cache_manager.block_pool
+    waiting = [*scheduler.waiting._heap, *scheduler.kv_holding_waiting._heap]
     kinds: dict[str, int] = dict.fromkeys(KINDS, 0)
     for request in running:
         turn = scheduler.turns[request.request_id]
         kinds[turn.kind if request.is_prefill_chunk else "decode"] += 1
     return SchedulerLoad(
-        waiting=_by_level((scheduler.level(one, now_s) for one in waiting), levels),
-        running=_by_level((scheduler.level(one, now_s) for one in running), levels),
+        waiting=_by_level([scheduler.level(one, now_s) for one in waiting], levels),
+        running=_by_level([scheduler.level(one, now_s) for one in running], levels),
         running_kinds=kinds,
         begun=dict(counts.begun),
         cut=dict(counts.cut),
@@ -100,11 +100,8 @@ def _observed(scheduler: Any, now_s: float) -> SchedulerLoad:
     )
 
 
-def _by_level(levels: Iterable[int], number: int) -> list[int]:
-    found = [0] * number
-    for level in levels:
-        found[level] += 1
-    return found
+def _by_level(levels: list[int], number: int) -> list[int]:
+    return [levels.count(level) for level in range(number)]
 
 
 # --- in the replica -------------------------------------------------------------------------------
@@ -124,8 +121,7 @@ class SchedulerClient:
 
     def hear(self, notice: Notice) -> None:
         """Release the histories that a notice of the table says are paused, or have ended."""
-        self.release(notice.given_up)
-        self.release(notice.ended)
+        self.release((*notice.given_up, *notice.ended))
 
     def release(self, histories: Iterable[tuple[str, int]]) -> None:
         keys = [history_key(history_id, incarnation) for history_id, incarnation in histories]

@@ -5,8 +5,9 @@ order to look at calls (priorities), how long their chunks may be, and which to 
 not depend on it: which tokens are computed together does not change them.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -17,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from conserve.wire import EngineTold, StageTimes
 from conserve_inside.lane.scheduler_lane import SchedulerLane
 from conserve_inside.policy import (
+    Background,
     ChunkController,
     FeedbackQueue,
     PrefillLane,
@@ -39,10 +41,11 @@ _LEVEL = 1 << 32
 class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types are not looked at.
     """Schedules one step at a time, as on CPUs.
 
-    Settings are ``additional_config["conserve"]``: ``feedback``, ``chunks``, ``retention`` and
-    ``lane`` have arguments of `FeedbackQueue`, `ChunkController`, `Retention` and `PrefillLane`;
-    ``stages`` has the shares of `SchedulerLane`. ``mechanisms`` names those of chunks, order and
-    retention that are in use (unset: all); without order all calls are of one level.
+    Settings are ``additional_config["conserve"]``: ``feedback``, ``background``, ``chunks``,
+    ``retention`` and ``lane`` have arguments of `FeedbackQueue`, `Background`, `ChunkController`,
+    `Retention` and `PrefillLane`; ``stages`` has the shares of `SchedulerLane`. ``mechanisms``
+    names those of chunks, order and retention that are in use (unset: all); without order all calls
+    are interactive, and of one level.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +59,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         mechanisms = given.get("mechanisms", ("chunks", "order", "retention"))
         levels = {} if "order" in mechanisms else {"levels": 1}
         self.queue = FeedbackQueue(capacity_tokens, **given.get("feedback", {}) | levels)
+        self.background = Background(**given.get("background", {}))
         self._bounds_steps = "chunks" in mechanisms
         keeps = {} if "retention" in mechanisms else {"hold_s": 0.0, "longest_s": 0.0}
         most = int(self.max_num_scheduled_tokens)
@@ -65,7 +69,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         manager, retention = self.kv_cache_manager, Retention(**given.get("retention", {}) | keeps)
         self.histories = Histories(manager, int(self.hash_block_size), retention)
         self.parts = Parts(self, self._block_tokens)
-        self.counts = Counts(self.queue.levels)
+        # Held calls are behind all levels.
+        self.counts = Counts(self.queue.levels + 1)
         self.clock: Callable[[], float] = time.monotonic
         self.turns: dict[str, Turn] = {}
         self._waits = Waits(self.turns)
@@ -86,6 +91,9 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self._rank_at_s = 0.0
         self._limit: int | None = None
         self._left = 0
+        # Background calls that may yet decode in this step, and the calls of the last one.
+        self._left_decodes = 0
+        self._ran: Collection[str] = ()
         # Tokens left to requests that wait on a better level than a running one, by its level.
         self._left_to_waiting: list[int] = []
         self.decoding = False
@@ -101,6 +109,12 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         self.histories.expire(now_s)
         self.parts.new_step()
         self._waits.new_step()
+        classes, held = {turn.background for turn in self.turns.values()}, self.background.holds
+        # If that left a step empty, interactive calls load, or lack room that the others have.
+        can_run = False in classes and not (held and not self._ran)
+        self.background.look(can_run, True in classes, now_s)
+        if self.background.holds != held:
+            self._rank_at_s = now_s
         waits = bool(self.waiting or self.kv_holding_waiting)
         ranks = waits and now_s >= self._rank_at_s
         if ranks:
@@ -110,13 +124,16 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         output = super().schedule(throttle_prefills)
         if ranks:
             self._waits.look(self, (*self.waiting._heap, *self.kv_holding_waiting._heap), now_s)
-        elif not waits:
-            self._waits.nobody()
         if self.passed_over_tokens:
             self.connector_prefix_cache_stats.hits -= self.passed_over_tokens
             self.passed_over_tokens = 0
         self._note(output, now_s)
+        self._ran = output.num_scheduled_tokens.keys()
         return output
+
+    def is_held(self, request: Any) -> bool:
+        """Return whether a call that does not decode waits for interactive ones."""
+        return self.background.holds and self.turns[request.request_id].background
 
     def left_tokens(self) -> int:
         """Return the step's tokens that are left for the lane: at least a block, so it goes on."""
@@ -135,25 +152,30 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
 
     def _set_limit(self, waits: bool, now_s: float) -> None:
         running = self.running
-        self.decoding = any(not one.is_prefill_chunk for one in running)
-        prefills = [one for one in running if one.is_prefill_chunk]
-        if not self._cuts or not (prefills or waits) or not (self.decoding or waits):
+        prefills = [one for one in running if one.is_prefill_chunk and not self.is_held(one)]
+        decodes = [one.request_id for one in running if not one.is_prefill_chunk]
+        behind = sum(self.turns[name].background for name in decodes)
+        interactive, wanted = len(decodes) - behind, bool(prefills or waits)
+        self._left_decodes, most = self.background.share(interactive, behind, wanted)
+        self.decoding = interactive + self._left_decodes > 0
+        if prefills or self._left_decodes < behind:
+            # Decodes go first, so that a full step leaves none of them out. Then by level.
+            running.sort(key=lambda one: self._rank_running(one, now_s))
+        if self.decoding and self._bounds_steps:
+            most = min(most, self.chunks.allowed_tokens())
+        if not self._cuts or not wanted or not (waits or self.decoding or most < math.inf):
             self._limit = None
             return
-        most = int(self.max_num_scheduled_tokens)
-        bounded = self.decoding and self._bounds_steps
-        self._limit = self._left = self.chunks.allowed_tokens() if bounded else most
-        self._left_to_waiting = [0] * (self.queue.levels + 1)
-        if not prefills:
-            return
-        # Decodes go first, so that a full step leaves none of them out. Then by level.
-        running.sort(key=lambda one: self._rank_running(one, now_s))
-        if waits and len(running) < self.max_num_active_reqs:
+        self._limit = self._left = int(min(most, self.max_num_scheduled_tokens))
+        self._left_to_waiting = [0] * (len(self.counts.preempted) + 1)
+        if prefills and waits and len(running) < self.max_num_active_reqs:
             self._leave_to_waiting()
 
     def _rank_running(self, request: Any, now_s: float) -> tuple[int, float]:
         if not request.is_prefill_chunk:
-            return -1, 0.0
+            # Those of the background are behind the others, and take turns.
+            is_behind = self.turns[request.request_id].background
+            return -1, is_behind * (1 + (request.request_id in self._ran))
         return self.level(request, now_s), request.arrival_time
 
     def _leave_to_waiting(self) -> None:
@@ -215,6 +237,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
             # With two in flight the second begins when the first has ended.
             lasted_s = now_s - max(began_s, self._updated_s)
             self.chunks.step(lasted_s, prefill_tokens, now_s, decodes)
+            self.background.learn(lasted_s, decodes, prefill_tokens)
             if self.lane is not None:
                 self.lane.stepped(lasted_s, decode_sms, now_s)
         self._updated_s = now_s
@@ -225,6 +248,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
     def level(self, request: Any, now_s: float) -> int:
         """Return a call's level now; level 0 goes first."""
         turn = self.turns[request.request_id]
+        if self.is_held(request):
+            return self.queue.levels
         waited_s = 0.0 if request.status == RequestStatus.RUNNING else now_s - turn.since_s
         if self.lane is not None and self.lane.start_of(request.request_id) is not None:
             # It has its blocks, and needs only a place: no other call gains if it waits.
@@ -263,6 +288,7 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         if request.request_id not in self.requests:
             turn = self.turns[request.request_id] = turn_of(request, now_s)
             turn.missing_tokens = request.num_tokens
+            turn.background &= self.queue.levels > 1
             if turn.is_known:
                 self.histories.comes(turn, now_s)
                 found_tokens = self.histories.cached_tokens(turn.key)
@@ -294,6 +320,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         tokens = int(
             super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         )
+        if self.turns[request.request_id].background and not self._may_run(request):
+            return 0
         if tokens <= self._decode_tokens:
             return tokens
         if self._limit is not None and not request.has_encoder_inputs:
@@ -307,6 +335,13 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         if self._limit is not None:
             self._left = max(0, self._left - tokens)
         return tokens
+
+    def _may_run(self, request: Any) -> bool:
+        """Return whether a background call has a part of this step."""
+        if request.status != RequestStatus.RUNNING or request.is_prefill_chunk:
+            return not self.background.holds
+        self._left_decodes -= 1
+        return self._left_decodes >= 0
 
     def _limited(self, request: Any, start: int, tokens: int) -> int:
         limit = self._left

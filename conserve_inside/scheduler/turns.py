@@ -84,10 +84,6 @@ class Waits:
             # A request that came after the last look has waited since it came.
             turn.waits("load" if loads else left, min(waited_s, max(0.0, now_s - turn.since_s)))
 
-    def nobody(self) -> None:
-        """Stop the clock until a request waits."""
-        self._seen_s = None
-
 
 def _by_kind() -> dict[str, int]:
     return dict.fromkeys(KINDS, 0)

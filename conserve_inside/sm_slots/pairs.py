@@ -43,9 +43,7 @@ class SlotPairs:
         self._means = means
         self._wrap = wrap
         self._make_current = make_current
-        self._places = () if split is None else sides(split, units)
-        if self._places and means.stream(units) is None:
-            self._places = ()
+        self._places = () if split is None or means.stream(units) is None else sides(split, units)
         self._streams: dict[range, Any] = {}
         for place in self._places:
             # All streams are made now, since making one takes long and binding does not.
@@ -66,15 +64,10 @@ class SlotPairs:
         """
         if not self._places:
             return self.bound
-        place = next(
-            (one for one in self._places if one.decode_sms >= decode_sms), self._places[-1]
-        )
+        place = next((p for p in self._places if p.decode_sms >= decode_sms), self._places[-1])
         bound = self._of(place, decode_sms)
         old, self.bound = self.bound, bound
-        for before, after in (
-            (old.decode_stream, bound.decode_stream),
-            (old.lane_stream, bound.lane_stream),
-        ):
+        for before, after in zip(old[:2], bound[:2], strict=True):
             if before is not None and before is not after:
                 after.wait_stream(before)
         if bound.decode_stream is not old.decode_stream:
@@ -87,9 +80,7 @@ class SlotPairs:
             lane = self._places[-1].decode
         elif not lane:
             # Prefill's smallest side. A lease of one unit has none, and shares its SMs.
-            lane = next(
-                (one.prefill for one in reversed(self._places) if one.prefill), place.decode
-            )
+            lane = next((p.prefill for p in reversed(self._places) if p.prefill), place.decode)
         return Bound(self._stream(place.decode), self._stream(lane), place.decode_sms)
 
     def _stream(self, units: range) -> Any:

@@ -59,6 +59,7 @@ def play(engine: StandIn, seed: int, conversations: int = 10, turns: int = 6) ->
                 key,
                 chance.choice((None, 0.2, 30.0)),
                 chance.random() < 0.1,
+                background=chance.random() < 0.5,
                 priority=chance.randrange(-5, 5),
             )
         if engine.live and chance.random() < 0.004:

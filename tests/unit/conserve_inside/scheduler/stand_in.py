@@ -40,10 +40,11 @@ class StandIn(SteppedEngine):
         key: str | None = None,
         resume_s: float | None = None,
         last: bool = False,
+        background: bool = False,
         **more: Any,
     ) -> Any:
         """Add a request; a history's turn where it has a key."""
-        told = None if key is None else scheduled_turn(key, resume_s, last)
+        told = None if key is None else scheduled_turn(key, resume_s, last, background)
         return super().add(name, tokens, max_tokens, told=told, **more)
 
     def turn(self, key: str, tokens: Sequence[int], max_tokens: int = 4, **more: Any) -> list[int]:
