@@ -66,11 +66,16 @@ class Agent:
     stats: list[dict[str, int]] = field(default_factory=list)
 
     async def say(
-        self, content: str | list[Message], *, tokens: int = 24, stream: bool = False
+        self,
+        content: str | list[Message],
+        *,
+        tokens: int = 24,
+        stream: bool = False,
+        **options: Any,
     ) -> Reply:
         """Append a message, have it answered, append the answer; fails on any error."""
         self.messages.append({"role": "user", "content": content})
-        reply = await self.ask(tokens=tokens, stream=stream)
+        reply = await self.ask(tokens=tokens, stream=stream, **options)
         assert reply.status == 200, reply.body
         self.messages.append({"role": "assistant", "content": reply.content})
         self.replies.append(reply)

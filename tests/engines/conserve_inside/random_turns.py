@@ -26,7 +26,7 @@ async def random_turns(
     appends: tuple[int, ...] = (15, 60, 250),
 ) -> None:
     """First turns come through LMCache; decodes, appends, ends and clients that leave meet on one
-    decoder that is full soon. Every answer is compared."""
+    decoder that is full soon, half of them in the background. Every answer is compared."""
     agents = [Agent(client, f"random-{number}") for number in range(conversations)]
     scripts = [
         [prose(rng, rng.choice((60, 300, 900))), *(prose(rng, rng.choice(appends))
@@ -37,7 +37,9 @@ async def random_turns(
 
     async def run(agent: Agent, number: int) -> None:
         for turn, words in enumerate(scripts[number]):
-            await agent.say(words, tokens=lengths[number][turn], stream=(turn + number) % 2 == 1)
+            stream, priority = (turn + number) % 2 == 1, -(number // 2 % 2)
+            tokens = lengths[number][turn]
+            await agent.say(words, tokens=tokens, stream=stream, priority=priority)
             if turn == 1 and number % 4 == 3:
                 await _leaves(client, f"leaves-{number}", prose(rng, 200))
         if number % 3 == 0:

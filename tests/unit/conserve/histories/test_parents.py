@@ -1,10 +1,16 @@
 """Conversations that others began: who began which, who waits for whom, and who is done."""
 
+import random
+from operator import ne
+
+import pytest
+
 from conserve.conversations import ConversationTable
 from conserve.hints import Hints
 from conserve.histories.kinship import Opening
 from conserve.pausing import Pausing
 from conserve.turn import TurnStats
+from deployments.table.views import SHOWN_HISTORIES, conversation_view
 from tests.unit.conserve.conversations.scene import Turn, a_table, the
 from tests.unit.conserve.pausing.scene import paused
 
@@ -91,3 +97,39 @@ def test_the_last_child_s_end_tells_whom_to_bring_back() -> None:
     begin(table, "p")
     assert table.parents.done(the(table, "b")) is None
     assert table.parents.done(the(table, "p")) is None
+
+
+@pytest.mark.parametrize("lie", ["t\tnone", "t\tothers", "t\tliar0", "t\tliar3"])
+def test_lies_change_nobody_else_s_turns(lie: str) -> None:
+    """A parent that does not exist, another tenant's id under the own one, and the own ones."""
+    liars = {f"t\tliar{number}" for number in range(4)}
+
+    def play(parent: str | None) -> list[set[str]]:
+        table, chance, seen = a_table(1, pausing=Pausing()), random.Random(1), list[set[str]]()
+        for now_s in range(400):
+            name = chance.choice([*sorted(liars), "others", "u\tothers", "u\tmore"])
+            opening = Opening(hints=Hints(parent=parent if name in liars else None))
+            tokens = chance.randrange(100, 400)
+            if table.begin(name, now_s) or table.bind(name, tokens, now_s, opening=opening):
+                answer(table, Turn.last(table, name), chance.choice([None, "read"]), now_s)
+            seen.append({one.id for one in table.live() if one.home} - liars)
+        return seen
+
+    # A liar's history that claims to wait for another gives up its room before those of others.
+    first = next((pair for pair in zip(play(lie), play(None), strict=True) if ne(*pair)), None)
+    assert first is None or (lie in liars and first[0] > first[1])
+
+
+def test_of_a_thousand_children_few_are_looked_at() -> None:
+    table = a_table(decoders=1, capacity_tokens=100_000, pausing=Pausing())
+    answer(table, begin(table, "p"), "task")
+    for number in range(1000):
+        answer(table, begin(table, f"c{number}", "p"), None)
+    working = begin(table, "c63", now_s=NOW_S + 1)
+    assert table.parents.waits(the(table, "p"))
+    answer(table, working, None, NOW_S + 1)
+    begin(table, "c64", now_s=NOW_S + 2)
+    assert not table.parents.waits(the(table, "p"))
+    shown = conversation_view("p", table, NOW_S, {})
+    assert shown is not None
+    assert (len(shown.children), shown.children_total) == (SHOWN_HISTORIES, 1000)
