@@ -20,65 +20,54 @@ def broken(*at: Any, client: str | None = None) -> TurnStats:
     return turn(had_tokens=0, broken=Broken(*(at or ("system",))), client=client)
 
 
-def added(*turns: tuple[str, TurnStats]) -> CacheAccount:
+def added(*turns: TurnStats | tuple[str, TurnStats]) -> CacheAccount:
+    """Count turns, of the conversation "c" where none is named."""
     account = CacheAccount()
-    for history_id, stats in turns:
-        account.add(history_id, stats, 0.0)
+    for one in turns:
+        account.add(*(one if isinstance(one, tuple) else ("c", one)), 0.0)
     return account
 
 
-@pytest.mark.parametrize(
-    ("stats", "found"),
-    [
-        # A prefiller computed most, and its decoder what is behind the last chunk.
-        (turn(had_tokens=0, lmcache_tokens=2048, prefilled_tokens=2100), {"first": 2152}),
-        (turn(1984), {"append": 116}),
-        (broken("first_prompt"), {"message": ALL}),
-        (turn(2090, broken=Broken("system")), {"append": 10}),
-        (turn(), {"evicted": 2000, "append": 100}),
-        (turn(unbound="paused"), {"paused": 2000, "append": 100}),
-        (turn(unbound="moved"), {"moved": 2000, "append": 100}),
-        (turn(128, unbound="lost"), {"lost": 1872, "append": 100}),
-        (turn(unbound="left"), {"lost": 2000, "append": 100}),
-        (turn(had_tokens=0, unbound="unknown"), {"unknown": ALL}),
-        (TurnStats(), {}),
-    ],
-)
-def test_each_cause_has_its_tokens(stats: TurnStats, found: dict[str, int]) -> None:
-    sums = added(("c", stats)).spent(60, 0.0)
-    assert {key.cause: one.tokens for key, one in sums.items()} == found
-
-
-THRICE = [("c", broken())] * 3
+TWICE = [broken()] * 2
 
 
 @pytest.mark.parametrize(
     ("turns", "found"),
     [
-        (THRICE[:2], {"system": 2}),
-        (THRICE + THRICE[:2], {"rotating": 5}),
-        ([("c", broken("messages", 3, client="agent"))] * 3, {"rotating": 3}),
+        # A prefiller computed most, and its decoder what is behind the last chunk.
+        ([turn(had_tokens=0, lmcache_tokens=2048, prefilled_tokens=2100)], {"first": 2152}),
+        ([turn(1984)], {"append": 116}),
+        ([broken("first_prompt")], {"message": ALL}),
+        ([turn(2090, broken=Broken("system"))], {"append": 10}),
+        ([turn()], {"evicted": 2000, "append": 100}),
+        ([turn(unbound="paused")], {"paused": 2000, "append": 100}),
+        ([turn(128, unbound="moved")], {"moved": 1872, "append": 100}),
+        ([turn(unbound="left")], {"lost": 2000, "append": 100}),
+        ([turn(had_tokens=0, unbound="unknown")], {"unknown": ALL}),
+        ([TurnStats()], {}),
+        (TWICE, {"system": 2 * ALL}),
+        (TWICE + TWICE + TWICE, {"rotating": 6 * ALL}),
+        ([broken("messages", 3, client="agent")] * 3, {"rotating": 3 * ALL}),
         # A sub-agent begins between them.
-        ([*THRICE[:2], ("c\t\t5", TurnStats(ALL, 1)), THRICE[2]], {"rotating": 3, "first": 1}),
-        ([*THRICE[:2], ("c", turn(unbound="lost")), THRICE[2]], {"system": 3, "lost": 1}),
-        ([*THRICE[:2], ("c", broken("tools"))], {"system": 2, "tools": 1}),
-        ([(name, broken()) for name in "abc"], {"system": 3}),
-        ([(name, broken(client="agent")) for name in "abc"], {"rotating": 3}),
+        ([*TWICE, ("c\t\t5", TurnStats(70, 1)), broken()], {"rotating": 3 * ALL, "first": 70}),
+        ([*TWICE, turn(2000), broken()], {"system": 3 * ALL, "append": 100}),
+        ([*TWICE, broken("tools")], {"system": 2 * ALL, "tools": ALL}),
+        ([(name, broken()) for name in "abc"], {"system": 3 * ALL}),
+        ([(name, broken(client="agent")) for name in "abc"], {"rotating": 3 * ALL}),
         # The first conversation is forgotten before its third turn comes.
-        ([*THRICE[:2], *((f"{n}", broken()) for n in range(5000)), THRICE[2]], {"system": 5003}),
+        ([*TWICE, *((f"{n}", broken()) for n in range(5000)), broken()], {"system": 5003 * ALL}),
     ],
 )
-def test_text_rotates_if_three_turns_in_a_row_break_at_one_place(
-    turns: list[tuple[str, TurnStats]], found: dict[str, int]
+def test_each_cause_has_its_tokens_and_three_breaks_at_one_place_are_rotating(
+    turns: list[Any], found: dict[str, int]
 ) -> None:
     sums = added(*turns).spent(60, 0.0)
-    assert {key.cause: one.turns for key, one in sums.items() if key.cause != "append"} == found
-    assert sum(one.tokens for one in sums.values()) == len(turns) * ALL
+    assert {key.cause: one.tokens for key, one in sums.items()} == found
 
 
 def test_seconds_are_shared_by_tokens_and_an_example_goes_with_its_cause() -> None:
     lost, edited = turn(engine_prefill_s=1.5, prefiller_s=0.6), broken("messages", 7, False)
-    account = added(("acme\tc", lost), ("d\t\t3", edited), ("e", broken()), *THRICE)
+    account = added(("acme\tc", lost), ("d\t\t3", edited), ("e", broken()), *TWICE, broken())
     found = {key.cause: one for key, one in account.spent(60, 0.0).items()}
     assert (found["evicted"].seconds, found["append"].seconds) == pytest.approx((2.0, 0.1))
     examples = {"evicted": "acme\tc", "append": "acme\tc", "message": "d", "system": ""}

@@ -119,12 +119,17 @@ def played(table: ConversationTable, history_id: str, texts: tuple[str, ...]) ->
         assert table.advance(turn.key, home, TurnStats(100 * number, 10, 0, 0), (tail,), 0.0)
 
 
+def bound(table: ConversationTable, history_id: str, *texts: str, tools: Any = None) -> TurnStats:
+    """Bind a history that begins with these messages; returns its turn's record."""
+    opening = Opening(chain_of(talk(*texts), tools and {"tools": tools}), SYSTEM_TOKENS)
+    assert table.bind(history_id, 400, 1.0, opening=opening) is not None
+    return table.record(Turn.last(table, history_id).id)
+
+
 def broken_at(*texts: str, tools: Any = None) -> Broken | None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
     played(table, "agent", OLD)
-    opening = Opening(chain_of(talk(*texts), tools and {"tools": tools}), SYSTEM_TOKENS)
-    assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    return table.record(Turn.last(table, "agent\t\t1").id).broken
+    return bound(table, "agent\t\t1", *texts, tools=tools).broken
 
 
 @pytest.mark.parametrize(
@@ -154,11 +159,8 @@ def test_a_changed_tool_list_is_told_from_a_changed_system_text() -> None:
 
 def test_a_history_whose_earlier_turns_are_not_known_is_told_from_a_new_one() -> None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
-    found = []
-    for id, texts in (("goes on", OLD), ("goes on\t\t1", OLD[:4]), ("new", OLD[:2])):
-        assert table.bind(id, 400, 1.0, opening=Opening(chain_of(talk(*texts)))) is not None
-        found.append(table.record(Turn.last(table, id).id).unbound)
-    assert found == ["unknown", None, None]
+    of = (("goes on", OLD), ("goes on\t\t1", OLD[:4]), ("new", OLD[:2]))
+    assert [bound(table, id, *texts).unbound for id, texts in of] == ["unknown", None, None]
 
 
 def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> None:
@@ -167,20 +169,14 @@ def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> Non
     table.remove_engine("d1")
     table.add_decoder("d2", 10_000)
     played(table, "agent\t\t1", ("Help!", *OLD[1:]))
-    opening = Opening(chain_of(talk("HELP", *OLD[1:])), SYSTEM_TOKENS)
-    assert table.bind("agent\t\t2", 400, 1.0, opening=opening) is not None
-    assert table.record(Turn.last(table, "agent\t\t2").id).broken == Broken("system")
+    assert bound(table, "agent\t\t2", "HELP", *OLD[1:]).broken == Broken("system")
 
 
 def test_a_history_that_forgot_answers_says_so() -> None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
     long = ("Help.", *(f"{number}" for number in range(41)))
     played(table, "agent", long)
-    turned = list(long)
-    turned[-4:] = ["changed", "changed", "changed", "changed"]
-    opening = Opening(chain_of(talk(*turned)))
-    assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    broken = table.record(Turn.last(table, "agent\t\t1").id).broken
+    broken = bound(table, "agent\t\t1", *long[:-4], *["changed"] * 4).broken
     assert broken is not None
     assert not broken.exact
 
