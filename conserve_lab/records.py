@@ -60,7 +60,7 @@ class Answer:
 class Script(Protocol):
     @property
     def conversation(self) -> str:
-        """Its id, unique in the run."""
+        """Its id, unique in the run; of a simulated tenant's, as `identity.scoped` has it."""
 
     def next(self, answer: Answer | None) -> TurnRequest | None:
         """Return the next turn, given the previous one's answer (None before the first); None:

@@ -1,7 +1,7 @@
 """Which workload a user asks for: command-line options to conversations."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,8 @@ _ONLY: dict[str, tuple[Kind, ...]] = {
     "max_gap_s": ("recorded",),
     "max_context_tokens": ("recorded", "synthetic"),
     "max_turns": ("recorded",),
+    "skip_bad": ("recorded", "dialogues"),
+    "tokenizer": ("recorded",),
     "mean_gap_s": ("dialogues", "agents"),
     "max_output_tokens": ("dialogues", "agents"),
 }
@@ -37,6 +39,8 @@ class Selection:
     Attributes:
         conversations: recorded sessions' sub-agents are conversations besides.
         data: a folder or file of recorded sessions or dialogues.
+        skip_bad: read what is right in it.
+        tokenizer: a model's folder or tokenizer.json, for lengths of texts.
         vocabulary: token ids for prompts, ``first:last`` (the last is not used).
 
     Raises WorkloadError: an option does not go with the workload, or is missing.
@@ -55,6 +59,8 @@ class Selection:
     max_gap_s: float | None = None
     max_context_tokens: int | None = None
     max_turns: int | None = None
+    skip_bad: bool | None = None
+    tokenizer: Path | None = None
     mean_gap_s: float | None = None
     max_output_tokens: int | None = None
 
@@ -90,52 +96,23 @@ class Selection:
         """Make the workload; ``seed_shift`` gives other conversations of the same kind."""
         return _workload(self, seed_shift)
 
-    def make(self, seed: int) -> Workload:
-        arrivals = Arrivals(self.pattern, self.rate_per_s, seed)
-        match self.kind:
-            case "recorded":
-                assert self.data is not None
-                return workloads.recorded(
-                    self.data,
-                    sessions=self.conversations,
-                    arrivals=arrivals,
-                    vocabulary=self._vocabulary(),
-                    changes=Changes(
-                        **self._given(
-                            "scale_tokens", "scale_gaps", "max_gap_s", "max_context_tokens"
-                        )
-                    ),
-                    max_turns=self.max_turns,
-                    seed=seed,
-                )
-            case "dialogues":
-                assert self.data is not None
-                return workloads.dialogues(
-                    self.data,
-                    conversations=self.conversations,
-                    arrivals=arrivals,
-                    seed=seed,
-                    **self._given("mean_gap_s", "max_output_tokens"),
-                )
-            case "agents":
-                return workloads.agents(
-                    conversations=self.conversations,
-                    arrivals=arrivals,
-                    seed=seed,
-                    **self._given("mean_gap_s", "max_output_tokens"),
-                )
-            case "synthetic":
-                return workloads.synthetic(
-                    PRESETS[self.preset or "conserve"],
-                    conversations=self.conversations,
-                    arrivals=arrivals,
-                    vocabulary=self._vocabulary(),
-                    seed=seed,
-                    **self._given("scale_tokens", "scale_gaps", "max_context_tokens"),
-                )
-
-    def _given(self, *names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def make(self, seed: int, **shape: Any) -> Workload:
+        """Make the workload; ``shape`` has what differs from the preset's."""
+        own = [name for name, kinds in _ONLY.items() if self.kind in kinds]
+        given = {name: value for name in own if (value := getattr(self, name)) is not None}
+        given["arrivals"] = Arrivals(self.pattern, self.rate_per_s, seed)
+        if "vocabulary" in own:
+            given["vocabulary"] = self._vocabulary()
+        if self.kind == "synthetic":
+            preset = replace(PRESETS[given.pop("preset", "conserve")], **shape)
+            return workloads.synthetic(preset, conversations=self.conversations, seed=seed, **given)
+        if self.kind == "recorded":
+            names = [field.name for field in fields(Changes)]
+            given["changes"] = Changes(**{n: given.pop(n) for n in names if n in given})
+            data = given.pop("data")
+            return workloads.recorded(data, sessions=self.conversations, seed=seed, **given)
+        make = workloads.agents if self.kind == "agents" else workloads.dialogues
+        return make(conversations=self.conversations, seed=seed, **given)
 
     def _vocabulary(self) -> range:
         text = self.vocabulary or DEFAULT_VOCABULARY

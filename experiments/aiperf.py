@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conserve_lab.client import Endpoint
-from conserve_lab.workloads.traces import recordings
+from conserve_lab.workloads.files import recordings
 
 COLUMNS = ["requests (failed)", "TTFT, s: p50 / p95", "ms a token, p50 / p95", "tokens/s"]
 COLUMNS += ["prompt tokens", "found"]

@@ -26,7 +26,7 @@ from conserve_lab.latencies import by_conversation, latencies_of
 from conserve_lab.records import TurnRecord
 from conserve_lab.simulate.run import EngineCounts, make_cluster, make_system
 from conserve_lab.workloads import Arrivals, Changes, Workload, recorded
-from conserve_lab.workloads.traces import recordings
+from conserve_lab.workloads.files import recordings
 from experiments.harness import Experiment, at_least_1, figure, group, numbers
 
 VOCABULARY = range(1_000, 4_000)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from typing import Literal, get_args
 
 from conserve import identity
@@ -201,6 +202,7 @@ class Admission:
     ) -> None:
         self._table = table
         self.queue = Queue(limit, timeout_s, order)
+        table.leads = self.queue.order.leads
         self.window = window
         self._counted = (0, 0)
         self._touched_s = -_TOUCH_S
@@ -249,7 +251,7 @@ class Admission:
         # While it waits for room, its tool does not run.
         self._table.tools.turn_came(history_id, arrived_s)
         memory = self._table.memory
-        warm = memory is not None and memory.is_warm(history_id, prompt_tokens)
+        warm = self._is_warm(history_id, prompt_tokens)
         own_tokens = prompt_tokens - (0 if opening is None else self._table.held(opening))
         hints = None if opening is None else opening.hints
         ticket = Ticket(
@@ -258,6 +260,8 @@ class Admission:
             background=opening is not None and opening.background,
             late_s=arrived_s + (inf if hints is None else hints.due_in_s),
         )  # fmt: skip
+        self._table.usage.of(history_id).weight = weight
+        self.queue.order.came(ticket)
         if not self.queue and self._has_slot(ticket, now_s, self._free_tokens(now_s)):
             admitted = self._bind(ticket, now_s)
             if admitted is not None:
@@ -272,12 +276,45 @@ class Admission:
             return self._admit_one(ticket, now_s) or ticket
         return ticket
 
-    def admit(self, now_s: float) -> list[Admitted]:
+    def admit(self, now_s: float, rested: str | None = None) -> list[Admitted]:
+        """Bind those for which there is room; ``rested``: a history whose turn has just ended."""
         admitted: list[Admitted] = []
         tried: set[str] = set()
         while (one := self._next(now_s, tried)) is not None:
             admitted.append(one)
+        if rested is not None and self.queue and self._gives_way(rested, now_s):
+            admitted += self.admit(now_s)
         return admitted
+
+    def _gives_way(self, history_id: str, now_s: float) -> bool:
+        """Pause a history whose turn has ended, if a less served tenant's turn lacks its place.
+
+        If its next turn comes at once, it is idle only now.
+        """
+        history, memory = self._table.get(history_id), self._table.memory
+        if memory is None or history is None or history.running:
+            return False
+        home, ahead = self._lacks(next(self.queue.tickets(now_s)), now_s)
+        gives_way = history.home == home and identity.tenant_of(history_id) in ahead
+        if gives_way:
+            memory.pause(history, "room")
+        return gives_way
+
+    def _ahead(self, ticket: Ticket) -> set[str | None]:
+        leads = self.queue.order.leads(ticket.history_id, ticket.prompt_tokens)
+        return {one for one, lead in leads.items() if lead > 0}
+
+    def _lacks(self, ticket: Ticket, now_s: float) -> tuple[str | None, set[str | None]]:
+        """Return where a turn lacks what tenants ahead of its own hold, and these tenants."""
+        ahead, table = self._ahead(ticket), self._table
+        if not ahead:
+            return None, ahead
+        homes = table.policy.homes(table.accepting_decoders, table.accepting_prefillers, now_s)
+        home = max(homes, key=attrgetter("free_tokens"), default=None)
+        held_tokens = sum(table.usage.tenant(one or "").held_tokens for one in ahead)
+        if home is None or ticket.prompt_tokens > home.free_tokens + held_tokens:
+            return None, set()
+        return home.id, ahead
 
     def leave(self, history_id: str) -> Ticket | None:
         """Give up a place; None if it has none. Others may fit then, so call `admit`."""
@@ -306,9 +343,17 @@ class Admission:
     def _candidates(self, now_s: float) -> list[Ticket]:
         candidates: list[Ticket] = []
         free_tokens = self._free_tokens(now_s)
-        for ticket in self.queue.tickets(now_s):
-            if not self._has_slot(ticket, now_s, free_tokens):
+        ahead: set[str | None] = set()
+        for n, ticket in enumerate(self.queue.tickets(now_s)):
+            # A working set full of others' histories does not keep a less served tenant out.
+            free = inf if not n and self._ahead(ticket) else free_tokens
+            if not self._has_slot(ticket, now_s, free):
                 continue
+            # What comes free is kept for the first, until it is enough.
+            if identity.tenant_of(ticket.history_id) in ahead:
+                break
+            if not candidates:
+                _, ahead = self._lacks(ticket, now_s)
             candidates.append(ticket)
             if len(candidates) == _TRIED or self.queue.holds_up(ticket, now_s):
                 break
@@ -316,12 +361,10 @@ class Admission:
 
     def _next(self, now_s: float, tried: set[str]) -> Admitted | None:
         for ticket in self._candidates(now_s):
-            if ticket.history_id in tried:
-                continue
-            admitted = self._admit_one(ticket, now_s)
-            if admitted is not None:
-                return admitted
-            tried.add(ticket.history_id)
+            if ticket.history_id not in tried:
+                tried.add(ticket.history_id)
+                if (admitted := self._admit_one(ticket, now_s)) is not None:
+                    return admitted
         return None
 
     def _admit_one(self, ticket: Ticket, now_s: float) -> Admitted | None:
@@ -339,10 +382,15 @@ class Admission:
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:
         late = now_s - ticket.joined_s >= patience_s(self.queue.timeout_s)
-        passes = ticket.warm or (late and ticket.history_id in self._table)
-        if not passes and ticket.own_tokens > free_tokens:
+        passes = ticket.own_tokens <= free_tokens or (late and ticket.history_id in self._table)
+        # Its KV may have been evicted since it came.
+        if not (passes or (ticket.warm and self._is_warm(ticket.history_id, ticket.prompt_tokens))):
             return False
         return late or self.window is None or self._table.active(now_s) < self.window.limit
+
+    def _is_warm(self, history_id: str, prompt_tokens: int) -> bool:
+        memory = self._table.memory
+        return memory is not None and memory.is_warm(history_id, prompt_tokens)
 
     def _bind(self, ticket: Ticket, now_s: float) -> Admitted | None:
         history_id, tokens = ticket.history_id, ticket.prompt_tokens
@@ -357,11 +405,5 @@ class Admission:
             return None
         history = self._table.get(history_id)
         assert history is not None
-        return Admitted(
-            history,
-            history.newest_turn,
-            tokens,
-            placement,
-            known=before is not None,
-            moved=history.moves > moves,
-        )
+        turn, moved = history.newest_turn, history.moves > moves
+        return Admitted(history, turn, tokens, placement, known=before is not None, moved=moved)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from conserve import identity
 from conserve.histories.kinship import Opening
+from conserve.pausing import LEVEL_TOKENS, Leads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,17 @@ class QueueOrder(Protocol):
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         """Remove a ticket; ``went`` says whether it was admitted."""
 
+    def came(self, ticket: Ticket) -> None:
+        """Note that a turn has come that is bound nowhere; it may join, or find room at once."""
+        return
+
     def served(self, history_id: str, tokens: int) -> None:
         """Note that a history's turn has ended, for which so much was computed and put out."""
+        return
+
+    def leads(self, history_id: str, tokens: int) -> Leads:
+        """Return the leads of tenants over that of a prompt; none where tenants do not matter."""
+        return {}
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         """Yield the tickets in their order. None may join or leave meanwhile."""
@@ -58,7 +68,7 @@ class QueueOrder(Protocol):
         """Return whether those behind have to wait until this one fits."""
 
 
-class FirstCome:
+class FirstCome(QueueOrder):
     """Serves tickets in order of arrival; none overtakes (the ConServe paper's queue)."""
 
     def __init__(self) -> None:
@@ -69,9 +79,6 @@ class FirstCome:
 
     def leave(self, ticket: Ticket, *, went: bool) -> None:
         del self._tickets[ticket.history_id]
-
-    def served(self, history_id: str, tokens: int) -> None:
-        pass
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         return iter(self._tickets.values())
@@ -107,6 +114,14 @@ class Shares:
         """Return a tenant's place among others, once so much is computed for it."""
         return self._served.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1)
 
+    def leads(self, tenant: str | None, tokens: int) -> Leads:
+        """Return others' leads over a tenant, where these are more than what it asks for."""
+        served = self._served
+        if len(served) < 2:
+            return {}
+        own, level = self.after(tenant, 0), max(tokens, LEVEL_TOKENS) / self._weights.get(tenant, 1)
+        return {one: lead for one in served if abs(lead := served[one] - own) > level}
+
 
 # Above every level: tickets that none may overtake any more.
 _AGED = -1
@@ -121,7 +136,7 @@ class _Place(NamedTuple):
     ticket: Ticket
 
 
-class Levels:
+class Levels(QueueOrder):
     """Orders tickets by their conversations' attained service, in few levels; waiting raises them.
 
     A conversation that was served less than ``first_tokens`` starts on level 0; each further level
@@ -164,7 +179,13 @@ class Levels:
             below_tokens *= self._growth
         return level
 
+    def came(self, ticket: Ticket) -> None:
+        tenant = identity.tenant_of(ticket.history_id)
+        if tenant not in self._lines:
+            self._shares.came(tenant, ticket.weight)
+
     def join(self, ticket: Ticket) -> None:
+        self.came(ticket)
         level, joined_s, number = self._first(ticket), ticket.joined_s, next(self._numbers)
         self._put(_Place(level, joined_s, number, ticket))
         if level == _AGED:
@@ -195,6 +216,9 @@ class Levels:
     def served(self, history_id: str, tokens: int) -> None:
         tokens -= self._charged.pop(history_id, 0)
         self._shares.serve(identity.tenant_of(history_id), tokens)
+
+    def leads(self, history_id: str, tokens: int) -> Leads:
+        return self._shares.leads(identity.tenant_of(history_id), tokens)
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
         self._let_rise(now_s)
@@ -243,10 +267,7 @@ class Levels:
 
     def _put(self, place: _Place) -> None:
         tenant = identity.tenant_of(place.ticket.history_id)
-        if tenant not in self._lines:
-            self._lines[tenant] = []
-            self._shares.came(tenant, place.ticket.weight)
-        insort(self._lines[tenant], place)
+        insort(self._lines.setdefault(tenant, []), place)
         self._places[place.ticket.history_id] = place
 
     def _take(self, place: _Place) -> None:
@@ -280,12 +301,13 @@ class Queue:
 
     Attributes:
         timeout_s: the longest wait of those that join from now on.
+        order: says which go first, and whose tenants lead.
     """
 
     def __init__(self, limit: int, timeout_s: float, order: QueueOrder | None = None) -> None:
         self._limit = limit
         self.timeout_s = timeout_s
-        self._order = FirstCome() if order is None else order
+        self.order = FirstCome() if order is None else order
         # The oldest first.
         self._tickets: dict[str, Ticket] = {}
 
@@ -298,10 +320,8 @@ class Queue:
 
     def tokens_of(self, beginning: str) -> int:
         """Return the sum of the prompts of histories whose ids have this prefix."""
-        tickets = self._tickets.values()
-        return sum(
-            ticket.prompt_tokens for ticket in tickets if ticket.history_id.startswith(beginning)
-        )
+        found = (one for id, one in self._tickets.items() if id.startswith(beginning))
+        return sum(ticket.prompt_tokens for ticket in found)
 
     def join(self, ticket: Ticket) -> Ticket:
         """Take a place; returns the ticket with its deadline.
@@ -316,24 +336,24 @@ class Queue:
             raise QueueFull(self._limit, self.retry_after_s(ticket.joined_s))
         ticket = replace(ticket, deadline_s=ticket.joined_s + self.timeout_s)
         self._tickets[ticket.history_id] = ticket
-        self._order.join(ticket)
+        self.order.join(ticket)
         return ticket
 
     def leave(self, history_id: str, *, went: bool = False) -> Ticket | None:
         """Give the place up; None if it has none. ``went`` says whether it is admitted."""
         ticket = self._tickets.pop(history_id, None)
         if ticket is not None:
-            self._order.leave(ticket, went=went)
+            self.order.leave(ticket, went=went)
         return ticket
 
     def served(self, history_id: str, tokens: int) -> None:
-        self._order.served(history_id, tokens)
+        self.order.served(history_id, tokens)
 
     def tickets(self, now_s: float) -> Iterator[Ticket]:
-        return self._order.tickets(now_s)
+        return self.order.tickets(now_s)
 
     def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        return self._order.holds_up(ticket, now_s)
+        return self.order.holds_up(ticket, now_s)
 
     def retry_after_s(self, now_s: float) -> int:
         """Return the time until a place is free at the latest, in whole seconds from 1 to 60."""

@@ -233,6 +233,7 @@ class ConversationTable(Turns):
             root=opening.root,
             any_runs=self._ledger.reasoning > 0,
             background=opening.background,
+            leads=self.leads(history_id, prompt_tokens),
         ):  # fmt: skip
             return True
         # Else a conversation that was compacted would wait for itself.

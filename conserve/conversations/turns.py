@@ -1,5 +1,6 @@
 """Keeps live histories, begins their turns, and ends them when they are complete or have failed."""
 
+from collections.abc import Callable
 from sys import intern
 
 from conserve import identity
@@ -10,7 +11,7 @@ from conserve.events import EventLog
 from conserve.hints import Hints
 from conserve.histories.prefixes import Points
 from conserve.history import History
-from conserve.pausing import Memory, Pausing
+from conserve.pausing import Leads, Memory, Pausing
 from conserve.placement import Decoder, EngineLoad, PlacementPolicy, Prefiller
 from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import TenantUsage
@@ -50,6 +51,8 @@ class Turns:
         self.usage, self.tools, self.notices = ledger.usage, ledger.tools, ledger.notices
         self._live, self._by_id = ledger.live, ledger.live.by_id
         self._kinship, self.parents = ledger.live.kinship, ledger.live.parents
+        # Of tenants over that of a history with a prompt; the order of admission knows them.
+        self.leads: Callable[[str, int], Leads] = lambda _, __: {}
         self._next_id = self.first_id = first_asked(first_id)
         self._idleness = Idleness(idle_timeout_s, turn_timeout_s, self._by_id)
         self.memory: Memory | None = None

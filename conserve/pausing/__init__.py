@@ -2,6 +2,6 @@
 
 from conserve.pausing.cache import EngineCache
 from conserve.pausing.memory import Forgotten, Memory
-from conserve.pausing.policy import Idle, Pausing, patience_s
+from conserve.pausing.policy import LEVEL_TOKENS, Idle, Leads, Pausing, patience_s
 from conserve.pausing.times import Gaps, ToolTimes
 from conserve.pausing.tools import RunningTools, ToolReport, TooManyTools, tool_called

@@ -13,8 +13,9 @@ from conserve.histories.parents import Parents
 from conserve.histories.prefixes import Going, held_alone
 from conserve.history import History
 from conserve.holdings import Parked
+from conserve.identity import tenant_of
 from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet
-from conserve.pausing.policy import Idle, Pausing
+from conserve.pausing.policy import Idle, Leads, Pausing
 from conserve.pausing.prefetch import Prefetches
 from conserve.pausing.tools import RunningTools, Wait
 from conserve.placement import NOTHING_SHARED, Coming, Decoder, Shared
@@ -98,9 +99,9 @@ class Memory:
         self._rested: dict[str, dict[str, None]] = {}
         # Until when not to look again whether a decoder can be relieved. The same for making room,
         # by histories that are away (False) or by all (True) of these decoders, with the tokens;
-        # and whether that is for the background.
+        # whether that is for the background, and how many tenants lead the prompt's.
         self._in_vain: dict[str, float] = {}
-        self._no_room: dict[tuple[bool, bool, tuple[str, ...]], tuple[float, int]] = {}
+        self._no_room: dict[tuple[Any, ...], tuple[float, int]] = {}
         self.pauses: Counter[str] = Counter()
         self.restores: Counter[str] = Counter()
         self.paused_tokens = 0
@@ -470,6 +471,7 @@ class Memory:
         root: Digest | None = None,
         any_runs: bool = True,
         background: bool = False,
+        leads: Leads | None = None,
     ) -> bool:
         """Pause histories of the cheapest decoder that are away or parked, so that a prompt fits.
 
@@ -479,26 +481,34 @@ class Memory:
             root: of the prompt: histories that begin with it stay, if that is enough.
             any_runs: whether a turn runs. While none does, any idle history may be paused.
             background: whether the prompt is; any other may take the room of background histories.
+            leads: over the prompt's tenant. It may take the room of those that lead; while turns
+                run, ``waited_s`` gives it that of none that are behind it.
 
         Returns:
             False if the others leave too little room everywhere.
         """
         patience_s = self._policy.patience_s
         any_idle = not any_runs or (waited_s is not None and waited_s >= patience_s)
-        which = any_idle, background, tuple(one.id for one in decoders)
+        leads = leads or {}
+        ahead = sum(lead > 0 for lead in leads.values())
+        which = any_idle, background, ahead, tuple(one.id for one in decoders)
         until_s, at_least = self._no_room.get(which, (now_s, 0))
         if now_s < until_s and tokens >= at_least:
             return False
         cheapest: tuple[float, list[History]] | None = None
         for most in (_LOOKED_AT, None):
             idle = self._idle(now_s, [one.id for one in decoders], most)
+            for id, those in idle.items() if leads else ():
+                idle[id] = [replace(one, lead=leads.get(tenant_of(one.id), 0.0)) for one in those]
             for decoder in decoders:
                 may_go = idle[decoder.id]
-                if not any_idle:
+                if any_runs:
                     may_go = [
                         one
                         for one in may_go
-                        if self._policy.may_go(one) or (one.background and not background)
+                        if self._policy.may_go(one)
+                        or (one.background and not background)
+                        or (any_idle and one.lead >= 0)
                     ]
                 missing = tokens - decoder.free_tokens
                 held_tokens = shared.tokens.get(decoder.id, 0)
@@ -633,14 +643,8 @@ class Memory:
             idle[decoder_id] = []
             here = chain(self._emptied.get(decoder_id, ()), self._caches.get(decoder_id, ()))
             histories = (self._get(history_id) for history_id in here)
-            idle_here = (
-                one
-                for one in histories
-                if one is not None
-                and one.home == decoder_id
-                and one.held_tokens
-                and not one.running
-            )
+            held = (one for one in histories if one is not None and one.home == decoder_id)
+            idle_here = (one for one in held if one.held_tokens and not one.running)
             found += islice(idle_here, most)
         # The longest idle first.
         found.sort(key=lambda one: one.last_used_s)

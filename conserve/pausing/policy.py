@@ -1,7 +1,8 @@
 """Chooses which idle histories give up their room, and in which order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import exp2
 
 from conserve.hints import BACKGROUND
 from conserve.pausing.times import Gaps
@@ -18,6 +19,14 @@ _ATTENTION_TOKENS = 32_768
 # The time to take a token from host memory, as a share of the time to compute it. By published
 # figures for an 8B model on an H100 it is from 0.38 (short prompts) to 0.17 (64k tokens).
 _RELOAD = 0.25
+
+Leads = Mapping[str | None, float]
+"""Tokens, by weight, by which tenants were served more than another; or less, if below 0.
+
+Those that are level with it are left out.
+"""
+LEVEL_TOKENS = 8_192
+"""Tenants are level up to this lead, so that they do not take room from each other turn by turn."""
 
 
 def patience_s(timeout_s: float) -> float:
@@ -39,6 +48,7 @@ class Idle:
         background: whether its turns wait for others'; so pausing it costs less.
         waits: whether it waits for conversations that it began.
         taken_up: whether it has answered the one that began it, for good.
+        lead: its tenant's, over that of the prompt that needs room (`Leads`).
     """
 
     id: str
@@ -53,6 +63,7 @@ class Idle:
     background: bool = False
     waits: bool = False
     taken_up: bool = False
+    lead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,8 @@ class Pausing:
         computed = one.left_tokens - reloaded
         computed_for = computed * (1.0 + one.held_tokens / _ATTENTION_TOKENS)
         cost = (computed_for + _RELOAD * reloaded) * self._chance(one)
+        # What is away goes before the longest served tenant's, and that before others'.
+        cost *= exp2(max(-5.0, min(5.0, -one.lead / LEVEL_TOKENS)))
         return BACKGROUND * cost if one.background else cost
 
     def is_away(self, one: Idle) -> bool:
@@ -111,9 +124,11 @@ class Pausing:
     def may_go(self, one: Idle) -> bool:
         """Return whether a new prompt may take its room.
 
-        It is away, or costs a reload at most, or waits for others, whose end brings it back.
+        It is away, or costs a reload at most, or waits for others, whose end brings it back. Or its
+        tenant was served more than the prompt's.
         """
-        return one.waits or 2 * one.parked_tokens >= one.held_tokens or self.is_away(one)
+        parked = 2 * one.parked_tokens >= one.held_tokens
+        return one.lead > 0 or one.waits or parked or self.is_away(one)
 
     def parks(self, occupancy: float, engine_s: float, host_s: float) -> bool:
         """Return whether a turn leaves its KV in host memory, which keeps it for longer.

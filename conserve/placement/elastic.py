@@ -26,6 +26,9 @@ _MOST_LIFE_S = 60.0
 # To compute what another engine has, or computes, takes time that the next prompts might use: it
 # costs this much more.
 _AGAIN = 0.5
+# How fast answers will be is not known well: for a smaller gain, a prompt does not leave the engine
+# that has most of what it shares with others.
+_GAIN = 0.1
 # Digits after the point of the seconds that are compared: below a microsecond, costs are equal, and
 # no choice turns on how a sum was rounded.
 _DIGITS = 6
@@ -120,6 +123,7 @@ class ElasticPlacement(PlacementPolicy):
         # How long a turn decodes, by Little's law.
         decoding_s = min(decodes / turns_per_s, _MOST_LIFE_S) if turns_per_s else 0.0
         decoding_s = max(_LEAST_DECODING_S, decoding_s)
+        most = min(max(shared.tokens.values(), default=0), prompt_tokens - 1)
         found = {}
         for id, one in work.items():
             cost_s, after = ready_s(prompt_tokens, id, shared, one)
@@ -130,7 +134,10 @@ class ElasticPlacement(PlacementPolicy):
             n = 1 + max(one.decodes + one.coming, one.mean_decodes)
             alone_s = one.costs.decode_s(1, prompt_tokens)
             slower = one.costs.decode_s(n, n * prompt_tokens) / alone_s if alone_s else 1.0
-            found[id] = round(cost_s + own * slower * decoding_s, _DIGITS), after
+            cost_s += own * slower * decoding_s
+            if min(shared.there(id), prompt_tokens - 1) < most:
+                cost_s *= 1 + _GAIN
+            found[id] = round(cost_s, _DIGITS), after
         return found
 
     def _with_times(self, shared: Shared, now_s: float) -> Shared:

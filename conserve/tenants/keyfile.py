@@ -266,10 +266,12 @@ class KeyRing:
 def _callers(file: KeyFile) -> dict[bytes, Caller]:
     return {
         bytes.fromhex(key.sha256): Caller(
-            key.tenant, key.admin, file.tenants[key.tenant].limits, file.cache_salt(key.tenant)
+            key.tenant, key.admin, tenant.limits, file.cache_salt(key.tenant),
+            key.background or tenant.background, tenant.weight,
         )
         for key in file.keys
-    }
+        for tenant in [file.tenants[key.tenant]]
+    }  # fmt: skip
 
 
 def seen(path: Path) -> tuple[int, int, int] | None:

@@ -42,12 +42,16 @@ class Over:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """Counts of one tenant in a conversation table; ``held_tokens`` includes promised ones."""
+    """Counts of one tenant in a conversation table; ``held_tokens`` includes promised ones.
+
+    ``weight`` is its share of service, as its last conversation that was placed had it.
+    """
 
     turns: int = 0
     held_tokens: int = 0
     conversations: int = 0
     histories: int = 0
+    weight: int = 1
     # How many histories began in each second of the last minute.
     _began: dict[int, int] = field(default_factory=dict)
 

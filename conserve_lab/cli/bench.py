@@ -16,17 +16,20 @@ import typer
 from rich.markup import escape
 
 from conserve_cli.output import console, refuse
-from conserve_lab.cli.output import can_draw, make_folder, progress_bar
+from conserve_lab.cli.output import can_draw, make_folder, progress_bar, show_notes
 from conserve_lab.cli.workload_options import (
     ArrivalPattern,
     MaxContextTokens,
     MaxGap,
     MaxTurns,
     Preset,
+    RecordedData,
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SkipBad,
     SloMultiple,
+    Tokenizer,
 )
 from conserve_lab.client import Endpoint, EndpointError
 from conserve_lab.compare import Comparison, labels, show_comparisons, write_comparisons
@@ -69,9 +72,9 @@ def run(
     workload: Annotated[
         str, typer.Option(help="Kind of conversations: recorded, dialogues, synthetic or agents.")
     ] = "synthetic",
-    data: Annotated[
-        Path | None, typer.Option(help="Recorded sessions or dialogues: a folder or file.")
-    ] = None,
+    data: RecordedData = None,
+    skip_bad: SkipBad = None,
+    tokenizer: Tokenizer = None,
     preset: Preset = None,
     conversations: Annotated[
         int, typer.Option(help="How many there are; with several rounds, in each round.")
@@ -181,6 +184,7 @@ def run(
             kv_bytes_per_token=kv_bytes_per_token,
         )
         settings.check()
+        show_notes(selection.workload())
     except (WorkloadError, ReportError) as error:
         refuse(str(error))
     _prepare(core)

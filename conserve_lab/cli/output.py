@@ -5,9 +5,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from conserve_cli.output import console, refuse
+from conserve_lab.workloads import Workload
 
 
 def given_options(context: typer.Context) -> Iterator[tuple[str, str]]:
@@ -18,6 +20,11 @@ def given_options(context: typer.Context) -> Iterator[tuple[str, str]]:
         # The enumeration is Click's or Typer's own, depending on the version, so compare its name.
         if source is not None and source.name == "COMMANDLINE":
             yield name, parameter.opts[0]
+
+
+def show_notes(workload: Workload) -> None:
+    for note in workload.notes:
+        console.print(f"[yellow]{escape(note)}.[/yellow]", highlight=False)
 
 
 def progress_bar(*fields: str) -> Progress:

@@ -15,7 +15,7 @@ from conserve_cli.output import console, refuse
 from conserve_inside.policy.division import TBT_BOUND_S
 from conserve_lab.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from conserve_lab.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
-from conserve_lab.cli.output import given_options, progress_bar
+from conserve_lab.cli.output import given_options, progress_bar, show_notes
 from conserve_lab.cli.stages import show_stages
 from conserve_lab.cli.workload_options import (
     KnownWorkload,
@@ -28,10 +28,11 @@ from conserve_lab.cli.workload_options import (
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SkipBad,
+    Tokenizer,
 )
 from conserve_lab.selection import Selection
-from conserve_lab.workloads import PRESETS, Latency, Spread, Workload, WorkloadError, synthetic
-from conserve_lab.workloads.plan import Arrivals
+from conserve_lab.workloads import Latency, Spread, Workload, WorkloadError
 from hetero.container import cpu_dtype
 
 cli = typer.Typer(
@@ -70,6 +71,8 @@ def plan(
     ] = None,
     workload: KnownWorkload = "synthetic",
     data: RecordedData = None,
+    skip_bad: SkipBad = None,
+    tokenizer: Tokenizer = None,
     preset: Preset = None,
     turns: Annotated[
         str | None,
@@ -164,6 +167,7 @@ def plan(
         }
         selection = Selection.of(locals())
         made = _workload(selection, {name: one for name, one in changed.items() if one})
+        show_notes(made)
         demand = measure_demand(_watched(made))
         shares: dict[str, Any] = {"headroom": headroom, "prefill_headroom": prefill_headroom}
         shares["provision"] = provision
@@ -220,24 +224,12 @@ def _latency(text: str) -> Latency:
 
 
 def _workload(selection: Selection, changed: dict[str, Any]) -> Workload:
-    if not changed:
-        return selection.workload()
-    if selection.kind != "synthetic":
+    if changed and selection.kind != "synthetic":
         raise WorkloadError(
             "--turns, --first-tokens, --append-tokens, --output-tokens and --tool-latency are "
             "for the workload synthetic; leave them out"
         )
-    return synthetic(
-        dataclasses.replace(PRESETS[selection.preset or "conserve"], **changed),
-        conversations=selection.conversations,
-        arrivals=Arrivals(),
-        # A plan only counts tokens, so two different ones will do.
-        vocabulary=range(2),
-        seed=selection.seed,
-        scale_tokens=selection.scale_tokens or 1.0,
-        scale_gaps=1.0 if selection.scale_gaps is None else selection.scale_gaps,
-        max_context_tokens=selection.max_context_tokens,
-    )
+    return selection.make(selection.seed, **changed)
 
 
 def _conversations_each(workload: Workload) -> float:

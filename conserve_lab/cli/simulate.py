@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from autoscale.capacity.profile import ProfileError, load_profile
 from conserve_cli.output import console, refuse
-from conserve_lab.cli.output import can_draw, make_folder, progress_bar
+from conserve_lab.cli.output import can_draw, make_folder, progress_bar, show_notes
 from conserve_lab.cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,
@@ -23,7 +23,9 @@ from conserve_lab.cli.workload_options import (
     ScaleGaps,
     ScaleTokens,
     Seed,
+    SkipBad,
     SloMultiple,
+    Tokenizer,
 )
 from conserve_lab.compare import compare, labels, show_comparisons, write_comparisons
 from conserve_lab.report import Report, show_run, show_side_by_side, write_report
@@ -79,6 +81,8 @@ def simulate(
     ] = None,
     workload: KnownWorkload = "synthetic",
     data: RecordedData = None,
+    skip_bad: SkipBad = None,
+    tokenizer: Tokenizer = None,
     preset: Preset = None,
     conversations: Annotated[int, typer.Option(help="How many conversations at each rate.")] = 500,
     rate: Annotated[
@@ -121,6 +125,7 @@ def simulate(
     try:
         found = load_profile(profile)
         selection = Selection.of(locals())
+        show_notes(selection.workload())
         names, rates = system or ["conserve"], rate or [1.0]
         wanted = out is not None or len(names) * len(rates) > 1
         sampled = wanted and conversations <= _MOST_SAMPLED

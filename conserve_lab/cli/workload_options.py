@@ -16,6 +16,8 @@ SloMultiple = Annotated[
 # For commands that need lengths before anything runs.
 KnownWorkload = Annotated[str, typer.Option(help="Kind of conversations: synthetic or recorded.")]
 RecordedData = Annotated[Path | None, typer.Option(help="Recorded sessions: a folder or file.")]
+SkipBad = Annotated[bool | None, typer.Option("--skip-bad", help="Leave bad lines and files out.")]
+Tokenizer = Annotated[Path | None, typer.Option(help="Counts texts' tokens: a folder, or a file.")]
 Preset = Annotated[
     str | None, typer.Option(help=f"Shape of synthetic conversations: {', '.join(PRESETS)}.")
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from conserve import identity
 from conserve.admission import Admission, Admitted, QueueFull, Ticket
 from conserve.conversations import ConversationTable
 from conserve.costs import TERMS, SpaceTimeCosts
@@ -176,8 +177,11 @@ class Cluster(Clients):
     def _place(self, one: Open, prompt_tokens: int, now_s: float) -> None:
         conversation = one.script.conversation
         begins = opening(conversation, one.request.shared, first=not one.records)
+        weight = self.system.weights.get(identity.tenant_of(conversation) or "", 1)
         try:
-            answer = self._admission.enter(conversation, prompt_tokens, now_s, opening=begins)
+            answer = self._admission.enter(
+                conversation, prompt_tokens, now_s, opening=begins, weight=weight
+            )
         except QueueFull as full:
             self._refuse(one, now_s, f"429: {full}")
             return
@@ -214,8 +218,8 @@ class Cluster(Clients):
             )
             self._submit(work, prefiller, now_s, self.system.handed_off_s)
 
-    def _admit(self, now_s: float) -> None:
-        for admitted in self._admission.admit(now_s):
+    def _admit(self, now_s: float, rested: str | None = None) -> None:
+        for admitted in self._admission.admit(now_s, rested):
             one, _ = self._in_line.pop(admitted.history.id)
             self._start(one, admitted, now_s)
 
@@ -373,7 +377,7 @@ class Cluster(Clients):
         self._completed(one, work, decoder.id, now_s, one.found_tokens)
         self._observe(now_s)
         if self._admission.queue:
-            self._admit(now_s)
+            self._admit(now_s, id)
 
     def _refuse(self, one: Open, now_s: float, error: str) -> None:
         super()._refuse(one, now_s, error)

@@ -173,13 +173,6 @@ class SimulatedEngine:
         running = len(self._prefilling) + len(self._completing) + len(self._decoding)
         return len(self._waiting) + running
 
-    def busy_s(self, now_s: float) -> tuple[float, float]:
-        """Return `busy_prefill_s` and `busy_decode_s`, the steps under way included."""
-        running_s = now_s - self._began_s if self._under_way else 0.0
-        if self._has_prefill:
-            return self.busy_prefill_s + running_s, self.busy_decode_s
-        return self.busy_prefill_s, self.busy_decode_s + running_s
-
     def pin(self, conversation: str, until_s: float) -> None:
         """Keep a conversation's idle KV until then, unless turns that run need its room."""
         if conversation not in self._pins:

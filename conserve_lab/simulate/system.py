@@ -1,6 +1,7 @@
 """Describes what is simulated: a system's engines, and by which rules turns get to them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from conserve.placement import PolicyName
@@ -36,6 +37,7 @@ class System:
         keeps_ended: whether engines keep ended conversations' KV until they need its room, as vLLM
             does.
         rival: another system's rules for the decoders, instead of `placement`.
+        weights: tenants' shares of service; 1 for those that are not among them.
         ttl_s: for how long ``ttl`` keeps idle KV.
         interval_s: how often ``thunderagent`` resumes and pauses; above 0.
         decay: when ``thunderagent`` resumes, acting programs' tokens count decay^-t; 1: in full.
@@ -61,6 +63,7 @@ class System:
     host_tokens: int = 0
     keeps_ended: bool = False
     rival: RivalName | None = None
+    weights: Mapping[str, int] = field(default_factory=dict)
     ttl_s: float = 2.0
     interval_s: float = 5.0
     decay: float = 2.0

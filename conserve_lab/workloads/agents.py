@@ -4,7 +4,6 @@ Each conversation is a session of `conserve_lab.agent`, with tasks that take two
 number of turns, and the lengths of all but the first prompt, are the model's doing.
 """
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,7 +13,7 @@ from conserve_lab.agent import Message, Session, is_right, make_session
 from conserve_lab.agent.loop import MAX_TURNS, go_on
 from conserve_lab.records import TurnRequest
 from conserve_lab.workloads.dialogues import CHAT, chat
-from conserve_lab.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, require
+from conserve_lab.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, at_least
 
 
 def agents(
@@ -31,14 +30,8 @@ def agents(
     ``mean_gap_s`` is the mean of tools' exponential times; ``tasks`` are asked for one after
     another.
     """
-    require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
-    require(
-        math.isfinite(mean_gap_s) and mean_gap_s >= 0,
-        f"mean_gap_s is {mean_gap_s:g}; give seconds from 0",
-    )
-    require(max_output_tokens > 0, f"max_output_tokens is {max_output_tokens}; give tokens from 1")
-    require(tasks > 0, f"tasks is {tasks}; give a number from 1")
-    require(seed >= 0, f"the seed is {seed}; give one from 0")
+    at_least(0, mean_gap_s=mean_gap_s, seed=seed)
+    at_least(1, conversations=conversations, max_output_tokens=max_output_tokens, tasks=tasks)
 
     def arrive() -> Iterator[Arriving]:
         for index, at_s in zip(range(conversations), arrivals.times_s(), strict=False):

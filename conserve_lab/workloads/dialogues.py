@@ -1,72 +1,46 @@
 """Recorded dialogues with tool calls, replayed as text with the model's own answers.
 
-The format is that of ``historical_trajectories`` of ``sierra-research/tau-bench``: a list of
-objects, or lines of them, whose ``traj`` is a list of OpenAI-style messages. System, user and tool
-messages are sent as recorded; each assistant message is a turn, and the model's answer takes its
-place.
+`conserve_lab.workloads.messages` has the formats. System, user and tool messages are sent as
+recorded; each assistant message is a turn, and the model's answer takes its place.
 
 The model need not do what the recorded one did, and the chat has to stay valid. If it made tool
 calls, they get the recorded results in order; calls beyond those get a result that says so, and
 results beyond the calls are sent as the user's text. If it made none, or one that cannot be part of
 a chat (no name, or arguments that are no JSON object), all are text.
 
-An answer is limited to the recorded one's length (a token for four characters), unless a limit is
+An answer is limited to the recorded one's length (a token for four bytes), unless a limit is
 given. The recordings have no times: gaps are exponential.
 """
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from conserve_lab.records import Answer, TurnRequest
+from conserve_lab.workloads import messages as formats
+from conserve_lab.workloads.files import Skipped, notes_of, read_json, recordings, skipping
 from conserve_lab.workloads.plan import (
     Arrivals,
     Arriving,
     PlayedScript,
     Turns,
     Workload,
+    at_least,
     choose,
     require,
 )
-from conserve_lab.workloads.traces import read_json, recordings
 
 CHAT = "/v1/chat/completions"
 NO_RESULT = "Error: this tool gave no result."
 
-_CHARS_A_TOKEN = 4
-_WANTED = (
-    "dialogues are read in the format of tau-bench's historical_trajectories, "
-    "a list of objects with `traj`, or one a line of *.jsonl"
-)
-
 Message = dict[str, Any]
-
-
-class _Function(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class _ToolCall(msgspec.Struct):
-    function: _Function
-
-
-class _RawMessage(msgspec.Struct):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _RawDialogue(msgspec.Struct):
-    traj: list[_RawMessage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +55,29 @@ class RecordedTurn:
 
 
 def dialogues(
-    path: Path,
     *,
+    data: Path,
     conversations: int,
     arrivals: Arrivals,
     mean_gap_s: float = 5.0,
     max_output_tokens: int | None = None,
+    skip_bad: bool = False,
     seed: int = 0,
 ) -> Workload:
     """Recorded dialogues, drawn without repeating one until all were drawn.
 
     Args:
-        path: plain JSON or compressed with gzip.
+        data: a file, or a folder of them.
         mean_gap_s: mean of the exponential gaps between an answer and the next turn.
         max_output_tokens: None: each recorded answer's approximate length.
 
     Raises WorkloadError: a setting is wrong, or the file is broken.
     """
-    require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
-    require(
-        math.isfinite(mean_gap_s) and mean_gap_s >= 0,
-        f"mean_gap_s is {mean_gap_s:g}; give seconds from 0",
-    )
-    require(
-        max_output_tokens is None or max_output_tokens > 0,
-        f"max_output_tokens is {max_output_tokens}; give tokens from 1, or none",
-    )
-    require(seed >= 0, f"the seed is {seed}; give one from 0")
-    recordings = _read(path)
-    plans = [_turns(messages, max_output_tokens) for messages in recordings]
+    at_least(0, mean_gap_s=mean_gap_s, seed=seed)
+    at_least(1, conversations=conversations, max_output_tokens=max_output_tokens)
+    skipped: Skipped = [] if skip_bad else None
+    plans = [_turns(messages, max_output_tokens) for messages in _read(data, skipped)]
+    require(bool(plans), ". ".join(("no dialogue is left", *notes_of(skipped))))
     chosen = list(islice(choose(range(len(plans)), seed), conversations))
 
     def arrive() -> Iterator[Arriving]:
@@ -121,7 +89,8 @@ def dialogues(
             yield at_s, PlayedScript(name, _play(name, plans[number], gaps_s))
 
     turns = sum(len(plans[number]) for number in chosen)
-    return Workload("dialogues", {"conversations": conversations, "turns": turns}, arrive)
+    counts = {"conversations": conversations, "turns": turns}
+    return Workload("dialogues", counts, arrive, notes_of(skipped))
 
 
 def _play(name: str, turns: Sequence[RecordedTurn], gaps_s: Sequence[float]) -> Turns:
@@ -169,63 +138,52 @@ def continuation(answer: Answer, turn: RecordedTurn, call_prefix: str) -> list[M
     return messages
 
 
-def _read(path: Path) -> list[list[_RawMessage]]:
+def _read(path: Path, skipped: Skipped) -> list[list[formats.Message]]:
     found = []
-    for recording in recordings(path):
-        raw = read_json(recording, list[_RawDialogue] | _RawDialogue, _WANTED)
-        for index, dialogue in enumerate(raw if isinstance(raw, list) else [raw]):
-            _check(dialogue.traj, f"{recording.name}: [{index}].traj")
-            found.append(dialogue.traj)
-    require(bool(found), f"{path} has no dialogues; {_WANTED}")
+    for recording in recordings(path, skipped):
+        with skipping(skipped):
+            said = read_json(recording, formats.FORMATS).said(recording.name)
+            _check(said, recording.name)
+            found.append(said)
     return found
 
 
-def _check(messages: Sequence[_RawMessage], where: str) -> None:
+def _check(messages: Sequence[formats.Message], name: str) -> None:
     before: str | None = None
-    for index, message in enumerate(messages):
-        here = f"{where}[{index}]"
-        role = message.role
-        if role == "assistant":
-            require(before is not None, f"{here} is the assistant's, with nothing before it")
-            require(before != "assistant", f"{here} is the assistant's, as the one before it")
-            said = message.content is not None or bool(message.tool_calls)
-            require(said, f"{here} has neither content nor tool_calls")
-        else:
-            require(message.content is not None, f"{here} has no content")
-        if role == "system":
-            require(before is None, f"{here} is a system message that is not the first one")
-        if role == "tool":
-            require(before in ("assistant", "tool"), f"{here} is a tool's, but answers no call")
-        before = role
-    require(
-        any(message.role == "assistant" for message in messages),
-        f"{where} has no assistant message, so there is no turn",
-    )
+    for number, one in enumerate(messages, 1):
+        answers, empty = one.role == "assistant", one.value is None
+        wrong = {
+            "is the assistant's, with nothing before it": answers and before is None,
+            "is the assistant's, as the one before it": one.role == before == "assistant",
+            "has neither content nor tool_calls": answers and empty and not one.tool_calls,
+            "has no content": empty and not answers,
+            "is a system message that is not the first one": one.role == "system" and number > 1,
+            "is a tool's, but answers no call": one.role == "tool"
+            and before not in ("assistant", "tool"),
+        }
+        for problem, found in wrong.items():
+            require(not found, f"{name}: message {number} {problem}")
+        before = one.role
+    answered = any(one.role == "assistant" for one in messages)
+    require(answered, f"{name} has no assistant message, so there is no turn")
 
 
 def _turns(
-    recorded: Sequence[_RawMessage], max_output_tokens: int | None
+    recorded: Sequence[formats.Message], max_output_tokens: int | None
 ) -> tuple[RecordedTurn, ...]:
     turns = []
     messages: list[Message] = []
     results: list[str] = []
     for message in recorded:
         if message.role == "assistant":
-            limit = max_output_tokens or _approximate_tokens(message)
+            limit = max_output_tokens or max(1, formats.estimate(message.whole))
             turns.append(RecordedTurn(tuple(messages), tuple(results), limit))
             messages, results = [], []
         elif message.role == "tool":
-            results.append(message.content or "")
+            results.append(message.value or "")
         else:
-            messages.append({"role": message.role, "content": message.content})
+            messages.append({"role": message.role, "content": message.value})
     return tuple(turns)
-
-
-def _approximate_tokens(message: _RawMessage) -> int:
-    functions = [call.function for call in message.tool_calls or ()]
-    chars = len(message.content or "")
-    chars += sum(len(function.name) + len(function.arguments) for function in functions)
-    return max(1, math.ceil(chars / _CHARS_A_TOKEN))
 
 
 def _calls(answer: Answer, prefix: str) -> tuple[list[dict[str, Any]], str]:

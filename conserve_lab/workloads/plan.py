@@ -27,16 +27,25 @@ def require(met: bool, problem: str) -> None:
         raise WorkloadError(problem)
 
 
+def at_least(least: float, **settings: float | None) -> None:
+    """Check that settings are finite and not below this; None: not given."""
+    for name, value in settings.items():
+        met = value is None or least <= value < math.inf
+        require(met, f"{name} is {value}; give a number from {least:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Conversations, in ascending order of arrival. Each iteration starts them all anew.
 
-    Its counts say what it comprises, and what was left out or assumed on the way, for the report.
+    Its counts say what it comprises, and what was left out or assumed on the way, for the report;
+    its notes are for whoever asked for it.
     """
 
     name: str
     counts: Mapping[str, int]
     make: Callable[[], Iterator[Arriving]]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Arriving]:
         return self.make()
@@ -83,7 +92,7 @@ class Arrivals:
             math.isfinite(self.rate_per_s) and self.rate_per_s > 0,
             f"the arrival rate is {self.rate_per_s:g} conversations/s; give one above 0",
         )
-        require(self.seed >= 0, f"the arrivals' seed is {self.seed}; give one from 0")
+        at_least(0, seed=self.seed)
 
     def times_s(self) -> Iterator[float]:
         """Ascending seconds from the run's start, the same in every call."""

@@ -1,36 +1,22 @@
 """Recorded agent sessions, replayed with prompts and outputs of exactly the recorded lengths.
 
-**Prompts** are token ids. Each block of a prompt becomes tokens that depend on the session and the
-block's id alone, and what follows the last whole block becomes tokens of that one call. So two
-prompts of a session share the prefix that the recording says, to the token. A prompt's first
-``tool_tokens + system_tokens`` tokens come from streams that sessions share (the tools' one by its
-length, the system prompt's by both lengths), as far as the prompt's blocks are those the session
-usually begins with. In place of the model's answers later prompts have other tokens.
-
-**Outputs** have the recorded length, at least 1. A turn is effective where the recording stopped
-with ``end_turn``.
-
-**Gaps** are ``t(next) - (t + api_time)``, not less than 0. ``t`` is in whole seconds, so a gap is
-right to a second; ``think_time`` is the same rounded, and not used. A call without ``api_time``
-(one in nine) is taken to have lasted as long as the session's median call, and no longer than until
-the next one began.
-
-**Sub-agents** are conversations of their own. They arrive when they did in the recording, less what
-scaling and capping took from the gaps before, and fewer tokens from the calls. The parent waits for
-one as long as in the recording, less what was taken from the sub-agent's own, unless it was started
-in the background. Both follow the recording's clock, not the run's.
-
-**Scale.** With ``scale_tokens`` every position in a prompt moves from ``p`` to
-``floor(p * scale_tokens)``, so reused and new tokens keep their ratios to within a token.
+Prompts are token ids. Each block becomes tokens that depend on the session and the block's id
+alone, what follows the last whole block tokens of that one call, and what a session begins with
+(`RecordedSession.begins`) tokens of streams that sessions share. So two prompts share the prefix
+that the recording says, to the token. In place of the model's answers they have other tokens.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
+from math import inf
 from pathlib import Path
 
 import numpy as np
 
+from conserve_lab.workloads import files, messages, mooncake, traces
 from conserve_lab.workloads.plan import (
     Arrivals,
     Arriving,
@@ -38,24 +24,28 @@ from conserve_lab.workloads.plan import (
     Turns,
     Workload,
     WorkloadError,
+    at_least,
     choose,
     require,
 )
 from conserve_lab.workloads.replay import Changes, Replay
 from conserve_lab.workloads.tokens import check_vocabulary, key
-from conserve_lab.workloads.traces import RecordedSession, read_session, recordings
 
 _MAX_KEYS_TRIED = 1000
+_FORMATS = {"requests": traces.Session} | messages.FORMATS
+_MOONCAKE = re.compile(rb'[{,]\s*"(input_length|hash_ids)"\s*:')
 
 
 def recorded(
-    source: Path | Sequence[Path],
+    source: Path,
     *,
     sessions: int,
     arrivals: Arrivals,
     vocabulary: range,
     changes: Changes | None = None,
     max_turns: int | None = None,
+    skip_bad: bool = False,
+    tokenizer: Path | None = None,
     seed: int = 0,
 ) -> Workload:
     """Recorded sessions, drawn without repeating one until all were drawn.
@@ -64,53 +54,73 @@ def recorded(
     what sessions share.
 
     Args:
-        source: a folder of recordings, or files.
+        source: a folder of recordings, or a file.
+        skip_bad: leave bad lines and files out, and say how many there are.
+        tokenizer: for texts, a folder or file; None: an estimate.
         sessions: how many are drawn; their sub-agents are conversations besides.
         vocabulary: token ids to use; it should leave out the model's special tokens.
         max_turns: sessions with more turns, sub-agents' not counted, are left out.
 
     Raises WorkloadError: a setting is wrong, a recording is broken, or no session is left.
     """
-    require(sessions > 0, f"{sessions} sessions are asked for; give a number from 1")
-    require(seed >= 0, f"the seed is {seed}; give one from 0")
-    require(
-        max_turns is None or max_turns > 0,
-        f"max_turns is {max_turns}; give a number from 1, or none",
-    )
+    at_least(0, seed=seed)
+    at_least(1, sessions=sessions, max_turns=max_turns)
     check_vocabulary(vocabulary)
     changes = changes or Changes()
-    found = recordings(source)
-    replays: dict[str, Replay] = {}
+    skipped: files.Skipped = [] if skip_bad else None
+    found = recorded_sessions(source, skipped, tokenizer)
+    replays: dict[str, Replay | None] = {}
     chosen: list[Replay] = []
     left_out: set[str] = set()
-    for drawn, recording in enumerate(choose(found, seed)):
-        if recording.name not in replays:
-            session = read_session(recording)
-            require(
-                session.block_tokens * changes.scale_tokens >= 1,
-                f"scale_tokens is {changes.scale_tokens:g}, so blocks of {session.block_tokens} "
-                f"tokens vanish; give at least {1 / session.block_tokens:g}",
-            )
-            replays[recording.name] = Replay(session, changes, vocabulary, seed)
-        replay = replays[recording.name]
-        if replay.turns and (max_turns is None or len(replay.session.calls) <= max_turns):
-            chosen.append(replay)
+    for drawn, name in enumerate(choose([*found], seed) if found else ()):
+        if name not in replays:
+            replays[name] = None
+            with files.skipping(skipped):
+                replays[name] = Replay(found[name](), changes, vocabulary, seed)
+        replay = replays[name]
+        if replay is None or not replay.turns or len(replay.session.calls) > (max_turns or inf):
+            left_out.add(name)
         else:
-            left_out.add(recording.name)
-        if len(chosen) == sessions:
+            chosen.append(replay)
+        if len(chosen) == sessions or (drawn + 1 == len(found) and not chosen):
             break
-        require(
-            drawn + 1 < len(found) or bool(chosen),
-            f"no session of {source} has a first turn that fits into "
-            f"{changes.max_context_tokens or 'any number of'} tokens"
-            + (f", and at most {max_turns} turns" if max_turns else "")
-            + "; scale the tokens down, or allow more",
-        )
+    require(
+        bool(chosen),
+        f"no session of {source} has a first turn that fits into "
+        f"{changes.max_context_tokens or 'any number of'} tokens"
+        + (f", and at most {max_turns} turns" if max_turns else "")
+        + ". ".join(("; scale the tokens down, or allow more", *files.notes_of(skipped))),
+    )
+    assumed = dict.fromkeys(one for replay in chosen for one in replay.session.assumed)
     return Workload(
         "recorded",
         _counts(chosen) | {"sessions_left_out": len(left_out)},
         partial(_arrive, chosen, arrivals, seed),
+        (*files.notes_of(skipped), *(f"Assumed: {one}" for one in assumed)),
     )
+
+
+def recorded_sessions(
+    source: Path, skipped: files.Skipped = None, tokenizer: Path | None = None
+) -> dict[str, Callable[[], traces.RecordedSession]]:
+    """Return what reads each session in a folder of recordings, or in files, by its name."""
+    count = messages.counter(tokenizer)
+    found: dict[str, Callable[[], traces.RecordedSession]] = {}
+    for file, group in groupby(files.recordings(source, skipped), key=lambda one: one.file):
+        head = files.head_of(file)
+        if b'"requests"' not in head and _MOONCAKE.search(head):
+            made = mooncake.sessions_of([*group], skipped)
+            found |= {f"{file}: {one.name}": partial(lambda one: one, one) for one in made}
+        else:
+            found |= {one.name: partial(_read, one, count) for one in group}
+    return found
+
+
+def _read(recording: files.Recording, count: Callable[[str], int]) -> traces.RecordedSession:
+    raw = files.read_json(recording, _FORMATS)
+    if isinstance(raw, messages.Conversation):
+        return messages.recorded_session(raw, recording.name, count)
+    return traces.checked(raw, recording.name)
 
 
 def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
@@ -118,11 +128,10 @@ def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
     # These include the sub-agents that the cut calls would have started.
     planned = [session for root in chosen for session in _sessions(root.session)]
     turns = sum(replay.turns for replay in agents)
-    made = [call for replay in agents for call in replay.session.calls[: replay.turns]]
+    made = [(r.session.block_tokens, c) for r in agents for c in r.session.calls[: r.turns]]
     unhashed = sum(
-        not call.kept_blocks + len(call.new_blocks) and call.prompt_tokens >= r.session.block_tokens
-        for r in agents
-        for call in r.session.calls[: r.turns]
+        not call.kept_blocks + len(call.new_blocks) and call.prompt_tokens >= block
+        for block, call in made
     )
     return {
         "sessions": len(chosen),
@@ -134,11 +143,11 @@ def _counts(chosen: Sequence[Replay]) -> dict[str, int]:
         "gaps_estimated": sum(
             call.estimated for r in agents for call in r.session.calls[: r.turns - 1]
         ),
-        "outputs_lengthened": sum(call.output_tokens == 0 for call in made),
+        "outputs_lengthened": sum(call.output_tokens == 0 for _, call in made),
     } | ({"prompts_without_hash_ids": unhashed} if unhashed else {})
 
 
-def _sessions(session: RecordedSession) -> Iterator[RecordedSession]:
+def _sessions(session: traces.RecordedSession) -> Iterator[traces.RecordedSession]:
     yield session
     for sub in session.sub_agents:
         yield from _sessions(sub.session)
@@ -150,7 +159,7 @@ def _arrive(chosen: Sequence[Replay], arrivals: Arrivals, seed: int) -> Iterator
     for index, (replay, at_s) in enumerate(zip(chosen, arrivals.times_s(), strict=False)):
         while waiting and waiting[0][0] <= at_s:
             yield _start(heapq.heappop(waiting))
-        name = f"{index:05d}-{replay.session.name}"
+        name = f"{index:05d}-{replay.name}"
         own = _own_key(replay, name, seed)
         for arrival_s, agent_name, agent in replay.agents(name, at_s):
             heapq.heappush(waiting, (arrival_s, agent_name, agent, own))

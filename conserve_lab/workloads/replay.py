@@ -1,6 +1,6 @@
 """A recorded session as it will be sent: see `conserve_lab.workloads.recorded` for the rules."""
 
-import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from conserve_lab.records import SharedPrefix, TurnRequest
-from conserve_lab.workloads.plan import require
+from conserve_lab.workloads.plan import at_least
 from conserve_lab.workloads.tokens import COMPLETIONS, completion, draw, key
 from conserve_lab.workloads.traces import RecordedCall, RecordedSession
 
@@ -31,22 +31,9 @@ class Changes:
     max_context_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.scale_tokens) and self.scale_tokens > 0,
-            f"scale_tokens is {self.scale_tokens:g}; give a number above 0",
-        )
-        require(
-            math.isfinite(self.scale_gaps) and self.scale_gaps >= 0,
-            f"scale_gaps is {self.scale_gaps:g}; give a number from 0",
-        )
-        require(
-            self.max_gap_s is None or self.max_gap_s >= 0,
-            f"max_gap_s is {self.max_gap_s}; give seconds from 0, or none",
-        )
-        require(
-            self.max_context_tokens is None or self.max_context_tokens > 0,
-            f"max_context_tokens is {self.max_context_tokens}; give tokens from 1, or none",
-        )
+        at_least(1e-6, scale_tokens=self.scale_tokens)
+        at_least(0, scale_gaps=self.scale_gaps, max_gap_s=self.max_gap_s)
+        at_least(1, max_context_tokens=self.max_context_tokens)
 
     def position(self, tokens: Any) -> Any:
         """Return where a position in a recorded prompt moves to: an integer, or an array."""
@@ -67,35 +54,24 @@ class Changes:
         return scaled_s if self.max_gap_s is None else min(scaled_s, self.max_gap_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Forks:
-    """Places where prompts part from the one before, and what stands there in either of them.
-
-    Attributes:
-        blocks: ids; shape (forks, 2).
-        shared: tokens there that come from a shared stream, else -1; the same shape.
-    """
-
-    blocks: Any
-    shared: Any
-
-
 class Replay:
     """One agent's conversation as it will be sent; the first ``turns`` of the session's calls."""
 
     def __init__(
         self, session: RecordedSession, changes: Changes, vocabulary: range, seed: int
     ) -> None:
+        at_least(1 / session.block_tokens, scale_tokens=changes.scale_tokens)
         fitting = (index for index, call in enumerate(session.calls) if not changes.fits(call))
         self.session = session
+        self.name = re.sub(r"[^A-Za-z0-9_.:-]", "_", session.name)[:80]
         self.turns = next(fitting, len(session.calls))
         self._changes = changes
         self._vocabulary = vocabulary
-        tools, system = session.tool_tokens, session.system_tokens
-        self._tool_tokens = int(changes.position(tools))
-        self._shared_tokens = int(changes.position(tools + system))
-        self._tools_key = key(seed, "tools", tools)
-        self._system_key = key(seed, "tools and system prompt", tools, system)
+        self._begins = [
+            SharedPrefix(key(seed, one.key), int(changes.position(one.tokens)))
+            for one in session.begins
+        ]
+        self._shared_tokens = self._begins[-1].tokens if self._begins else 0
         children = [Replay(sub.session, changes, vocabulary, seed) for sub in session.sub_agents]
         self.gaps_s, starts_s, self.saved_s = _timeline(session, changes, children)
         # The sub-agents that were started by calls which are made.
@@ -112,26 +88,26 @@ class Replay:
         """Yield this agent and those it starts: when they arrive, and their names."""
         yield at_s, name, self
         for start_s, number, child in self.children:
-            yield from child.agents(f"{name}/{number}-{child.session.name}", at_s + start_s)
+            yield from child.agents(f"{name}/{number}-{child.name}", at_s + start_s)
 
     def tells_apart(self, own: int) -> bool:
         """Whether, with this key, no two prompts share a token more than they should by chance."""
-        first = draw(own, self._forks.blocks, 0, self._vocabulary)
-        first = np.where(self._forks.shared < 0, first, self._forks.shared)
+        blocks, shared = self._forks
+        first = draw(own, blocks, 0, self._vocabulary)
+        first = np.where(shared < 0, first, shared)
         return not np.any(first[:, 0] == first[:, 1]) and all(
             child.tells_apart(own) for *_, child in self.children
         )
 
     def request(self, own: int, turn: int, blocks: Any) -> TurnRequest:
         call = self.session.calls[turn]
-        output_tokens = self._changes.output_tokens(call)
         return TurnRequest(
             gap_s=self.gaps_s[turn],
             path=COMPLETIONS,
             body=partial(self._body, own, turn, blocks),
             prompt_tokens=self._changes.prompt_tokens(call),
             reused_tokens=int(self._changes.position(call.kept_blocks * self.session.block_tokens)),
-            output_tokens=output_tokens,
+            output_tokens=self._changes.output_tokens(call),
             effective=call.effective,
             tool=call.tool,
             shared=self._shared_prefixes(call),
@@ -158,23 +134,26 @@ class Replay:
         return min(in_head, self._shared_tokens)
 
     def _shared_prefixes(self, call: RecordedCall) -> tuple[SharedPrefix, ...]:
-        length = self._shared_length(call)
+        length, start = self._shared_length(call), 0
         parts = []
-        if tools := min(length, self._tool_tokens):
-            parts.append(SharedPrefix(self._tools_key, tools))
-        if length > self._tool_tokens:
-            parts.append(SharedPrefix(self._system_key, length))
+        for one in self._begins:
+            if (end := min(length, one.tokens)) > start:
+                parts.append(SharedPrefix(one.key, end))
+                start = end
         return tuple(parts)
 
     def _shared(self, positions: Any) -> Any:
-        in_tools = positions < self._tool_tokens
-        return np.where(
-            in_tools,
-            draw(self._tools_key, 0, positions, self._vocabulary),
-            draw(self._system_key, 0, positions, self._vocabulary),
-        )
+        tokens = np.full(len(positions), -1)
+        for one in reversed(self._begins):
+            drawn = draw(one.key, 0, positions, self._vocabulary)
+            tokens = np.where(positions < one.tokens, drawn, tokens)
+        return tokens
 
-    def _find_forks(self) -> _Forks:
+    def _find_forks(self) -> tuple[Any, Any]:
+        """Return what stands, in either prompt, where one parts from the one before.
+
+        That is ids of blocks, and tokens that come from a shared stream, else -1; in pairs.
+        """
         blocks: list[tuple[int, int]] = []
         heads: list[tuple[bool, bool]] = []
         at: list[int] = []
@@ -191,7 +170,7 @@ class Replay:
         in_head = np.array(heads, dtype=bool).reshape(-1, 2)
         shared = in_head & (positions < self._shared_tokens)[:, None]
         tokens = self._shared(positions)[:, None] if len(at) else np.empty((0, 1), dtype=np.int64)
-        return _Forks(np.array(blocks, dtype=np.int64).reshape(-1, 2), np.where(shared, tokens, -1))
+        return (np.array(blocks, dtype=np.int64).reshape(-1, 2), np.where(shared, tokens, -1))
 
 
 def _rest(turn: int) -> int:

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from conserve_lab.records import TurnRequest
-from conserve_lab.workloads.plan import Arrivals, Arriving, PlayedScript, Turns, Workload, require
+from conserve_lab.workloads.plan import (
+    Arrivals,
+    Arriving,
+    PlayedScript,
+    Turns,
+    Workload,
+    at_least,
+    require,
+)
 from conserve_lab.workloads.tokens import COMPLETIONS, check_vocabulary, completion, draw, key
 
 # The 95th percentile of the standard normal distribution.
@@ -88,9 +96,7 @@ class Shape:
     shared_tokens: int = 0
 
     def __post_init__(self) -> None:
-        require(
-            self.shared_tokens >= 0, f"shared_tokens is {self.shared_tokens}; give a number from 0"
-        )
+        at_least(0, shared_tokens=self.shared_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +199,9 @@ def synthetic(
 
     Raises WorkloadError: a setting is wrong, or no conversation fits the context.
     """
-    require(conversations > 0, f"{conversations} conversations are asked for; give a number from 1")
-    for name, scale in (("scale_tokens", scale_tokens), ("scale_gaps", scale_gaps)):
-        low = scale > 0 or (scale == 0 and name == "scale_gaps")
-        require(math.isfinite(scale) and low, f"{name} is {scale:g}; give a number above 0")
-    require(
-        max_context_tokens is None or max_context_tokens > 0,
-        f"max_context_tokens is {max_context_tokens}; give tokens from 1, or none",
-    )
-    require(seed >= 0, f"the seed is {seed}; give one from 0")
+    at_least(1, conversations=conversations, max_context_tokens=max_context_tokens)
+    at_least(0, seed=seed, scale_gaps=scale_gaps)
+    at_least(1e-6, scale_tokens=scale_tokens)
     check_vocabulary(vocabulary)
 
     def turns_of(index: int) -> tuple[list[_Turn], tuple[_Turn, ...]]:

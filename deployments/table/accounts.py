@@ -110,6 +110,7 @@ class Accounts:
             (one.held_tokens + tokens - one.capacity_tokens for one in decoders), default=0
         )
         ahead, why = self._admission.ahead(history_id, unix_s())
+        self._tenants.begins(identity.tenant_of(history_id))
         self._events.add(
             "wait", history_id, why=why, tokens=tokens, ahead=ahead,
             missing_tokens=max(0, missing), decoders=len(decoders),

@@ -148,16 +148,11 @@ class Placing:
             return self._over_limit(tenant, over)
         arrived_s = called_s - asked.waited_s
         history: History | None = None
+        weight = 1 if tenant is None else tenant.weight
         try:
             # A decoder may be lost between the binding and now.
             while history is None or history.home is None:
-                admitted = await self._admitted(
-                    pending,
-                    prompt_tokens,
-                    arrived_s,
-                    opening,
-                    1 if tenant is None else tenant.weight,
-                )
+                admitted = await self._admitted(pending, prompt_tokens, arrived_s, opening, weight)
                 if (coming := admitted.placement.after) is not None:
                     await self.running.has_come(admitted.turn, coming)
                 history = self.table.get(history_id)
@@ -169,22 +164,14 @@ class Placing:
             retry_after_s = self.admission.queue.retry_after_s(unix_s())
             return refusals.timed_out(prompt_tokens, self.admission.queue.timeout_s, retry_after_s)
         self.accounts.metrics.queue_wait_s.observe(unix_s() - called_s)
-        return self.running.plan(
-            admitted.turn,
-            history,
-            admitted.placement.prefiller_id,
-            asked.router_id,
-            reason=_reason(admitted),
-        )
+        turn, prefiller_id = admitted.turn, admitted.placement.prefiller_id
+        reason = _reason(admitted)
+        return self.running.plan(turn, history, prefiller_id, asked.router_id, reason=reason)
 
     async def _admitted(
-        self,
-        pending: PendingTurn,
-        prompt_tokens: int,
-        arrived_s: float,
-        opening: Opening,
+        self, pending: PendingTurn, prompt_tokens: int, arrived_s: float, opening: Opening,
         weight: int,
-    ) -> Admitted:
+    ) -> Admitted:  # fmt: skip
         """Bind a conversation, now or when there is room. Raises `QueueFull` or `TimeoutError`."""
         answer = self.admission.enter(
             pending.history_id, prompt_tokens, unix_s(), arrived_s, opening, weight

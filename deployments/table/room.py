@@ -167,8 +167,8 @@ class Room:
 
     # --- room --------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        for admitted in self.admission.admit(unix_s()):
+    def admit(self, rested: str | None = None) -> None:
+        for admitted in self.admission.admit(unix_s(), rested):
             self.accounts.bound(admitted)
             granted = self.pending[admitted.history.id].granted
             assert granted is not None

@@ -213,7 +213,7 @@ class RunningTurns:
                 self.table.child_ended(turn.history_id, unix_s())
         still_has = self.table.holds(turn, decoder_id)
         self.room.relieve(decoder_id)
-        self.room.admit()
+        self.room.admit(turn.history_id)
         return still_has
 
     def abandon(
@@ -229,7 +229,7 @@ class RunningTurns:
         if ended is not None:
             self.room.has_ended(ended, "first_turn_failed")
         self.room.relieve(decoder_id)
-        self.room.admit()
+        self.room.admit(turn.history_id)
 
     def ends(self, turn: TurnKey, stats: TurnStats | None) -> None:
         self.routers.pop(turn, None)

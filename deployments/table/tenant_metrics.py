@@ -2,7 +2,9 @@
 
 from collections import Counter as Counts
 from collections.abc import Callable
+from math import exp2
 
+from conserve.clock import unix_s
 from conserve.tenants.keyfile import OTHER_TENANTS
 from conserve.tenants.limits import TenantUsage, UsageBook
 from conserve.turn import TurnStats
@@ -11,6 +13,8 @@ from deployments.table.metrics import COUNTER, GAUGE, Row, Samples
 # Tenants beyond these are counted together, so that `/metrics` stays short.
 NAMED_TENANTS = 100
 TOKEN_KINDS = ("computed", "cached", "output")
+# For fairness, service counts half after the first time, and a tenant for the second after a turn.
+_HALF_S, _COUNTS_S = 60.0, 300.0
 
 
 class TenantCounts:
@@ -21,6 +25,8 @@ class TenantCounts:
 
     def __init__(self, usage: UsageBook) -> None:
         self.usage = usage
+        # By tenant, the tokens of late, and when it last asked for a turn or had one.
+        self._lately: dict[str, tuple[float, float]] = {}
         self.turns: Counts[tuple[str, str]] = Counts()
         self.refusals: Counts[tuple[str, str]] = Counts()
         self.tokens: Counts[tuple[str, str]] = Counts()
@@ -33,8 +39,9 @@ class TenantCounts:
         self.refusals[self.label(tenant), limit] += 1
 
     def begins(self, tenant: str | None) -> None:
-        """Have the tenant's counters at 0 before its first turn ends."""
+        """Have the tenant's counters at 0 before its first turn ends, or gets room."""
         label = self.label(tenant or "")
+        self._serve(tenant or "", 0)
         for kind in TOKEN_KINDS:
             self.tokens[label, kind] += 0
 
@@ -51,10 +58,29 @@ class TenantCounts:
             # It was cut, perhaps before any of its prompt was computed.
             return
         label = self.label(tenant or "")
+        self._serve(tenant or "", stats.computed_tokens)
         computed = max(0, stats.prompt_tokens - stats.found_tokens)
         self.tokens[label, "computed"] += computed
         self.tokens[label, "cached"] += max(0, stats.found_tokens - stats.remote_tokens)
         self.tokens[label, "output"] += stats.output_tokens
+
+    def fairness(self) -> float | None:
+        """Return Jain's index of tenants' service of late, by weight; None: none had any."""
+        now_s = unix_s()
+        shares = [
+            self._served(name, now_s) / usage.weight
+            for name, usage in self.usage.tenants().items()
+            if usage.turns or now_s - self._lately.get(name, (0.0, 0.0))[1] < _COUNTS_S
+        ]
+        squares = sum(share * share for share in shares)
+        return sum(shares) ** 2 / (len(shares) * squares) if squares else None
+
+    def _serve(self, tenant: str, tokens: int) -> None:
+        self._lately[tenant] = self._served(tenant, unix_s()) + tokens, unix_s()
+
+    def _served(self, tenant: str, now_s: float) -> float:
+        tokens, at_s = self._lately.get(tenant, (0.0, now_s))
+        return tokens * exp2(min(0.0, at_s - now_s) / _HALF_S)
 
     def label(self, tenant: str) -> str:
         """Return the tenant's name, or that of all others."""
@@ -90,6 +116,12 @@ TENANTS: tuple[Row[TenantCounts], ...] = (
     Row(
         GAUGE, "conserve_tenant_conversations", "Live conversations, by tenant.",
         ("tenant",), _usage(lambda usage: usage.conversations),
+    ),
+    Row(
+        GAUGE, "conserve_tenant_fairness",
+        "Jain's index of tenants' service by weight, over some minutes: 1 if all with turns had "
+        "alike, 1/n if one of n had all.",
+        (), TenantCounts.fairness,
     ),
     Row(
         COUNTER, "conserve_tenant_turns", "Turns, by tenant and outcome.",

@@ -38,8 +38,10 @@ from conserve_lab.capacity import fit
 from conserve_lab.cli.output import can_draw, progress_bar
 from conserve_lab.cli.profile.draw import DrawMeter, NoDraw, measure_power
 from conserve_lab.cli.profile.measure import Application, MeasureError, Probe, find_application
+from conserve_lab.cli.workload_options import Tokenizer
 from conserve_lab.machine import environment
-from conserve_lab.workloads import PRESETS
+from conserve_lab.workloads import PRESETS, WorkloadError
+from conserve_lab.workloads.recorded import recorded_sessions
 
 cli = typer.Typer(
     help="Measure a running application's engines, and write their profile.",
@@ -126,6 +128,10 @@ def profile(
     repeats: Annotated[
         int, typer.Option(min=1, help="How often each measurement is repeated.")
     ] = 5,
+    data: Annotated[
+        Path | None, typer.Option(help="Recorded sessions, for lengths of prompts and answers.")
+    ] = None,
+    tokenizer: Tokenizer = None,
     longest_tokens: Annotated[
         int, typer.Option(help="Longest prompt that is measured.")
     ] = _LONGEST_TOKENS,
@@ -176,6 +182,14 @@ def profile(
     plots: Annotated[bool, typer.Option(help="Draw the fits.")] = True,
 ) -> None:
     """Measure a running application; nothing else should use it, or the machine."""
+    if data is not None:
+        try:
+            found = recorded_sessions(data, tokenizer=tokenizer).values()
+            calls = [call for read in found for call in read().calls]
+        except WorkloadError as error:
+            refuse(str(error))
+        longest_tokens = min(longest_tokens, max(call.prompt_tokens for call in calls))
+        output_tokens = statistics.fmean(call.output_tokens for call in calls)
     low, _, high = vocabulary.partition(":")
     if not (low.isdecimal() and high.isdecimal() and int(low) + 1 < int(high)):
         refuse(f"--vocabulary {vocabulary}: give two token ids, as in 1000:4000")

@@ -195,7 +195,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
         await client.delete(f"{application}/v1/conversations/{one.id}")
     agents = [one for home in homes for one in home[:2]]
     await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "tells", 1800)
+    telling, more, fewer = await stories(client, rng, "tells", 2200)
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])
     paused = metric("conserve_pauses_total", reason="load")
     await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
@@ -291,6 +291,8 @@ async def test_siblings_on_both_engines_begin_from_what_one_of_them_has_computed
         one["prompt_tokens"] - one["decoder_cached_tokens"] - one["lmcache_tokens"] for one in stats
     ]
     own = sum(one["prompt_tokens"] - shared for one in stats)
-    assert sum(computed) - own <= 1.2 * shared, stats
-    assert any(one["lmcache_tokens"] for one in stats)
-    await answered_alike(client, [children[0], children[-1]], 0)
+    # Once on each engine at most: where loading is dear, the second one computes it, too.
+    assert sum(computed) - own <= 2 * shared, stats
+    for child in (children[0], children[-1]):
+        *asked, answer = child.messages
+        assert await lone_answer(client, asked, OUTPUT_TOKENS) == answer["content"], child.id

@@ -82,6 +82,15 @@ def test_what_waits_for_memories_holds_up_nobody_else() -> None:
     assert isinstance(admission.enter("a", 620, NOW_S + 15), Admitted)
 
 
+def test_what_a_memory_has_evicted_since_it_came_waits_like_what_none_has() -> None:
+    table, admission = three_at_work()
+    assert table.begin("c", NOW_S + 1) is not None
+    assert isinstance(admission.enter("a", 620, NOW_S + 2), Ticket)
+    assert admission.ahead("a", NOW_S + 2) == (0, "room")
+    memory_of(table).set_host_tokens(1300)
+    assert admission.ahead("a", NOW_S + 3) == (0, "window")
+
+
 def test_what_a_memory_has_goes_before_what_none_has() -> None:
     table, admission = three_at_work()
     assert table.begin("c", NOW_S + 1) is not None

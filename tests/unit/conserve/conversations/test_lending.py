@@ -11,7 +11,7 @@ SYSTEM_TOKENS = 2_000
 # A token takes a millisecond; one more answer beside another holds both up for long.
 COSTS = EngineCosts(
     per_token_s=1e-3, handoff_constant_s=0.02, handoff_per_token_s=1e-5, step_s=0.01,
-    per_sequence_s=0.01,
+    per_sequence_s=0.1,
 )  # fmt: skip
 
 

@@ -83,6 +83,30 @@ def test_a_background_history_gives_up_its_room_for_an_interactive_prompt() -> N
     assert table.bind("two", 300, NOW_S) is None
 
 
+def test_a_prompt_takes_the_room_of_tenants_that_lead_its_own() -> None:
+    table = a_table(decoders=1, pausing=Pausing())
+    table.leads = lambda history_id, _: (
+        {"a": 9_000.0, "c": -9_000.0} if history_id[0] == "b" else {}
+    )
+    for name in ("a\tsoon", "b\tsoon", "c\tsoon"):
+        idle(table, name, 250, NOW_S - 1)
+    start(table, "b\truns", 200)
+    assert table.bind("a\tnew", 300, NOW_S) is None
+    assert table.bind("b\ttoo long", 400, NOW_S) is None
+    assert table.bind("b\tnew", 300, NOW_S) is not None
+    assert paused(table) == {"a\tsoon"}
+    # In the end it takes that of any, but not of one that was served less.
+    Turn.last(table, "b\tnew").advance(table, 290, now_s=NOW_S)
+    assert table.bind("a\tsoon", 750, NOW_S + 50, arrived_s=NOW_S) is not None
+    assert paused(table) == {"b\tsoon", "b\tnew", "c\tsoon"}
+    for name in ("a\tsoon", "b\truns"):
+        Turn.last(table, name).advance(table, 100, now_s=NOW_S)
+    assert table.bind("c\tsoon", 300, NOW_S + 60) is not None
+    Turn.last(table, "c\tsoon").advance(table, 290, now_s=NOW_S + 60)
+    start(table, "a\tsoon", 100, NOW_S + 60)
+    assert table.bind("b\tsoon", 700, NOW_S + 120, arrived_s=NOW_S) is None
+
+
 def test_who_was_paused_is_back_in_bounded_time() -> None:
     table = a_table(decoders=1, pausing=Pausing(patience_s=30))
     idle(table, "back", 450)

@@ -33,6 +33,15 @@ def test_the_background_goes_first() -> None:
     assert order(Pausing(), idle("short", 2000), longer, idle("s", 500)) == ["behind", "s", "short"]
 
 
+def test_the_longest_served_tenants_go_first_and_what_is_away_before_them() -> None:
+    leads = {"most": 40_000.0, "more": 20_000.0, "level": 0.0, "behind": -(10.0**9)}
+    those = [replace(idle(name, 9000), lead=lead) for name, lead in leads.items()]
+    gone = idle("gone", 60_000, 3600.0)
+    policy = Pausing()
+    assert order(policy, *reversed(those), gone) == ["gone", "most", "more", "level", "behind"]
+    assert [one.id for one in (*those, gone) if policy.may_go(one)] == ["most", "more", "gone"]
+
+
 def test_what_its_engine_has_lost_costs_nothing() -> None:
     lost = idle("lost", 9000, left=4000)
     assert order(Pausing(), idle("s", 500), idle("lost", 9000, left=0)) == ["lost", "s"]

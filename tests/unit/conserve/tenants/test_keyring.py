@@ -35,6 +35,21 @@ def test_a_key_finds_its_tenant_with_limits_and_salt(path: Path) -> None:
     assert ring.find(key, 0.0) == Caller("ops", True, Limits(turns=3), salt)
 
 
+def test_a_key_finds_its_tenants_weight_and_whether_its_turns_are_in_the_background(
+    path: Path,
+) -> None:
+    content, quick = KeyFile.new().with_key("acme", DAY)
+    content, slow = content.with_key("acme", DAY, background=True)
+    content, nightly = content.with_key("nightly", DAY)
+    content = content.with_tenant("acme", Tenant(weight=3))
+    content = content.with_tenant("nightly", Tenant(background=True))
+    keyfile.write(path, content)
+    callers = [KeyRing(path, 0.0).find(key, 0.0) for key in (quick, slow, nightly)]
+    assert [caller and (caller.weight, caller.background) for caller in callers] == [
+        (3, False), (3, True), (1, True),
+    ]  # fmt: skip
+
+
 def test_what_is_no_key_finds_nobody(path: Path) -> None:
     _, (key,) = put(path)
     ring = KeyRing(path, 0.0)

@@ -291,10 +291,7 @@ URL = "http://127.0.0.1:9"
     [
         (["--rate", "-1"], "the arrival rate is -1 conversations/s; give one above 0"),
         (["--workload", "recorded", "--data", "nowhere"], "there is no such file or folder"),
-        (
-            ["--mean-gap", "3"],
-            "--mean-gap is for the workload dialogues or agents, not for synthetic",
-        ),
+        (["--mean-gap", "3"], "--mean-gap is for the workload dialogues or agents, not for"),
         (["--turn-timeout", "0"], "--turn-timeout is 0; give a number above 0"),
         (["--out", "/dev/null/x"], "--out /dev/null/x cannot be made: Not a directory"),
         (["--core", "4096"], "this program may use the cores"),

@@ -1,8 +1,12 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner, Result
 
 from conserve_lab.cli import plan as module
 from conserve_lab.cli.plan import cli, planned_turns
+from conserve_lab.cli.simulate import cli as simulate
 from conserve_lab.workloads import PRESETS, Arrivals, Workload, recorded, synthetic
 from tests.checkout import DATA
 
@@ -94,10 +98,21 @@ def test_what_cannot_be_planned_is_one_clear_line(arguments: list[str], said: st
     assert len(refused.output.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", [cli, simulate])
+def test_what_traces_do_not_say_and_what_is_skipped_is_said(tmp_path: Path, command: Any) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"messages": [{"role": "user", "content": "Hello."}]}\nnothing\n')
+    arguments = ["--workload", "recorded", "--data", str(trace), "--conversations", "3"]
+    done = CliRunner().invoke(command, ["--profile", "a40-qwen3-0.6b", *arguments, "--skip-bad"])
+    assert done.exit_code == 0, done.output
+    assert "Skipped lines or files: 1; " in words(done)
+    assert "Assumed: 4 bytes of text for a token (--tokenizer counts them)." in words(done)
+
+
 @pytest.mark.skipif(not TRACES.is_dir(), reason=f"no recorded sessions at {DATA}")
 def test_turns_are_those_that_bench_sends() -> None:
-    sessions = sorted(TRACES.rglob("*.json*"))[:2]
-    workload = recorded(sessions, sessions=2, arrivals=Arrivals(), vocabulary=range(1000, 4000))
+    session = min(TRACES.rglob("*.json*"))
+    workload = recorded(session, sessions=2, arrivals=Arrivals(), vocabulary=range(1000, 4000))
     planned = list(planned_turns(workload))
     assert len(planned) == workload.counts["conversations"]
     for (_, script), turns in zip(workload, planned, strict=True):

@@ -1,6 +1,5 @@
 """Dialogues stay valid chats whatever the model answers, and say what was recorded."""
 
-import gzip
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -78,7 +77,7 @@ def write(folder: Path, *trajectories: Any) -> Path:
 
 def make(path: Path, **settings: Any) -> Workload:
     defaults: Json = {"conversations": 1, "arrivals": Arrivals("together")}
-    return dialogues(path, **(defaults | settings))
+    return dialogues(data=path, **(defaults | settings))
 
 
 def test_the_models_answers_take_the_place_of_the_recorded_ones(tmp_path: Path) -> None:
@@ -158,10 +157,10 @@ def test_gaps_are_exponential_and_of_the_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "place", "problem"),
     [
-        ([*DIALOGUE[:2], {"content": "x"}], "[1].traj[2]", "`role`"),
-        ([*DIALOGUE[:3], say("assistant", "x")], "[1].traj[3]", "as the one before it"),
-        ([say("user", "x"), say("tool", "y")], "[1].traj[1]", "answers no call"),
-        ([say("user", "x")], "[1].traj", "no assistant message"),
+        ([*DIALOGUE[:2], {"content": "x"}], "item 2: traj[2].role", "expected system, user"),
+        ([*DIALOGUE[:3], say("assistant", "x")], "item 2: message 4", "as the one before it"),
+        ([say("user", "x"), say("tool", "y")], "item 2: message 2", "answers no call"),
+        ([say("user", "x")], "item 2", "no assistant message"),
     ],
 )
 def test_a_broken_dialogue_is_named(
@@ -170,21 +169,4 @@ def test_a_broken_dialogue_is_named(
     path = write(tmp_path, DIALOGUE, messages)
     with pytest.raises(WorkloadError) as error:
         make(path)
-    assert str(path) in str(error.value)
-    assert place in str(error.value)
-    assert problem in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"{}", "missing required field `traj`; dialogues are read in the format of tau-bench"),
-        (b"[", "is not JSON"),
-        (gzip.compress(b"[]" * 99, mtime=0)[:-4], "cannot be read"),
-    ],
-)
-def test_a_broken_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
-    path = tmp_path / "broken.json.gz"
-    path.write_bytes(content)
-    with pytest.raises(WorkloadError, match=rf"broken\.json\.gz.*{problem}"):
-        make(path)
+    assert all(part in str(error.value) for part in (str(path), place, problem))

@@ -388,6 +388,3 @@ def test_sessions_with_too_many_turns_are_left_out_and_counted(tmp_path: Path) -
         replay(tmp_path, max_turns=1)
     with pytest.raises(WorkloadError, match="max_turns is 0"):
         replay(tmp_path, max_turns=0)
-
-
-# --- Settings -------------------------------------------------------------------------------------

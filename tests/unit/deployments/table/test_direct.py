@@ -142,3 +142,25 @@ async def test_of_two_turns_that_wait_for_a_decoder_to_be_heard_the_second_follo
     await service.release("full")
     assert not service.planned(await first).later
     assert service.planned(await second).later
+
+
+@in_virtual_time
+async def test_a_history_gives_way_as_its_decoder_reports_the_end_of_a_turn() -> None:
+    """Its tenant was served more than that of the turn that waits."""
+    service = await a_table()
+    plan = await bound(service, "busy\tc")
+    second, third = (plan.turn._replace(turn_id=plan.turn.turn_id + n) for n in (1, 2))
+    await told(service, "decoder#1", 2, Began(second, "r"))
+    service._admission.queue.served("busy\tc", 20_000)
+    waiting = await service.queued("waits\tc", 950)
+    hearing = asyncio.ensure_future(service.hear("decoder#1", 1, 0))
+    await told(service, "decoder#1", 3, Ended(second, STATS, (SECOND,), True))
+    assert service.planned(await waiting).decoder_id == "decoder#1"
+    notice = await hearing
+    assert notice is not None
+    assert notice.given_up == (("busy\tc", plan.turn.incarnation),)
+    # The turn after that, which had begun before the decoder heard, is not stopped.
+    await told(service, "decoder#1", 4, Began(third, "r"))
+    history = service._table.get("busy\tc")
+    assert history is not None
+    assert (history.home, history.running) == ("decoder#1", (third.turn_id,))

@@ -196,6 +196,25 @@ async def test_metrics_tell_tenants_apart_and_nothing_of_their_conversations() -
     assert "secret-name" not in text
 
 
+async def test_the_fairness_of_tenants_service_is_a_metric() -> None:
+    service = await a_service(1000)
+    acme, umbrella = tenant(), TurnTenant("umbrella", Limits(), weight=3)
+    plan = await start(service, "a", acme, 900)
+    await service.ends(plan, TurnStats(890, 10, 0, 0), (TAIL,))
+    assert await service.says("conserve_tenant_fairness 1.0")
+    # One that waits has had nothing.
+    running = await start(service, "a", acme)
+    waiting = await queue(service, "b", umbrella, 900)
+    assert await service.says("conserve_tenant_fairness 0.5")
+    await end(service, running, 0)
+    await service.release("acme\ta")
+    # Three times as much as the other, as its weight is.
+    plan = service.planned(await waiting)
+    await service.ends(plan, TurnStats(2690, 10, 0, 0), (TAIL,))
+    (found,) = re.findall(rb"\nconserve_tenant_fairness (\S+)", await service.metrics())
+    assert float(found) > 0.999
+
+
 async def test_without_keys_metrics_say_nothing_of_tenants() -> None:
     service = await a_service()
     await service.turn("c")

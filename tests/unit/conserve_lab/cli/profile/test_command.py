@@ -69,6 +69,7 @@ def _application(batched: int | None = None, capacity: int = 400_000) -> Applica
         (["--kv-bytes-per-token", "nan"], "--kv-bytes-per-token is nan"),
         (["--largest-batch", "2"], "a curve needs 3 of each"),
         (["--out", "file/p.json"], "cannot be written"),
+        (["--data", "file"], "prompts of up to 100 tokens are too short for a curve"),
     ],
 )
 def test_what_would_fail_after_measuring_is_refused_before(
@@ -81,7 +82,7 @@ def test_what_would_fail_after_measuring_is_refused_before(
         raise AssertionError("something is measured")
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
+    (tmp_path / "file").write_text('{"input_length": 100}')
     monkeypatch.setattr(module, "find_application", find)
     monkeypatch.setattr(module, "Probe", measured)
     given = ["http://a", "--kv-bytes-per-token", "1024", "--out", "p.json", *arguments]
