@@ -17,7 +17,7 @@ Unbound = Literal["paused", "moved", "lost", "left", "unknown"]
 """A history was bound nowhere: paused, moved off an engine that has it, bound to one that is gone,
 or not known although its turn follows answers (the table was lost, or it had ended)."""
 
-Place = Literal["system", "first_prompt", "messages"]
+Place = Literal["tools", "system", "first_prompt", "messages"]
 
 
 class TurnKey(NamedTuple):
@@ -37,8 +37,8 @@ class Broken(msgspec.Struct, frozen=True):
     """A turn that follows earlier answers begins a history: its prefix is that of no other.
 
     Attributes:
-        place: where it differs: in its tools or system messages (``system``), elsewhere before the
-            first answer (``first_prompt``), or behind that (``messages``).
+        place: where it differs: in its ``tools``, its ``system`` messages alone, elsewhere before
+            the first answer (``first_prompt``), or behind that (``messages``).
         messages: how many it has in common with the history that is most like it, up to an answer;
             0: only the first prompt.
         exact: whether no further answer is in common. A long history forgets some answers.
@@ -80,6 +80,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         prefiller_lmcache_tokens: of those, found in LMCache.
         prefiller_cached_tokens: found there or in the prefiller's own cache; None if it does not
             say, or there were several prompts.
+        prefiller_s: in its engine, from when it ran to its end; None if the engine keeps no times.
         prefill_failed: whether a remote prefill failed, so that the decoder computed the prompt.
 
         latency_s: time from the request's arrival to the answer's last byte.
@@ -90,6 +91,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         continued: how often its stream went on at another decoder.
         in_time: whether it kept the times that its client gave; None if it gave none.
         tenant: None where there are no keys.
+        client: the product in its client's ``User-Agent``; None: it names none.
         error: the code of the error that the client got; never its message, which may quote the
             prompt.
         decoder_id, prefiller_id: the engines that served it last.
@@ -133,6 +135,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     prefilled_tokens: int = 0
     prefiller_lmcache_tokens: int = 0
     prefiller_cached_tokens: int | None = None
+    prefiller_s: float | None = None
     prefill_failed: bool = False
     # The router's.
     outcome: Outcome | None = None
@@ -143,6 +146,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     continued: int = 0
     in_time: bool | None = None
     tenant: str | None = None
+    client: str | None = None
     request_id: str | None = None
     error: str | None = None
     decoder_id: str | None = None

@@ -1,6 +1,16 @@
-"""Says in a sentence why a turn was slow, from what was recorded of it and from nothing else."""
+"""Says why a turn computed its prompt, and was slow, from what was recorded of it alone."""
+
+from typing import Literal
 
 from conserve.turn import Broken, TurnStats
+
+Cause = Literal[
+    "first", "append", "rotating", "system", "tools", "message", "evicted", "paused", "moved",
+    "lost", "unknown",
+]  # fmt: skip
+"""Why a prompt's tokens were computed: its history is new (``first``), or was found (``append``);
+the client changed what it had sent before, in turn after turn at one place if it is ``rotating``;
+or KV is gone: of an idle history, with an engine (``lost``), or of one that is not known."""
 
 # Shorter times, and fewer tokens, slow no turn down that anybody would ask about. A template may
 # change as many tokens where an answer ends.
@@ -18,6 +28,10 @@ _ENGINE = {
     "step": "waited {} for other calls of its engine",
     "load": "waited {} for its KV to be loaded",
 }
+_CHANGED = {
+    "tools": "its tools", "system": "its system prompt", "messages": "what follows",
+    "first_prompt": "its first prompt, or what precedes it",
+}  # fmt: skip
 _GONE = {
     "lost": "its engine was lost",
     "left": "its engine has left",
@@ -62,41 +76,52 @@ def noted(stats: TurnStats) -> str | None:
     return "; ".join(notes) or None
 
 
+def cause_of(stats: TurnStats) -> Cause:
+    """Return why a turn's prompt was computed, as far as this turn alone tells."""
+    computed_tokens = _computed_tokens(stats)
+    if computed_tokens >= _LEAST_TOKENS:
+        if stats.broken is not None:
+            place = stats.broken.place
+            return "message" if place == "first_prompt" or place == "messages" else place
+        # If more than half is there, a template may have dropped the reasoning of earlier answers.
+        said_tokens = stats.prompt_tokens if stats.unbound == "unknown" else stats.had_tokens
+        had_tokens = min(stats.prompt_tokens, said_tokens)
+        if 2 * (stats.prompt_tokens - computed_tokens) < had_tokens:
+            return "lost" if stats.unbound == "left" else stats.unbound or "evicted"
+    return "append" if stats.had_tokens or stats.unbound or stats.broken else "first"
+
+
+def _computed_tokens(stats: TurnStats) -> int:
+    # The decoder computes again what is behind a prefill's last chunk.
+    return max(stats.prompt_tokens - stats.found_tokens, stats.remote_tokens)
+
+
 def _lost(stats: TurnStats) -> str | None:
     """Say why KV that might have been there was computed (again)."""
-    # The decoder computes again what is behind a prefill's last chunk.
-    computed_tokens = max(stats.prompt_tokens - stats.found_tokens, stats.remote_tokens)
     gone, read_tokens = _GONE.get(stats.unbound or ""), stats.lmcache_tokens - stats.remote_tokens
     if gone and 2 * read_tokens >= stats.prompt_tokens > 0:
         return f"{gone}: {read_tokens:,} tokens read from host memory or a disk"
-    if computed_tokens < _LEAST_TOKENS:
+    if (cause := cause_of(stats)) in ("first", "append"):
         return None
-    computed = f"{computed_tokens:,} tokens computed"
+    computed = f"{_computed_tokens(stats):,} tokens computed"
     if stats.broken is not None:
-        return f"prefix broken {_where(stats.broken)} ({computed})"
-    # If more than half is there, a template may have dropped the reasoning of earlier answers.
-    had_tokens = stats.prompt_tokens
-    if stats.unbound != "unknown":
-        had_tokens = min(had_tokens, stats.had_tokens)
-    if 2 * (stats.prompt_tokens - computed_tokens) >= had_tokens:
-        return None
+        changed = f"the client changed {_CHANGED[stats.broken.place]}"
+        return f"prefix broken {where(stats.broken)}: {changed} ({computed})"
     if gone:
         return f"{gone}: prefilled again ({computed})"
-    if stats.unbound == "moved":
+    if cause == "moved":
         return f"moved off a busier engine: prefilled again ({computed})"
-    paused = "paused to make room, and " if stats.unbound == "paused" else ""
+    paused = "paused to make room, and " if cause == "paused" else ""
     idle = "" if stats.idle_s is None else f" while idle for {_seconds(stats.idle_s)}"
     return f"{paused}evicted{idle} ({computed})"
 
 
-def _where(broken: Broken) -> str:
-    if broken.place == "system":
-        return "at its beginning: the client changed its system prompt or its tools"
-    if broken.place == "first_prompt":
-        return "before its first answer: the client changed its first prompt, or what precedes it"
+def where(broken: Broken) -> str:
+    """Say where a prefix broke."""
+    if broken.place != "messages":
+        return "before its first answer" if broken.place == "first_prompt" else "at its beginning"
     after = f"message {broken.messages}" if broken.messages else "its first prompt"
-    later = "" if broken.exact else " or later"
-    return f"after {after}{later}: the client changed what follows"
+    return f"after {after}" + ("" if broken.exact else " or later")
 
 
 def _seconds(time_s: float) -> str:

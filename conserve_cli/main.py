@@ -24,6 +24,7 @@ COMMANDS = {
         "Watch a running application's engines, what waits, and its times.",
     ),
     "ps": ("conserve_cli.running", "List a running application's conversations."),
+    "cache": ("conserve_cli.running", "Say why prompt tokens were computed again, and what to do."),
     "end": ("conserve_cli.running", "End a conversation of a running application."),
     "drain": (
         "conserve_cli.running",
@@ -38,8 +39,8 @@ COMMANDS = {
 
 
 # All commands in the order of the help, and those that an add-on has.
-ORDER = ("serve", "demo", "top", "ps", "end", "drain", "bench", "doctor", "profile", "plan",
-         "simulate", "keys")  # fmt: skip
+ORDER = ("serve", "demo", "top", "ps", "cache", "end", "drain", "bench", "doctor", "profile",
+         "plan", "simulate", "keys")  # fmt: skip
 _OF_LAB = ("demo", "bench", "profile", "plan", "simulate")
 
 

@@ -1,4 +1,4 @@
-"""``conserve top``, ``ps``, ``end`` and ``drain``: look at a running application, and act on it."""
+"""Commands that look at a running application, and act on it: ``conserve top``, for example."""
 
 import contextlib
 import time
@@ -116,6 +116,22 @@ def ps(url: Url = _URL, key: Key = None) -> None:
     console.print(conversations_table(answer["data"]))
     if answer["total"] > len(answer["data"]):
         console.print(f"{answer['total']:,} in all.", highlight=False)
+
+
+@cli.command()
+def cache(
+    url: Url = _URL,
+    key: Key = None,
+    minutes: Annotated[int, typer.Option(min=1, max=60, help="Look back so far.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Say why a running application's engines computed prompt tokens again, and what to do."""
+    with _application(url, key) as client:
+        answer = _asked(client, "GET", f"/v1/cache?minutes={minutes}")
+    if as_json:
+        console.print_json(data=answer)
+    else:
+        console.print(cache_tables(answer))
 
 
 @cli.command()
@@ -373,6 +389,29 @@ def conversations_table(conversations: Sequence[Json]) -> RenderableType:
         cells += [_time(one["idle_s"]), _time(one["age_s"])]
         table.add_row(*map(Text, cells))
     return Group(table, *_reasons("Slow last turns:", slow_turns(conversations)))
+
+
+def cache_tables(answer: Json) -> RenderableType:
+    """Return computed tokens by cause, what to do about each, and tokens by client and tenant."""
+    causes, table = answer["causes"], Table("cause")
+    for column in ("tokens", "share", "seconds", "turns"):
+        table.add_column(column, justify="right")
+    table.add_column("example", overflow="fold")
+    for one in causes:
+        example = ", ".join(one[name] for name in ("tenant", "example", "where") if name in one)
+        cells = [one["name"], f"{one['tokens']:,}", f"{one['share']:.1%}", f"{one['seconds']:.1f}"]
+        table.add_row(*cells, f"{one['turns']:,}", Text(example))
+    lines = _reasons("What to do:", [(one["name"], one["advice"]) for one in causes])
+    names = {one["cause"]: one["name"] for one in causes}
+    for of in ("client", "tenant"):
+        found = [
+            (name, ", ".join(f"{names[cause]} {tokens:,}" for cause, tokens in sums.items()))
+            for name, sums in answer[f"{of}s"].items()
+        ]
+        lines += _reasons(f"Tokens by {of}:", found)
+    total, again = f"{answer['tokens']:,}", f"{answer['again_tokens']:,}"
+    said = f"{total} prompt tokens computed, {again} of them again"
+    return Group(Text(f"{answer['model']}, last {answer['minutes']} min: {said}"), table, *lines)
 
 
 def _by_family(conversations: Sequence[Json]) -> Iterator[tuple[int, Json]]:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from conserve.events import Kind
+from conserve.why import Cause
 from conserve.wire import START_PHASES, Role, StartPhase
 
 Count = Annotated[int, Meta(ge=0)]
@@ -265,6 +266,33 @@ class ToolsRunning(Answer):
 class ProgramReleased(Answer):
     program_id: str
     released: bool
+
+
+class CacheCause(Answer):
+    """Prompt tokens that engines computed for one cause."""
+
+    cause: Cause
+    name: str
+    tokens: Count
+    share: Annotated[float, Meta(ge=0, le=1, description="Of all that were computed.")]
+    turns: Count
+    seconds: Annotated[Positive, Meta(description="Of their prefills, as engines measured them.")]
+    advice: Annotated[str, Meta(description="What to set, or to tell the client's author.")]
+    example: Annotated[str | UnsetType, Meta(description="A turn's conversation.")] = UNSET
+    tenant: Annotated[str | UnsetType, Meta(description="The example's.")] = UNSET
+    where: Annotated[str | UnsetType, Meta(description="The example's prefix broke.")] = UNSET
+
+
+class Cache(Answer, tag_field="object", tag="cache"):
+    """Prompt tokens that engines computed, by cause, product in `User-Agent`, and tenant."""
+
+    model: str
+    minutes: Annotated[Count, Meta(description="Whole minutes before this one that count, too.")]
+    tokens: Count
+    again_tokens: Annotated[Count, Meta(description="Of all causes but `first` and `append`.")]
+    causes: list[CacheCause]
+    clients: dict[str, dict[Cause, Count]]
+    tenants: dict[str, dict[Cause, Count]]
 
 
 # --- responses ------------------------------------------------------------------------------------

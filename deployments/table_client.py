@@ -92,6 +92,9 @@ class Table(Protocol):
     async def conversations(self, limit: int, tenant: str | None = None) -> bytes:
         """Return the most recently used conversations of a tenant, or of all (None), as JSON."""
 
+    async def cache(self, minutes: int, tenant: str | None = None) -> answers.Cache:
+        """Return why a tenant's prompt tokens were computed, or those of all (None)."""
+
     async def events(self, query: messages.EventQuery) -> messages.EventPage:
         """Return what has happened, for `GET /v1/events`; may wait for it."""
 
@@ -227,6 +230,7 @@ class TableClient(ActorClient):
     drain = asks(Table.drain)
     conversation = asks(Table.conversation)
     conversations = asks(Table.conversations)
+    cache = asks(Table.cache)
     metrics = asks(Table.metrics)
 
     # --- of engines --------------------------------------------------------------------------

@@ -322,9 +322,11 @@ class Kinship:
             return Broken("messages", messages, exact)
         # Only a long system part, of a history that is bound, is known. Those that are paused may
         # have this one, but it is another that the client went on with lately.
-        systems = [_system_of(one) for one in others if one.home is not None]
-        differs = bool(systems) and None not in systems and chain.system not in systems
-        return Broken("system" if differs else "first_prompt")
+        parts = [_system_part(one) for one in others if one.home is not None]
+        known = {one.key[1]: one.tools for one in parts if one is not None and one.key is not None}
+        if not known or None in parts or chain.system in known:
+            return Broken("first_prompt")
+        return Broken("system" if chain.tools in known.values() else "tools")
 
     def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
         return max(self.shared(opening, decoders).tokens.values(), default=0)
@@ -351,8 +353,8 @@ class Kinship:
                 self.sharing.share(history, nearest, tokens)
                 self._give_way(nearest, history, tokens)
         if opening.system is not None:
-            away = self._is_away(history)
-            self.sharing.share_system(history, opening.system, opening.system_tokens, away)
+            away, tools = self._is_away(history), chain.tools
+            self.sharing.share_system(history, opening.system, opening.system_tokens, away, tools)
 
     def advanced(self, history: History) -> None:
         """Share what a history has in common, which has a new point or a new decoder."""

@@ -115,7 +115,7 @@ class Prefix(msgspec.Struct, gc=False):
 
     It counts the tokens beyond its ``base``. Users are histories and longer prefixes; it does not
     know them, so there are no cycles for a garbage collector to find. A system part has a ``key``,
-    and is ``away`` until its decoder has it, or computes it.
+    the digest of its ``tools``, and is ``away`` until its decoder has it, or computes it.
     """
 
     tokens: int
@@ -123,6 +123,7 @@ class Prefix(msgspec.Struct, gc=False):
     base: "Prefix | None" = None
     key: tuple[str, Digest] | None = None
     away: bool = False
+    tools: Digest = b""
 
 
 class Holder(Protocol):
@@ -165,7 +166,9 @@ class Sharing(Generic[Held]):
                 self._rebase(history, known, prefix)
             self._rebase(history, prefix)
 
-    def share_system(self, history: Held, digest: Digest, tokens: int, away: bool = False) -> None:
+    def share_system(
+        self, history: Held, digest: Digest, tokens: int, away: bool = False, tools: Digest = b""
+    ) -> None:
         tokens = min(tokens, history.held_tokens)
         if history.home is None or tokens <= _length(history.base):
             return
@@ -175,7 +178,7 @@ class Sharing(Generic[Held]):
             return  # It was counted as longer, so nothing is known to be shared.
         if system is None:
             # `_rebase` takes off what the history holds itself by as much.
-            system = self._systems[key] = Prefix(tokens, 0, None, key, away)
+            system = self._systems[key] = Prefix(tokens, 0, None, key, away, tools)
             self._charge(history, tokens)
         system.away &= away
         self._rebase(history, system)

@@ -58,6 +58,7 @@ class Chain(NamedTuple):
         numbers: for each of ``ends``, how many messages that is, as a chat counts them.
         prompts: of a turn without an answer, of its earlier turns' prompts, perhaps; longest first.
         beginning: for the answers to come.
+        tools: of the tools, with a chat template and a cache salt.
     """
 
     root: Digest
@@ -67,6 +68,7 @@ class Chain(NamedTuple):
     numbers: Sequence[int] = ()
     prompts: Sequence[Digest] = ()
     beginning: Beginning = Beginning(b"")
+    tools: Digest = b""
 
     def since(self, root: Digest) -> "Chain":
         """Return the chain as one that began with one of its ``prompts``."""
@@ -88,9 +90,9 @@ def chain_of(
     """
     # The request is not validated yet, so it may be any JSON value.
     given = messages if isinstance(messages, list | tuple) else [messages]
-    digest = whole = _of_none(tenant, before)
+    tools = digest = whole = _of_none(tenant, before)
     root: Digest | None = None
-    system: Digest | None = digest if (before or {}).get("tools") else None
+    system: Digest | None = tools if (before or {}).get("tools") else None
     leading = True
     ends: list[Digest] = []
     numbers: list[int] = []
@@ -124,6 +126,7 @@ def chain_of(
         tuple(numbers[cut]),
         tuple(prompts) if first else (),
         Beginning(whole, first, continues),
+        tools,
     )
 
 

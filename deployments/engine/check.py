@@ -112,12 +112,13 @@ class Check:
                 async for output in stream:
                     ids = list(output.prompt_token_ids or ())
                     found = wire.cached_tokens(output.kv_transfer_params)
-                    encoded = wire.encoded(output.ec_transfer_params)
+                    encoded, times = wire.encoded(output.ec_transfer_params), output.metrics
                     self.prefilled.append(
                         TurnStats(
                             prefilled_tokens=len(ids),
                             prefiller_lmcache_tokens=found.lmcache_tokens or 0,
                             prefiller_cached_tokens=output.num_cached_tokens,
+                            prefiller_s=times and times.first_token_ts - times.scheduled_ts,
                             encoded_images=encoded.images,
                             encoded_tokens=encoded.tokens,
                             node_images=encoded.node_images,
@@ -154,6 +155,7 @@ def _all_of(done: list[TurnStats]) -> TurnStats:
         prefilled_tokens=sum(one.prefilled_tokens for one in done),
         prefiller_lmcache_tokens=sum(one.prefiller_lmcache_tokens for one in done),
         prefiller_cached_tokens=done[0].prefiller_cached_tokens if len(done) == 1 else None,
+        prefiller_s=sum(one.prefiller_s or 0.0 for one in done) or None,
     )
     for one in done:
         whole.add_encoded(one)

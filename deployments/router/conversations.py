@@ -1,4 +1,4 @@
-"""``/v1/conversations``: which are live, their ends, and their tools."""
+"""``/v1/conversations``: which are live, their ends, their tools, and what they had computed."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conserve import identity
+from conserve.cache_account import MOST_MINUTES
 from conserve.errors import ApiError
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_NAME_CHARS
@@ -38,22 +39,17 @@ class Conversations:
             Route(_ALL + "/{id:name}", self._show, methods=get),
             Route(_ALL + "/{id:name}", self._release, methods=delete),
             Route("/programs/release", self._release_program, methods=post),
+            Route("/v1/cache", self._cache, methods=get),
         ]
 
     async def _list(self, request: Request) -> Response:
-        text = request.query_params.get("limit", "1000")
-        # Only ASCII's digits, and few: `isdigit` holds of "²" too, and `int` refuses thousands.
-        plain = text.isascii() and text.isdigit() and len(text) <= len(str(_LISTED_AT_MOST))
-        if not plain or not 1 <= int(text) <= _LISTED_AT_MOST:
-            raise ApiError(
-                400, f"limit must be a number from 1 to {_LISTED_AT_MOST}", param="limit"
-            )
-        caller = caller_of(request.scope)
-        # An admin's list has all tenants, unless it asks for one.
-        all_tenants = caller is not None and caller.admin and "tenant" not in request.query_params
-        tenant = None if all_tenants else _tenant(request)
-        listed = await self._table.conversations(int(text), tenant)
+        limit = _number(request, "limit", 1000, _LISTED_AT_MOST)
+        listed = await self._table.conversations(limit, _tenants(request))
         return Response(listed, media_type="application/json")
+
+    async def _cache(self, request: Request) -> Response:
+        minutes = _number(request, "minutes", MOST_MINUTES, MOST_MINUTES)
+        return answer_response(await self._table.cache(minutes, _tenants(request)))
 
     async def _show(self, request: Request) -> Response:
         found = await self._table.conversation(conversation_id(request))
@@ -88,6 +84,22 @@ class Conversations:
 def conversation_id(request: Request) -> str:
     """Return the id in a path, as it is kept."""
     return identity.scoped(_tenant(request), request.path_params["id"])
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name, str(default))
+    # Only ASCII's digits, and few: `isdigit` holds of "²" too, and `int` refuses thousands.
+    plain = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not plain or not 1 <= int(text) <= most:
+        raise ApiError(400, f"{name} must be a number from 1 to {most}", param=name)
+    return int(text)
+
+
+def _tenants(request: Request) -> str | None:
+    """Return the tenant that a list is about; None: all, for an admin that asks for no other."""
+    caller = caller_of(request.scope)
+    all_tenants = caller is not None and caller.admin and "tenant" not in request.query_params
+    return None if all_tenants else _tenant(request)
 
 
 def _tenant(request: Request) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from conserve import apis, budget, hints, identity
+from conserve.cache_account import MOST_MINUTES
 from conserve.errors import AnthropicError, Error
 from conserve.events import KINDS
 from conserve.fields import READ, UNSERVED
@@ -125,6 +126,7 @@ PARAMETERS: Json = {
     "file": _in("path", "file", _one_of(*operators.DASHBOARD_FILES)),
     "response": _in("path", "id", {**TEXT, "pattern": r"^[\w.-]{1,100}$"}),
     "limit": _in("query", "limit", {**_whole(1, 10_000), "default": 1000}, "Most that are listed."),
+    "minutes": _in("query", "minutes", {**_whole(1, MOST_MINUTES), "default": MOST_MINUTES}),
     "items": _in("query", "limit", {**_whole(1, 100), "default": 20}, "Most items."),
     "item": _in("query", "after", TEXT, "The id of the last item that is known."),
     "order": _in("query", "order", {**TEXT, "enum": ["asc", "desc"], "default": "desc"}, "By age."),
@@ -214,6 +216,7 @@ get /v1/conversations?limit listConversations Conversations 400 | Live ones, tho
 get /v1/conversations/{id} getConversation Conversation | One conversation
 delete /v1/conversations/{id} endConversation ConversationEnded | End a conversation
 post /v1/conversations/{id}/tools reportTool ToolReport>ToolsRunning | Say that a tool runs or ended
+get /v1/cache?minutes getCache Cache 400 | Why prompt tokens were computed, by cause and client
 get /v1/engines listEngines Engines | Prefillers and decoders
 post /v1/engines/{id}/drain drainEngine EngineDraining 409 415 | Give an engine nothing new, and \
 have its conversations move between their turns

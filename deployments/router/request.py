@@ -1,6 +1,7 @@
 """Reads a turn's request: what it says, whose it is, and what is wrong with it."""
 
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ _DEFAULT_CAPS = {
     "claude-code/": (32_000, 64_000),
     "opencode/": (32_000,),
 }
+# The first product of a `User-Agent` (https://www.rfc-editor.org/rfc/rfc9110#section-10.1.5).
+_PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]{1,40}", re.ASCII)
 # A client does not direct the handoff; the router does.
 _NOT_FORWARDED = ("kv_transfer_params", "ec_transfer_params")
 
@@ -60,6 +63,7 @@ class ClientRequest:
         chain: digests by which its history is recognised; None for a completion.
         one_off: whether it is a completion without an id: a conversation of this one turn.
         final: whether the client says that it is the conversation's last turn.
+        client: see `TurnStats`.
         digest: of the request to the byte, with its tenant, key and conversation.
         takes_room_left: whether less output than it asks for will do, if there is no room.
         no_output: whether it asks for its prompt's KV alone.
@@ -79,6 +83,7 @@ class ClientRequest:
     final: bool
     request_id: str | None
     hints: Hints
+    client: str | None = None
     digest: bytes = b""
     tenant: TurnTenant | None = None
     takes_room_left: bool = False
@@ -191,6 +196,7 @@ def _understood(
     if chat:
         known_by = heard(path, own, settings.volatile_text)
         chain = recognition.chain_of(*known_by, tenant, _MOST_CANDIDATES, continues(path, own))
+    product = _PRODUCT.match(headers.get("user-agent", ""))
     if explicit_id is not None or not chat:
         goes_on = identity.scoped(tenant, explicit_id or identity.new_id())
     return ClientRequest(
@@ -204,6 +210,7 @@ def _understood(
         final=identity.is_final(headers),
         request_id=request_id_of(scope),
         hints=said,
+        client=product[0] if product else None,
         tenant=None if caller is None else TurnTenant(caller.tenant, caller.limits, caller.weight),
         takes_room_left=takes_room_left,
         no_output=path == MESSAGES and body.get("max_tokens") == 0,

@@ -202,7 +202,7 @@ class Turn:
         self._let_in = False
         self._digest = request.digest
         self._lost: set[str] = set()
-        self._encoded = TurnStats()
+        self._encoded = TurnStats(client=request.client)
         self._continued = 0
 
         # The attempt under way.
@@ -417,6 +417,7 @@ class Turn:
             with self._phases.during("prefill", plan.prefiller_id):
                 done = await self._upstream.prefill(plan.prefiller_url, path, raw)
             done.add_encoded(self._encoded)
+            done.client = asked.client
         except (EngineUnreachable, ApiError) as error:
             # The turn goes on without a prefiller: its decoder computes what it does not find.
             # An engine's own message may quote the prompt.

@@ -8,6 +8,7 @@ from autoscale.autoscaler import Autoscaler
 from conserve import identity
 from conserve.admission import Admission, Admitted
 from conserve.admission.admission import Why
+from conserve.cache_account import CacheAccount
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
 from conserve.costs import SpaceTimeCosts
@@ -45,6 +46,7 @@ class Accounts:
 
     Attributes:
         metrics: what `/metrics` renders.
+        cache: sums of what turns had computed, and why.
         why: of each live history whose last turn was slow for a known reason, that reason.
     """
 
@@ -59,6 +61,7 @@ class Accounts:
         self._energy = EnergyBook()
         self._costs = SpaceTimeCosts()
         self._tenants = TenantCounts(self._table.usage)
+        self.cache = CacheAccount()
         self.why: dict[str, str] = {}
         # Turns whose routers saw them end before their decoders reported it, and when that was.
         self._unlogged: dict[TurnKey, tuple[float, TurnStats]] = {}
@@ -156,8 +159,12 @@ class Accounts:
         """A turn has ended, however it did."""
         self._energy.end(turn, time.monotonic())
         self._costs.end(turn, stats, time.monotonic())
+        # Without a record the turn began under a table that was lost.
+        known = self._table.record(turn.turn_id) or TurnStats(unbound="unknown")
         if stats is not None:
             self._tenants.spent(identity.tenant_of(turn.history_id), stats)
+            known.merge(stats)
+        self.cache.add(turn.history_id, known, unix_s())
 
     def look(self, decoder_id: str | None = None) -> None:
         """Note how much a decoder holds from now on; None: all of them."""

@@ -41,6 +41,7 @@ from deployments.table.room import Room, TenantGate
 from deployments.table.running import LOOK_S, Listeners, RunningTurns
 from deployments.table.views import (
     SHOWN_EVENTS,
+    cache_view,
     conversation_view,
     engine_view,
     list_recent,
@@ -80,6 +81,7 @@ class TableService(Table):
             policies.pausing,
             self._events,
         )
+        self._model_id = settings.model_id
         self._timeouts = messages.Timeouts(settings.queue_timeout_s, settings.idle_timeout_s)
         self._admission = Admission(
             self._table,
@@ -318,6 +320,11 @@ class TableService(Table):
         # A long list is encoded in slices, so that it stops nothing else.
         data = cast(list[answers.Conversation], msgspec.Raw(listed))
         return msgspec.json.encode(answers.Conversations(data, total))
+
+    async def cache(self, minutes: int, tenant: str | None = None) -> answers.Cache:
+        await self._look()
+        spent = self._accounts.cache.spent(minutes, unix_s(), tenant)
+        return cache_view(spent, minutes, self._model_id)
 
     async def metrics(self) -> bytes:
         await self._look()

@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import itertools
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -12,6 +13,7 @@ import msgspec
 
 from conserve import identity
 from conserve.admission import Ticket
+from conserve.cache_account import ABOUT, NEW, OTHERS, Key, Spent
 from conserve.conversations import ConversationTable
 from conserve.events import Event, EventLog
 from conserve.histories.prefixes import held_together
@@ -19,6 +21,7 @@ from conserve.history import History, State
 from conserve.pausing import RunningTools
 from conserve.pausing.tools import Running
 from conserve.placement.load import EngineLoad
+from conserve.why import Cause
 from deployments import answers
 from deployments.messages import EventPage, EventQuery, Standing
 from deployments.table import lines
@@ -219,6 +222,42 @@ def _load(load: EngineLoad) -> answers.EngineLoad:
         round(load.step_s, 6) or None,
         round(load.prefill_tokens_per_s, 1) or None,
     )
+
+
+# Clients and tenants that are listed; those with fewer tokens are counted as one.
+_SHARES = 20
+
+
+def cache_view(spent: Mapping[Key, Spent], minutes: int, model_id: str) -> answers.Cache:
+    by_cause: dict[Cause, Spent] = {}
+    for key, one in spent.items():
+        by_cause.setdefault(key.cause, Spent()).add(one)
+    tokens = sum(one.tokens for one in by_cause.values())
+    causes = [
+        answers.CacheCause(
+            cause, ABOUT[cause][0], one.tokens, round(one.tokens / tokens, 4), one.turns,
+            round(one.seconds, 3), ABOUT[cause][1],
+            identity.own_id(one.example) or msgspec.UNSET,
+            identity.tenant_of(one.example) or msgspec.UNSET, one.where or msgspec.UNSET,
+        )
+        for cause, one in sorted(by_cause.items(), key=lambda item: -item[1].tokens)
+    ]  # fmt: skip
+    again_tokens = sum(one.tokens for one in causes if one.cause not in NEW)
+    by = (_shares(spent, lambda key: key.client), _shares(spent, lambda key: key.tenant))
+    return answers.Cache(model_id, minutes, tokens, again_tokens, causes, *by)
+
+
+def _shares(
+    spent: Mapping[Key, Spent], name_of: Callable[[Key], str | None]
+) -> dict[str, dict[Cause, int]]:
+    sums: defaultdict[str, Counter[Cause]] = defaultdict(Counter)
+    for key, one in spent.items():
+        if (name := name_of(key)) is not None:
+            sums[name][key.cause] += one.tokens
+    shares: defaultdict[str, Counter[Cause]] = defaultdict(Counter)
+    for place, name in enumerate(sorted(sums, key=lambda one: -sums[one].total())):
+        shares[name if place < _SHARES else OTHERS] += sums[name]
+    return {name: dict(causes.most_common()) for name, causes in shares.items()}
 
 
 # --- the newest conversations ---------------------------------------------------------------------

@@ -86,6 +86,10 @@ async function askEngines() {
   setEngines(state, body.data.sort((one, other) => rank(one) - rank(other)), now());
 }
 
+async function askCache() {
+  showCache((await get("v1/cache")).body);
+}
+
 async function askConversations() {
   const { body, at } = await get(`v1/conversations?limit=${LISTED}`);
   clock(at);
@@ -125,6 +129,7 @@ const feed = new Feed(KINDS, {
     view.connected = true;
     quietly(askModel);
     quietly(askEngines);
+    quietly(askCache);
     quietly(askConversations);
   },
   denied(error) {
@@ -304,6 +309,19 @@ function showTiles() {
     prompt ? `own cache ${share(own)} · host memory ${share(host)}`
       : "none in the last minute",
   );
+}
+
+/** Show shares of the prompt tokens that engines computed in the last hour, by cause. */
+function showCache({ tokens: all, again_tokens: again, causes }) {
+  const percent = (share) => `${Math.round(share * 100)} %`;
+  setText($("v-again"), all ? percent(again / all) : "–");
+  setText($("s-again"), all ? `${tokens(again)} of ${tokens(all)} tokens` : "none in the last hour");
+  const part = (tag, one, ...content) =>
+    make(tag, { "data-cause": one.cause, title: `${one.name}: ${tokens(one.tokens)} tokens. ${one.advice}` }, ...content);
+  const [bar, list] = $("c-again").children;
+  bar.replaceChildren(...causes.map((one) => part("span", one)));
+  causes.forEach((one, index) => (bar.children[index].style.width = `${one.share * 100}%`));
+  list.replaceChildren(...causes.map((one) => part("li", one, make("i"), `${one.name} ${percent(one.share)}`)));
 }
 
 function showEngines() {
@@ -834,7 +852,7 @@ setInterval(() => {
   if (view.phases.length > 1000) view.phases.shift();
 }, 1000);
 setInterval(() => {
-  if (!document.hidden && view.connected && view.heldAt === null) quietly(() => Promise.all([askEngines(), view.opened && askDetails()]));
+  if (!document.hidden && view.connected && view.heldAt === null) quietly(() => Promise.all([askEngines(), askCache(), view.opened && askDetails()]));
 }, ENGINES_MS);
 
 dress();

@@ -28,8 +28,7 @@ def cold(**more: Any) -> TurnStats:
 
 UNKNOWN = "its earlier turns are not known here"
 ALL = "(2,100 tokens computed)"
-SYSTEM_CHANGED = "the client changed its system prompt or its tools"
-FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
+CHANGED = "the client changed"
 
 
 @pytest.mark.parametrize(
@@ -43,80 +42,49 @@ FIRST_CHANGED = "the client changed its first prompt, or what precedes it"
         (cold(unbound="moved"), f"moved off a busier engine: prefilled again {ALL}"),
         (cold(unbound="lost"), f"its engine was lost: prefilled again {ALL}"),
         (cold(unbound="left"), f"its engine has left: prefilled again {ALL}"),
-        (
-            cold(unbound="lost", lmcache_tokens=2048),
-            "its engine was lost: 2,048 tokens read from host memory or a disk",
-        ),
-        (
-            cold(
-                unbound="unknown",
-                had_tokens=0,
-                prefilled_tokens=2100,
-                lmcache_tokens=2100,
-                prefiller_cached_tokens=1900,
-            ),
-            f"{UNKNOWN}: 1,900 tokens read from host memory or a disk",
-        ),
+        (cold(unbound="lost", lmcache_tokens=2048),
+         "its engine was lost: 2,048 tokens read from host memory or a disk"),
+        (cold(unbound="unknown", had_tokens=0, prefilled_tokens=2100, lmcache_tokens=2100,
+              prefiller_cached_tokens=1900),
+         f"{UNKNOWN}: 1,900 tokens read from host memory or a disk"),
         (cold(unbound="unknown", had_tokens=0), f"{UNKNOWN}: prefilled again {ALL}"),
         # A prefiller computed it, and the decoder took it from there.
-        (
-            cold(remote_prefill_s=2.13, prefilled_tokens=2099, lmcache_tokens=2099),
-            "evicted while idle for 40 s (2,099 tokens computed); waited 2.1 s for a prefill",
-        ),
+        (cold(remote_prefill_s=2.13, prefilled_tokens=2099, lmcache_tokens=2099),
+         "evicted while idle for 40 s (2,099 tokens computed); waited 2.1 s for a prefill"),
         # A first turn had nothing to lose.
         (cold(had_tokens=0, idle_s=None), None),
-        (
-            cold(
-                had_tokens=0,
-                idle_s=None,
-                remote_prefill_s=0.4,
-                prefilled_tokens=2100,
-                lmcache_tokens=2048,
-            ),
-            None,
-        ),
+        (cold(had_tokens=0, idle_s=None, remote_prefill_s=0.4, prefilled_tokens=2100,
+              lmcache_tokens=2048), None),
         # A template dropped the reasoning of earlier answers.
         (cold(decoder_cached_tokens=1200), None),
         (warm(room_s=3.0), "waited 3.0 s for room"),
-        (
-            warm(room_s=12.2, room_why="window"),
-            "waited 12 s because as many conversations were active as the window admits",
-        ),
-        (
-            warm(remote_prefill_s=1.0, prefill_failed=True),
-            "waited 1.0 s for a prefill that failed, so its decoder computed the prompt",
-        ),
-        (
-            warm(encode_wait_s=0.6, encode_s=1.2, encoded_images=3),
-            "waited 0.6 s for its images; encoded 3 new images (1.2 s)",
-        ),
+        (warm(room_s=12.2, room_why="window"),
+         "waited 12 s because as many conversations were active as the window admits"),
+        (warm(remote_prefill_s=1.0, prefill_failed=True),
+         "waited 1.0 s for a prefill that failed, so its decoder computed the prompt"),
+        (warm(encode_wait_s=0.6, encode_s=1.2, encoded_images=3),
+         "waited 0.6 s for its images; encoded 3 new images (1.2 s)"),
         (warm(encode_s=1.2, encoded_images=1), "encoded a new image (1.2 s)"),
-        (
-            warm(missed_tokens=1024),
-            "its decoder did not find 1,024 prefilled tokens, and computed them",
-        ),
-        (
-            warm(engine_wait_s=0.8, engine_wait_for="step"),
-            "waited 0.8 s for other calls of its engine",
-        ),
+        (warm(missed_tokens=1024),
+         "its decoder did not find 1,024 prefilled tokens, and computed them"),
+        (warm(engine_wait_s=0.8, engine_wait_for="step"),
+         "waited 0.8 s for other calls of its engine"),
         (warm(prefill_s=4.0), "its prompt took 4.0 s in the prefill lane"),
-        (
-            cold(broken=Broken("messages", 7), had_tokens=0, decoder_cached_tokens=1600),
-            "prefix broken after message 7: the client changed what follows (500 tokens computed)",
-        ),
-        (
-            cold(broken=Broken("messages", exact=False)),
-            f"prefix broken after its first prompt or later: the client changed what follows {ALL}",
-        ),
-        (cold(broken=Broken("system")), f"prefix broken at its beginning: {SYSTEM_CHANGED} {ALL}"),
-        (
-            cold(broken=Broken("first_prompt")),
-            f"prefix broken before its first answer: {FIRST_CHANGED} {ALL}",
-        ),
+        (cold(broken=Broken("messages", 7), had_tokens=0, decoder_cached_tokens=1600),
+         f"prefix broken after message 7: {CHANGED} what follows (500 tokens computed)"),
+        (cold(broken=Broken("messages", exact=False)),
+         f"prefix broken after its first prompt or later: {CHANGED} what follows {ALL}"),
+        (cold(broken=Broken("system")),
+         f"prefix broken at its beginning: {CHANGED} its system prompt {ALL}"),
+        (cold(broken=Broken("tools")),
+         f"prefix broken at its beginning: {CHANGED} its tools {ALL}"),
+        (cold(broken=Broken("first_prompt")),
+         f"prefix broken before its first answer: {CHANGED} its first prompt, or what precedes it "
+         f"{ALL}"),
         # All of it was found all the same.
         (warm(broken=Broken("messages", 7)), None),
     ],
-)
+)  # fmt: skip
 def test_a_reason_is_given_only_if_it_was_recorded(known: TurnStats, sentence: str | None) -> None:
     assert why_slow(known) == sentence
 
@@ -151,12 +119,17 @@ def played(table: ConversationTable, history_id: str, texts: tuple[str, ...]) ->
         assert table.advance(turn.key, home, TurnStats(100 * number, 10, 0, 0), (tail,), 0.0)
 
 
-def broken_at(*texts: str, system_tokens: int = SYSTEM_TOKENS) -> Broken | None:
+def bound(table: ConversationTable, history_id: str, *texts: str, tools: Any = None) -> TurnStats:
+    """Bind a history that begins with these messages; returns its turn's record."""
+    opening = Opening(chain_of(talk(*texts), tools and {"tools": tools}), SYSTEM_TOKENS)
+    assert table.bind(history_id, 400, 1.0, opening=opening) is not None
+    return table.record(Turn.last(table, history_id).id)
+
+
+def broken_at(*texts: str, tools: Any = None) -> Broken | None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
     played(table, "agent", OLD)
-    opening = Opening(chain_of(talk(*texts)), system_tokens)
-    assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    return table.record(Turn.last(table, "agent\t\t1").id).broken
+    return bound(table, "agent\t\t1", *texts, tools=tools).broken
 
 
 @pytest.mark.parametrize(
@@ -179,13 +152,15 @@ def test_a_broken_prefix_is_found_where_it_breaks(
     assert broken_at(*texts) == broken
 
 
+def test_a_changed_tool_list_is_told_from_a_changed_system_text() -> None:
+    for system in ("Help.", "Help!"):
+        assert broken_at(system, *OLD[1:], tools=[{"name": "open"}]) == Broken("tools")
+
+
 def test_a_history_whose_earlier_turns_are_not_known_is_told_from_a_new_one() -> None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
-    found = []
-    for id, texts in (("goes on", OLD), ("goes on\t\t1", OLD[:4]), ("new", OLD[:2])):
-        assert table.bind(id, 400, 1.0, opening=Opening(chain_of(talk(*texts)))) is not None
-        found.append(table.record(Turn.last(table, id).id).unbound)
-    assert found == ["unknown", None, None]
+    of = (("goes on", OLD), ("goes on\t\t1", OLD[:4]), ("new", OLD[:2]))
+    assert [bound(table, id, *texts).unbound for id, texts in of] == ["unknown", None, None]
 
 
 def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> None:
@@ -194,20 +169,14 @@ def test_a_history_that_is_bound_nowhere_hides_no_changed_system_prompt() -> Non
     table.remove_engine("d1")
     table.add_decoder("d2", 10_000)
     played(table, "agent\t\t1", ("Help!", *OLD[1:]))
-    opening = Opening(chain_of(talk("HELP", *OLD[1:])), SYSTEM_TOKENS)
-    assert table.bind("agent\t\t2", 400, 1.0, opening=opening) is not None
-    assert table.record(Turn.last(table, "agent\t\t2").id).broken == Broken("system")
+    assert bound(table, "agent\t\t2", "HELP", *OLD[1:]).broken == Broken("system")
 
 
 def test_a_history_that_forgot_answers_says_so() -> None:
     table = a_table(decoders=1, prefillers=0, capacity_tokens=10_000)
     long = ("Help.", *(f"{number}" for number in range(41)))
     played(table, "agent", long)
-    turned = list(long)
-    turned[-4:] = ["changed", "changed", "changed", "changed"]
-    opening = Opening(chain_of(talk(*turned)))
-    assert table.bind("agent\t\t1", 400, 1.0, opening=opening) is not None
-    broken = table.record(Turn.last(table, "agent\t\t1").id).broken
+    broken = bound(table, "agent\t\t1", *long[:-4], *["changed"] * 4).broken
     assert broken is not None
     assert not broken.exact
 

@@ -39,6 +39,7 @@ class _Told(NamedTuple):
     engines: bytes
     conversations: bytes
     metrics: str
+    cache: bytes
 
     def seen(self) -> Seen:
         listed = json.loads(self.conversations)
@@ -55,10 +56,16 @@ async def _told() -> _Told:
                 plan.turn,
                 TurnStats(outcome="completed", latency_s=1.0, ttft_s=0.3, effective_ago_s=0.5),
             )
+    # Its client has left: its decoder tells of it, and then its router.
+    cut = await service.turn("agent-5")
+    service._running.abandon(cut.turn, cut.decoder_id, TurnStats(120, 5, client="agent"))
+    await service.abandon(cut.turn)
+    await service.release("agent-5")
     await service.beat("d#0", load=EngineLoad(prefill_tokens=512, decodes=3))
     await service.drain("d#1")
     engines = msgspec.json.encode(answers.Engines(await service.engines()))
-    return _Told(engines, await service.conversations(1000), (await service.metrics()).decode())
+    metrics, cache = (await service.metrics()).decode(), msgspec.json.encode(await service.cache(5))
+    return _Told(engines, await service.conversations(1000), metrics, cache)
 
 
 @pytest.fixture
@@ -92,6 +99,7 @@ def url(told: _Told) -> Iterator[str]:
         "/v1/engines": told.engines,
         "/v1/conversations": told.conversations,
         "/metrics": told.metrics.encode(),
+        "/v1/cache": told.cache,
         "/v1/conversations/a%2Fb": b'{"deleted": true}',
         "/v1/engines/d%231/drain": b'{"conversations": 2}',
     }
@@ -141,6 +149,17 @@ def test_ps_lists_children_below_their_parents(told: _Told) -> None:
     rows = text_of(conversations_table(listed)).splitlines()
     shown = [row.split("│")[1].rstrip() for row in rows if row.startswith("│")]
     assert shown == [" parent", " └ child", "   └ b", " x", " └ y"]
+
+
+def test_cache_says_why_tokens_were_computed_and_what_to_do(url: str) -> None:
+    status, shown = called("cache", url, "--minutes", "5")
+    assert status == 0, shown
+    assert "last 5 min: 620 prompt tokens computed, 100 of them again" in shown
+    assert re.search(r"evicted while idle │ +100 │ 16.1% │ +0.0 │ +1 │ agent-1 ", shown)
+    assert "evicted while idle: Set lmcache.size_gb higher" in shown
+    assert "  agent: first turn 120" in shown
+    assert _Application.asked[0][1] == "/v1/cache?minutes=5"
+    assert json.loads(called("cache", url, "--json")[1])["again_tokens"] == 100
 
 
 def test_ids_are_quoted(url: str) -> None:

@@ -44,7 +44,7 @@ def test_a_turn_without_answers_names_the_prompts_it_may_go_on_from() -> None:
     tails = [chain_of(messages[:count]).beginning.tails(said("x"))[1] for count in (3, 2)]
     assert list(chain.prompts) == prompts
     assert chain.since(prompts[1]) == Chain(
-        prompts[1], chain.system, tuple(tails), beginning=chain.beginning
+        prompts[1], chain.system, tuple(tails), beginning=chain.beginning, tools=chain.tools
     )
     assert chain.since(prompts[0]).ends == (tails[0],)
     # With an answer among the messages, none was left out.

@@ -12,7 +12,7 @@ import pytest
 from conserve.pausing import ToolReport
 from conserve.settings import Settings, SettingsError, load
 from conserve.tenants import KeyFileError
-from deployments.answers import Alive
+from deployments.answers import Alive, Live
 from deployments.messages import TurnTenant
 from deployments.router.access import require_keys
 from tests.unit.deployments import asgi
@@ -37,6 +37,7 @@ def a_table(**changes: Any) -> StubTable:
     answers = {
         "conversations": b'{"object":"list","data":[],"total":0}',
         "conversation": {"id": "x"},
+        "cache": Live(),
         "release": True,
         "report_tool": 1,
         "engines": [],
@@ -204,6 +205,7 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
     table = a_table()
     for method, path in (
         ("GET", "/v1/conversations?limit=5"),
+        ("GET", "/v1/cache"),
         ("GET", "/v1/conversations/x"),
         ("DELETE", "/v1/conversations/ops/x"),
     ):
@@ -214,6 +216,7 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
     ask(keys.settings, "POST", tools, bearer(keys.acme), body=report, table=table)
     assert table.asked == [
         ("conversations", 5, "acme"),
+        ("cache", 60, "acme"),
         ("conversation", "acme\tx"),
         ("release", "acme\tops/x"),
         ("release", "acme\tp"),
@@ -226,6 +229,7 @@ def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
     for method, path in (
         ("GET", "/v1/conversations"),
         ("GET", "/v1/conversations?tenant=acme"),
+        ("GET", "/v1/cache?minutes=5"),
         ("GET", "/v1/conversations/x"),
         ("DELETE", "/v1/conversations/x?tenant=acme"),
     ):
@@ -233,12 +237,13 @@ def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
     assert table.asked == [
         ("conversations", 1000, None),
         ("conversations", 1000, "acme"),
+        ("cache", 5, None),
         ("conversation", "ops\tx"),
         ("release", "acme\tx"),
     ]
 
 
-@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/x"])
+@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/x", "/v1/cache"])
 def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -> None:
     table = a_table()
     refused = ask(keys.settings, "GET", f"{path}?tenant=ops", bearer(keys.acme), table=table)

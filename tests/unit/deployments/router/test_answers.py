@@ -115,6 +115,8 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
     shown = await client("GET", CONVERSATION)
     assert [one["tool"] for one in shown["histories"][0]["running_tools"]] == ["bash"]
     assert {"place", "tool_start"} <= {one["kind"] for one in shown["events"]}
+    (cause,) = (await client("GET", "/v1/cache"))["causes"]
+    assert (cause["cause"], cause["tokens"], cause["example"]) == ("first", 100, "a/b")
     ended = {"event": "end", "tool": "bash", "call_id": "call 1"}
     assert await client("POST", CONVERSATION + "/tools", json=ended) == {"running_tools": 0}
 
@@ -147,6 +149,7 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
 async def test_every_error_is_as_described(client: Client) -> None:
     await client("GET", "/v1/models/other", 404)
     await client("GET", "/v1/conversations?limit=0", 400)
+    await client("GET", "/v1/cache?minutes=61", 400)
     await client("GET", "/v1/conversations/other", 404)
     await client("DELETE", "/v1/conversations/other", 404)
     await client("POST", CONVERSATION + "/tools", 400, json={"event": "start"})

@@ -80,6 +80,11 @@ def test_what_the_client_says_of_its_conversation_comes_along() -> None:
     assert asked.body == json.loads(asked.raw)
 
 
+def test_a_client_is_known_by_its_product() -> None:
+    known = {"claude-cli/2.1 (external)": "claude-cli", "a" * 100: "a" * 40, "<b>": None, "": None}
+    assert {one: read(HELLO, headers={"user-agent": one}).client for one in known} == known
+
+
 def test_a_priority_is_read_and_goes_on_only_to_an_engine_that_takes_it() -> None:
     body = {**HELLO, "priority": 5}
     asked = read(body)

@@ -201,8 +201,9 @@ def test_a_decoder_is_told_what_the_prefiller_had_found(
     engines = FakeEngines(
         die, prefilled=TurnStats(prefilled_tokens=3, prefiller_cached_tokens=found)
     )
-    assert ask((FakeTable(prefillers), engines))[0] == 200
-    assert told_by(engines.got[-1][0]).stats.prefiller_cached_tokens == told
+    exchange((FakeTable(prefillers), engines), PROMPT, headers={"user-agent": "agent/1"})
+    stats = told_by(engines.got[-1][0]).stats
+    assert (stats.prefiller_cached_tokens, stats.client) == (told, "agent")
 
 
 def test_a_turn_that_was_let_in_is_held_to_no_limit_again(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import random
 import msgspec
 
 from conserve import identity
+from conserve.cache_account import Key, Spent
 from conserve.clock import unix_s
 from conserve.histories.parents import Parents
 from conserve.history import History
 from conserve.pausing import RunningTools
-from deployments.table.views import list_recent
+from deployments.table.views import cache_view, list_recent
 from tests.unit.deployments.table.drive import Drive, engine
 
 
@@ -142,3 +143,10 @@ async def test_the_service_answers_in_json() -> None:
         assert (view.pop("age_s", 0.0), view.pop("idle_s")) >= (0.0, 0.0)
     assert shown == one
     assert shown["last_used"] <= unix_s()
+
+
+def test_clients_with_few_tokens_are_listed_together() -> None:
+    spent = {Key("first", f"agent-{tokens}", None): Spent(1, tokens) for tokens in range(1, 31)}
+    clients = cache_view(spent, 60, "model").clients
+    assert (len(clients), clients["agent-30"]) == (21, {"first": 30})
+    assert clients["others"] == {"first": 55}
