@@ -79,6 +79,22 @@ class EngineLoad(Answer):
     prefill_tokens_per_s: Annotated[Positive | None, Meta(description="Speed of prefills.")]
 
 
+class CacheCheck(Answer):
+    """Tokens that were found of a prompt that the engine ran several times before it was ready.
+
+    KV is kept in whole units of `unit_tokens`. With `sent_tokens` 0, no prompt that fits would be
+    found; `host_tokens` is null where nothing is stored in host memory. `problem` says what to do.
+    """
+
+    unit_tokens: Count
+    sent_tokens: Count = 0
+    again_tokens: Count = 0
+    appended_tokens: Count = 0
+    host_tokens: Count | None = None
+    lasted_s: Positive = 0.0
+    problem: str = ""
+
+
 class Engine(Answer, kw_only=True):
     """An engine that is ready."""
 
@@ -102,6 +118,7 @@ class Engine(Answer, kw_only=True):
             "handed over, as tried at its start."
         ),
     ]
+    cache_check: CacheCheck | None
     tier: str
     gpus: list[str]
     sm_slots: Annotated[

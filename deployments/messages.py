@@ -14,6 +14,7 @@ from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import Limits
 from conserve.turn import Reason, TurnKey
 from conserve.wire import Role, StartPhase
+from deployments.answers import CacheCheck
 
 # Ray's name for a resource that the head node alone has.
 HEAD_NODE = "node:__internal_head__"
@@ -46,6 +47,7 @@ class EngineInfo:
             loopback.
         handoffs: lengths of prompts in tokens, and how many seconds longer each took when it was
             handed over than when it was computed here, as tried at the engine's start.
+        cache_check: what its caches found then.
     """
 
     id: str
@@ -69,6 +71,7 @@ class EngineInfo:
     kind: str = ""
     handoffs: tuple[tuple[int, float], ...] = ()
     cache_metrics: str = ""
+    cache_check: CacheCheck | None = None
 
     @property
     def hosts(self) -> bool:

@@ -1,11 +1,13 @@
 """Checks the ports that settings name, and processes that others can reach."""
 
+import contextlib
 import ipaddress
 import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import psutil
 
 from conserve.loopback import is_loopback
@@ -23,11 +25,29 @@ def check_ports(settings: Settings, has_router: bool = True) -> Iterator[Finding
     host = "0.0.0.0" if settings.nodes == "several" else "127.0.0.1"
     if has_router:
         yield _port("port", "router", settings.host, settings.port)
+        yield from _caches(settings)
     if lmcache.port:
         yield _port("lmcache.port", "LMCache", host, lmcache.port)
     if lmcache.http_port:
         admin = "LMCache's admin interface"
         yield _port("lmcache.port", admin, "127.0.0.1", lmcache.http_port)
+
+
+_TO_SEE = "docs/metrics.md says more (ConServeCacheFindsNothing)"
+
+
+def _caches(settings: Settings) -> Iterator[Finding]:
+    """Tell what engines of a running application have found of prompts before they were ready."""
+    host = settings.host if settings.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    if is_free(host, settings.port):
+        return
+    url = f"{settings.scheme}://{_shown(host, settings.port)}/v1/engines"
+    # It may be another server, or not up yet.
+    with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
+        for one in httpx.get(url, verify=False, trust_env=False, timeout=5).json()["data"]:
+            if (problem := one["cache_check"] and one["cache_check"]["problem"]) is not None:
+                found = ok("cache", f"{one['id']} finds prompts that come again")
+                yield warning("cache", f"{one['id']}: {problem}", _TO_SEE) if problem else found
 
 
 def _port(setting: str, purpose: str, host: str, port: int) -> Finding:

@@ -124,7 +124,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if role != "encoder":
             self._table.engine_starting(EngineStarting(self._id, "warming up"))
             warm_up = WarmUp(self._client, self._meter, self._info, settings.model_id)
-            self._info = dataclasses.replace(self._info, handoffs=await warm_up.run())
+            self._info = await warm_up.run()
         await self._register()
         if self._info.hosts:
             self._reporter.start()
@@ -181,22 +181,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         await self._http.listen()
         cache = client.vllm_config.cache_config
         return EngineInfo(
-            id=self._id,
-            role=role,
-            url=self._http.url,
-            pid=os.getpid(),
+            id=self._id, role=role, url=self._http.url, pid=os.getpid(), tier=self._tier.name,
             capacity_tokens=0 if role == "encoder" else capacity_tokens(cache),
             max_model_len=int(client.vllm_config.model_config.max_model_len),
             max_batched_tokens=int(client.vllm_config.scheduler_config.max_num_batched_tokens),
-            tier=self._tier.name,
-            gpus=gpus,
-            sm_slots=self._tier.sm_slots or 0,
-            sms=sum(lease.sms for lease in leases),
-            host_tokens=host_tokens,
+            gpus=gpus, sm_slots=self._tier.sm_slots or 0, sms=sum(lease.sms for lease in leases),
+            host_tokens=host_tokens, cache_metrics=cache_api,
             also_hosts=role == "prefiller" and settings.prefillers_host,
             kind=kind_of(client.vllm_config, self._tier.name),
-            cache_metrics=cache_api,
-        )
+        )  # fmt: skip
 
     @property
     def _client(self) -> Any:
@@ -384,16 +377,10 @@ def kind_of(vllm_config: Any, tier: str) -> str:
     """Return what engines have in common whose work takes equally long."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     said = (
-        vllm_config.device_config.device_type,
-        tier,
-        model.model,
-        model.quantization,
-        model.dtype,
-        vllm_config.cache_config.cache_dtype,
-        vllm_config.parallel_config.world_size,
-        scheduler.max_num_batched_tokens,
-        model.enforce_eager,
-    )
+        vllm_config.device_config.device_type, tier, model.model, model.quantization, model.dtype,
+        vllm_config.cache_config.cache_dtype, vllm_config.parallel_config.world_size,
+        scheduler.max_num_batched_tokens, model.enforce_eager,
+    )  # fmt: skip
     return " ".join(map(str, said))
 
 

@@ -61,6 +61,12 @@ def _scheduler(
     return Row(kind, f"conserve_engine_{name}", help, labels, samples)
 
 
+def _found(registry: Registry) -> Samples:
+    checks = [(one.id, one.cache_check) for one in registry.infos if one.cache_check is not None]
+    of = ("sent", "again", "appended", "host")
+    return [(id_, name, getattr(one, f"{name}_tokens")) for id_, one in checks for name in of]
+
+
 _ENGINE = ("engine", "role")
 
 ENGINES: tuple[Row[Registry], ...] = (
@@ -92,6 +98,12 @@ ENGINES: tuple[Row[Registry], ...] = (
         COUNTER, "conserve_engine_text_tokens",
         "Tokens of prompts' text, by whether an engine had tokenized it before (kept) or not.",
         (*_ENGINE, "source"), _text_tokens,
+    ),
+    Row(
+        GAUGE, "conserve_engine_cache_check_tokens",
+        "Tokens of the prompt that an engine ran before it was ready: sent, and found when it came "
+        "again, came again with more behind it (appended), or was taken from host memory (host).",
+        ("engine", "found"), _found,
     ),
     Row(
         GAUGE, "conserve_engine_sm_slots",
