@@ -44,7 +44,7 @@ def _caches(settings: Settings) -> Iterator[Finding]:
     url = f"{settings.scheme}://{_shown(host, settings.port)}/v1/engines"
     # It may be another server, or not up yet.
     with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
-        for one in httpx.get(url, verify=False, trust_env=False, timeout=5).json()["data"]:
+        for one in httpx.get(url, verify=False, trust_env=False, timeout=2).json()["data"]:
             if (problem := one["cache_check"] and one["cache_check"]["problem"]) is not None:
                 found = ok("cache", f"{one['id']} finds prompts that come again")
                 yield warning("cache", f"{one['id']}: {problem}", _TO_SEE) if problem else found

@@ -99,13 +99,13 @@ class WarmUp:
                         _, check.host_tokens = await self._found(session, prompt)
             check.problem = problem(check, most)
         except Exception as error:
-            check.problem = f"its cache could not be checked: {error or type(error).__name__}"
+            check.problem = f"its cache could not be checked: {error!r}"
         check.lasted_s = round(time.monotonic() - began_s, 3)
         host = "" if check.host_tokens is None else f" ({check.host_tokens:,} in host memory)"
         (logger.warning if check.problem else logger.info)(
             f"{info.role} {info.id} found {check.again_tokens:,} of {check.sent_tokens:,} tokens"
-            f"{host}; this model's cache works in units of {check.unit_tokens:,} tokens. "
-            f"{check.problem}"
+            f"{host}; this model's cache works in units of {check.unit_tokens:,} tokens"
+            f"{check.problem and f': {check.problem}'}"
         )
         return check
 

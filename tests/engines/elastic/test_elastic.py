@@ -95,6 +95,14 @@ async def test_engines_have_tried_what_handing_over_costs(application: str) -> N
         assert min(one["handoff_s"].values()) > 0, one
 
 
+async def test_engines_find_what_they_have_sent_themselves(application: str) -> None:
+    for one in engines():
+        check = one["cache_check"]
+        found = [check[f"{name}_tokens"] for name in ("sent", "again", "appended", "host")]
+        assert found == [392, 384, 384, 384], one
+        assert check["problem"] == ""
+
+
 async def test_idle_engines_hand_nothing_over(
     application: str, client: httpx.AsyncClient, rng: random.Random
 ) -> None:

@@ -12,6 +12,7 @@ from conserve.launch import Launch, health
 from conserve.settings import Settings
 from conserve_cli.doctor.listeners import check_listeners
 from tests.engines.applications import START_S, URL
+from tests.engines.client import engines
 from tests.engines.processes import processes, runs
 
 # For Ray's processes to notice that the one that started them is gone.
@@ -22,19 +23,39 @@ def _files() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
+# Blocks that are larger than prompts, and a cache that vLLM finds nothing in.
+LARGE = ("engine.block_size=4096", "engine.max_model_len=2048")
+BROKEN = ("engine.worker_extension_cls=tests.engines.ending.forgetful.ForgetfulWorker",)
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
-)
+    ("number", "fault", "found", "said"),
+    [
+        (signal.SIGTERM, LARGE, (4096, 0, 0), "nothing is found of prompts of up to 2,048 tokens"),
+        pytest.param(
+            signal.SIGINT, BROKEN, (128, 392, 0), "a prompt that comes again, or with more behind",
+            marks=pytest.mark.long,
+        ),
+    ],
+)  # fmt: skip
 def test_serve_run_ends_by_a_signal(
-    machine_alone: None, tmp_path: Path, number: signal.Signals
-) -> None:
-    """Whoever Ray ends first: no process and nothing in /dev/shm stays."""
+    machine_alone: None, tmp_path: Path, number: signal.Signals,
+    fault: tuple[str, ...], found: tuple[int, ...], said: str,
+) -> None:  # fmt: skip
+    """Whoever Ray ends first: no process and nothing in /dev/shm stays.
+
+    Its engine's cache finds nothing, which the start has said.
+    """
     assert not health(URL)
     before = _files()
     # Without a prefiller, for a quick start.
-    arguments = ["placement=collocated", "decoders=1", "lmcache.size_gb=0.5"]
+    arguments = ["placement=collocated", "decoders=1", "lmcache.size_gb=0.5", *fault]
     with Launch(arguments, tmp_path / "serve.log") as application:
         application.wait_until_serving(URL, 0, 1, timeout_s=START_S)
+        check = engines()[0]["cache_check"]
+        assert (check["unit_tokens"], check["sent_tokens"], check["again_tokens"]) == found
+        assert said in check["problem"]
+        assert check["problem"] in (tmp_path / "serve.log").read_text()
         body = {"model": "conserve-embedded", "prompt": "hello " * 1000, "max_tokens": 4}
         assert httpx.post(f"{URL}/v1/completions", json=body, timeout=120).status_code == 200
         # One node: nobody else is to reach any of it.

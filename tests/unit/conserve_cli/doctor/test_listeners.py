@@ -1,9 +1,12 @@
 """Ports that settings name, and processes that others can reach."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +130,28 @@ def test_a_port_that_this_very_process_holds() -> None:
         assert list(check_ports(settings, has_router=False)) == []
     (free,) = about("port", check_ports(settings))
     assert free == f"ok      port: 127.0.0.1:{port} is free, for router"
+
+
+class Application(BaseHTTPRequestHandler):
+    """A router that lists engines; what they found is different with each."""
+
+    def do_GET(self) -> None:
+        problems = ({"problem": "not found"}, {"problem": ""}, None)
+        data = [{"id": str(id_), "cache_check": one} for id_, one in enumerate(problems)]
+        self.send_response(200 if self.path == "/v1/engines" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [*data, {"id": "of another release"}]}).encode())
+
+
+def test_caches_that_find_nothing_are_told_where_the_application_runs() -> None:
+    with HTTPServer(("127.0.0.1", 0), Application) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = load({"port": server.server_port, "lmcache": {"port": 0}})
+        first, second = about("cache", check_ports(settings))
+        assert first.startswith("warning cache: 0: not found. To do: docs/metrics.md")
+        assert second == "ok      cache: 1 finds prompts that come again"
+        assert about("cache", check_ports(settings, has_router=False)) == []
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """What a handoff costs an engine, as tried at its start: whatever else takes the machine."""
 
+import logging
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from conserve.placement import Step
+from conserve.wire import CHUNK_TOKENS
 from deployments.engine.reporter import LoadMeter
-from deployments.engine.warm_up import forget, try_handoff
+from deployments.engine.warm_up import WarmUp, forget, prompt_tokens, try_handoff
+from deployments.messages import EngineInfo
 
 TOKENS = 1_500
 COMPUTE_S, STORE_S, REQUEST_S = 2.0, 0.3, 0.05
@@ -83,3 +88,88 @@ async def test_a_prompt_is_forgotten_before_it_is_taken_back() -> None:
     never = Engine([], [], [], refusals=10_000)
     assert not await forget(never)
     assert await Engine([1.0, 1.0], [], [], refusals=10_000).tried() is None
+
+
+# --- the check of the cache -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unit", "chunk", "most", "tokens"),
+    [
+        (128, 128, 16_384, 392), (16, 256, 8_192, 776), (784, 0, 8_192, 2_360),
+        # Fewer units fit, or LMCache's chunks do not.
+        (784, 784, 2_000, 1_576), (4_096, 0, 8_192, 4_104), (16, 256, 200, 56),
+        # Not even one does.
+        (2_048, 2_048, 2_048, 0), (16, 0, 5, 0),
+    ],
+)  # fmt: skip
+def test_a_prompt_has_units_of_which_something_should_be_found(
+    unit: int, chunk: int, most: int, tokens: int
+) -> None:
+    assert prompt_tokens(unit, chunk, most) == tokens
+
+
+class Tried(WarmUp):
+    """What its own cache and host memory have of each prompt in turn; an engine with no HTTP."""
+
+    def __init__(self, *found: tuple[int, int] | Exception, unit: int = 128, stores: bool = True):
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=unit, mamba_block_size=None),
+            kv_transfer_config=SimpleNamespace(
+                is_kv_producer=stores, kv_connector_extra_config={CHUNK_TOKENS: 128}
+            ),
+            model_config=SimpleNamespace(get_vocab_size=lambda: 1_000),
+        )
+        client = SimpleNamespace(vllm_config=config, reset_prefix_cache=self._forgets)
+        info = EngineInfo("d#1", "decoder", "http://d", 1, 100_000, 2_944)
+        super().__init__(client, LoadMeter({}), info, "model")
+        self.found, self.lengths, self.forgot = list(found), list[int](), 0
+
+    async def _forgets(self) -> bool:
+        self.forgot += 1
+        return True
+
+    async def _found(self, session: Any, ids: list[int]) -> tuple[int, int]:
+        self.lengths.append(len(ids))
+        found = self.found.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+NOTHING, ALL, LOADED = (0, 0), (384, 0), (0, 384)
+
+
+@pytest.mark.parametrize(
+    ("engine", "found", "problem"),
+    [
+        (Tried(NOTHING, ALL, ALL, LOADED), (384, 384, 384), ""),
+        # What was stored is found some milliseconds later.
+        (Tried(NOTHING, ALL, ALL, NOTHING, LOADED), (384, 384, 384), ""),
+        (Tried(NOTHING, ALL, ALL, stores=False), (384, 384, None), ""),
+        (Tried(NOTHING, LOADED, LOADED, LOADED), (0, 0, 384), "comes again, or with more behind"),
+        (Tried(NOTHING, ALL, NOTHING, LOADED), (384, 0, 384), "so engines compute whole conv"),
+        (Tried(NOTHING, ALL, ALL, *[NOTHING] * 3), (384, 384, 0), "host memory .*lmcache.size_gb"),
+        (Tried(unit=4_096), (0, 0, None), "up to 2,944 tokens, .* engine.block_size than 4,096"),
+        (Tried(RuntimeError("no")), (0, 0, None), r"could not be checked: RuntimeError\('no'\)"),
+        (Tried(NOTHING, TimeoutError()), (0, 0, None), r"could not be checked: TimeoutError\(\)"),
+    ],
+)
+async def test_an_engine_says_what_its_caches_find(
+    caplog: pytest.LogCaptureFixture, engine: Tried, found: tuple[Any, ...], problem: str
+) -> None:
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        check = await engine._check_cache(None)  # type: ignore[arg-type]
+    assert (check.again_tokens, check.appended_tokens, check.host_tokens) == found
+    assert not engine.found
+    assert engine.lengths[:4] == [392, 392, 400, 392][: len(engine.lengths)]
+    assert engine.forgot == len(engine.lengths[3:])
+    assert bool(check.problem) == bool(problem)
+    assert re.search(problem, check.problem)
+    (said,) = caplog.records
+    assert said.levelname == ("WARNING" if problem else "INFO")
+    host = "" if found[2] is None else f" ({found[2]} in host memory)"
+    assert said.getMessage() == (
+        f"decoder d#1 found {found[0]} of {check.sent_tokens} tokens{host}; this model's cache "
+        f"works in units of {check.unit_tokens:,} tokens" + (problem and f": {check.problem}")
+    )

@@ -1,6 +1,9 @@
 """What engines' schedulers tell is shown while their engines live."""
 
+import msgspec
+
 from conserve.placement.load import EngineLoad
+from deployments.answers import CacheCheck
 from deployments.messages import SchedulerLoad
 from tests.unit.deployments.table.drive import engine
 from tests.unit.deployments.table.test_hosts import a_service
@@ -36,6 +39,21 @@ async def test_an_engines_slots_are_shown_where_it_has_any() -> None:
     assert (view["sm_slots"], view["sms"]) == (7, 92)
     await service.engine_lost("parted", "it died")
     assert b"conserve_engine_sm" not in await service.metrics()
+
+
+async def test_what_an_engines_caches_found_is_shown() -> None:
+    service = await a_service("plain")
+    assert b"conserve_engine_cache_check_tokens{" not in await service.metrics()
+    assert (await service.shown_engine("plain"))["cache_check"] is None
+    check = CacheCheck(128, 392, 384, 0, None, 0.2, "it is not found")
+    await service.register(engine("tried", cache_check=check))
+    name = 'conserve_engine_cache_check_tokens{engine="tried",found='
+    for found, tokens in (("sent", 392), ("again", 384), ("appended", 0)):
+        assert await service.says(f'{name}"{found}"}} {tokens}.0')
+    # It stores nothing there.
+    assert b'found="host"' not in await service.metrics()
+    view = await service.shown_engine("tried")
+    assert view["cache_check"] == msgspec.to_builtins(check)
 
 
 async def test_what_a_scheduler_tells_is_shown_by_level_and_kind() -> None:
