@@ -203,10 +203,7 @@ class Experiment:
             side: Literal["left", "right"] = "left" if number < names else "right"
             table.add_column(heading, justify=side, no_wrap=not wrap)
         for row in rows:
-            if row:
-                table.add_row(*row)
-            else:
-                table.add_section()
+            table.add_row(*row) if row else table.add_section()
         self.console.print(table)
 
     def file(self, ending: str) -> Path | None:

@@ -23,28 +23,24 @@ def _files() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-# Blocks that are larger than prompts, and a cache that vLLM finds nothing in.
-LARGE = ("engine.block_size=4096", "engine.max_model_len=2048")
-BROKEN = ("engine.worker_extension_cls=tests.engines.ending.forgetful.ForgetfulWorker",)
+# Blocks that are larger than prompts, and a cache in which vLLM finds nothing.
+LARGE = ["engine.block_size=4096", "engine.max_model_len=2048"]
+BROKEN = ["engine.worker_extension_cls=tests.engines.ending.forgetful.ForgetfulWorker"]
 
 
 @pytest.mark.parametrize(
-    ("number", "fault", "found", "said"),
+    ("number", "fault", "said"),
     [
-        (signal.SIGTERM, LARGE, (4096, 0, 0), "nothing is found of prompts of up to 2,048 tokens"),
-        pytest.param(
-            signal.SIGINT, BROKEN, (128, 392, 0), "a prompt that comes again, or with more behind",
-            marks=pytest.mark.long,
-        ),
+        (signal.SIGTERM, LARGE, "nothing is found of prompts of up to 2,048 tokens"),
+        pytest.param(signal.SIGINT, BROKEN, "a prompt that comes again", marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_serve_run_ends_by_a_signal(
-    machine_alone: None, tmp_path: Path, number: signal.Signals,
-    fault: tuple[str, ...], found: tuple[int, ...], said: str,
-) -> None:  # fmt: skip
+    machine_alone: None, tmp_path: Path, number: signal.Signals, fault: list[str], said: str
+) -> None:
     """Whoever Ray ends first: no process and nothing in /dev/shm stays.
 
-    Its engine's cache finds nothing, which the start has said.
+    Its engine's cache finds nothing, and the start has said so.
     """
     assert not health(URL)
     before = _files()
@@ -53,7 +49,7 @@ def test_serve_run_ends_by_a_signal(
     with Launch(arguments, tmp_path / "serve.log") as application:
         application.wait_until_serving(URL, 0, 1, timeout_s=START_S)
         check = engines()[0]["cache_check"]
-        assert (check["unit_tokens"], check["sent_tokens"], check["again_tokens"]) == found
+        assert check["again_tokens"] == 0
         assert said in check["problem"]
         assert check["problem"] in (tmp_path / "serve.log").read_text()
         body = {"model": "conserve-embedded", "prompt": "hello " * 1000, "max_tokens": 4}

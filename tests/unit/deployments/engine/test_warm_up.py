@@ -93,34 +93,28 @@ async def test_a_prompt_is_forgotten_before_it_is_taken_back() -> None:
 # --- the check of the cache -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("unit", "chunk", "most", "tokens"),
-    [
-        (128, 128, 16_384, 392), (16, 256, 8_192, 776), (784, 0, 8_192, 2_360),
+def test_a_prompt_has_units_of_which_something_should_be_found() -> None:
+    lengths = {
+        392: (128, 128, 16_384), 776: (16, 256, 8_192), 2_360: (784, 0, 8_192),
         # Fewer units fit, or LMCache's chunks do not.
-        (784, 784, 2_000, 1_576), (4_096, 0, 8_192, 4_104), (16, 256, 200, 56),
-        # Not even one does.
-        (2_048, 2_048, 2_048, 0), (16, 0, 5, 0),
-    ],
-)  # fmt: skip
-def test_a_prompt_has_units_of_which_something_should_be_found(
-    unit: int, chunk: int, most: int, tokens: int
-) -> None:
-    assert prompt_tokens(unit, chunk, most) == tokens
+        1_576: (784, 784, 2_000), 4_104: (4_096, 0, 8_192), 56: (16, 256, 200),
+    }  # fmt: skip
+    assert [prompt_tokens(*given) for given in lengths.values()] == list(lengths)
+    # Not even one fits.
+    assert prompt_tokens(2_048, 2_048, 2_048) == prompt_tokens(16, 0, 5) == 0
 
 
 class Tried(WarmUp):
     """What its own cache and host memory have of each prompt in turn; an engine with no HTTP."""
 
     def __init__(self, *found: tuple[int, int] | Exception, unit: int = 128, stores: bool = True):
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=unit, mamba_block_size=None),
-            kv_transfer_config=SimpleNamespace(
-                is_kv_producer=stores, kv_connector_extra_config={CHUNK_TOKENS: 128}
-            ),
-            model_config=SimpleNamespace(get_vocab_size=lambda: 1_000),
+        some, extra = SimpleNamespace, {CHUNK_TOKENS: 128}
+        config = some(
+            cache_config=some(block_size=unit, mamba_block_size=None),
+            kv_transfer_config=some(is_kv_producer=stores, kv_connector_extra_config=extra),
+            model_config=some(get_vocab_size=lambda: 1_000),
         )
-        client = SimpleNamespace(vllm_config=config, reset_prefix_cache=self._forgets)
+        client = some(vllm_config=config, reset_prefix_cache=self._forgets)
         info = EngineInfo("d#1", "decoder", "http://d", 1, 100_000, 2_944)
         super().__init__(client, LoadMeter({}), info, "model")
         self.found, self.lengths, self.forgot = list(found), list[int](), 0
@@ -131,8 +125,7 @@ class Tried(WarmUp):
 
     async def _found(self, session: Any, ids: list[int]) -> tuple[int, int]:
         self.lengths.append(len(ids))
-        found = self.found.pop(0)
-        if isinstance(found, Exception):
+        if isinstance(found := self.found.pop(0), Exception):
             raise found
         return found
 
