@@ -89,14 +89,10 @@ async def test_both_engines_host(
     assert found.status_code == 200, found.text
 
 
-async def test_engines_have_tried_what_handing_over_costs(application: str) -> None:
+async def test_engines_have_tried_what_handing_over_costs_and_caches_find(application: str) -> None:
     for one in engines():
         assert set(one["handoff_s"]) == {"300", "1500"}, one
         assert min(one["handoff_s"].values()) > 0, one
-
-
-async def test_engines_find_what_they_have_sent_themselves(application: str) -> None:
-    for one in engines():
         check = one["cache_check"]
         found = [check[f"{name}_tokens"] for name in ("sent", "again", "appended", "host")]
         assert found == [392, 384, 384, 384], one

@@ -100,7 +100,6 @@ def test_a_prompt_has_units_of_which_something_should_be_found() -> None:
         1_576: (784, 784, 2_000), 4_104: (4_096, 0, 8_192), 56: (16, 256, 200),
     }  # fmt: skip
     assert [prompt_tokens(*given) for given in lengths.values()] == list(lengths)
-    # Not even one fits.
     assert prompt_tokens(2_048, 2_048, 2_048) == prompt_tokens(16, 0, 5) == 0
 
 
