@@ -10,6 +10,7 @@ the files beside this one. This file has what other processes may call.
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -27,6 +28,7 @@ from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement import make_policy
 from conserve.placement.load import EngineLoad
 from conserve.policies import room_policies
+from conserve.recording import BLOCK_TOKENS
 from conserve.settings import Settings
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
@@ -55,6 +57,8 @@ logger = logging.getLogger("conserve.table")
 
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
+# A recorder waits this long for turns, and then asks again.
+RECORDER_WAITS_S = 10.0
 # Conversations that may wait for room. More than engines serve within the longest wait for it, and
 # few enough for a look at all of them whenever room becomes free.
 QUEUE_LIMIT = 1024
@@ -82,6 +86,10 @@ class TableService(Table):
             self._events,
         )
         self._model_id = settings.model_id
+        profile = settings.profile and Path(settings.profile).name
+        self._deployed: dict[str, Any] = {
+            "placement": settings.policy_name, "parks": settings.parks, "profile": profile,
+        }  # fmt: skip
         self._timeouts = messages.Timeouts(settings.queue_timeout_s, settings.idle_timeout_s)
         self._admission = Admission(
             self._table,
@@ -325,6 +333,20 @@ class TableService(Table):
         await self._look()
         spent = self._accounts.cache.spent(minutes, unix_s(), tenant)
         return cache_view(spent, minutes, self._model_id)
+
+    async def recording(self, after: int, tenant: str | None = None) -> answers.Recording:
+        of, until_s = self._accounts.recording, unix_s() + RECORDER_WAITS_S
+        newest, turns = of.after(after, unix_s(), tenant)
+        while after and not turns and unix_s() < until_s:
+            await asyncio.sleep(BEAT_S / 2)
+            newest, turns = of.after(after, unix_s(), tenant)
+        dropped = of.dropped.total() if tenant is None else of.dropped[tenant]
+        engines = [
+            (one.role, one.hosts, one.capacity_tokens, one.host_tokens)
+            for one in self._registry.infos
+        ]
+        deployed = self._deployed | {"engines": engines}
+        return answers.Recording(self._model_id, BLOCK_TOKENS, newest, dropped, deployed, turns)
 
     async def metrics(self) -> bytes:
         await self._look()
