@@ -125,6 +125,7 @@ class Turn(msgspec.Struct, kw_only=True):
     output_tokens: traces.Count = 0
     decoder_cached_tokens: traces.Count = 0
     lmcache_tokens: traces.Count = 0
+    remote_tokens: traces.Count = 0
     ttft_s: float | None = None
     ttfet_s: float | None = None
     latency_s: traces.Time = 0.0
