@@ -15,10 +15,7 @@ from conserve.turn import TurnKey, TurnStats
 
 
 class Notice(NamedTuple):
-    """Orders for a decoder: histories and incarnations to give up, and what to load.
-
-    With a ``salt`` it tells the digests of prompts' blocks (`conserve.recording`).
-    """
+    """Orders for a decoder: histories to give up or to load, and a recorder's salt, if any."""
 
     number: int
     given_up: tuple[tuple[str, int], ...] = ()

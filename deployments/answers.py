@@ -300,9 +300,9 @@ class Recording(Answer, tag_field="object", tag="recording"):
 
     model: str
     block_tokens: Count
-    newest: Annotated[Count, Meta(description="Ask after this one.")]
     dropped: Annotated[Count, Meta(description="Turns that were not asked for in time.")]
     deployment: dict[str, Any]
+    newest: Annotated[Count, Meta(description="Ask after this one.")]
     turns: list[dict[str, Any]]
 
 

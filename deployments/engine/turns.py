@@ -285,8 +285,8 @@ class EngineTurns:
         self.desk.outbox.add(Stored(turn.key, turn.stats.prompt_tokens))
         self.has_more()
 
-    async def _tell_digests(self, turn: EngineTurn, *of: Any) -> None:
-        blocks = await asyncio.to_thread(block_digests, *of)
+    async def _tell_digests(self, turn: EngineTurn, salt: bytes, ids: Any, images: Any) -> None:
+        blocks = await asyncio.to_thread(block_digests, salt, ids or (), images)
         self.desk.outbox.add(Digested(turn.key, blocks))
         if turn.reported:
             self.has_more()
@@ -367,8 +367,9 @@ class EngineTurns:
                         turn.put_out(output)
                     if salt and turn is not None:
                         # Its first token is there, and other turns go on meanwhile.
-                        ids, of, salt = prompt.get("prompt_token_ids") or (), (salt, images), b""
-                        in_background(self._tell_digests(turn, of[0], ids, of[1]))
+                        ids = prompt.get("prompt_token_ids")
+                        in_background(self._tell_digests(turn, salt, ids, images))
+                        salt = b""
                     yield output
 
 

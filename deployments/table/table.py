@@ -9,6 +9,7 @@ the files beside this one. This file has what other processes may call.
 
 import asyncio
 import logging
+import operator
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -58,7 +59,7 @@ logger = logging.getLogger("conserve.table")
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
 # A recorder waits this long for turns, and then asks again.
-RECORDER_WAITS_S = 10.0
+RECORDER_LOOKS, _LOOK_S = 20, 0.5
 # Conversations that may wait for room. More than engines serve within the longest wait for it, and
 # few enough for a look at all of them whenever room becomes free.
 QUEUE_LIMIT = 1024
@@ -335,18 +336,16 @@ class TableService(Table):
         return cache_view(spent, minutes, self._model_id)
 
     async def recording(self, after: int, tenant: str | None = None) -> answers.Recording:
-        of, until_s = self._accounts.recording, unix_s() + RECORDER_WAITS_S
-        newest, turns = of.after(after, unix_s(), tenant)
-        while after and not turns and unix_s() < until_s:
-            await asyncio.sleep(BEAT_S / 2)
+        of = self._accounts.recording
+        for _ in range(RECORDER_LOOKS):
             newest, turns = of.after(after, unix_s(), tenant)
+            if turns or not after:
+                break
+            await asyncio.sleep(_LOOK_S)
         dropped = of.dropped.total() if tenant is None else of.dropped[tenant]
-        engines = [
-            (one.role, one.hosts, one.capacity_tokens, one.host_tokens)
-            for one in self._registry.infos
-        ]
-        deployed = self._deployed | {"engines": engines}
-        return answers.Recording(self._model_id, BLOCK_TOKENS, newest, dropped, deployed, turns)
+        told = operator.attrgetter("role", "hosts", "capacity_tokens", "host_tokens")
+        deployed = self._deployed | {"engines": [*map(told, self._registry.infos)]}
+        return answers.Recording(self._model_id, BLOCK_TOKENS, dropped, deployed, newest, turns)
 
     async def metrics(self) -> bytes:
         await self._look()
