@@ -1,8 +1,10 @@
 """``conserve plan --from``: today's deployment and others, simulated on what was recorded of it."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from conserve_lab.latencies import LABELS
 from conserve_lab.metrics import Tally
 from conserve_lab.selection import Selection
 from conserve_lab.simulate.run import NAMES, EngineCounts, make_system, serve
-from conserve_lab.simulate.system import SimulationError
 from conserve_lab.workloads import Workload, traces
 from conserve_lab.workloads.files import Skipped, recordings
 from conserve_lab.workloads.plan import WorkloadError
@@ -39,15 +40,16 @@ class Seen:
     output_tokens_per_s: float
     found_share: float | None
 
-    def figures(self) -> Iterator[tuple[str, float, str]]:
-        """Yield each figure with its name and form."""
+    def figures(self) -> dict[str, tuple[float, str]]:
+        """Return each figure by its name, and as it is shown."""
+        found = {}
         for metric in _SHOWN:
-            for share in (50, 95) if self.seconds.get(metric) else ():
+            for share in (50, 95) if self.seconds[metric] else ():
                 value = float(np.percentile(self.seconds[metric], share))
-                yield f"{LABELS[metric]} p{share}", value, "{:.3f} s"
-        yield "output tokens a second", self.output_tokens_per_s, "{:,.1f}"
-        if self.found_share is not None:
-            yield "prompt tokens found", self.found_share, "{:.1%}"
+                found[f"{LABELS[metric]} p{share}"] = value, f"{value:.3f} s"
+        speed, found_share = self.output_tokens_per_s, self.found_share or 0.0
+        found["output tokens a second"] = speed, f"{speed:,.1f}"
+        return found | {"prompt tokens found": (found_share, f"{found_share:.1%}")}
 
 
 class Recorded:
@@ -82,9 +84,9 @@ class Recorded:
         }
         found = sum(turn.decoder_cached_tokens + turn.lmcache_tokens for turn in done)
         found -= sum(turn.remote_tokens for turn in done)
-        prompts = sum(turn.prompt_tokens for turn in done)
+        prompts = max(1, sum(turn.prompt_tokens for turn in done))
         output = sum(turn.output_tokens for turn in done)
-        return Seen(seconds, output / self.lasted_s, found / prompts if prompts else None)
+        return Seen(seconds, output / self.lasted_s, found / prompts)
 
     def engines(self) -> tuple[int, int]:
         """Return how many prefillers and decoders there were."""
@@ -112,12 +114,9 @@ class Recorded:
         tally = Tally(keep_samples=True)
         serve(system, self.workload(), tally.add)
         result = tally.result()
-        samples = {
-            metric: [one for values in tally.samples[metric].values() for one in values]
-            for metric in _SHOWN
-            if tally.samples is not None
-        }
-        return Seen(samples, result.output_tokens_per_s, result.cached_share)
+        samples = tally.samples or {}
+        seconds = {metric: [*chain(*samples[metric].values())] for metric in _SHOWN}
+        return Seen(seconds, result.output_tokens_per_s, result.cached_share)
 
 
 def show_own_traffic(
@@ -126,61 +125,43 @@ def show_own_traffic(
     """Print how far the simulation of today's deployment is off, and what others would do."""
     prefillers, decoders = recorded.engines()
     wanted = {
-        _counted(prefillers, decoders): (today, prefillers, decoders),
+        f"today: {prefillers} + {decoders}": (today, prefillers, decoders),
         "one decoder more": (today, prefillers, decoders + 1),
         **({"one decoder fewer": (today, prefillers, decoders - 1)} if decoders > 1 else {}),
         **{f"on {name}": (one, prefillers, decoders) for name, one in others.items()},
     }
-    runs: dict[str, Seen | str] = {}
     with progress_bar() as bar:
-        task = bar.add_task("simulating", total=len(wanted))
-        for name, engines in wanted.items():
-            try:
-                runs[name] = recorded.simulated(*engines)
-            except SimulationError as error:
-                runs[name] = str(error)
-            bar.advance(task)
-    seen, now = recorded.seen(), next(iter(runs.values()))
-    if isinstance(now, str):
-        raise SimulationError(now)
+        simulating = bar.track(wanted.items(), description="simulating")
+        runs = {name: recorded.simulated(*engines) for name, engines in simulating}
+    seen, now = recorded.seen(), next(iter(runs.values())).figures()
     turns, lasted = f"{len(recorded.turns):,} turns", f"{recorded.lasted_s:,.0f} s"
-    title = f"{turns} of {recorded.sessions:,} sessions in {lasted}"
-    check = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for column in ("", "recorded", "simulated", "error"):
-        check.add_column(column, justify="right" if column else "left", no_wrap=True)
-    simulated = {name: value for name, value, _ in now.figures()}
-    for name, value, form in seen.figures():
-        other = simulated.get(name)
-        off = "" if other is None or not value else f"{other / value - 1:+.1%}"
-        check.add_row(name, form.format(value), "" if other is None else form.format(other), off)
+    check = _table(f"{turns} of {recorded.sessions:,} sessions in {lasted}")
+    for column in ("recorded", "simulated", "error"):
+        check.add_column(column, justify="right")
+    for name, (value, shown) in seen.figures().items():
+        other, simulated = now.get(name, (math.nan, ""))
+        off = f"{other / value - 1:+.1%}" if value and simulated else ""
+        check.add_row(name, shown, simulated, off)
     console.print(check)
-    table = Table(title="simulated", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("engines")
-    columns = [name for name, _, _ in now.figures()]
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, run in runs.items():
-        cells = (
-            {} if isinstance(run, str) else {one: form.format(v) for one, v, form in run.figures()}
-        )
-        table.add_row(name, *(cells.get(column, "-") for column in columns))
+    table = _table("simulated")
+    for name in now:
+        table.add_column(name, justify="right")
+    for engines_name, run in runs.items():
+        table.add_row(engines_name, *(run.figures().get(name, (0.0, "-"))[1] for name in now))
     console.print(table)
-    for name, run in runs.items():
-        if isinstance(run, str):
-            console.print(f"[yellow]Not possible, {escape(name)}:[/yellow] {escape(run)}.")
     if out is not None and can_draw():
         from conserve_lab.plots import distribution, save
 
         make_folder(out)
-        drawn = {"recorded": seen} | {
-            name: run for name, run in runs.items() if isinstance(run, Seen)
-        }
+        drawn = {"recorded": seen, **runs}
         for metric in _SHOWN:
-            curves = {
-                name: run.seconds[metric] for name, run in drawn.items() if run.seconds[metric]
-            }
+            curves = {name: of for name, run in drawn.items() if (of := run.seconds[metric])}
             if curves:
                 save(distribution(curves, LABELS[metric]), out, f"own-{metric}")
+
+
+def _table(title: str) -> Table:
+    return Table("", title=title, box=box.SIMPLE_HEAD, title_justify="left")
 
 
 def profiles_of(recorded: Recorded, given: str | None) -> tuple[Profile, dict[str, Profile]]:
@@ -236,7 +217,3 @@ def _agent(session: traces.RecordedSession, numbers: dict[int, int]) -> dict[str
             })  # fmt: skip
     tokens = session.begins[-1].tokens if session.begins else 0
     return {"tool_tokens": 0, "system_tokens": tokens, "requests": made}
-
-
-def _counted(prefillers: int, decoders: int) -> str:
-    return f"today: {prefillers} + {decoders}" if prefillers else f"today: {decoders}"

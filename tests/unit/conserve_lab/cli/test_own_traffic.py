@@ -49,7 +49,7 @@ def test_the_simulator_is_compared_with_what_was_recorded(tmp_path: Path) -> Non
     said = words(done)
     assert "40 turns of 8 sessions in 24 s" in said
     seen = Recorded(path, skip_bad=False)
-    assert {name: value for name, value, _ in seen.seen().figures()} == {
+    assert {name: value for name, (value, _) in seen.seen().figures().items()} == {
         "TTFT p50": 0.25, "TTFT p95": 0.25, "TTFET p50": 9.5, "TTFET p95": 9.5,
         "output tokens a second": pytest.approx(400 / 24),
         "prompt tokens found": pytest.approx(2400 / (3600 + 300)),
@@ -69,8 +69,7 @@ def test_more_engines_are_no_slower_and_a_faster_profile_is_faster(tmp_path: Pat
     here, there = load_profile("cpu-embedded"), load_profile("a40-qwen3-0.6b")
 
     def ttft_s(*engines: int, profile: Profile = here) -> float:
-        figures = seen.simulated(profile, *engines).figures()
-        return {name: value for name, value, _ in figures}["TTFT p95"]
+        return seen.simulated(profile, *engines).figures()["TTFT p95"][0]
 
     assert ttft_s(1, 3) <= ttft_s(1, 1) * 1.05
     assert ttft_s(1, 2, profile=there) < ttft_s(1, 2) / 2
