@@ -15,13 +15,14 @@ from conserve.turn import TurnKey, TurnStats
 
 
 class Notice(NamedTuple):
-    """Orders for a decoder: histories and incarnations to give up, and what to load."""
+    """Orders for a decoder: histories to give up or to load, and a recorder's salt, if any."""
 
     number: int
     given_up: tuple[tuple[str, int], ...] = ()
     ended: tuple[tuple[str, int], ...] = ()
     parks: bool = False
     prefetch: tuple[str, ...] = ()
+    salt: bytes = b""
 
 
 @dataclass(slots=True)
@@ -273,6 +274,13 @@ class Stored(NamedTuple):
     tokens: int
 
 
+class Digested(NamedTuple):
+    """The digests of a prompt's blocks, for a recorder."""
+
+    turn: TurnKey
+    blocks: bytes
+
+
 class Ended(NamedTuple):
     """A turn has ended; ``stats`` is None if the engine has done nothing."""
 
@@ -283,7 +291,7 @@ class Ended(NamedTuple):
     digest: bytes = b""
 
 
-Happened = Began | Alone | Rejoined | Stored | Ended
+Happened = Began | Alone | Rejoined | Stored | Digested | Ended
 
 
 class Report(NamedTuple):
@@ -390,6 +398,7 @@ class Desk:
         self._closed = False
         self.outbox = Outbox()
         self.parks = False
+        self.salt = b""
 
     def hear(self, notice: Notice, asked_s: float) -> None:
         """Obey a notice, which was asked for at ``asked_s``."""
@@ -397,7 +406,7 @@ class Desk:
             self._holdings.give_up(history_id, incarnation)
         for history_id, incarnation in notice.ended:
             self._holdings.drop(history_id, incarnation)
-        self.parks = notice.parks
+        self.parks, self.salt = notice.parks, notice.salt
         self.outbox.obeyed(notice.number)
         self._until_s = max(self._until_s, asked_s + LEASE_S)
 

@@ -39,9 +39,9 @@ COMMANDS = {
 
 
 # All commands in the order of the help, and those that an add-on has.
-ORDER = ("serve", "demo", "top", "ps", "cache", "end", "drain", "bench", "doctor", "profile",
-         "plan", "simulate", "keys")  # fmt: skip
-_OF_LAB = ("demo", "bench", "profile", "plan", "simulate")
+ORDER = ("serve", "demo", "top", "ps", "cache", "record", "end", "drain", "bench", "doctor",
+         "profile", "plan", "simulate", "keys")  # fmt: skip
+_OF_LAB = ("demo", "record", "bench", "profile", "plan", "simulate")
 
 
 def commands() -> dict[str, tuple[str, str]]:

@@ -29,9 +29,9 @@ Key = Annotated[
     typer.Option("--key", envvar="CONSERVE_API_KEY", help="An API key, where there are keys."),
 ]
 Tenant = Annotated[str | None, typer.Option(help="The conversation's tenant, for an admin key.")]
-_URL = "http://127.0.0.1:8000"
+URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 15.0
-_EVERY_S = 2.0
+EVERY_S = 2.0
 # Times, cache hits and slow turns are those of the last minute.
 _RECENT_S = 60.0
 _MOST_CONVERSATIONS = 1000
@@ -67,13 +67,13 @@ class Seen(NamedTuple):
 
 
 @cli.command()
-def top(url: Url = _URL, key: Key = None) -> None:
+def top(url: Url = URL, key: Key = None) -> None:
     """Watch a running application's engines, what waits, and its times, until Ctrl-C.
 
     In a pipe or a file it prints once.
     """
     recent: deque[Seen] = deque()
-    with ended_by_signals(), _application(url, key) as client:
+    with ended_by_signals(), application(url, key) as client:
         recent.append(_look(client))
         if not console.is_terminal:
             console.print(screen(recent))
@@ -81,7 +81,7 @@ def top(url: Url = _URL, key: Key = None) -> None:
         try:
             with Live(screen(recent), console=console, auto_refresh=False, screen=True) as live:
                 while True:
-                    time.sleep(_EVERY_S)
+                    time.sleep(EVERY_S)
                     live.update(next_screen(client, recent), refresh=True)
         except KeyboardInterrupt:
             return
@@ -109,10 +109,10 @@ def next_screen(client: httpx.Client, recent: deque[Seen]) -> RenderableType:
 
 
 @cli.command()
-def ps(url: Url = _URL, key: Key = None) -> None:
+def ps(url: Url = URL, key: Key = None) -> None:
     """List a running application's conversations, those used last first."""
-    with _application(url, key) as client:
-        answer = _asked(client, "GET", f"/v1/conversations?limit={_MOST_CONVERSATIONS}")
+    with application(url, key) as client:
+        answer = asked(client, "GET", f"/v1/conversations?limit={_MOST_CONVERSATIONS}")
     console.print(conversations_table(answer["data"]))
     if answer["total"] > len(answer["data"]):
         console.print(f"{answer['total']:,} in all.", highlight=False)
@@ -120,14 +120,14 @@ def ps(url: Url = _URL, key: Key = None) -> None:
 
 @cli.command()
 def cache(
-    url: Url = _URL,
+    url: Url = URL,
     key: Key = None,
     minutes: Annotated[int, typer.Option(min=1, max=60, help="Look back so far.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Say why a running application's engines computed prompt tokens again, and what to do."""
-    with _application(url, key) as client:
-        answer = _asked(client, "GET", f"/v1/cache?minutes={minutes}")
+    with application(url, key) as client:
+        answer = asked(client, "GET", f"/v1/cache?minutes={minutes}")
     if as_json:
         console.print_json(data=answer)
     else:
@@ -137,29 +137,29 @@ def cache(
 @cli.command()
 def end(
     conversation: Annotated[str, typer.Argument(help="The conversation's id.", metavar="ID")],
-    url: Url = _URL,
+    url: Url = URL,
     tenant: Tenant = None,
     key: Key = None,
 ) -> None:
     """End a conversation; what it holds comes free at once."""
     of = "" if tenant is None else f"?tenant={quote(tenant, safe='')}"
-    with _application(url, key) as client:
-        _asked(client, "DELETE", f"/v1/conversations/{quote(conversation, safe='')}{of}")
+    with application(url, key) as client:
+        asked(client, "DELETE", f"/v1/conversations/{quote(conversation, safe='')}{of}")
     console.print(f"Ended {escape(conversation)}.", highlight=False)
 
 
 @cli.command()
 def drain(
     engine: Annotated[str, typer.Argument(help="The engine's id, as `conserve top` shows it.")],
-    url: Url = _URL,
+    url: Url = URL,
     key: Key = None,
 ) -> None:
     """Move an engine's conversations to others between turns, and give it nothing new.
 
     Its process stays, and so does this state until the engine or the conversation table ends.
     """
-    with _application(url, key) as client:
-        answer = _asked(client, "POST", f"/v1/engines/{quote(engine, safe='')}/drain")
+    with application(url, key) as client:
+        answer = asked(client, "POST", f"/v1/engines/{quote(engine, safe='')}/drain")
     left = answer["conversations"]
     console.print(
         f"{escape(engine)} takes nothing new. "
@@ -172,7 +172,7 @@ def drain(
 
 
 @contextlib.contextmanager
-def _application(url: str, key: str | None) -> Iterator[httpx.Client]:
+def application(url: str, key: str | None) -> Iterator[httpx.Client]:
     """Yield a client of an application; the command ends with what is wrong, if anything is."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
@@ -206,7 +206,7 @@ def _request(client: httpx.Client, method: str, path: str) -> httpx.Response:
     return answer
 
 
-def _asked(client: httpx.Client, method: str, path: str) -> Json:
+def asked(client: httpx.Client, method: str, path: str) -> Json:
     answer = _request(client, method, path)
     try:
         found = answer.json()
@@ -218,8 +218,8 @@ def _asked(client: httpx.Client, method: str, path: str) -> Json:
 
 
 def _look(client: httpx.Client) -> Seen:
-    engines = _asked(client, "GET", "/v1/engines")
-    listed = _asked(client, "GET", f"/v1/conversations?limit={_MOST_CONVERSATIONS}")
+    engines = asked(client, "GET", "/v1/engines")
+    listed = asked(client, "GET", f"/v1/conversations?limit={_MOST_CONVERSATIONS}")
     text = _request(client, "GET", "/metrics").text
     return Seen(
         time.monotonic(), engines["data"], listed["data"], listed["total"], read_samples(text)

@@ -18,6 +18,10 @@ COMMANDS = {
         "conserve_lab.cli.plan",
         "Plan prefillers and decoders from a profile and a workload; see its own --help.",
     ),
+    "record": (
+        "conserve_lab.cli.record",
+        "Write what goes through a running application as sessions without text.",
+    ),
     "simulate": (
         "conserve_lab.cli.simulate",
         "Simulate a cluster on engines that a profile describes; see its own --help.",

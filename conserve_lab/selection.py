@@ -133,7 +133,7 @@ class Selection:
         }
 
     def describe_arrivals(self, concurrency: int | None) -> dict[str, Any]:
-        rate_per_s = None if self.pattern == "together" else self.rate_per_s
+        rate_per_s = None if self.pattern in ("together", "recorded") else self.rate_per_s
         return {"pattern": self.pattern, "rate_per_s": rate_per_s, "concurrency": concurrency}
 
 

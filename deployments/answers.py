@@ -312,6 +312,17 @@ class Cache(Answer, tag_field="object", tag="cache"):
     tenants: dict[str, dict[Cause, Count]]
 
 
+class Recording(Answer, tag_field="object", tag="recording"):
+    """Turns that have ended, with lengths, times and digests, but no text (docs/capacity.md)."""
+
+    model: str
+    block_tokens: Count
+    dropped: Annotated[Count, Meta(description="Turns that were not asked for in time.")]
+    deployment: dict[str, Any]
+    newest: Annotated[Count, Meta(description="Ask after this one.")]
+    turns: list[dict[str, Any]]
+
+
 # --- responses ------------------------------------------------------------------------------------
 
 

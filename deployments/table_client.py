@@ -95,6 +95,9 @@ class Table(Protocol):
     async def cache(self, minutes: int, tenant: str | None = None) -> answers.Cache:
         """Return why a tenant's prompt tokens were computed, or those of all (None)."""
 
+    async def recording(self, after: int, tenant: str | None = None) -> answers.Recording:
+        """Return a tenant's turns that have ended since (0: now), or all (None); may wait."""
+
     async def events(self, query: messages.EventQuery) -> messages.EventPage:
         """Return what has happened, for `GET /v1/events`; may wait for it."""
 
@@ -231,6 +234,7 @@ class TableClient(ActorClient):
     conversation = asks(Table.conversation)
     conversations = asks(Table.conversations)
     cache = asks(Table.cache)
+    recording = asks(Table.recording)
     metrics = asks(Table.metrics)
 
     # --- of engines --------------------------------------------------------------------------

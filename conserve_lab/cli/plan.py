@@ -16,6 +16,7 @@ from conserve_inside.policy.division import TBT_BOUND_S
 from conserve_lab.capacity.demand import Demand, DemandError, PlannedTurn, measure_demand
 from conserve_lab.capacity.plan import Plan, PlanError, Provision, RoleProfiles, make_plan
 from conserve_lab.cli.output import given_options, progress_bar, show_notes
+from conserve_lab.cli.own_traffic import Recorded, export_weka, profiles_of, show_own_traffic
 from conserve_lab.cli.stages import show_stages
 from conserve_lab.cli.workload_options import (
     KnownWorkload,
@@ -23,7 +24,6 @@ from conserve_lab.cli.workload_options import (
     MaxGap,
     MaxTurns,
     Preset,
-    ProfileSource,
     RecordedData,
     ScaleGaps,
     ScaleTokens,
@@ -32,6 +32,7 @@ from conserve_lab.cli.workload_options import (
     Tokenizer,
 )
 from conserve_lab.selection import Selection
+from conserve_lab.simulate.system import SimulationError
 from conserve_lab.workloads import Latency, Spread, Workload, WorkloadError
 from hetero.container import cpu_dtype
 
@@ -61,7 +62,24 @@ class Impossible:
 @cli.command()
 def plan(
     context: typer.Context,
-    profile: ProfileSource,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="A profile's file, or the name of one that comes with ConServe. With --from: "
+            "another than the recording's, to compare."
+        ),
+    ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="What `conserve record` wrote: check the simulator against it, and plan for it.",
+        ),
+    ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(help="With --from: weka writes its sessions to --out, as AIPerf reads them."),
+    ] = None,
     rate: Annotated[
         list[float] | None,
         typer.Option(
@@ -133,16 +151,23 @@ def plan(
         float, typer.Option(help="With --stages: the longest step of decodes, in seconds.", min=0)
     ] = TBT_BOUND_S,
     out: Annotated[
-        Path | None, typer.Option(help="With --stages: folder for its picture; without: none.")
+        Path | None, typer.Option(help="Folder for pictures, with --stages or --from.")
     ] = None,
 ) -> None:
     """Plan numbers of replicas from a profile and a workload, or one engine's stages."""
     for name, option in given_options(context):
         if stages and name not in ("profile", *_OF_STAGES):
             refuse(f"{option} does not go with --stages, which has no workload; leave it out")
-        if not stages and name in _OF_STAGES:
+        if not stages and name in _OF_STAGES and not (recording and name == "out"):
             refuse(f"{option} is for a plan of stages; add --stages")
+        if recording and name in ("workload", "data", "preset"):
+            refuse(f"{option} does not go with --from, which has the sessions; leave it out")
+    if export is not None and (export != "weka" or recording is None or out is None):
+        refuse(f"--export {export}: give weka, with --from FILE and --out FOLDER")
+    if profile is None and recording is None:
+        refuse("give --profile, or --from a recording that names one")
     if stages:
+        assert profile is not None
         show_stages(profile, tbt_bound, out)
         return
     if workload not in _KINDS:
@@ -154,7 +179,18 @@ def plan(
         refuse(f"--provision {provision}: give {' or '.join(get_args(Provision))}")
     rates = rate or [1.0]
     try:
-        own = load_profile(profile)
+        if recording is not None:
+            recorded = Recorded(recording, bool(skip_bad))
+            workload, data = "recorded", recording
+            own, others = profiles_of(recorded, profile)
+            own = recorded.profile(own)
+            rates, conversations = rate or [recorded.rate_per_s], recorded.sessions
+            show_own_traffic(recorded, own, others, out)
+            if export is not None and out is not None:
+                export_weka(recorded, out / export)
+        else:
+            assert profile is not None
+            own = load_profile(profile)
         spread = "LOW:MEAN:HIGH, or one number"
         changed = {
             "turns": _parsed("--turns", turns, _spread, spread),
@@ -183,7 +219,7 @@ def plan(
         plans += [_attempt(demand, profiles, more * rates[0] * each, shares) for more in multiples]
         alternatives = [(profiles, first)]
         alternatives += [(one, _attempt(demand, one, rates[0] * each, shares)) for one in choices]
-    except (DemandError, PlanError, ProfileError, WorkloadError) as error:
+    except (DemandError, PlanError, ProfileError, SimulationError, WorkloadError) as error:
         refuse(str(error))
     _show(demand, made, plans, alternatives)
     if off := own.off_on(cpu_dtype()[0]):

@@ -22,7 +22,7 @@ Preset = Annotated[
     str | None, typer.Option(help=f"Shape of synthetic conversations: {', '.join(PRESETS)}.")
 ]
 ArrivalPattern = Annotated[
-    str, typer.Option(help="How conversations arrive: poisson, even, or together.")
+    str, typer.Option(help="How conversations arrive: poisson, even, together, or recorded.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn at random.")]
 ScaleTokens = Annotated[float | None, typer.Option(help="Multiply all lengths by this.")]

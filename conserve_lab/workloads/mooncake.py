@@ -8,6 +8,7 @@ of blocks is the one that fits most lines. Times are in ms.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, takewhile
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,15 +56,8 @@ def sessions_of(lines: Sequence[Recording], skipped: Skipped) -> Iterator[traces
             requests.append((one, [*digests][1:]))
     sessions = _linked(requests)
     longest = [max((chain for _, chain in session), key=len) for session in sessions]
-    users = Counter(digest for chain in longest for digest in chain)
-    for number, (session, chain) in enumerate(zip(sessions, longest, strict=True), 1):
-        shared = [*takewhile(lambda digest: users[digest] > 1, chain), 0]
-        begins = tuple(
-            SharedPrefix(digest, at * block)
-            for at, (digest, after) in enumerate(pairwise(shared), 1)
-            # Another session parts here.
-            if users[after] < users[digest]
-        )
+    begun = beginnings(longest, block)
+    for number, (session, (begins, head)) in enumerate(zip(sessions, begun, strict=True), 1):
         first_ms = session[0][0].timestamp
         calls = [
             traces.Call((one.timestamp - first_ms) / 1e3, one.input_length, one.output_length)
@@ -71,9 +65,25 @@ def sessions_of(lines: Sequence[Recording], skipped: Skipped) -> Iterator[traces
         ]
         calls[-1].stop = "end_turn"
         blocks = [np.array(each, dtype=np.int64) for _, each in session]
-        done = traces.calls_of(calls, blocks, np.array(shared[:-1], dtype=np.int64))
+        done = traces.calls_of(calls, blocks, head)
         name = f"{lines[0].file.name}-{number}"
         yield traces.RecordedSession(name, block, begins, done, assumed=(_ASSUMED,))
+
+
+def beginnings(
+    longest: Sequence[Sequence[int]], block: int
+) -> Iterator[tuple[tuple[SharedPrefix, ...], Any]]:
+    """Yield what each of these chains begins with as others do, and the digests of that."""
+    users = Counter(digest for chain in longest for digest in chain)
+    for chain in longest:
+        shared = [*takewhile(lambda digest: users[digest] > 1, chain), 0]
+        begins = tuple(
+            SharedPrefix(digest, at * block)
+            for at, (digest, after) in enumerate(pairwise(shared), 1)
+            # Another session parts here.
+            if users[after] < users[digest]
+        )
+        yield begins, np.array(shared[:-1], dtype=np.int64)
 
 
 def _linked(requests: _Requests) -> list[_Requests]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from conserve_lab.records import Answer, Script, TurnRequest
 
-Pattern = Literal["poisson", "even", "together"]
+Pattern = Literal["poisson", "even", "together", "recorded"]
 
 _DRAWN_AT_ONCE = 1024
 
@@ -73,7 +73,8 @@ class Arrivals:
 
     Attributes:
         pattern: ``poisson``: independent exponential intervals; ``even``: equal intervals, the
-            first conversation at 0; ``together``: all at 0.
+            first conversation at 0; ``together``: all at 0; ``recorded``: as a recording says.
+        at_s: what it says.
 
     Raises WorkloadError: an unknown pattern, or a rate that is not a positive number.
     """
@@ -81,6 +82,7 @@ class Arrivals:
     pattern: Pattern = "poisson"
     rate_per_s: float = 1.0
     seed: int = 0
+    at_s: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         known = get_args(Pattern)
@@ -96,6 +98,12 @@ class Arrivals:
 
     def times_s(self) -> Iterator[float]:
         """Ascending seconds from the run's start, the same in every call."""
+        if self.pattern == "recorded":
+            came_s = [one for one in self.at_s if one is not None]
+            says = 0 < len(came_s) == len(self.at_s)
+            require(says, "arrivals recorded: only a file of `conserve record` says when")
+            yield from came_s
+            return
         if self.pattern == "poisson":
             rng = np.random.default_rng(self.seed)
             now_s = 0.0

@@ -9,6 +9,7 @@ that the recording says, to the token. In place of the model's answers they have
 import heapq
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import inf
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from conserve_lab.workloads import files, messages, mooncake, traces
+from conserve_lab.workloads import files, messages, mooncake, recordings, traces
 from conserve_lab.workloads.plan import (
     Arrivals,
     Arriving,
@@ -82,7 +83,8 @@ def recorded(
             left_out.add(name)
         else:
             chosen.append(replay)
-        if len(chosen) == sessions or (drawn + 1 == len(found) and not chosen):
+        once = arrivals.pattern == "recorded" or not chosen
+        if len(chosen) == sessions or (drawn + 1 == len(found) and once):
             break
     require(
         bool(chosen),
@@ -91,6 +93,9 @@ def recorded(
         + (f", and at most {max_turns} turns" if max_turns else "")
         + ". ".join(("; scale the tokens down, or allow more", *files.notes_of(skipped))),
     )
+    if arrivals.pattern == "recorded":
+        chosen.sort(key=lambda replay: replay.session.at_s or 0.0)
+        arrivals = replace(arrivals, at_s=tuple(replay.session.at_s for replay in chosen))
     assumed = dict.fromkeys(one for replay in chosen for one in replay.session.assumed)
     return Workload(
         "recorded",
@@ -108,8 +113,10 @@ def recorded_sessions(
     found: dict[str, Callable[[], traces.RecordedSession]] = {}
     for file, group in groupby(files.recordings(source, skipped), key=lambda one: one.file):
         head = files.head_of(file)
-        if b'"requests"' not in head and _MOONCAKE.search(head):
-            made = mooncake.sessions_of([*group], skipped)
+        own = b'"conserve_recording"' in head
+        if own or (b'"requests"' not in head and _MOONCAKE.search(head)):
+            read = recordings.sessions_of if own else mooncake.sessions_of
+            made = read([*group], skipped)
             found |= {f"{file}: {one.name}": partial(lambda one: one, one) for one in made}
         else:
             found |= {one.name: partial(_read, one, count) for one in group}

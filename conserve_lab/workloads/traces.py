@@ -68,6 +68,7 @@ class RecordedSession:
     Attributes:
         begins: what its prompts begin with, as other sessions' may, the shortest part first.
         assumed: what the recording does not say, and is taken for it.
+        at_s: when it begins, from when the recording does; None: it does not say.
     """
 
     name: str
@@ -76,6 +77,7 @@ class RecordedSession:
     calls: tuple[RecordedCall, ...]
     sub_agents: tuple["SubAgent", ...] = ()
     assumed: tuple[str, ...] = ()
+    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ def calls_of(raw: list[Call], blocks: list[Any], head: Any) -> tuple[RecordedCal
     ends_s = [*(call.t for call in raw[1:]), inf]
     for call, ids, end_s in zip(raw, blocks, ends_s, strict=True):
         took_s = min(typical_s, end_s - call.t) if call.api_time is None else call.api_time
-        kept = _common(before, ids)
+        kept = common(before, ids)
         calls.append(
             RecordedCall(
                 started_s=call.t,
@@ -224,7 +226,7 @@ def calls_of(raw: list[Call], blocks: list[Any], head: Any) -> tuple[RecordedCal
                 kept_blocks=kept,
                 # A copy, so that the whole prompt's ids are not kept alive.
                 new_blocks=ids[kept:].copy(),
-                head_blocks=_common(head, ids),
+                head_blocks=common(head, ids),
                 effective=call.stop == "end_turn",
                 tool=call.tool or {"tool_use": "?", "end_turn": ""}.get(call.stop or ""),
             )
@@ -233,7 +235,7 @@ def calls_of(raw: list[Call], blocks: list[Any], head: Any) -> tuple[RecordedCal
     return tuple(calls)
 
 
-def _common(left: Any, right: Any) -> int:
+def common(left: Any, right: Any) -> int:
     shorter = min(len(left), len(right))
     differ = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(differ[0]) if len(differ) else shorter

@@ -25,11 +25,12 @@ from vllm.multimodal.media.image import ImageMediaIO
 from conserve import wire
 from conserve.apis import COUNT_TOKENS, RESPONSES
 from conserve.clock import unix_s
-from conserve.direct import Alone, Continued, Desk, Ended, Rejoined, Stored
+from conserve.direct import Alone, Continued, Desk, Digested, Ended, Rejoined, Stored
 from conserve.holdings import Holdings
 from conserve.media import lifted_media
 from conserve.recognition import Digest
 from conserve.recognition.apis import messages_of
+from conserve.recording import block_digests
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX, SILENCE_S
 from deployments.engine.answers import Answer
@@ -284,6 +285,12 @@ class EngineTurns:
         self.desk.outbox.add(Stored(turn.key, turn.stats.prompt_tokens))
         self.has_more()
 
+    async def _tell_digests(self, turn: EngineTurn, salt: bytes, ids: Any, images: Any) -> None:
+        blocks = await asyncio.to_thread(block_digests, salt, ids or (), images)
+        self.desk.outbox.add(Digested(turn.key, blocks))
+        if turn.reported:
+            self.has_more()
+
     def _engine_ends(self) -> None:
         self.ending = True
         self.desk.close()
@@ -347,6 +354,7 @@ class EngineTurns:
         expected_tokens = 0 if turn is None else turn.expected_tokens
         missing = self.missing_tokens(images)
         expecting = self.meter.expecting(request_id, expected_tokens, missing)
+        salt = b"" if turn is None else self.desk.salt
         with self.failed.watching(request_id, identifiers) as watched:
             async with expecting, contextlib.aclosing(stream):
                 async for output in stream:
@@ -357,6 +365,11 @@ class EngineTurns:
                         see(output)
                     if turn is not None:
                         turn.put_out(output)
+                    if salt and turn is not None:
+                        # Its first token is there, and other turns go on meanwhile.
+                        ids = prompt.get("prompt_token_ids")
+                        in_background(self._tell_digests(turn, salt, ids, images))
+                        salt = b""
                     yield output
 
 

@@ -16,6 +16,8 @@ from deployments.router.operators import DASHBOARD_PATHS, HEALTHZ, LIVE, READY
 _OPEN = ("/health", LIVE, READY, HEALTHZ, *DASHBOARD_PATHS)
 # They tell of all tenants, and of the machine.
 _OPERATORS = ("/metrics", "/metrics/targets", "/v1/engines", "/v1/events")
+# It tells of all tenants where there are no keys; with keys, of the caller's.
+RECORDING = "/v1/recording"
 # Below it are actions on engines, which take a key of an admin wherever there are keys.
 _ACTIONS = "/v1/engines/"
 _CALLER = "conserve.caller"
@@ -36,7 +38,8 @@ class Access:
         acts = scope["path"].startswith(_ACTIONS) and scope["path"] != _ACTIONS
         operators = acts or scope["path"] in _OPERATORS
         if self._keys is None:
-            if operators and not self._open_to_all and not is_here(scope):
+            own = operators or scope["path"] == RECORDING
+            if own and not self._open_to_all and not is_here(scope):
                 raise ApiError(
                     403, f"{scope['path']} is for this machine alone", "admin_key_required"
                 )

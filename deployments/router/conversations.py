@@ -1,4 +1,4 @@
-"""``/v1/conversations``: which are live, their ends, their tools, and what they had computed."""
+"""``/v1/conversations``: which are live, their ends, their tools, and records of their turns."""
 
 from typing import Any
 
@@ -12,8 +12,9 @@ from conserve.errors import ApiError
 from conserve.pausing import ToolReport
 from conserve.pausing.tools import MOST_NAME_CHARS
 from deployments import answers
-from deployments.router.access import caller_of
+from deployments.router.access import RECORDING, caller_of
 from deployments.router.errors import answer_response
+from deployments.router.operators import MOST_DIGITS
 from deployments.router.reading import read_short
 from deployments.table_client import TableClient
 
@@ -40,6 +41,7 @@ class Conversations:
             Route(_ALL + "/{id:name}", self._release, methods=delete),
             Route("/programs/release", self._release_program, methods=post),
             Route("/v1/cache", self._cache, methods=get),
+            Route(RECORDING, self._recording, methods=get),
         ]
 
     async def _list(self, request: Request) -> Response:
@@ -50,6 +52,10 @@ class Conversations:
     async def _cache(self, request: Request) -> Response:
         minutes = _number(request, "minutes", MOST_MINUTES, MOST_MINUTES)
         return answer_response(await self._table.cache(minutes, _tenants(request)))
+
+    async def _recording(self, request: Request) -> Response:
+        after = _number(request, "after", 0, 10**MOST_DIGITS - 1, least=0)
+        return answer_response(await self._table.recording(after, _tenants(request)))
 
     async def _show(self, request: Request) -> Response:
         found = await self._table.conversation(conversation_id(request))
@@ -86,12 +92,12 @@ def conversation_id(request: Request) -> str:
     return identity.scoped(_tenant(request), request.path_params["id"])
 
 
-def _number(request: Request, name: str, default: int, most: int) -> int:
+def _number(request: Request, name: str, default: int, most: int, least: int = 1) -> int:
     text = request.query_params.get(name, str(default))
     # Only ASCII's digits, and few: `isdigit` holds of "²" too, and `int` refuses thousands.
     plain = text.isascii() and text.isdigit() and len(text) <= len(str(most))
-    if not plain or not 1 <= int(text) <= most:
-        raise ApiError(400, f"{name} must be a number from 1 to {most}", param=name)
+    if not plain or not least <= int(text) <= most:
+        raise ApiError(400, f"{name} must be a number from {least} to {most}", param=name)
     return int(text)
 
 

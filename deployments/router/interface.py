@@ -131,7 +131,7 @@ PARAMETERS: Json = {
     "item": _in("query", "after", TEXT, "The id of the last item that is known."),
     "order": _in("query", "order", {**TEXT, "enum": ["asc", "desc"], "default": "desc"}, "By age."),
     "after": _in(
-        "query", "after", _whole(0, 10**operators.MOST_DIGITS - 1), "The last event that is known."
+        "query", "after", _whole(0, 10**operators.MOST_DIGITS - 1), "The last one that is known."
     ),
     "kind": _in("query", "kind", {"type": "array", "items": _one_of(*KINDS)}, "Only these kinds."),
     "of": _in("query", "conversation", TEXT, "Events of this conversation alone."),
@@ -217,6 +217,7 @@ get /v1/conversations/{id} getConversation Conversation | One conversation
 delete /v1/conversations/{id} endConversation ConversationEnded | End a conversation
 post /v1/conversations/{id}/tools reportTool ToolReport>ToolsRunning | Say that a tool runs or ended
 get /v1/cache?minutes getCache Cache 400 | Why prompt tokens were computed, by cause and client
+get /v1/recording?after getRecording Recording 400 | Turns that have ended, without text
 get /v1/engines listEngines Engines | Prefillers and decoders
 post /v1/engines/{id}/drain drainEngine EngineDraining 409 415 | Give an engine nothing new, and \
 have its conversations move between their turns

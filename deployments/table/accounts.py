@@ -16,6 +16,7 @@ from conserve.direct import is_direct
 from conserve.events import EventLog
 from conserve.history import History
 from conserve.pausing import ToolReport
+from conserve.recording import Recording
 from conserve.tenants.limits import Over
 from conserve.turn import TurnKey, TurnStats
 from conserve.why import noted, why_slow
@@ -47,6 +48,7 @@ class Accounts:
     Attributes:
         metrics: what `/metrics` renders.
         cache: sums of what turns had computed, and why.
+        recording: what a recorder gets of turns, while there is one.
         why: of each live history whose last turn was slow for a known reason, that reason.
     """
 
@@ -62,6 +64,7 @@ class Accounts:
         self._costs = SpaceTimeCosts()
         self._tenants = TenantCounts(self._table.usage)
         self.cache = CacheAccount()
+        self.recording = Recording()
         self.why: dict[str, str] = {}
         # Turns whose routers saw them end before their decoders reported it, and when that was.
         self._unlogged: dict[TurnKey, tuple[float, TurnStats]] = {}
@@ -165,6 +168,12 @@ class Accounts:
             self._tenants.spent(identity.tenant_of(turn.history_id), stats)
             known.merge(stats)
         self.cache.add(turn.history_id, known, unix_s())
+        history = self._table.get(turn.history_id)
+        self.recording.note(
+            turn, unix_s(), known if known.began_s else stats,
+            background=history is not None and history.background,
+            parent=self._table.parents.parent(identity.conversation_of(turn.history_id)),
+        )  # fmt: skip
 
     def look(self, decoder_id: str | None = None) -> None:
         """Note how much a decoder holds from now on; None: all of them."""
@@ -248,6 +257,8 @@ class Accounts:
         if turn is not None:
             if stats.effective_ago_s is not None:
                 ttfet_s = self._table.answered(turn, unix_s() - stats.effective_ago_s)
+            at_s = unix_s() - stats.latency_s
+            self.recording.note(turn, unix_s(), stats, at=at_s, ttfet_s=ttfet_s)
             self._events.add(
                 "answered", turn.history_id, turn=turn.turn_id,
                 outcome=stats.outcome, latency_s=round(stats.latency_s, 4),

@@ -13,6 +13,7 @@ from conserve.direct import (
     LEASE_S,
     Alone,
     Began,
+    Digested,
     Ended,
     Happened,
     Notice,
@@ -295,7 +296,10 @@ class Listeners:
                 waiting.cancel()
             current = self._notices.is_current(decoder_id, registration)
             due = self._notices.due(decoder_id, heard) if current else None
-        return None if due is None else due._replace(parks=self._parks_on(decoder_id))
+        if due is None:
+            return None
+        salt = self.running.accounts.recording.salt(unix_s())
+        return due._replace(parks=self._parks_on(decoder_id), salt=salt)
 
     async def have_heard(self, decoder_ids: Collection[str], patience_s: float) -> bool:
         """Wait until all that these have done, or were told, until now is known; returns if so."""
@@ -340,6 +344,8 @@ class Listeners:
             self.running.is_alone(turn, event.digest)
         elif isinstance(event, Stored):
             self.running.stored(turn, event.tokens)
+        elif isinstance(event, Digested):
+            self.running.accounts.recording.note(turn, unix_s(), blocks=event.blocks)
         elif isinstance(event, Rejoined):
             self.running.rejoined(turn, event.router_id)
         elif isinstance(event, Began):

@@ -9,7 +9,9 @@ the files beside this one. This file has what other processes may call.
 
 import asyncio
 import logging
+import operator
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -27,6 +29,7 @@ from conserve.pausing import ToolReport, TooManyTools
 from conserve.placement import make_policy
 from conserve.placement.load import EngineLoad
 from conserve.policies import room_policies
+from conserve.recording import BLOCK_TOKENS
 from conserve.settings import Settings
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
@@ -55,6 +58,8 @@ logger = logging.getLogger("conserve.table")
 
 # Without a beat from any engine or router for so long, the application is gone.
 ABANDONED_S = 120.0
+# A recorder waits this long for turns, and then asks again.
+RECORDER_LOOKS, _LOOK_S = 20, 0.5
 # Conversations that may wait for room. More than engines serve within the longest wait for it, and
 # few enough for a look at all of them whenever room becomes free.
 QUEUE_LIMIT = 1024
@@ -82,6 +87,10 @@ class TableService(Table):
             self._events,
         )
         self._model_id = settings.model_id
+        profile = settings.profile and Path(settings.profile).name
+        self._deployed: dict[str, Any] = {
+            "placement": settings.policy_name, "parks": settings.parks, "profile": profile,
+        }  # fmt: skip
         self._timeouts = messages.Timeouts(settings.queue_timeout_s, settings.idle_timeout_s)
         self._admission = Admission(
             self._table,
@@ -325,6 +334,18 @@ class TableService(Table):
         await self._look()
         spent = self._accounts.cache.spent(minutes, unix_s(), tenant)
         return cache_view(spent, minutes, self._model_id)
+
+    async def recording(self, after: int, tenant: str | None = None) -> answers.Recording:
+        of = self._accounts.recording
+        for _ in range(RECORDER_LOOKS):
+            newest, turns = of.after(after, unix_s(), tenant)
+            if turns or not after:
+                break
+            await asyncio.sleep(_LOOK_S)
+        dropped = of.dropped.total() if tenant is None else of.dropped[tenant]
+        told = operator.attrgetter("role", "hosts", "capacity_tokens", "host_tokens")
+        deployed = self._deployed | {"engines": [*map(told, self._registry.infos)]}
+        return answers.Recording(self._model_id, BLOCK_TOKENS, dropped, deployed, newest, turns)
 
     async def metrics(self) -> bytes:
         await self._look()

@@ -21,10 +21,11 @@ import deployments.engine.copies
 from conserve import wire
 from conserve.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TURN_PATHS, form_of
 from conserve.clock import unix_s
-from conserve.direct import Desk, Ended, Notice
+from conserve.direct import Desk, Digested, Ended, Notice
 from conserve.embedded import model_path
 from conserve.holdings import Holdings
 from conserve.recognition import chain_of
+from conserve.recording import block_digests
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import Emitted
 from deployments.engine.copies import Copies
@@ -541,3 +542,26 @@ def test_a_turn_that_came_straight_names_its_conversation_to_whoever_keeps_its_r
     assert (found.history_id, found.turn_id) == ("c", 257)
     kept = exchange(turns, method="GET", path=wire.STORED_PREFIX + "resp_1")
     assert json.loads(asgi.told(kept)[2])["history_id"] == "c"
+
+
+def test_a_recorder_gets_digests_of_the_prompt_after_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("conserve.recording.BLOCK_TOKENS", 2)
+    begun: list[Any] = []
+    monkeypatch.setattr("deployments.engine.turns.in_background", begun.append)
+    decoder = Decoder("length")
+    decoder.turns.copies = None
+    decoder.turn()
+    assert not begun
+    decoder.desk.hear(Notice(0, salt=b"s"), unix_s())
+    decoder.turn()
+    for one in begun[:1]:
+        asyncio.run(one)
+    report = decoder.desk.outbox.next()
+    assert report is not None
+    assert report.events[-1] == Digested(FIRST, block_digests(b"s", PROMPT, ()))
+    assert len(report.events[-1].blocks) == 8
+    decoder.desk.hear(Notice(1), unix_s())
+    decoder.turn()
+    assert len(begun) == 1

@@ -38,6 +38,7 @@ def a_table(**changes: Any) -> StubTable:
         "conversations": b'{"object":"list","data":[],"total":0}',
         "conversation": {"id": "x"},
         "cache": Live(),
+        "recording": Live(),
         "release": True,
         "report_tool": 1,
         "engines": [],
@@ -165,7 +166,7 @@ def test_an_engine_is_drained_with_an_admin_key_alone(
 def test_without_keys_operators_paths_are_for_this_machine_or_openly_for_all(
     settings: dict[str, Any], peer: str, read: int, drained: int
 ) -> None:
-    for path in OPERATORS:
+    for path in (*OPERATORS, "//v1/recording"):
         assert ask(load(settings), "GET", path, peer=peer)[0] == read
     assert ask(load(settings), "POST", DRAIN[0], peer=peer)[0] == drained
 
@@ -206,6 +207,7 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
     for method, path in (
         ("GET", "/v1/conversations?limit=5"),
         ("GET", "/v1/cache"),
+        ("GET", "/v1/recording?after=7"),
         ("GET", "/v1/conversations/x"),
         ("DELETE", "/v1/conversations/ops/x"),
     ):
@@ -217,6 +219,7 @@ def test_conversations_are_asked_for_by_tenant(keys: Keys) -> None:
     assert table.asked == [
         ("conversations", 5, "acme"),
         ("cache", 60, "acme"),
+        ("recording", 7, "acme"),
         ("conversation", "acme\tx"),
         ("release", "acme\tops/x"),
         ("release", "acme\tp"),
@@ -230,6 +233,7 @@ def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
         ("GET", "/v1/conversations"),
         ("GET", "/v1/conversations?tenant=acme"),
         ("GET", "/v1/cache?minutes=5"),
+        ("GET", "/v1/recording"),
         ("GET", "/v1/conversations/x"),
         ("DELETE", "/v1/conversations/x?tenant=acme"),
     ):
@@ -238,12 +242,15 @@ def test_an_admin_sees_all_and_may_end_another_tenants(keys: Keys) -> None:
         ("conversations", 1000, None),
         ("conversations", 1000, "acme"),
         ("cache", 5, None),
+        ("recording", 0, None),
         ("conversation", "ops\tx"),
         ("release", "acme\tx"),
     ]
 
 
-@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/conversations/x", "/v1/cache"])
+@pytest.mark.parametrize(
+    "path", ["/v1/conversations", "/v1/conversations/x", "/v1/cache", "/v1/recording"]
+)
 def test_who_is_no_admin_may_not_ask_for_another_tenant(keys: Keys, path: str) -> None:
     table = a_table()
     refused = ask(keys.settings, "GET", f"{path}?tenant=ops", bearer(keys.acme), table=table)

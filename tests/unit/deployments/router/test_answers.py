@@ -117,6 +117,8 @@ async def test_every_own_answer_is_as_described(client: Client) -> None:
     assert {"place", "tool_start"} <= {one["kind"] for one in shown["events"]}
     (cause,) = (await client("GET", "/v1/cache"))["causes"]
     assert (cause["cause"], cause["tokens"], cause["example"]) == ("first", 100, "a/b")
+    recording = await client("GET", "/v1/recording")
+    assert (recording["model"], recording["turns"]) == ("conserve-embedded", [])
     ended = {"event": "end", "tool": "bash", "call_id": "call 1"}
     assert await client("POST", CONVERSATION + "/tools", json=ended) == {"running_tools": 0}
 
@@ -150,6 +152,7 @@ async def test_every_error_is_as_described(client: Client) -> None:
     await client("GET", "/v1/models/other", 404)
     await client("GET", "/v1/conversations?limit=0", 400)
     await client("GET", "/v1/cache?minutes=61", 400)
+    await client("GET", "/v1/recording?after=-1", 400)
     await client("GET", "/v1/conversations/other", 404)
     await client("DELETE", "/v1/conversations/other", 404)
     await client("POST", CONVERSATION + "/tools", 400, json={"event": "start"})
