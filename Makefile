@@ -37,7 +37,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale experiment test-agents \
-	check-upstream test-autoscaler test-cancelling test-chaos test-clients \
+	check-upstream hashes release test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-models test-next \
 	test-peers \
 	test-vision test-cluster clean
@@ -177,6 +177,12 @@ bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale 
 
 experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
 	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)
+
+hashes: $(INSTALLED) ## Write the pinned packages' hashes, as the index has them (uv has to be installed; a minute)
+	@$(BIN)/python -m scripts.pin_hashes
+
+release: $(INSTALLED) ## Test, build, check and tag a release: all but its upload (on main, without changes; an hour)
+	@$(BIN)/python -m scripts.release
 
 clean: ## Remove .venv, .venv-gpu, caches and build products
 	rm -rf $(VENV) $(GPU_VENV) .venv-next $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
