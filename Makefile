@@ -40,7 +40,7 @@ SHELL := bash
 	check-upstream hashes release test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-models test-next \
 	test-peers \
-	test-vision test-cluster clean
+	test-vision test-wheel test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -75,6 +75,10 @@ endif
 test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (an hour on two cores)
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
 	@$(BIN)/python -m pytest tests/engines tests/acceptance $(ARGS)
+	@$(MAKE) --no-print-directory test-wheel
+
+test-wheel: $(INSTALLED) ## Build the wheel, install it in a fresh environment, and run it there (5 GB for a while; minutes)
+	@scripts/test_wheel.sh $(BIN)/python
 
 test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (minutes)
 	@$(BIN)/python -m pytest tests -m long $(ARGS)
