@@ -10,8 +10,6 @@ import pytest
 from conserve import versions
 from tests.checkout import ROOT
 
-METADATA = "Metadata-Version: 2.1\nName: evolve\nVersion: 1.0\n"
-
 
 def test_code_without_git_says_its_commit_if_it_was_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -27,7 +25,7 @@ def test_another_package_of_one_of_the_names_is_refused(other: str, tmp_path: Pa
     folder = tmp_path / ("deployments" if other == "a folder" else "evolve-1.0.dist-info")
     folder.mkdir()
     (folder / "__init__.py").touch()
-    (folder / "METADATA").write_text(METADATA)
+    (folder / "METADATA").write_text("Name: evolve\nVersion: 1.0\n")
     (folder / "top_level.txt").write_text("evolve\nhetero\n")
     said = f"the package deployments is not ConServe's here, but {folder}: start ConServe from"
     if other == "a distribution":
