@@ -224,7 +224,7 @@ $(REQUIREMENTS): requirements-$(KIND).txt | $(BIN)/python
 		echo "conserve: pip failed. $(if $(filter cpu,$(KIND)),$(CPU_BUILDS))" >&2; exit 1; }
 	@touch $@
 
-$(INSTALLED): pyproject.toml $(REQUIREMENTS)
+$(INSTALLED): pyproject.toml conserve/__init__.py $(REQUIREMENTS)
 	@echo "conserve: installing the project itself"
 # compat: as a folder on the path. Setuptools' other way is asked after the path, on which a folder
 # called conserve (the home of a checkout, say) would be taken for the package.
