@@ -37,10 +37,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale experiment test-agents \
-	check-upstream test-autoscaler test-cancelling test-chaos test-clients \
+	check-upstream hashes release test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-models test-next \
 	test-peers \
-	test-vision test-cluster clean
+	test-vision test-wheel test-cluster clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -75,6 +75,10 @@ endif
 test-all: $(INSTALLED) $(LIBRARIES) ## Run all tests that need nothing but this machine (an hour on two cores)
 	@$(BIN)/python -m pytest tests/unit -n auto --dist loadfile $(ARGS)
 	@$(BIN)/python -m pytest tests/engines tests/acceptance $(ARGS)
+	@$(MAKE) --no-print-directory test-wheel
+
+test-wheel: $(INSTALLED) ## Build the wheel, install it in a fresh environment, and run it there (5 GB for a while; minutes)
+	@scripts/test_wheel.sh $(BIN)/python
 
 test-long: $(INSTALLED) ## Run the tests on engines that `make test` leaves out for their time (minutes)
 	@$(BIN)/python -m pytest tests -m long $(ARGS)
@@ -178,6 +182,12 @@ bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale 
 experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
 	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)
 
+hashes: $(INSTALLED) ## Write the pinned packages' hashes, as the index has them (uv has to be installed; a minute)
+	@$(BIN)/python -m scripts.pin_hashes
+
+release: $(INSTALLED) ## Test, build, check and tag a release: all but its upload (on main, without changes; an hour)
+	@$(BIN)/python -m scripts.release
+
 clean: ## Remove .venv, .venv-gpu, caches and build products
 	rm -rf $(VENV) $(GPU_VENV) .venv-next $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -214,7 +224,7 @@ $(REQUIREMENTS): requirements-$(KIND).txt | $(BIN)/python
 		echo "conserve: pip failed. $(if $(filter cpu,$(KIND)),$(CPU_BUILDS))" >&2; exit 1; }
 	@touch $@
 
-$(INSTALLED): pyproject.toml $(REQUIREMENTS)
+$(INSTALLED): pyproject.toml conserve/__init__.py $(REQUIREMENTS)
 	@echo "conserve: installing the project itself"
 # compat: as a folder on the path. Setuptools' other way is asked after the path, on which a folder
 # called conserve (the home of a checkout, say) would be taken for the package.

@@ -5,11 +5,15 @@
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
     if name == "app":
+        from conserve.versions import other_package
+
+        if other := other_package():
+            raise ImportError(other)
         from deployments.app import app
 
         return app

@@ -9,7 +9,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from conserve.addons import ADDONS, LAB, missing, offered
-from conserve.versions import installed
+from conserve.versions import build, installed, other_package
+from conserve_cli.output import refuse
 from conserve_cli.surroundings import adapt
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
@@ -71,6 +72,8 @@ class LazyGroup(TyperGroup):
         """Return the called command instead of its stand-in for the help."""
         if args[0] in _OF_LAB and args[0] not in self._found:
             ctx.fail(missing(args[0], LAB))
+        if other := other_package():
+            refuse(other)
         name, stand_in, rest = super().resolve_command(ctx, args)
         if name is None:
             return name, stand_in, rest
@@ -97,7 +100,8 @@ cli = typer.Typer(
 
 def _say_versions(asked: bool) -> None:
     if asked:
-        for name, version in installed().items():
+        conserve, *others = installed().items()
+        for name, version in (conserve, *zip(("commit", "build"), build(), strict=True), *others):
             typer.echo(f"{name} {version or '(not installed)'}")
         raise typer.Exit
 

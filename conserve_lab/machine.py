@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from conserve.versions import build
 from hetero.container import cpu_dtype
 from hetero.nvml import GpuLost, NoDriver, NotSupported, Nvml
 
@@ -24,7 +24,7 @@ _PACKAGES = {
 
 
 def environment() -> dict[str, Any]:
-    """Date, versions, hardware and commit; None for what is not there or cannot be told."""
+    """Return date, versions, hardware and commit; None for what is not there."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()}
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
             "gpus": gpu_names(),
             "system": platform.platform(),
         },
-        "git_commit": _git_commit(),
+        "git_commit": build()[0],
     }
 
 
@@ -80,23 +80,3 @@ def _cpu_model() -> str | None:
         return platform.processor() or None
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or None
-
-
-def _git_commit() -> str | None:
-    """The commit that this code is from, with ``+`` where files were changed since; None if
-    installed.
-    """
-    folder = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

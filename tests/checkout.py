@@ -1,6 +1,7 @@
 """Where this checkout is, and where recorded sessions and conversations lie beside it or in it."""
 
 import os
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,3 +16,8 @@ def _data() -> Path:
 
 # Tests that read it are skipped where there is none.
 DATA = _data()
+
+
+def pins(name: str) -> list[str]:
+    """What a file of requirements pins, such as `ray==2.60.0`, without the hashes."""
+    return re.findall(r"^[\w.-]+===?\S+", (ROOT / name).read_text(), re.MULTILINE)

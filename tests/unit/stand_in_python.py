@@ -1,5 +1,6 @@
 """A Python for tests of set-ups: it makes environments and runs pip, and fetches nothing."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, pins
 
 # What `make` and the cluster files use, all of it part of any Debian but make.
 _TOOLS = (
@@ -54,12 +55,13 @@ class StandInMachine:
         headers: where its Python's headers are.
     """
 
-    def __init__(self, folder: Path, *requirements: Path) -> None:
+    def __init__(self, folder: Path, *requirements: str) -> None:
         """Make its folders, its programs and the packages that pip can have.
 
         Args:
             folder: an empty folder for all of it.
-            requirements: files of pinned versions, which its pip can have.
+            requirements: files of pinned versions, which its pip can have; empty, so that their
+                hashes are left out of the copies in its home.
         """
         self.home, self.headers = folder / "home", folder / "headers"
         self._log, index = folder / "pip.log", folder / "index"
@@ -69,11 +71,9 @@ class StandInMachine:
         for tool in _TOOLS:
             (self._programs / tool).symlink_to(str(shutil.which(tool)))
         (self.headers / "Python.h").touch()
-        for file in requirements:
-            for line in file.read_text().splitlines():
-                name, _, version = line.replace("===", "==").partition("==")
-                if version and not line.startswith("#"):
-                    _publish(index, name, version)
+        for pin in {pin for file in requirements for pin in pins(file)}:
+            name, _, version = pin.replace("===", "==").partition("==")
+            _publish(index, name, version)
         script = self._programs / "python3.11"
         script.write_text(
             _SCRIPT.format(
@@ -110,6 +110,8 @@ class StandInMachine:
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns(*ignored))
+            elif "requirements" in source.name:
+                target.write_text(re.sub(r" \\\n +--hash=\S+", "", source.read_text()))
             else:
                 shutil.copy(source, target)
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from conserve.settings import load
-from tests.checkout import ROOT
+from tests.checkout import ROOT, pins
 from tests.unit.stand_in_python import StandInMachine
 
 AWS_REQUIREMENTS = "deployments/cluster-aws-requirements.txt"
@@ -72,8 +72,8 @@ SET_UPS = [(name, kind) for name in CLUSTERS for kind in _set_ups(name)]
 
 def _copied(name: str, folder: Path) -> StandInMachine:
     """A machine to which `ray up` has copied the files that are to be there."""
-    pins = ["requirements-cpu.txt", "requirements-gpu.txt", AWS_REQUIREMENTS]
-    machine = StandInMachine(folder, *(ROOT / one for one in pins))
+    files = ["requirements-cpu.txt", "requirements-gpu.txt", AWS_REQUIREMENTS]
+    machine = StandInMachine(folder, *files)
     machine.copy(read(name)["file_mounts"], read(name)["rsync_exclude"])
     return machine
 
@@ -133,15 +133,14 @@ def test_a_machine_without_python_is_told_so(name: str, kind: str, tmp_path: Pat
 
 def test_what_aws_needs_is_pinned() -> None:
     """With the other versions, all that these ask for; only python-dateutil is another one."""
-    pins = {}
-    others = ("requirements-cpu.txt", "requirements-gpu.txt")
-    for file in (AWS_REQUIREMENTS, *others):
-        lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / file).read_text(), re.MULTILINE)
-        pins[file] = dict(lines)
-    assert {*pins[AWS_REQUIREMENTS]} == {"boto3", "botocore", "python-dateutil", "s3transfer"}
+    own, *others = (
+        {pin.partition("=")[0] for pin in pins(file)}
+        for file in (AWS_REQUIREMENTS, "requirements-cpu.txt", "requirements-gpu.txt")
+    )
+    assert own == {"boto3", "botocore", "python-dateutil", "s3transfer"}
     for other in others:
-        assert {*pins[AWS_REQUIREMENTS]} & {*pins[other]} == {"python-dateutil"}
-        assert {"jmespath", "six", "urllib3"} <= {*pins[other]}
+        assert own & other == {"python-dateutil"}
+        assert {"jmespath", "six", "urllib3"} <= other
 
 
 @pytest.mark.parametrize(("name", "application"), CLUSTERS.items())

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, pins
 from tests.unit.stand_in_python import write_wheel
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -22,8 +22,7 @@ DIFFERENT = {"apache-tvm-ffi", "torch"}
 
 
 def _lines(name: str) -> dict[str, Requirement]:
-    lines = (ROOT / name).read_text().splitlines()
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    found = [Requirement(pin) for pin in pins(name)]
     assert len({canonicalize_name(one.name) for one in found}) == len(found)
     return {canonicalize_name(one.name): one for one in found}
 

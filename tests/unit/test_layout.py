@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from setuptools import find_packages
 
 from tests.checkout import ROOT
 
@@ -65,12 +64,6 @@ def test_an_import_that_goes_up_a_floor_fails_the_lint(copy: Path, file: str, li
     assert done.returncode == 1, done.stdout
     importer = file.removesuffix(".py").replace("/", ".")
     assert f"{importer} -> {line.removeprefix('import ')}" in done.stdout
-
-
-def test_the_wheel_has_no_experiments() -> None:
-    wheel = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
-    packages = {name.partition(".")[0] for name in find_packages(str(ROOT), include=wheel)}
-    assert packages == set(LINTER["root_packages"]) - {"experiments"}
 
 
 def test_contributing_says_of_each_package_what_it_may_import() -> None:

@@ -1,5 +1,6 @@
 """`make install` and `make install-gpu`: each makes an environment, and neither is in the way."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ PINS = ("requirements-cpu.txt", "requirements-gpu.txt")
 @pytest.fixture
 def machine(tmp_path: Path) -> StandInMachine:
     """A machine with a checkout in the home."""
-    machine = StandInMachine(tmp_path, *(ROOT / one for one in PINS))
+    machine = StandInMachine(tmp_path, *PINS)
     machine.copy({one: one for one in (*PACKAGES, *FILES, *PINS)}, ["__pycache__"])
     return machine
 
@@ -82,3 +83,13 @@ def test_what_triton_needs_is_looked_for_before_anything_is_fetched(
     assert f"conserve: no {header}: Triton compiles with it" in done.stderr
     assert "-dev)" in done.stderr
     assert machine.asked() == []
+
+
+def test_another_file_of_a_pinned_version_is_not_installed(machine: StandInMachine) -> None:
+    """With the hashes, which the stand-ins of other tests do not have."""
+    shutil.copy(ROOT / "requirements-cpu.txt", machine.home)
+    done = machine.run("make install")
+    assert done.returncode
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
+    assert "aiofile==3.12.3" in done.stderr
+    assert not ready(machine, ".venv")

@@ -41,7 +41,7 @@ def test_the_version_is_said_with_those_of_what_it_runs_on() -> None:
     done, loaded = _called("--version")
     assert done.returncode == 0, done.stderr
     said = dict(line.split() for line in done.stdout.splitlines())
-    assert list(said) == ["conserve", "vllm", "lmcache", "ray"]
+    assert list(said) == ["conserve", "commit", "build", "vllm", "lmcache", "ray"]
     assert said["ray"] == importlib.metadata.version("ray")
     assert not {name.partition(".")[0] for name in loaded} & {"vllm", "ray", "lmcache", "torch"}
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from conserve import versions
 from conserve_lab import machine
 from conserve_lab.client import Endpoint
 from conserve_lab.compare import compare, labels, ratios, write_comparisons
@@ -275,10 +276,9 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_the_commit_is_that_of_the_code_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "conserve_lab"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
+    monkeypatch.setattr(versions, "_HERE", tmp_path / "conserve")
+    (tmp_path / "conserve").mkdir()
+    (tmp_path / "conserve" / "__init__.py").touch()
 
     def git(*arguments: str) -> None:
         name = ("-c", "user.name=t", "-c", "user.email=t@example.org")
@@ -288,13 +288,12 @@ def test_the_commit_is_that_of_the_code_itself(
         return machine.environment()["git_commit"]
 
     git("init")
-    # As installed into an environment inside a repository.
-    assert commit() is None
+    assert commit() == "unknown"
     git("add", ".")
     git("commit", "-m", "one")
-    assert re.fullmatch(r"[0-9a-f]{40}", commit())
-    (package / "__init__.py").write_text("# Changed.")
-    assert re.fullmatch(r"[0-9a-f]{40}\+", commit())
+    assert re.fullmatch(r"[0-9a-f]{12}", commit())
+    (tmp_path / "conserve" / "__init__.py").write_text("# Changed.")
+    assert re.fullmatch(r"[0-9a-f]{12}-dirty", commit())
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
