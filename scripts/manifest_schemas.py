@@ -16,32 +16,33 @@ import yaml
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "deploy" / "schemas.json.xz"
 
+OF_GO = "^(?i)(abort|warn)?$"  # No pattern of JSON Schema.
+METADATA = {"$ref": "#/definitions/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
+
 
 def main(folder: Path) -> None:
-    kinds: dict[str, Any] = {}
-    definitions: dict[str, Any] = {}
-    compose = None
+    found: dict[str, Any] = {"kinds": (kinds := {}), "definitions": (definitions := {})}
     for source in json.loads(SCHEMAS.with_name("sources.json").read_text()):
         git = ["git", "-C", str(folder / source["repository"].replace("/", "+")), "show"]
         for path in source["files"]:
-            file = f"{source['commit']}:{path}"
-            read = yaml.load(subprocess.check_output([*git, file]), yaml.CSafeLoader)
+            at = f"{source['commit']}:{path}"
+            read = yaml.load(subprocess.check_output([*git, at]), yaml.CSafeLoader)
             if "compose" in path:
-                compose = read
+                found["compose"] = read
             elif path.endswith(".yaml"):
                 of, version = read["spec"], read["spec"]["versions"][0]
                 name = f"{of['group']}/{version['name']} {of['names']['kind']}"
-                kinds[name] = strict(version["schema"]["openAPIV3Schema"])
+                kinds[name] = kind = strict(version["schema"]["openAPIV3Schema"])
+                kind["properties"]["metadata"] = METADATA
             else:
                 for name, schema in read["definitions"].items():
                     definitions[name] = strict(schema)
                     for of in schema.get("x-kubernetes-group-version-kind", ()):
-                        kind = f"{of['group']}/{of['version']} {of['kind']}".lstrip("/")
-                        kinds[kind] = {"$ref": f"#/definitions/{name}"}
+                        full = f"{of['group']}/{of['version']} {of['kind']}".lstrip("/")
+                        kinds[full] = {"$ref": f"#/definitions/{name}"}
                 # An integer too, which version 2 of OpenAPI cannot say.
                 definitions["io.k8s.apimachinery.pkg.util.intstr.IntOrString"] = {}
-    text = json.dumps({"kinds": kinds, "definitions": definitions, "compose": compose})
-    SCHEMAS.write_bytes(lzma.compress(text.encode()))
+    SCHEMAS.write_bytes(lzma.compress(json.dumps(found).encode()))
 
 
 def strict(schema: Any) -> Any:
@@ -49,7 +50,8 @@ def strict(schema: Any) -> Any:
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: strict(one) for key, one in schema.items() if key not in ("description", "format")}
+    kept = {key: strict(one) for key, one in schema.items()
+            if key not in ("description", "format") and one != OF_GO}  # fmt: skip
     if "properties" in schema:
         kept["properties"] = {key: strict(one) for key, one in schema["properties"].items()}
         kept.setdefault("additionalProperties", "x-kubernetes-preserve-unknown-fields" in schema)
