@@ -11,8 +11,13 @@ from typing import Any
 import jsonschema_rs
 import yaml
 
+from conserve_cli.launching import _ENDS_WITHIN_S
+
 Json = dict[str, Any]
 SCHEMAS = json.loads(lzma.decompress(Path(__file__).with_name("schemas.json.xz").read_bytes()))
+# Beyond `drain_timeout_s`: for engines to leave, and then, as in `Launch.stop`, for Ray, for what is
+# left of it, and for the command's own process.
+DRAINED_WITHIN_S = _ENDS_WITHIN_S + 20 + 3 + 20 + 10
 # Of a kustomization, in the order in which they take effect.
 _FIELDS = ("resources", "configMapGenerator", "components", "patches", "namespace", "images")
 
