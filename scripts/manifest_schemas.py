@@ -1,7 +1,6 @@
 """Write tests/unit/deploy/schemas.json.xz, by which tests check deploy/ without a network.
 
-python -m scripts.manifest_schemas FOLDER  # with a clone of each of sources.json's as OWNER+NAME
-
+`python -m scripts.manifest_schemas FOLDER`, with a clone of each of sources.json's as OWNER+NAME.
 Schemas lose their descriptions, and refuse fields that they do not name.
 """
 
@@ -15,7 +14,6 @@ from typing import Any
 import yaml
 
 SCHEMAS = Path(__file__).parents[1] / "tests" / "unit" / "deploy" / "schemas.json.xz"
-
 OF_GO = "^(?i)(abort|warn)?$"  # No pattern of JSON Schema.
 METADATA = {"$ref": "#/definitions/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
 
