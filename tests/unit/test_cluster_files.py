@@ -144,9 +144,7 @@ def test_what_aws_needs_is_pinned() -> None:
 
 
 @pytest.mark.parametrize(("name", "application"), CLUSTERS.items())
-def test_what_it_deploys_is_accepted_and_meant_for_several_nodes(
-    name: str, application: str
-) -> None:
+def test_what_it_deploys_is_accepted_and_for_several_nodes(name: str, application: str) -> None:
     deploys = [line for line in read(name)["head_start_ray_commands"] if "serve deploy" in line]
     deploy = f"cd ~/conserve && RAY_AUTH_MODE=token .venv/bin/serve deploy {application}"
     assert deploys == [deploy]
@@ -184,9 +182,8 @@ def test_every_node_has_the_heads_token_for_its_user_alone(name: str, tmp_path: 
 
 
 def test_every_tier_of_the_cloud_application_is_a_type_of_node() -> None:
-    offered = set()
-    for kind in read("deployments/cluster-aws.yaml")["available_node_types"].values():
-        offered |= set(kind["resources"]) - {"CPU", "GPU"}
+    kinds = read("deployments/cluster-aws.yaml")["available_node_types"].values()
+    offered = {name for kind in kinds for name in kind["resources"]} - {"CPU", "GPU"}
     (found,) = read("deployments/cluster-aws-app.yaml")["applications"]
     settings = load(found["args"])
     assert {settings.prefillers.tier, settings.decoders.tier} == offered
