@@ -1,6 +1,8 @@
 """Turns are kept for a recorder, without text, and for no longer than one asks."""
 
+from itertools import permutations
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,16 +38,23 @@ def test_equal_beginnings_have_equal_digests_and_no_others() -> None:
     assert block_digests(SALT, prompt[: BLOCK_TOKENS - 1], ()) == b""
 
 
-def test_a_turn_is_kept_once_all_is_known_and_tells_no_id() -> None:
+PARTS: tuple[dict[str, Any], ...] = (
+    {"blocks": b"12345678"},
+    {"said": TABLES, "parent": "acme\tboss", "background": True},
+    {"said": ROUTERS, "at": 101.0, "ttfet_s": 1.5},
+)
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_a_turn_is_kept_once_all_is_known_and_tells_no_id(order: tuple[int, ...]) -> None:
     kept = Recording()
     kept.note(TURN, 99.0, TABLES)
     assert kept.salt(99.0) == b""
     started, _ = kept.after(0, 100.0)
     salt = kept.salt(100.0)
-    kept.note(TURN, 101.0, blocks=b"12345678")
-    kept.note(TURN, 101.5, TABLES, parent="acme\tboss", background=True)
-    assert kept.after(started, 102.0) == (started, [])
-    kept.note(TURN, 103.0, ROUTERS, at=101.0, ttfet_s=1.5)
+    for number in order:
+        assert kept.after(started, 102.0) == (started, [])
+        kept.note(TURN, 102.0, **PARTS[number])
     newest, (told,) = kept.after(started, 103.0)
     assert told["conversation"] == digest(salt, b"acme\tsecret-id")
     assert told["parent"] == digest(salt, b"acme\tboss")
