@@ -11,7 +11,7 @@ say() { echo "test-wheel: $*"; }
 say "building in $folder"
 "$python" setup.py --quiet sdist --dist-dir "$folder"
 sdist=$(echo "$folder"/*.tar.gz)
-"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$folder" "$sdist"
+"$python" -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir "$folder" "$sdist"
 wheel=$(echo "$folder"/*.whl)
 
 # The tested versions. Beside torch's CPU build, what is built with torch has to be for CPUs, too;
@@ -19,7 +19,7 @@ wheel=$(echo "$folder"/*.whl)
 sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements-cpu.txt > "$folder/pins.txt"
 for pin in torchvision==0.28.0+cpu torchaudio==2.11.0+cpu torchcodec==0.17.0+cpu; do
     echo "$pin" >> "$folder/pins.txt"
-    if ! "$python" -m pip download --quiet --no-deps --dest "$folder" "$pin" 2> /dev/null; then
+    if ! "$python" -m pip download -qq --no-deps --dest "$folder" "$pin" 2> /dev/null; then
         say "no index has $pin; an empty package stands in for it"
         "$python" -c "import sys; from pathlib import Path
 from tests.unit.stand_in_python import write_wheel
@@ -30,7 +30,7 @@ done
 say "installing $(basename "$wheel")[cpu,nodes]"
 "$python" -m venv "$folder/env"
 pip=("$folder/env/bin/python" -m pip --disable-pip-version-check)
-"${pip[@]}" install --quiet --find-links "$folder" --constraint "$folder/pins.txt" "$wheel[cpu,nodes]"
+"${pip[@]}" install -qq --find-links "$folder" --constraint "$folder/pins.txt" "$wheel[cpu,nodes]"
 
 mkdir "$folder/elsewhere"
 cd "$folder/elsewhere"
@@ -46,6 +46,6 @@ check() {
 }
 check wheel
 "$conserve" demo device=cpu
-"${pip[@]}" install --quiet --no-deps --no-build-isolation --force-reinstall "$sdist"
+"${pip[@]}" install -qq --no-deps --no-build-isolation --force-reinstall "$sdist"
 check sdist
 say "all of it runs"
