@@ -53,7 +53,9 @@ class Recording:
 
     def __init__(self) -> None:
         self._salt, self._asked_s, self._newest, self._bytes = b"", 0.0, 0, 0
-        self._open: dict[TurnKey, tuple[float, TurnStats, dict[str, Any]]] = {}
+        self._open: dict[TurnKey, tuple[TurnStats, dict[str, Any]]] = {}
+        # When the end of each was first heard of.
+        self._ended_s: dict[TurnKey, float] = {}
         # Each with the microsecond that numbers it, its tenant and its size.
         self._kept: deque[tuple[int, str | None, int, dict[str, Any]]] = deque()
         self._tenants: dict[str, int] = {}
@@ -68,14 +70,17 @@ class Recording:
     def note(self, turn: TurnKey, now_s: float, said: TurnStats | None = None, **more: Any) -> None:
         """Note what is said of a turn: a part of its record, and what is no part of that."""
         if self.salt(now_s):
-            _, stats, known = self._open.setdefault(turn, (now_s, TurnStats(), {}))
+            stats, known = self._open.setdefault(turn, (TurnStats(), {}))
             known |= more
-            stats.merge(said or stats)
+            if said is not None:
+                stats.merge(said)
+                self._ended_s.setdefault(turn, now_s)
             if stats.outcome and stats.began_s and "blocks" in known:
                 self._keep(turn, now_s)
 
     def _keep(self, turn: TurnKey, now_s: float) -> None:
-        _, stats, known = self._open.pop(turn)
+        stats, known = self._open.pop(turn)
+        del self._ended_s[turn]
         conversation, parent = identity.conversation_of(turn.history_id), known.get("parent")
         tenant, tool = identity.tenant_of(conversation), stats.tool
         told = {"at": stats.began_s} | known | {name: getattr(stats, name) for name in _TOLD} | {
@@ -103,11 +108,11 @@ class Recording:
         The recording begins with the first call, and ends when none comes for a while.
         """
         self._salt, self._asked_s = self.salt(now_s) or secrets.token_bytes(32), now_s
-        for turn, (since_s, stats, _) in list(self._open.items()):
-            if now_s - since_s > _LATE_S and (stats.outcome or stats.prompt_tokens):
+        for turn in [one for one, at_s in self._ended_s.items() if now_s - at_s > _LATE_S]:
+            if self._open[turn][0].outcome or self._open[turn][0].prompt_tokens:
                 self._keep(turn, now_s)
-            elif now_s - since_s > _LATE_S:
-                del self._open[turn]
+            else:
+                del self._open[turn], self._ended_s[turn]
         last, turns, left = number or int(now_s * 1e6), [], _PAGE_BYTES
         for at, of, size, told in self._kept if number else ():
             if at > number and tenant in (None, of) and left > 0:
