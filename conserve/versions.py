@@ -1,5 +1,6 @@
 """The versions of ConServe and of what it runs on, as they are installed here."""
 
+import functools
 import importlib.metadata
 import subprocess
 from importlib.util import find_spec
@@ -48,6 +49,7 @@ def build() -> tuple[str, str]:
     return said.stdout.strip(), "clone"
 
 
+@functools.cache
 def other_package() -> str | None:
     """Return a sentence about another project's package of one of ConServe's names, or None."""
     owners = importlib.metadata.packages_distributions()
