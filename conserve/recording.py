@@ -6,6 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 from zlib import crc32
 
@@ -114,8 +115,9 @@ class Recording:
             else:
                 del self._open[turn], self._ended_s[turn]
         last, turns, left = number or int(now_s * 1e6), [], _PAGE_BYTES
-        for at, of, size, told in self._kept if number else ():
-            if at > number and tenant in (None, of) and left > 0:
+        newer = [*takewhile(lambda one: one[0] > number > 0, reversed(self._kept))]
+        for at, of, size, told in reversed(newer):
+            if tenant in (None, of) and left > 0:
                 last, left = at, left - size
                 turns.append(told)
         return last, turns
