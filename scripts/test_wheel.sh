@@ -9,7 +9,11 @@ trap 'rm -rf "$folder"' EXIT
 say() { echo "test-wheel: $*"; }
 
 say "building in $folder"
-"$python" setup.py --quiet sdist --dist-dir "$folder"
+# A build leaves files in its folder, so it has one of its own, with this folder's files.
+git clone --quiet . "$folder/source"
+git ls-files -z --cached --others --exclude-standard \
+    | tar --create --null --files-from - --ignore-failed-read | tar --extract --directory "$folder/source"
+(cd "$folder/source" && "$python" setup.py --quiet sdist --dist-dir "$folder")
 sdist=$(echo "$folder"/*.tar.gz)
 "$python" -m pip wheel -qq --no-deps --no-build-isolation --wheel-dir "$folder" "$sdist"
 wheel=$(echo "$folder"/*.whl)
