@@ -158,7 +158,7 @@ def test_the_application_takes_keys_and_has_time_to_drain(overlay: Path, objects
         cluster = spec["rayClusterConfig"]
         assert cluster == build(by_hand, {})["RayCluster conserve"]["spec"]
         assert [given] == read(by_hand / "app.yaml")
-        assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "requirements-gpu.txt").read_text()
+        assert f"ray=={cluster['rayVersion']} " in (ROOT / "requirements-gpu.txt").read_text()
     # The router's pod; its hook takes time, too.
     (pod,) = (one["spec"] for one in within(objects, "template") if "preStop" in str(one))
     assert pod["terminationGracePeriodSeconds"] >= settings.drain_timeout_s + ENDS_WITHIN_S + 5
