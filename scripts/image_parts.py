@@ -45,12 +45,12 @@ def _trim(extras: list[str]) -> None:
 def _sbom() -> None:
     debian = (line.split() for line in subprocess.check_output(_QUERY, text=True).splitlines())
     urls = [(n, v, f"pkg:deb/debian/{n}@{v}?arch={machine}") for n, v, machine in debian]
-    urls += [(n, one.version, f"pkg:pypi/{n}@{one.version}") for n, one in _INSTALLED.items()]
-    kept = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": [
+    urls += [(o.name, o.version, f"pkg:pypi/{n}@{o.version}") for n, o in _INSTALLED.items()]
+    listed = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1, "components": [
         {"type": "library", "name": name, "version": version, "purl": url.replace("+", "%2B")}
         for name, version, url in sorted(urls)
     ]}  # fmt: skip
-    print(json.dumps(kept, indent=1))
+    print(json.dumps(listed, indent=1))
 
 
 if sys.argv[1] == "trim":

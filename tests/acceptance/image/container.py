@@ -24,8 +24,8 @@ class Container:
             os.chown(volume, user, user)
         with self._said.open("wb") as output:
             started = [str(one) for one in (_ENTER, root, user, *volumes, *command)]
-            self._outer = psutil.Popen(started, env=environment, stdout=output, stderr=output)
-        while not (inner := self._outer.children()):
+            self._outer = subprocess.Popen(started, env=environment, stdout=output, stderr=output)
+        while not (inner := psutil.Process(self._outer.pid).children()):
             assert self._outer.poll() is None, self.said()
         self._inner = inner[0]
 
