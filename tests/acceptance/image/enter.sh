@@ -12,6 +12,7 @@ mount --bind "$root" "$root"
 mount -o remount,bind,ro "$root"
 cd "$root"
 mount -t proc proc proc
+mount -t sysfs -o ro sysfs sys
 mount -t tmpfs -o mode=755 tmpfs dev
 for one in null zero full random urandom; do touch dev/$one; mount --bind /dev/$one dev/$one; done
 ln -s /proc/self/fd dev/fd
