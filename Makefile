@@ -37,8 +37,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale experiment test-agents \
-	check-upstream hashes release test-autoscaler test-cancelling test-chaos test-clients \
-	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-long test-metrics test-models test-next \
+	check-upstream hashes image release test-autoscaler test-cancelling test-chaos test-clients \
+	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-image test-long test-metrics test-models test-next \
 	test-peers \
 	test-vision test-wheel test-cluster clean
 .DELETE_ON_ERROR:
@@ -118,6 +118,9 @@ test-gpu: ## Settle what one GPU can, in order, and write a page of it (45 minut
 test-gpu-here: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/acceptance/gpu -v -o log_cli=true -o log_cli_level=INFO $(ARGS)
 
+test-image: $(INSTALLED) ## Run the image of `make image` as containers do, without a runtime (root, podman; ten minutes)
+	@$(BIN)/python -m pytest tests/acceptance/image $(ARGS)
+
 test-metrics: $(INSTALLED) ## Have Prometheus scrape a real application, and try each alert (Debian: prometheus; minutes)
 	@command -v prometheus promtool >/dev/null || { \
 		echo "conserve: prometheus and promtool are needed (Debian: prometheus)." >&2; exit 1; }
@@ -184,6 +187,9 @@ experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a meas
 
 hashes: $(INSTALLED) ## Write the pinned packages' hashes, as the index has them (uv has to be installed; a minute)
 	@$(BIN)/python -m scripts.pin_hashes
+
+image: ## Build the image for CPUs, or TARGET=cuda for GPUs, by podman or docker, and print its layers (Git; 4 GB to fetch)
+	@TARGET='$(TARGET)' BASE='$(BASE)' scripts/image.sh $(ARGS)
 
 release: $(INSTALLED) ## Test, build, check and tag a release: all but its upload (on main, without changes; an hour)
 	@$(BIN)/python -m scripts.release

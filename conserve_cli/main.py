@@ -1,5 +1,8 @@
 """The ``conserve`` command, which loads a subcommand when it is called."""
 
+import os
+import signal
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -124,6 +127,9 @@ def conserve(
 
 
 def main() -> None:
+    if os.getpid() == 1:
+        # In a container. The kernel drops signals that process 1 has no handler for.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     adapt()
     cli()
 
