@@ -154,7 +154,7 @@ async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
 ) -> None:
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "talks", 1800)
+    telling, more, fewer = await stories(client, rng, "talks", 2200)
     assert more["load"]["decodes"] > fewer["load"]["decodes"]
     agent = Agent(client, "cold")
     await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
