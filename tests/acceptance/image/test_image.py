@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ from tests.acceptance.image.container import Container
 
 _IMAGE = f"conserve:{__version__}-cpu"
 _PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://10.9.9.9:9")
-_SERVE = ("conserve", "serve", "prefillers=0", "decoders=1", "lmcache.size_gb=0.5")
+_SERVE = ("conserve", "serve", "prefillers=0", "decoders=1")
 _FOLDER = "f\u00fcr alle, 1"
 Start = Callable[..., Container]
-_STREAM = """
-import httpx
+_STREAM = """import httpx
 asked = {"messages": [{"role": "user", "content": "Hello"}], "model": "m", "stream": True}
 asked |= {"max_tokens": 400, "ignore_eos": True, "stream_options": {"include_usage": True}}
 url = "http://127.0.0.1:8000/v1/chat/completions"
@@ -45,9 +45,9 @@ def start(image: Any, tmp_path: Path, machine_alone: None) -> Iterator[Start]:
     started, config = [], image["Config"]
 
     def start(*command: str, user: int = 1000, **variables: str) -> Container:
-        environment = dict(one.split("=", 1) for one in config["Env"]) | variables
-        command = command or (*config["Entrypoint"], *config["Cmd"])
-        started.append(Container(image["root"], tmp_path, user, command, environment))
+        variables = dict(one.split("=", 1) for one in config["Env"]) | variables
+        usual = config["Entrypoint"] + config["Cmd"]
+        started.append(Container(image["root"], user, tmp_path, command or usual, variables))
         return started[-1]
 
     yield start
@@ -57,7 +57,6 @@ def start(image: Any, tmp_path: Path, machine_alone: None) -> Iterator[Start]:
 
 
 def test_what_is_in_it(start: Start, image: Any) -> None:
-    assert image["User"] == "1000:1000"
     called = ["conserve", "ray", "serve", "python", "bash", "sleep", "tail"]
     commit = image["Labels"]["org.opencontainers.image.revision"]
     look = f"""command -v {" ".join(called)}
@@ -71,9 +70,8 @@ def test_what_is_in_it(start: Start, image: Any) -> None:
     lines = shell.said().splitlines()
     assert [Path(one).name for one in lines[:7]] == called
     assert lines[7:12] == ["/models", "/kv", "/tmp", f"commit {commit}", "build wheel"]
-    listed = json.loads((image["root"] / "opt/conserve/share/sbom.cdx.json").read_text())[
-        "components"
-    ]
+    sbom = image["root"] / "opt/conserve/share/sbom.cdx.json"
+    listed = json.loads(sbom.read_text())["components"]
     assert {f"{one['name']}=={one['version']}" for one in listed} == {*lines[12:]}
 
 
@@ -94,18 +92,21 @@ def test_sigterm_ends_it_before_it_has_started(start: Start) -> None:
 def test_it_serves_from_volumes_and_finishes_turns_at_sigterm(
     start: Start, image: Any, tmp_path: Path
 ) -> None:
-    models, kv = tmp_path / "models" / _FOLDER, tmp_path / "kv" / _FOLDER
+    home, models, kv = f"/models/{_FOLDER}", *(tmp_path / one / _FOLDER for one in ("models", "kv"))
     for folder in (models, kv):
         folder.mkdir(parents=True)
         folder.chmod(0o777)
     write_checkpoint(models)
-    settings = {"model": f"/models/{_FOLDER}", "served_model_name": "m"}
-    settings |= {"lmcache": {"disk": {"path": f"/kv/{_FOLDER}", "size_gb": 1}}}
-    (models / "settings.yaml").write_text(json.dumps(settings))
-    file = f"/models/{_FOLDER}/settings.yaml"
-    serving = start(*_SERVE, "--config", file, HOME=f"/models/{_FOLDER}", **_PROXIES)
-    serving.wait_until_said("Ready")
-    assert not serving.exec(*image["Healthcheck"]["Test"][1:]).wait()
+    disk = {"path": f"/kv/{_FOLDER}", "size_gb": 1}
+    settings = {"model": home, "served_model_name": "m", "lmcache": {"size_gb": 0.5, "disk": disk}}
+    (models / "a.yaml").write_text(json.dumps(settings))
+    serving = start(*_SERVE, "--config", f"{home}/a.yaml", HOME=home, **_PROXIES)
+    check = image["Healthcheck"]["Test"][1:]
+    assert serving.exec(*check).wait()
+    while "Ready" not in serving.said():
+        assert serving.process.poll() is None, serving.said()
+        time.sleep(0.5)
+    assert not serving.exec(*check).wait()
     streaming = serving.exec("python", "-c", _STREAM)
     assert streaming.stdout.readline().startswith("data: ")  # type: ignore[union-attr]
     serving.first.terminate()
