@@ -31,7 +31,7 @@ with httpx.stream("POST", url, json=asked, trust_env=False, timeout=None) as ans
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Any]:
-    """What podman says of the image, and as ``root`` where its files are mounted."""
+    """Podman's description of the image; ``root`` is the folder where its files are mounted."""
     asked = subprocess.run(["podman", "image", "inspect", _IMAGE], stdout=-1)
     assert not asked.returncode, f"there is no image {_IMAGE}: make image"
     mounted = subprocess.check_output(["podman", "image", "mount", _IMAGE], text=True)
