@@ -188,7 +188,7 @@ experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a meas
 hashes: $(INSTALLED) ## Write the pinned packages' hashes, as the index has them (uv has to be installed; a minute)
 	@$(BIN)/python -m scripts.pin_hashes
 
-image: ## Build the image for CPUs, or TARGET=cuda for GPUs, by podman or docker, and print its layers (Git; 4 GB to fetch)
+image: ## Build the image for CPUs, or TARGET=cuda for GPUs, by podman or docker, and print its layers (1 GB to fetch; for GPUs 4.3 GB)
 	@TARGET='$(TARGET)' BASE='$(BASE)' scripts/image.sh $(ARGS)
 
 release: $(INSTALLED) ## Test, build, check and tag a release: all but its upload (on main, without changes; an hour)
