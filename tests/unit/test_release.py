@@ -26,8 +26,10 @@ CHANGES = (
 
 
 def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    # Make prints more if it runs below another one.
+    environment = dict.fromkeys(NAMES, "a@b.example") | {"MAKEFLAGS": "--no-print-directory"}
     return subprocess.run(
-        ["bash", "-ec", command], cwd=folder, env=os.environ | dict.fromkeys(NAMES, "a@b.example"),
+        ["bash", "-ec", command], cwd=folder, env=os.environ | environment,
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
 
