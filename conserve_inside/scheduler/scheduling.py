@@ -69,8 +69,8 @@ class ConversationScheduler(Scheduler):  # type: ignore[misc]  # vLLM's types ar
         manager, retention = self.kv_cache_manager, Retention(**given.get("retention", {}) | keeps)
         self.histories = Histories(manager, int(self.hash_block_size), retention)
         self.parts = Parts(self, self._block_tokens)
-        # Held calls are behind all levels.
-        self.counts = Counts(self.queue.levels + 1)
+        # Held calls are behind all levels. Where there is one level, none is held.
+        self.counts = Counts(self.queue.levels + (self.queue.levels > 1))
         self.clock: Callable[[], float] = time.monotonic
         self.turns: dict[str, Turn] = {}
         self._waits = Waits(self.turns)

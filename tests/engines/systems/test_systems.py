@@ -61,7 +61,7 @@ async def test_one_engine_pauses_and_parks_what_it_has_no_room_for(
 
 
 def _has(application: Application, **mechanisms: int) -> Any:
-    """A system's mechanisms; no ``levels``: vLLM's own scheduler."""
+    """A system's mechanisms; no ``levels``: vLLM's own scheduler. Held calls have one."""
     return pytest.param(mechanisms, marks=pytest.mark.application(application), id=application.name)
 
 
@@ -77,7 +77,7 @@ _SHOWN_BY = {
     [
         _has(PAPER, handoffs=5),
         _has(ONE, pauses=1),
-        _has(MARS, levels=4, keeps=1),
+        _has(MARS, levels=5, keeps=1),
         _has(AGENTSERVE, levels=1, lane=1, cuts=1),
         _has(NOVA, levels=1, lane=1),
     ],
