@@ -20,6 +20,7 @@ BLOCK_TOKENS, DIGEST_BYTES = 64, 8
 SILENCE_S, _LATE_S = 30.0, 5.0
 # Bytes of turns that wait for a recorder, and that it gets at once.
 _MOST_BYTES, _PAGE_BYTES, _TURN_BYTES = 64 * 2**20, 2**20, 512
+_MOST_OPEN = 4096
 # Models make up names of tools, and may put anything into them.
 _NAME = re.compile(r"[\w.:/,-]*", re.ASCII)
 # Fields of `TurnStats` that a recorder gets.
@@ -72,6 +73,11 @@ class Recording:
         """Note what is said of a turn: a part of its record, and what is no part of that."""
         if self.salt(now_s):
             stats, known = self._open.setdefault(turn, (TurnStats(), {}))
+            if len(self._open) > _MOST_OPEN:
+                # Digests that came after all else of their turn: nothing ends them.
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                self._ended_s.pop(oldest, None)
             known |= more
             if said is not None:
                 stats.merge(said)

@@ -19,5 +19,5 @@ DATA = _data()
 
 
 def pins(name: str) -> list[str]:
-    """What a file of requirements pins, such as `ray==2.60.0`, without the hashes."""
+    """Return the pins of a file of requirements, such as `ray==2.60.0`, without the hashes."""
     return re.findall(r"^[\w.-]+===?\S+", (ROOT / name).read_text(), re.MULTILINE)

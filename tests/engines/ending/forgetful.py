@@ -1,4 +1,4 @@
-"""Has vLLM's prefix cache find nothing, as with a fault in its blocks' hashes.
+"""Makes vLLM's prefix cache find nothing, as a fault in its blocks' hashes would.
 
 On a CPU an engine's core runs its worker, and loads this module for it.
 """

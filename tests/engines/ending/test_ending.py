@@ -38,7 +38,7 @@ BROKEN = ["engine.worker_extension_cls=tests.engines.ending.forgetful.ForgetfulW
 def test_serve_run_ends_by_a_signal(
     machine_alone: None, tmp_path: Path, number: signal.Signals, fault: list[str], said: str
 ) -> None:
-    """Whoever Ray ends first: no process and nothing in /dev/shm stays.
+    """In any order in which Ray ends processes, none stays, and nothing in /dev/shm.
 
     Its engine's cache finds nothing, and the start has said so.
     """

@@ -20,7 +20,7 @@ def computed() -> float:
 
 
 async def spent(agent: Agent, content: str, **options: Any) -> float:
-    """Have a turn; returns the prompt tokens that were computed for it."""
+    """Send a turn; return the prompt tokens that were computed for it."""
     before, named = computed(), {"User-Agent": f"{agent.id}/1.0 (a test)"}
     agent.messages.append({"role": "user", "content": content})
     reply = await agent.ask(tokens=8, headers=named, **options)

@@ -118,3 +118,16 @@ def test_what_is_not_asked_for_in_time_is_dropped_and_counted(
         after, turns = kept.after(after, 101.0)
         assert [one["at"] for one in turns] == page
     assert [one["at"] for one in kept.after(began, 101.0, "acme")[1]] == [3.0, 5.0]
+
+
+def test_digests_whose_turn_never_ends_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_OPEN", 10)
+    kept = Recording()
+    after, _ = kept.after(0, 100.0)
+    for number in range(11):
+        kept.note(TURN._replace(turn_id=number), 101.0, blocks=b"12345678")
+    for number in (0, 10):
+        kept.note(TURN._replace(turn_id=number), 102.0, ROUTERS)
+        kept.note(TURN._replace(turn_id=number), 102.0, TABLES)
+    _, turns = kept.after(after, 120.0)
+    assert ["blocks" in one for one in turns] == [True, False]

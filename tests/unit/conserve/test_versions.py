@@ -1,4 +1,4 @@
-"""What ConServe says of its own code, and other projects' packages of its names."""
+"""Tests how ConServe names its own code, and refuses other projects' packages of its names."""
 
 import os
 import subprocess

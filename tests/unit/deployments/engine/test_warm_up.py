@@ -104,7 +104,7 @@ def test_a_prompt_has_units_of_which_something_should_be_found() -> None:
 
 
 class Tried(WarmUp):
-    """What its own cache and host memory have of each prompt in turn; an engine with no HTTP."""
+    """An engine without HTTP; its cache and host memory have these tokens of each prompt."""
 
     def __init__(self, *found: tuple[int, int] | Exception, unit: int = 128, stores: bool = True):
         some, extra = SimpleNamespace, {CHUNK_TOKENS: 128}

@@ -1,4 +1,4 @@
-"""What a recorder gets of turns that come to the table's end."""
+"""Tests what a recorder gets of turns that the table has seen end."""
 
 import asyncio
 
