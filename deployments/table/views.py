@@ -191,21 +191,19 @@ def engine_view(known: Engine, table: ConversationTable) -> answers.Engine:
     engine, load = known.info, known.load
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
-    fields: dict[str, Any] = {
-        name: getattr(engine, name, None) for name in answers.Engine.__struct_fields__
-    }
-    fields |= {
-        "leaving": known.leaving,
-        "held_tokens": decoder.held_tokens if decoder else None,
-        "conversations": decoder.conversations if decoder else None,
-        "queued_tokens": prefiller.queued_tokens if prefiller else None,
-        "load": None if load is None else _load(load),
-        "handoff_s": {str(tokens): round(cost_s, 4) for tokens, cost_s in engine.handoffs},
-        "gpus": list(engine.gpus),
-        "sm_slots": engine.sm_slots or msgspec.UNSET,
-        "sms": engine.sms if engine.sm_slots else msgspec.UNSET,
-    }
-    return answers.Engine(**fields)
+    return answers.Engine(
+        id=engine.id, role=engine.role, hosts=engine.hosts, url=engine.url, pid=engine.pid,
+        leaving=known.leaving, capacity_tokens=engine.capacity_tokens,
+        max_model_len=engine.max_model_len, max_batched_tokens=engine.max_batched_tokens,
+        held_tokens=decoder.held_tokens if decoder else None,
+        conversations=decoder.conversations if decoder else None,
+        queued_tokens=prefiller.queued_tokens if prefiller else None,
+        load=None if load is None else _load(load),
+        handoff_s={str(tokens): round(cost_s, 4) for tokens, cost_s in engine.handoffs},
+        cache_check=engine.cache_check, tier=engine.tier, gpus=list(engine.gpus),
+        sm_slots=engine.sm_slots or msgspec.UNSET,
+        sms=engine.sms if engine.sm_slots else msgspec.UNSET, cache_metrics=engine.cache_metrics,
+    )  # fmt: skip
 
 
 def _load(load: EngineLoad) -> answers.EngineLoad:
