@@ -111,42 +111,45 @@ async def test_idle_engines_hand_nothing_over(
 
 
 async def nothing_is_left_to_do() -> None:
-    await eventually(
-        "nothing is left to do",
-        lambda: all(
-            one["load"] and not one["load"]["prefill_tokens"] and not one["load"]["decodes"]
-            for one in engines()
-        ),
-        10,
-    )
+    def idle() -> bool:
+        loads = [one["load"] for one in engines()]
+        return all(it and not it["prefill_tokens"] and not it["decodes"] for it in loads)
+
+    await eventually("nothing is left to do", idle, 10)
 
 
-async def stories(
-    client: httpx.AsyncClient, rng: random.Random, name: str, tokens: int
-) -> "tuple[list[asyncio.Future[Reply]], dict[str, Any], dict[str, Any]]":
-    """Three long answers under way, and counted; the engine with more of them, and the other."""
-    talkers = [Agent(client, f"{name}-{n}") for n in range(3)]
+async def tell(talkers: list[Agent], rng: random.Random) -> "list[asyncio.Task[Reply]]":
+    """Long answers under way on the home of these agents, and on no other engine; and counted."""
     began = [asyncio.Event() for _ in talkers]
     for talker in talkers:
         talker.messages.append({"role": "user", "content": prose(rng, 40)})
     telling = [
-        asyncio.ensure_future(talker.ask(tokens=tokens, stream=True, began=event))
+        asyncio.create_task(talker.ask(tokens=1600, stream=True, began=event))
         for talker, event in zip(talkers, began, strict=True)
     ]
     for event in began:
         await asyncio.wait_for(event.wait(), 60)
-    found: list[dict[str, Any]] = []
+    home = talkers[0].replies[-1].decoder
 
-    def counted() -> bool:
-        found[:] = sorted(engines(), key=lambda one: -one["load"]["decodes"])
-        return sum(one["load"]["decodes"] for one in found) == len(talkers)
+    await eventually(
+        "decodes are counted",
+        lambda: all(it["load"]["decodes"] == len(talkers) * (it["id"] == home) for it in engines()),
+        10,
+    )
+    return telling
 
-    try:
-        await eventually("decodes are counted", counted, 10)
-    except AssertionError as error:
-        error.add_note(f"{found}, over: {[one.done() for one in telling]}")
-        raise
-    return telling, found[0], found[1]
+
+async def remain(
+    client: httpx.AsyncClient, application: str, agents: list[Agent], count: int
+) -> list[Agent]:
+    """So many that have one home; the others' conversations end."""
+    homes = [one.replies[-1].decoder for one in agents]
+    home = max(homes, key=homes.count)
+    kept = [one for one in agents if one.replies[-1].decoder == home][:count]
+    for one in (one for one in agents if one not in kept):
+        await client.delete(f"{application}/v1/conversations/{one.id}")
+    await nothing_is_left_to_do()
+    return kept
 
 
 async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
@@ -154,18 +157,20 @@ async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
 ) -> None:
     stage.wait_for_lone()
     await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "talks", 2200)
-    assert more["load"]["decodes"] > fewer["load"]["decodes"]
+    hosted, others = await on_both(client, rng, "talks")
+    busy = await remain(client, application, [*hosted, *others], 2)
+    telling = await tell(busy, rng)
     agent = Agent(client, "cold")
     await agent.say(prose(rng, 1300), tokens=OUTPUT_TOKENS)
-    assert agent.replies[0].decoder == fewer["id"], [one.done() for one in telling]
+    quiet = agent.replies[0].decoder
+    assert quiet != busy[0].replies[0].decoder, [one.done() for one in telling]
     await eventually(
         "prefills are timed",
-        lambda: (by_id(fewer)["load"]["prefill_tokens_per_s"] or 0) > 0,
+        lambda: (by_id(quiet)["load"]["prefill_tokens_per_s"] or 0) > 0,
         10,
     )
-    assert metric("conserve_engine_prefill_tokens_per_second", engine=fewer["id"]) > 0
-    assert by_id(more)["load"]["step_s"] is not None
+    assert metric("conserve_engine_prefill_tokens_per_second", engine=quiet) > 0
+    assert by_id(busy[0].replies[0].decoder)["load"]["step_s"] is not None
     for told in await asyncio.gather(*telling):
         assert told.status == 200
     await eventually(
@@ -176,8 +181,8 @@ async def test_a_prompt_goes_where_fewer_answers_wait_for_it_and_loads_are_told(
     await answered_alike(client, [agent], 0)
 
 
-def by_id(engine: dict[str, Any]) -> dict[str, Any]:
-    (found,) = (one for one in engines() if one["id"] == engine["id"])
+def by_id(name: str) -> dict[str, Any]:
+    (found,) = (one for one in engines() if one["id"] == name)
     return found
 
 
@@ -192,17 +197,13 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     await asyncio.gather(*(one.say(prose(rng, 430), tokens=OUTPUT_TOKENS) for one in agents))
     await asyncio.sleep(2)  # Engines hear of that with the next beat.
     await asyncio.gather(*(one.say("go on", tokens=OUTPUT_TOKENS) for one in agents))
-    # With two on each engine there is room for all that follows.
-    homes = [[one for one in agents if one.replies[1].decoder == it["id"]] for it in engines()]
-    for one in (one for home in homes for one in home[2:]):
-        await client.delete(f"{application}/v1/conversations/{one.id}")
-    agents = [one for home in homes for one in home[:2]]
-    await nothing_is_left_to_do()
-    telling, more, fewer = await stories(client, rng, "tells", 2200)
-    agent = next(one for one in agents if one.replies[1].decoder == more["id"])
+    # With three left there is room for all that follows.
+    agent, *busy = agents = await remain(client, application, agents, 3)
+    telling = await tell(busy, rng)
     paused = metric("conserve_pauses_total", reason="load")
     await agent.say(prose(rng, 1000), tokens=OUTPUT_TOKENS)
-    assert agent.replies[2].decoder == fewer["id"], [one.done() for one in telling]
+    quiet = agent.replies[2].decoder
+    assert quiet != agent.replies[1].decoder, [one.done() for one in telling]
     assert metric("conserve_pauses_total", reason="load") == paused + 1
     there = agent.stats[2]["lmcache_tokens"] + agent.stats[2]["decoder_cached_tokens"]
     assert there >= agent.stats[1]["prompt_tokens"] // 128 * 128
@@ -211,7 +212,7 @@ async def test_a_turn_leaves_a_busy_home_and_takes_its_history_along(
     # Now it lives there, and goes on straight.
     direct = metric("conserve_later_turns_total", way="direct")
     await agent.say("go on", tokens=OUTPUT_TOKENS)
-    assert agent.replies[3].decoder == fewer["id"]
+    assert agent.replies[3].decoder == quiet
     assert agent.stats[3]["decoder_cached_tokens"] >= agent.stats[2]["prompt_tokens"] // 128 * 128
     assert metric("conserve_later_turns_total", way="direct") == direct + 1
     for turn in range(4):
