@@ -1,6 +1,6 @@
 """Later turns that do not ask the table: what routers, decoders and the table keep for them.
 
-docs/later-turns.md has the protocol.
+docs/how/later-turns.md has the protocol.
 """
 
 from collections import OrderedDict

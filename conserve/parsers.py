@@ -340,7 +340,7 @@ def choose(known: Prompting) -> Parsers:
     else:
         what = (
             f"which of vLLM's parsers reads the calls of this model ({name}) is not known; set "
-            f"engine.{TOOL_CALL_PARSER} (docs/models.md has a list)"
+            f"engine.{TOOL_CALL_PARSER} (docs/reference/models.md has a list)"
         )
     return Parsers(reasoning=reasoning, problem=f"tools are refused: {what}")
 

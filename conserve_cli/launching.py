@@ -36,7 +36,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="File of settings, YAML or JSON (docs/settings.md); arguments override it.",
+        help="File of settings, YAML or JSON (docs/reference/settings.md); arguments override it.",
     ),
 ]
 

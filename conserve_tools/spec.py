@@ -50,7 +50,8 @@ class _Strict(BaseModel):
 class Limits(_Strict):
     """Bounds what an environment may use; of the application, the most that clients may ask for.
 
-    docs/environments.md says how each is enforced. ``output_bytes`` is for each of two outputs.
+    docs/guides/environments.md says how each is enforced. ``output_bytes`` is for each of two
+    outputs.
     """
 
     cpu_s: int = 60

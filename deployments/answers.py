@@ -313,7 +313,7 @@ class Cache(Answer, tag_field="object", tag="cache"):
 
 
 class Recording(Answer, tag_field="object", tag="recording"):
-    """Turns that have ended, with lengths, times and digests, but no text (docs/capacity.md)."""
+    """Turns that have ended, by lengths, times and digests, without text."""
 
     model: str
     block_tokens: Count

@@ -1,6 +1,6 @@
 """Connects this process to a Ray cluster, with its token and at the address where it listens.
 
-A Ray that asks for a token answers only clients that have it (docs/security.md).
+A Ray that asks for a token answers only clients that have it (docs/reference/security.md).
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md from the metrics that the code declares.
+"""Write the tables of docs/reference/metrics.md from the metrics that the code declares.
 
 python -m scripts.metrics_table          # rewrite them
 python -m scripts.metrics_table --check  # exit 1 if they are out of date
@@ -13,7 +13,7 @@ from deployments.table.engine_metrics import ENERGY, ENGINES, SCHEDULERS
 from deployments.table.metrics import ANSWERS, BUILD, COUNTER, TABLE, Described, Metrics, Row
 from deployments.table.tenant_metrics import TENANTS, TOKENS
 
-METRICS = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+METRICS = Path(__file__).resolve().parents[1] / "docs/reference/metrics.md"
 BEGIN = "<!-- metrics: begin -->\n"
 END = "<!-- metrics: end -->\n"
 

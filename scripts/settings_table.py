@@ -1,4 +1,4 @@
-"""Write the settings table of docs/settings.md, and docs/settings.schema.json, from the settings.
+"""Write the table and the schema of settings in docs/reference, from the settings.
 
 python scripts/settings_table.py          # rewrite both
 python scripts/settings_table.py --check  # exit 1 if one is out of date
@@ -26,7 +26,7 @@ from conserve.settings import (
 )
 from conserve.settings.expected import schema
 
-SETTINGS = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+SETTINGS = Path(__file__).resolve().parents[1] / "docs/reference/settings.md"
 SCHEMA = SETTINGS.with_name("settings.schema.json")
 BEGIN = "<!-- settings: begin -->\n"
 END = "<!-- settings: end -->\n"

@@ -197,8 +197,8 @@ class Settings(Strict):
     )
     like: Literal["conserve_paper", "thunderagent", "mars", "agentserve", "nova"] | None = Field(
         default=None,
-        description="A paper's system, as near as ConServe has it: sets what docs/papers.md lists, "
-        "where it is not given. Unset: ConServe's own defaults.",
+        description="A paper's system, as near as ConServe has it: sets what docs/how/papers.md "
+        "lists, where it is not given. Unset: ConServe's own defaults.",
     )
     engine_scheduler: str = Field(
         default="vllm",

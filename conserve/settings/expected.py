@@ -121,7 +121,7 @@ def _instead(location: Sequence[int | str]) -> str:
         return f"did you mean {group}{'.' if group else ''}{near[0]}?"
     if group:
         return f"{group} has {_listed(list(_inner(node)), 'and')}"
-    return "docs/settings.md has all, and vLLM's engine arguments are given as engine.NAME"
+    return "docs/reference/settings.md has all; vLLM's engine arguments are given as engine.NAME"
 
 
 # --- The schema -----------------------------------------------------------------------------------

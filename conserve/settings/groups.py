@@ -184,7 +184,7 @@ class DiskSettings(Strict):
     path: str | None = Field(
         default=None,
         description="Folder on each node's own disk, for KV that outlives engines, servers and the "
-        "machine (docs/disk.md). It is not encrypted, and can be read back to text. Unset: none.",
+        "machine (docs/guides/disk.md). Not encrypted, and can be read back to text. Unset: none.",
     )
     size_gb: float = Field(
         default=100.0,

@@ -15,8 +15,8 @@ from conserve.settings.expected import expected_of, line_of
 _LONGEST_BYTES = 1 << 20
 _ROLES = ("prefillers", "decoders", "encoders")
 
-# The papers' systems, by the settings that differ from the defaults; `docs/papers.md` says what of
-# a paper these have. Given settings come before them.
+# The papers' systems, by the settings that differ from the defaults; `docs/how/papers.md` says what
+# of a paper these have. Given settings come before them.
 LIKE: dict[str, dict[str, Any]] = {
     "conserve_paper": {"placement": "conversation", "pausing": False},
     "thunderagent": {"prefillers": 0},

@@ -33,7 +33,7 @@ def check_ports(settings: Settings, has_router: bool = True) -> Iterator[Finding
         yield _port("lmcache.port", admin, "127.0.0.1", lmcache.http_port)
 
 
-_TO_SEE = "docs/metrics.md says more (ConServeCacheFindsNothing)"
+_TO_SEE = "docs/reference/metrics.md says more (ConServeCacheFindsNothing)"
 
 
 def _caches(settings: Settings) -> Iterator[Finding]:
@@ -101,8 +101,8 @@ _TO_DO = {
 def check_listeners(settings: Settings) -> list[Finding]:
     """Warn of what listens on more than loopback, though there is no other node to reach it.
 
-    Only visible processes count (docs/security.md). The address that the setting `host` asks for is
-    left out.
+    Only visible processes count (docs/reference/security.md). The address that the setting `host`
+    asks for is left out.
     """
     open_to_others: dict[int, set[tuple[str, int]]] = {}
     for connection in _listening():

@@ -99,7 +99,7 @@ class Agent:
 
         Args:
             asked_for: ``ports``, ``setup``, ``limits``, ``kind``, ``image``, ``shared``: see
-                docs/environments.md.
+                docs/guides/environments.md.
 
         Raises:
             EnvironmentRefused: it cannot be had here; says why.

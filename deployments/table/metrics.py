@@ -2,7 +2,7 @@
 
 `Metrics` declares those that are counted as things happen. `TABLE` and `BUILD` declare those that
 are read from state at each scrape; `engine_metrics` has those of engines, `tenant_metrics` those of
-tenants. `python -m scripts.metrics_table` writes all of them into docs/metrics.md.
+tenants. `python -m scripts.metrics_table` writes all of them into docs/reference/metrics.md.
 """
 
 from collections import Counter as Counts
@@ -36,7 +36,7 @@ _WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
 
 class Described(NamedTuple):
-    """A metric as docs/metrics.md and dashboards name it."""
+    """A metric as docs/reference/metrics.md and dashboards name it."""
 
     name: str
     kind: str

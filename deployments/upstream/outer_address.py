@@ -2,7 +2,7 @@
 
 Ray 2.60 listens on every address of a machine, or on its outer one, and takes a loopback address
 for a node's only on Windows and macOS. ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0`` would do the same,
-but before Ray is imported, which ``serve run`` does first. See docs/security.md.
+but before Ray is imported, which ``serve run`` does first. See docs/reference/security.md.
 """
 
 import os

@@ -87,8 +87,8 @@ def require(patch: Patch) -> None:
     what = f"lacks {'; '.join(lacking)}" if lacking else "is another version"
     raise PatchError(
         f"patch {patch.name} is for {patch.package} {patch.versions}, and {patch.package} "
-        f"{version or '(not installed)'} {what}. Install the versions that docs/versions.md names"
-        + (f", or set {patch.without}" if patch.without else "")
+        f"{version or '(not installed)'} {what}. Install the versions that "
+        "docs/reference/versions.md names" + (f", or set {patch.without}" if patch.without else "")
     )
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/clients.md says what tests install and assert."""
+"""The table of docs/reference/clients.md says what tests install and assert."""
 
 import re
 
@@ -7,7 +7,7 @@ from tests.checkout import ROOT
 
 
 def test_the_table_is_up_to_date() -> None:
-    text = (ROOT / "docs" / "clients.md").read_text()
+    text = (ROOT / "docs/reference/clients.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| `([^`]+)` \| ([^|]+) \|", text, re.MULTILINE)
     shown = {
         name: (version, api, set(re.findall(r"`([^`]+)`", ids))) for name, version, api, ids in rows

@@ -15,7 +15,7 @@ from conserve.identity import AGENT_HEADERS, PARENT_HEADERS, SOURCES
 from conserve.settings import load
 from tests.checkout import ROOT
 
-IDS = (ROOT / "docs" / "ids.md").read_text()
+IDS = (ROOT / "docs/reference/ids.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
@@ -40,11 +40,13 @@ def test_the_configuration_file_is_accepted() -> None:
 
 def test_the_file_of_settings_is_accepted(tmp_path: Path) -> None:
     """By `--config`, and by an editor that has the schema."""
-    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/settings.md").read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs/reference/settings.md").read_text(), re.DOTALL
+    )
     (tmp_path / "conserve.yaml").write_text(text)
     settings = load({"config": str(tmp_path / "conserve.yaml"), "decoders": "4"})
     assert (settings.decoders.replicas, settings.decoders.env) == (4, {"OMP_NUM_THREADS": "2"})
-    schema = json.loads((ROOT / "docs/settings.schema.json").read_text())
+    schema = json.loads((ROOT / "docs/reference/settings.schema.json").read_text())
     jsonschema.Draft7Validator(schema).validate(yaml.safe_load(text))
 
 
@@ -63,7 +65,7 @@ def test_every_command_of_make_exists() -> None:
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """Cells of a table of docs/ids.md, without its head."""
+    """Cells of a table of docs/reference/ids.md, without its head."""
     section = IDS.partition(f"\n{heading}\n")[2].split("\n#")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -56,7 +56,7 @@ class Client:
     """A client as it is.
 
     Attributes:
-        name: in the table of docs/clients.md.
+        name: in the table of docs/reference/clients.md.
         package: of which `version` is; its environment goes by the name of the requirements.
         requirements: the file of exact versions; None where it is one of ConServe's own.
         api: the path that it asks for answers.

@@ -159,7 +159,7 @@ def test_the_example_of_the_docs_works(
     application: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (example,) = re.findall(
-        r"```python\n(.*?)```", (CHECKOUT / "docs" / "environments.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```", (CHECKOUT / "docs/guides/environments.md").read_text(), re.DOTALL
     )
     exec(example, {})
     assert capsys.readouterr().out == "note.txt\nhello\n"

@@ -238,5 +238,5 @@ def test_tokens_are_those_of_parsers_in_the_table_and_the_page_names_every_one()
     reasoning = {name for one in every for name in (one.reasoning, one.on_request) if name}
     assert set(TOOL_TOKENS) <= tools
     assert set(REASONING_TOKENS) <= reasoning
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs/reference/models.md").read_text()
     assert [name for name in sorted(tools | reasoning) if f"`{name}`" not in page] == []

@@ -158,8 +158,8 @@ def test_a_name_that_is_none_is_one_line_with_the_one_that_is(name: str, tmp_pat
         ),
         (
             "zzz=1",
-            "zzz: no such setting; docs/settings.md has all, and vLLM's engine arguments are given "
-            "as engine.NAME",
+            "zzz: no such setting; docs/reference/settings.md has all; vLLM's engine arguments are "
+            "given as engine.NAME",
         ),
         ("engine.model=x", "engine.model cannot be set: use `model`"),
         ("decoders", "'decoders' is not a setting; write name=value."),

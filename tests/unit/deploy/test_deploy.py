@@ -1,4 +1,4 @@
-"""The files of deploy/ fit their schemas, the settings, docs/security.md and each other."""
+"""The files of deploy/ fit their schemas, the settings, the page on security and each other."""
 
 import json
 import lzma
@@ -141,7 +141,7 @@ def test_pods_are_a_users_without_privileges_and_have_what_they_name(objects: Js
             assert {"tmp"} <= mounted <= {one["name"] for one in pod["volumes"]}
     assert all(f"PersistentVolumeClaim {one}" in objects for one in within(objects, "claimName"))
     secrets = {one["name"] for one in within(objects, "credentials", "secretKeyRef")}
-    made = re.findall(r"create secret \w+ (\S+) ", (ROOT / "docs" / "kubernetes.md").read_text())
+    made = re.findall(r"create secret \w+ (\S+) ", (ROOT / "docs/guides/kubernetes.md").read_text())
     assert secrets | {*within(objects, "secretName")} == {*made}
     assert not any(one.startswith("Secret ") for one in objects)
 
@@ -204,7 +204,7 @@ def test_systemd_accepts_the_unit_and_scores_it_as_the_docs_say(tmp_path: Path) 
     assert analyzed(UNIT, "verify") == ""
     assert "KillMod" in analyzed(UNIT.replace("KillMode", "KillMod"), "verify")
     (score,) = re.findall(r"level .*: ([\d.]+)", analyzed(UNIT, "security --offline=true"))
-    assert f"**{score}**" in (ROOT / "docs" / "services.md").read_text()
+    assert f"**{score}**" in (ROOT / "docs/guides/services.md").read_text()
 
 
 def test_the_unit_and_compose_drain_on_loopback_and_mount_what_is_there() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.unit.hetero.plan_table import table
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "hardware.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs/hardware.md"
 
 
 def test_the_table_in_the_docs_is_what_is_planned() -> None:

@@ -69,7 +69,7 @@ def test_counters_are_asked_for_by_their_growth() -> None:
 
 
 def test_each_alert_says_what_to_do_and_where_it_is_described() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs/reference/metrics.md").read_text()
     anchors = {
         re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
         for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)

@@ -148,7 +148,7 @@ def test_caches_that_find_nothing_are_told_where_the_application_runs() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         settings = load({"port": server.server_port, "lmcache": {"port": 0}})
         first, second = about("cache", check_ports(settings))
-        assert first.startswith("warning cache: 0: not found. To do: docs/metrics.md")
+        assert first.startswith("warning cache: 0: not found. To do: docs/reference/metrics.md")
         assert second == "ok      cache: 1 finds prompts that come again"
         assert about("cache", check_ports(settings, has_router=False)) == []
         server.shutdown()
