@@ -24,6 +24,7 @@ CLIENTS := .clients
 CLIENT_VERSIONS := tests/acceptance/clients/requirements
 LIBRARIES := $(patsubst %,$(CLIENTS)/%/.installed,openai-agents langgraph)
 PEERS := $(CLIENTS)/vllm-router/.installed
+PAGES := $(CLIENTS)/mkdocs/.installed
 TORCHVISION := $(CLIENTS)/torchvision/.installed
 PROGRAMS := $(patsubst %,$(CLIENTS)/%/.installed,aider claude-code codex mini-swe-agent opencode)
 # Of `make test-fuzz`: how many requests, and which; every run prints both.
@@ -37,7 +38,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo serve test test-unit test-engines lint lines format bench \
 	bench-overhead bench-scale experiment test-agents \
-	check-upstream hashes image release test-autoscaler test-cancelling test-chaos test-clients \
+	check-upstream docs hashes image release test-autoscaler test-cancelling test-chaos test-clients \
 	test-all test-compatibility test-cpus test-dashboard test-fuzz test-gpu test-gpu-here test-image test-long test-metrics test-models test-next \
 	test-peers \
 	test-vision test-wheel test-cluster clean
@@ -185,6 +186,10 @@ bench-scale: $(INSTALLED) ## Simulate other systems' rules at the papers' scale 
 experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a measurement of experiments/ (NAME=table ARGS='--rounds 5'; without NAME: list them)
 	@$(BIN)/python -m experiments$(if $(NAME),.$(NAME)) $(if $(DATA),--data '$(DATA)') $(ARGS)
 
+docs: $(PAGES) ## Build the pages into out/docs, and fail where a link leads nowhere (a minute)
+	@NO_MKDOCS_2_WARNING=1 $(CLIENTS)/mkdocs/bin/mkdocs build --strict --quiet
+	@echo "conserve: the pages are in out/docs/index.html"
+
 hashes: $(INSTALLED) ## Write the pinned packages' hashes, as the index has them (uv has to be installed; a minute)
 	@$(BIN)/python -m scripts.pin_hashes
 
@@ -261,6 +266,9 @@ $(CLIENTS)/%/.installed: $(CLIENT_VERSIONS)/%.txt | $(BIN)/python
 	$(install_python_client)
 
 $(CLIENTS)/%/.installed: conserve_lab/peers/%.txt | $(BIN)/python
+	$(install_python_client)
+
+$(CLIENTS)/%/.installed: scripts/pages/%.txt | $(BIN)/python
 	$(install_python_client)
 
 # Its Python files alone, for a process's path. Its native libraries may be for another torch, and

@@ -59,7 +59,7 @@ def check_tiers(settings: Settings, nodes: Sequence[NodeOffer]) -> list[Finding]
         else:
             there = inventory(nodes).replace("\n", "; ")
             seen = f"{role}: no node is of {what}; there are: {there}"
-            to_do = f"start such a node (docs/guides/cluster.md, Tiers), or set another {role}.tier"
+            to_do = f"start such a node (docs/reference/cluster.md), or set another {role}.tier"
             findings.append(wrong("tier", seen, to_do))
     return findings
 

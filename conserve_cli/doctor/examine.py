@@ -56,7 +56,7 @@ def _token(address: str) -> list[Finding]:
     )
     to_do = (
         "start Ray with RAY_AUTH_MODE=token, and the same ~/.ray/auth_token on every node "
-        "(docs/guides/cluster.md, A token for Ray)"
+        "(docs/reference/cluster.md, A token for Ray)"
     )
     return [warning("token", seen, to_do)] if asked == "OK" else []
 

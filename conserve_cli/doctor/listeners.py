@@ -101,8 +101,7 @@ _TO_DO = {
 def check_listeners(settings: Settings) -> list[Finding]:
     """Warn of what listens on more than loopback, though there is no other node to reach it.
 
-    Only visible processes count (docs/reference/security.md). The address that the setting `host`
-    asks for is left out.
+    Only visible processes count (docs/reference/security.md), and not what `host` asks for.
     """
     open_to_others: dict[int, set[tuple[str, int]]] = {}
     for connection in _listening():

@@ -29,7 +29,7 @@ def show_stages(source: str, tbt_bound_s: float, out: Path | None) -> None:
         refuse(
             f"profile {profile.name} has no stages: the times of encode, prefill and decode beside "
             "each other, by SMs; measure them on its GPU: conserve profile, as "
-            "docs/guides/capacity.md describes (Stages on one GPU)"
+            "docs/how/capacity.md describes (Stages on one GPU)"
         )
     plan = plan_stages(curves, tbt_bound_s)
     shares = _table(f"SMs of decodes, of {curves.sms}", "beside", "S*", "S_min", "d")

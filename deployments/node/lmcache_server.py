@@ -1,7 +1,7 @@
 """Runs a node's LMCache server, and keeps it up.
 
 On several nodes, a server that lacks KV reads it out of another's memory (LMCache's peer-to-peer
-mode, over NIXL; docs/guides/cluster.md).
+mode, over NIXL; docs/reference/cluster.md).
 """
 
 import asyncio

@@ -246,7 +246,7 @@ def _kinds(request: Request) -> tuple[str, ...]:
     return kinds
 
 
-# --- The dashboard (docs/guides/dashboard.md) -----------------------------------------------------
+# --- The dashboard (docs/reference/dashboard.md) --------------------------------------------------
 
 DASHBOARD = "/dashboard"
 _FOLDER = Path(__file__).with_name("page")

@@ -16,6 +16,7 @@ from conserve.settings import load
 from tests.checkout import ROOT
 
 IDS = (ROOT / "docs/reference/ids.md").read_text()
+SETTINGS = ROOT / "docs/reference/settings.md"
 README = (ROOT / "README.md").read_text()
 
 
@@ -40,13 +41,11 @@ def test_the_configuration_file_is_accepted() -> None:
 
 def test_the_file_of_settings_is_accepted(tmp_path: Path) -> None:
     """By `--config`, and by an editor that has the schema."""
-    (text,) = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "docs/reference/settings.md").read_text(), re.DOTALL
-    )
+    (text,) = re.findall(r"```yaml\n(.*?)```", SETTINGS.read_text(), re.DOTALL)
     (tmp_path / "conserve.yaml").write_text(text)
     settings = load({"config": str(tmp_path / "conserve.yaml"), "decoders": "4"})
     assert (settings.decoders.replicas, settings.decoders.env) == (4, {"OMP_NUM_THREADS": "2"})
-    schema = json.loads((ROOT / "docs/reference/settings.schema.json").read_text())
+    schema = json.loads(SETTINGS.with_name("settings.schema.json").read_text())
     jsonschema.Draft7Validator(schema).validate(yaml.safe_load(text))
 
 
