@@ -20,7 +20,7 @@ SNAPSHOT_TOKENS = 3272
 # LMCache's server looks each second: full to four fifths, it drops this share of what it holds.
 EVICTED_SHARE = 0.1
 KEPT_SHARE = 0.8 * (1 - EVICTED_SHARE)
-# Host memory for parked conversations, relative to a decoder's KV (docs/how/scheduling.md).
+# Host memory for parked conversations, relative to a decoder's KV (docs/lab/pausing.md).
 _PARKED = 1.5
 # LMCache's own page size, and the least one where servers share memory. There NIXL describes every
 # page to every server, so the number of pages is bounded. A chunk takes whole pages.

@@ -76,7 +76,7 @@ class Pausing:
 
     While turns run, a new prompt takes the room only of histories that are *away* (unlikely to be
     back soon, or lost to their engine) or parked. Taking others' room makes more be computed again
-    than is gained (docs/how/scheduling.md). Unlike in ThunderAgent (equation 7), idle time is not
+    than is gained (docs/lab/pausing.md). Unlike in ThunderAgent (equation 7), idle time is not
     discounted before a pause, and only as many are paused as necessary: a pause by itself costs
     nothing.
 

@@ -82,7 +82,7 @@ def collocated(options: Options) -> PeerPlan:
     elsewhere, and the paper's chunked prefill: ``max_num_batched_tokens`` is the largest chunk
     whose iteration takes at most five times an unloaded decode step. The paper found 2,944 tokens
     for Qwen3-0.6B on an A40, which is the default on GPUs. The default on CPUs, 512, was measured
-    with the embedded model (docs/lab/benchmarks.md). ``python -m conserve_lab.peers chunk``
+    with the embedded model (docs/lab/peers.md). ``python -m conserve_lab.peers chunk``
     measures a chunk; give it as ``chunk_tokens``.
     """
     chunk_tokens = options.chunk_tokens or (GPU_CHUNK_TOKENS if options.gpu else CPU_CHUNK_TOKENS)

@@ -1,7 +1,7 @@
 """The router: each replica listens for itself, and passes engines' bytes on as they come.
 
 Measured on two cores with 8 clients, a warm turn of 64 tokens takes 1.05 times as long through it
-as without it, and 1.5 times through Serve's own proxy; see docs/lab/benchmarks.md.
+as without it, and 1.5 times through Serve's own proxy; see docs/lab/overhead.md.
 """
 
 import asyncio
