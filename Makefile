@@ -188,7 +188,8 @@ experiment: $(INSTALLED) $(if $(filter sessions,$(NAME)),$(PEERS)) ## Run a meas
 
 docs: $(PAGES) ## Build the pages into out/docs, and fail where a link leads nowhere (a minute)
 	@NO_MKDOCS_2_WARNING=1 $(CLIENTS)/mkdocs/bin/mkdocs build --strict --quiet
-	@echo "conserve: the pages are in out/docs/index.html"
+	@echo "conserve: the pages are in out/docs; to read them with search:" \
+		"python3 -m http.server --bind 127.0.0.1 -d out/docs 8080"
 
 hashes: $(INSTALLED) ## Write the pinned packages' hashes, as the index has them (uv has to be installed; a minute)
 	@$(BIN)/python -m scripts.pin_hashes
