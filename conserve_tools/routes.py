@@ -172,9 +172,9 @@ class EnvironmentPaths:
 _OPERATIONS = """
 post /v1/conversations/{id}/environments createEnvironment EnvironmentAsked>Environment 409 429 \
 501 | Make an environment for tools, if the setting environments.enabled allows it
-get /v1/conversations/{id}/environments listEnvironments Environments | The conversation's own
+get /v1/conversations/{id}/environments listEnvironments Environments | A conversation's own
 get /v1/conversations/{id}/environments/{env} getEnvironment Environment | One environment
-delete /v1/conversations/{id}/environments/{env} removeEnvironment EnvironmentRemoved | Give it up
+delete /v1/conversations/{id}/environments/{env} removeEnvironment EnvironmentRemoved | Remove one
 post /v1/conversations/{id}/environments/{env}/run runCommand CommandAsked>CommandDone 409 429 \
 501 | Run a command in an environment
 """

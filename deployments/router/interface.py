@@ -204,37 +204,37 @@ post /v1/messages/count_tokens countTokens TokenCount | Tokens that a turn's pro
 post /v1/responses createResponse Response | A turn, by OpenAI's Responses API
 post /v1/responses/input_tokens countInputTokens InputTokens | Tokens of a response's prompt
 get /v1/responses/{id} getResponse Response 400 | A response that a decoder keeps
-get /v1/responses/{id}/input_items?items?item?order listInputItems InputItems 400 | Its input, the \
-newest item first
-delete /v1/responses/{id} deleteResponse ResponseDeleted | Have a response forgotten
-post /v1/responses/{id}/cancel cancelResponse Response 400 408 413 415 | Cancel one; none can be
+get /v1/responses/{id}/input_items?items?item?order listInputItems InputItems 400 | A response's \
+input, the newest item first
+delete /v1/responses/{id} deleteResponse ResponseDeleted | Forget a response
+post /v1/responses/{id}/cancel cancelResponse Response 400 408 413 415 | Always refused
 post /tokenize tokenize Tokens | Tokens of a text or of messages, as an engine has them
 post /detokenize detokenize Text | Text of tokens, as an engine has it
 get /v1/models listModels Models,AnthropicModels | The model served
 get /v1/models/{model} getModel Model,AnthropicModel | One model
-get /v1/conversations?limit listConversations Conversations 400 | Live ones, those used last first
+get /v1/conversations?limit listConversations Conversations 400 | Conversations, last used first
 get /v1/conversations/{id} getConversation Conversation | One conversation
 delete /v1/conversations/{id} endConversation ConversationEnded | End a conversation
 post /v1/conversations/{id}/tools reportTool ToolReport>ToolsRunning | Say that a tool runs or ended
 get /v1/cache?minutes getCache Cache 400 | Why prompt tokens were computed, by cause and client
 get /v1/recording?after getRecording Recording 400 | Turns that have ended, without text
-get /v1/engines listEngines Engines | Prefillers and decoders
+get /v1/engines listEngines Engines | Engines, the KV that they hold, and their work
 post /v1/engines/{id}/drain drainEngine EngineDraining 409 415 | Give an engine nothing new, and \
 have its conversations move between their turns
-get /v1/events?after?kind?of?tenant listenToEvents text/event-stream 400 429 | What happens from \
-now on, or has happened since; it has no end
-get /dashboard getDashboard text/html | A page that shows all of this as it happens
-get /dashboard/{file} getDashboardFile text/javascript,text/css | A part of that page
+get /v1/events?after?kind?of?tenant listenToEvents text/event-stream 400 429 | Events as they \
+happen, or since one; the stream has no end
+get /dashboard getDashboard text/html | A page that shows conversations and engines
+get /dashboard/{file} getDashboardFile text/javascript,text/css | A part of the dashboard
 post /programs/release releaseProgram ReleaseAsked>ProgramReleased | End a conversation, by its id \
 as a program
 get /health getHealth Health | Whether a prefiller and a decoder can serve
-get /live getLive Live | That this router's process answers
+get /live getLive Live | Say that this router's process answers
 get /ready getReady Readiness | Whether this router can serve turns now
-get /-/healthz getHealthz text/plain | The same in Ray Serve's words: `success`, or why not
-get /version getVersion Versions | What is installed, and the model
+get /-/healthz getHealthz text/plain | `/ready` in Ray Serve's words: `success`, or why not
+get /version getVersion Versions | Versions of what is installed, and the model
 get /metrics getMetrics text/plain | Prometheus metrics
 get /metrics/targets listMetricsTargets TargetsList | Addresses of metrics, for `http_sd_configs`
-get /openapi.json getOpenapi Document | This document
+get /openapi.json getOpenapi Document | These paths and their schemas, in OpenAPI 3.1
 """
 # Answers with 503 that are no errors: there is nothing that can serve.
 _UNAVAILABLE = {"/health": "Health,Error", "/ready": "Readiness", "/-/healthz": "text/plain"}

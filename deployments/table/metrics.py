@@ -2,7 +2,7 @@
 
 `Metrics` declares those that are counted as things happen. `TABLE` and `BUILD` declare those that
 are read from state at each scrape; `engine_metrics` has those of engines, `tenant_metrics` those of
-tenants. `python -m scripts.metrics_table` writes all of them into docs/reference/metrics.md.
+tenants. `python -m scripts.reference` writes all of them into docs/reference/metrics.md.
 """
 
 from collections import Counter as Counts

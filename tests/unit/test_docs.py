@@ -3,20 +3,20 @@
 import ast
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import yaml
 
+from conserve.events import KINDS
 from conserve.hints import NAMES
 from conserve.identity import AGENT_HEADERS, PARENT_HEADERS, SOURCES
 from conserve.settings import load
+from scripts.reference import errors_made, wanted
 from tests.checkout import ROOT
 
-IDS = (ROOT / "docs/reference/ids.md").read_text()
-SETTINGS = ROOT / "docs/reference/settings.md"
+REFERENCE = ROOT / "docs/reference"
+SETTINGS = REFERENCE / "settings.md"
 README = (ROOT / "README.md").read_text()
 
 
@@ -24,10 +24,9 @@ def _blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_settings_table_is_up_to_date() -> None:
-    """`python -m scripts.settings_table` rewrites it."""
-    command = [sys.executable, "-m", "scripts.settings_table", "--check"]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+def test_the_reference_is_up_to_date() -> None:
+    """`python -m scripts.reference` rewrites it."""
+    assert [file.name for file, text in wanted().items() if file.read_text() != text] == []
 
 
 def test_the_configuration_file_is_accepted() -> None:
@@ -63,9 +62,9 @@ def test_every_command_of_make_exists() -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
 
 
-def _rows(heading: str) -> list[list[str]]:
-    """Cells of a table of docs/reference/ids.md, without its head."""
-    section = IDS.partition(f"\n{heading}\n")[2].split("\n#")[0]
+def _rows(heading: str, page: str = "ids.md") -> list[list[str]]:
+    """Cells of a table of docs/reference, without its head."""
+    section = (REFERENCE / page).read_text().partition(f"{heading}\n")[2].split("\n#")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -89,3 +88,15 @@ def test_every_name_of_a_hint_is_in_the_docs_in_order() -> None:
     ]
     meanings = [row[0].partition("`")[0] for row in rows if row[0]]
     assert meanings == list(dict.fromkeys(name.meaning for name in NAMES))
+
+
+def test_every_kind_of_event_is_in_the_docs() -> None:
+    kinds = [kind for row in _rows("# Events", "events.md") for kind in re.findall(r"\w+", row[0])]
+    assert sorted(kinds) == sorted(KINDS)
+
+
+def test_every_error_is_in_the_docs_with_when_to_try_again() -> None:
+    rows = _rows("## Codes", "errors.md")
+    listed = {(row[0], row[1]): set(re.findall(r"\w+", row[2])) for row in rows}
+    assert listed == errors_made()
+    assert len(listed) == len(rows)
