@@ -9,6 +9,7 @@ A comment right before a fenced block says it, and is written in the page's Mark
 | `<!-- gpu -->`, `<!-- gpu serve -->` | the same, where there is a stand-in for an H100 |
 | `<!-- 4 gpus -->`, `<!-- 4 gpus serve -->` | the same, with four of them |
 | `<!-- file: NAME -->` | is written to this file, before any other block runs |
+| `<!-- client: NAME -->` | is run by that client's test, in `tests/acceptance/clients` |
 | `<!-- not run: REASON -->` | is left out, and is listed in `not_run.toml` |
 """
 
@@ -103,7 +104,7 @@ def complaints(page: Sequence[Block], listed: Sequence[str]) -> Iterator[str]:
 def _wrong(block: Block, listed: Sequence[str]) -> str | None:
     if block.language not in (*RUNNABLE, *_OTHERS):
         return f"`{block.language}` is no language of a block: commands are `sh`, output is `text`"
-    if block.file is not None:
+    if block.file is not None or block.how.startswith("client: "):
         return None
     if block.language not in RUNNABLE:
         return f"only `sh` and `python` run, not `{block.language}`" if block.how else None
