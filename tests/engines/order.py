@@ -13,7 +13,7 @@ def arrange(items: list[pytest.Item]) -> None:
     """Mark the tests on engines, and sort all tests so that each application starts once.
 
     Those that start Ray or engines by themselves, or use an application that is not among `QUICK`,
-    are marked as left out of `make test`.
+    are marked as left out of `make test`, unless they are marked as quick.
 
     First come tests that need no engine; then those of one application after the other; then
     those that need the machine for themselves.
@@ -41,7 +41,9 @@ def _is_on_engines(item: pytest.Item) -> bool:
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    return "application" in _fixtures(item) and wanted(item)[0] in QUICK
+    if "application" in _fixtures(item):
+        return wanted(item)[0] in QUICK
+    return item.get_closest_marker("quick") is not None
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

@@ -4,7 +4,9 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import re
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tests.acceptance.clients.clients import Client, Place, environment
+from tests.acceptance.clients.clients import Client, Place
 from tests.acceptance.clients.recorder import Exchange, Recorder
 from tests.acceptance.clients.scripts import MARKER_FILE, SCRIPTS, WRITTEN
 from tests.engines.applications import URL
@@ -104,20 +106,20 @@ async def work(client: Client, place: Place) -> None:
     """Run a client's process to its end; fails unless that is well and its marker is there."""
     place.home.mkdir()
     place.work.mkdir()
-    start = client.started(place)
     process = await asyncio.create_subprocess_exec(
-        *start.command,
+        *client.command(place),
         cwd=place.work,
-        env=environment(place, start),
+        env=client.all_environment(place),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         printed, _ = await asyncio.wait_for(process.communicate(), _LONGEST_S)
     finally:
         if process.returncode is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     assert process.returncode == 0, printed.decode(errors="replace")
     marker = place.work / MARKER_FILE

@@ -17,6 +17,8 @@ ASIDE = "Noted."
 # What the scripts leave, in the folder that a client works in.
 MARKER_FILE = "marker.txt"
 WRITTEN = "begun\ndone\n"
+# What docs/guides/agents.md has clients do.
+TASK = f"Write two lines to {MARKER_FILE}, one after the other."
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Script:
 
 def task(script: str, run: str) -> str:
     """A task that plays a script; ``run`` tells it from other runs' in every cache."""
-    return f"SCRIPT:{script} Run {run}. Write two lines to {MARKER_FILE}, one after the other."
+    return f"SCRIPT:{script} Run {run}. {TASK}"
 
 
 def answer_to(prompt: str) -> str:
