@@ -1,16 +1,17 @@
 """`conserve plan --from` checks the simulator against a recording, and plans for it."""
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from autoscale.capacity.profile import Profile, load_profile
-from conserve_lab.cli.own_traffic import Recorded
+from conserve_lab.cli.own_traffic import Recorded, export_weka
 from conserve_lab.cli.plan import cli
 from conserve_lab.workloads.recorded import recorded_sessions
 from conserve_lab.workloads.recordings import RecordingFile
-from tests.unit.conserve_lab.workloads.test_recordings import page, prompt, turn
+from tests.unit.conserve_lab.workloads.test_recordings import SYSTEM, page, prompt, turn, written
 
 
 def a_recording(path: Path, profile: str | None = "cpu-embedded") -> Path:
@@ -83,11 +84,10 @@ def test_sessions_are_exported_as_aiperf_reads_them(tmp_path: Path) -> None:
     exported = [read() for read in recorded_sessions(out / "weka").values()]
     assert {one.name for one in exported} == own.keys()
     for session in exported:
-        of = own[session.name]
+        sub, of = session.sub_agents[0], own[session.name]
         for calls, others in (
-            (session.calls, of.calls),
-            (session.sub_agents[0].session.calls, of.sub_agents[0].session.calls),
-        ):
+            (session.calls, of.calls), (sub.session.calls, of.sub_agents[0].session.calls),
+        ):  # fmt: skip
             assert [
                 (one.started_s, one.took_s, one.prompt_tokens, one.output_tokens, one.kept_blocks,
                  len(one.new_blocks), one.head_blocks, one.effective, one.tool)
@@ -95,10 +95,24 @@ def test_sessions_are_exported_as_aiperf_reads_them(tmp_path: Path) -> None:
             ] == [
                 (pytest.approx(one.started_s, abs=0.001), one.took_s, one.prompt_tokens,
                  one.output_tokens, one.kept_blocks, len(one.new_blocks), one.head_blocks,
-                 one.effective, one.tool)
+                 one.effective, one.tool and "?")
                 for one in others
             ]  # fmt: skip
-        assert session.sub_agents[0].after == 0
+        assert (sub.after, sub.started_s, sub.ended_s) == pytest.approx((0, 1.2, 2.2))
+
+
+def test_what_aiperf_does_not_know_is_not_exported(tmp_path: Path) -> None:
+    """AIPerf 0.13 refuses a field that it does not know, and sub-agents of sub-agents."""
+    path, child = tmp_path / "r", turn(102.0, prompt(300, 1), "b", parent="a")
+    written(path, turn(99.0, SYSTEM), child, turn(103.0, prompt(300, 2), "c", parent="b"))
+    export_weka(Recorded(path, skip_bad=False), tmp_path / "weka")
+    (file,) = (tmp_path / "weka").iterdir()
+    call, *subs = json.loads(file.read_text())["requests"]
+    fields = {"t", "type", "model", "in", "out", "hash_ids", "stop", "api_time"}
+    of_agent = {"t", "type", "agent_id", "subagent_type", "duration_ms", "status", "requests"}
+    assert [call["t"], *(one["t"] for sub in subs for one in sub["requests"])] == [0.0, 3.0, 4.0]
+    assert call.keys() == subs[0]["requests"][0].keys() == fields
+    assert subs[0].keys() == subs[1].keys() == of_agent | {"models", "system_tokens"}
 
 
 @pytest.mark.parametrize(
