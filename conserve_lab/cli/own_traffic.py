@@ -106,7 +106,7 @@ class Recorded:
             "block_tokens": _CPU_TOKENS if on_cpu else _BLOCK_TOKENS,
             "handoff_chunk_tokens": _CPU_TOKENS if on_cpu else _CHUNK_TOKENS,
         }
-        host_tokens = max((tokens for *_, tokens in self.head.engines), default=0)
+        host_tokens = self.head.nodes * max((tokens for *_, tokens in self.head.engines), default=0)
         parking = _PARKING.get(self.head.placement, f"{name}_parking")
         if self.head.parks and host_tokens and parking in NAMES:
             name, options["host_tokens"] = parking, host_tokens

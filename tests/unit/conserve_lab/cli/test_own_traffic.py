@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from autoscale.capacity.profile import Profile, load_profile
+from conserve_lab.cli import own_traffic
 from conserve_lab.cli.own_traffic import Recorded, export_weka
 from conserve_lab.cli.plan import cli
+from conserve_lab.simulate.system import SimulationError
 from conserve_lab.workloads.recorded import recorded_sessions
 from conserve_lab.workloads.recordings import RecordingFile
 from tests.unit.conserve_lab.workloads.test_recordings import SYSTEM, page, prompt, turn, written
@@ -29,7 +32,7 @@ def a_recording(path: Path, profile: str | None = "cpu-embedded") -> Path:
     file, told = RecordingFile(path, 10**7), page(*sorted(turns, key=lambda one: one["at"]))
     told["model"], told["deployment"]["profile"] = "conserve-embedded", profile
     engines = [[role, True, 50_000, 100_000] for role in ("prefiller", "decoder")]
-    told["deployment"]["engines"] = [*engines, engines[1]]
+    told["deployment"] |= {"engines": [*engines, engines[1]], "nodes": 2}
     file.write(told)
     file.close()
     return path
@@ -63,6 +66,17 @@ def test_the_simulator_is_compared_with_what_was_recorded(tmp_path: Path) -> Non
     assert {one.name for one in out.iterdir()} == {
         f"own-{metric}.{kind}" for metric in ("ttft", "ttfet") for kind in ("png", "svg")
     }
+
+
+def test_every_node_has_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, make_system = a_recording(tmp_path / "r"), Mock(side_effect=SimulationError)
+    monkeypatch.setattr(own_traffic, "make_system", make_system)
+    for nodes in (2, 1):
+        with pytest.raises(SimulationError):
+            Recorded(path, skip_bad=False).simulated(load_profile("cpu-embedded"), 1, 2)
+        assert make_system.call_args.kwargs["host_tokens"] == nodes * 100_000
+        # Older recordings do not say how many nodes there were.
+        path.write_text(path.read_text().replace(',"nodes":2', ""))
 
 
 def test_more_engines_are_no_slower_and_a_faster_profile_is_faster(tmp_path: Path) -> None:
