@@ -50,12 +50,14 @@ class Spent(msgspec.Struct):
 
     Attributes:
         seconds: of their prefills, as far as engines measured them.
+        joules: of these seconds, estimated; 0: not known.
         example, where: its conversation, scoped to its tenant, and where its prefix broke.
     """
 
     turns: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    joules: float = 0.0
     example: str = ""
     where: str | None = None
 
@@ -63,6 +65,7 @@ class Spent(msgspec.Struct):
         self.turns += sign * other.turns
         self.tokens += sign * other.tokens
         self.seconds += sign * other.seconds
+        self.joules += sign * other.joules
         if other.example and (sign > 0 or self.example == other.example):
             self.example, self.where = (other.example, other.where) if sign > 0 else ("", None)
 
@@ -94,13 +97,14 @@ class CacheAccount:
         key = Key(cause, stats.client or UNKNOWN, identity.tenant_of(history_id))
         broke = None if stats.broken is None else where(stats.broken)
         token_s = ((stats.engine_prefill_s or 0.0) + (stats.prefiller_s or 0.0)) / tokens
+        token_j = stats.prefill_j / tokens
         gone = stats.had_tokens and cause in ("evicted", "paused", "moved", "lost")
         if gone and (new := stats.prompt_tokens - stats.had_tokens) > 0:
-            appended = Spent(1, new, new * token_s, conversation_id)
+            appended = Spent(1, new, new * token_s, new * token_j, conversation_id)
             self._count(_Counted(minute, key._replace(cause="append"), appended))
             tokens -= new
-        counted = _Counted(minute, key, Spent(1, tokens, tokens * token_s, conversation_id, broke))
-        self._count(counted)
+        spent = Spent(1, tokens, tokens * token_s, tokens * token_j, conversation_id, broke)
+        self._count(counted := _Counted(minute, key, spent))
         for whose in (conversation_id, stats.client and (key.tenant, stats.client)):
             if whose is not None and cause != "first":
                 self._follow(whose, counted, stats)

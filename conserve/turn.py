@@ -106,6 +106,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         beginning_s: how long it waited for another prompt's prefill that has its beginning.
         rejoined: whether its client has sent it again, since its router was lost.
         remote_prefill_s: from its beginning to the end of its remote prefill; None: it has none.
+        prefill_j: estimated energy of its prefills (`hetero.energy`); 0: not known.
         why: the reasons for its wait, if it was slow and any are known.
     """
 
@@ -164,6 +165,7 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
     room_why: str = "room"
     beginning_s: float = 0.0
     remote_prefill_s: float | None = None
+    prefill_j: float = 0.0
     rejoined: bool = False
     why: str | None = None
 

@@ -394,12 +394,15 @@ def conversations_table(conversations: Sequence[Json]) -> RenderableType:
 def cache_tables(answer: Json) -> RenderableType:
     """Return computed tokens by cause, what to do about each, and tokens by client and tenant."""
     causes, table = answer["causes"], Table("cause")
-    for column in ("tokens", "share", "seconds", "turns"):
+    metered = any(one.get("joules") for one in causes)
+    for column in ("tokens", "share", "seconds", *["joules"] * metered, "turns"):
         table.add_column(column, justify="right")
     table.add_column("example", overflow="fold")
     for one in causes:
         example = ", ".join(one[name] for name in ("tenant", "example", "where") if name in one)
         cells = [one["name"], f"{one['tokens']:,}", f"{one['share']:.1%}", f"{one['seconds']:.1f}"]
+        if metered:
+            cells.append("" if one["joules"] is None else f"{one['joules']:,.0f}")
         table.add_row(*cells, f"{one['turns']:,}", Text(example))
     lines = _reasons("What to do:", [(one["name"], one["advice"]) for one in causes])
     names = {one["cause"]: one["name"] for one in causes}

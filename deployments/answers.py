@@ -294,6 +294,7 @@ class CacheCause(Answer):
     share: Annotated[float, Meta(ge=0, le=1, description="Of all that were computed.")]
     turns: Count
     seconds: Annotated[Positive, Meta(description="Of their prefills, as engines measured them.")]
+    joules: Annotated[Positive | None, Meta(description="By these seconds; null: not known.")]
     advice: Annotated[str, Meta(description="What to set, or to tell the client's author.")]
     example: Annotated[str | UnsetType, Meta(description="A turn's conversation.")] = UNSET
     tenant: Annotated[str | UnsetType, Meta(description="The example's.")] = UNSET

@@ -135,10 +135,21 @@ class EngineEnergy:
 
 @dataclass(slots=True)
 class MeteredEngine:
+    """An engine that reports its energy.
+
+    Attributes:
+        ran_j, ran_s: joules and seconds between reports, of those in which turns ran.
+        prefill_j, prefill_s: sums of prefills; the seconds of several at once are added up.
+    """
+
     role: str
     tier: str
     latest: EngineEnergy
     shares: BusyShare[TurnKey]
+    ran_j: float = 0.0
+    ran_s: float = 0.0
+    prefill_j: float = 0.0
+    prefill_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -188,9 +199,28 @@ class EnergyBook:
         self.joules[engine.role, engine.tier] += used_j
         self.tiers[engine.tier].joules += used_j
         taken: defaultdict[tuple[str, int], float] = defaultdict(float)
+        since_s = engine.shares.charged_s
         for turn, joules in engine.shares.charge(used_j, now_s).items():
             taken[turn.history_id, turn.incarnation] += joules
+        if taken:
+            engine.ran_j += used_j
+            engine.ran_s += now_s - since_s
         return dict(taken)
+
+    def prefilled(self, engine_id: str | None, took_s: float | None) -> float:
+        """Return joules of a prefill that has ended, by its seconds; 0: not known.
+
+        Its power is the engine's mean while turns ran, divided among prompts computed at once. All
+        prefills of an engine have at most what the engine used.
+        """
+        engine = self.engines.get(engine_id or "")
+        if engine is None or not took_s or not engine.ran_s:
+            return 0.0
+        engine.prefill_s += took_s
+        used_j = took_s * engine.ran_j / max(engine.ran_s, engine.prefill_s)
+        used_j = min(used_j, engine.ran_j - engine.prefill_j)
+        engine.prefill_j += used_j
+        return used_j
 
     def computed(self, engine_id: str, tokens: int) -> None:
         engine = self.engines.get(engine_id)
@@ -210,10 +240,12 @@ class EnergyBook:
         self._turns[turn] = engine_id
         engine.shares.start(turn, now_s)
 
-    def end(self, turn: TurnKey, now_s: float) -> None:
+    def end(self, turn: TurnKey, now_s: float) -> str | None:
+        """Note that a turn has ended; returns on which engine, if that reports."""
         engine_id = self._turns.pop(turn, None)
         if engine_id is not None and engine_id in self.engines:
             self.engines[engine_id].shares.stop(turn, now_s)
+        return engine_id
 
     def remove_engine(self, engine_id: str) -> None:
         """Forget a lost or leaving engine; the energy it used stays counted."""

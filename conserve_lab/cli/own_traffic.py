@@ -24,7 +24,7 @@ from conserve_lab.workloads import Workload, traces
 from conserve_lab.workloads.files import Skipped, recordings
 from conserve_lab.workloads.plan import WorkloadError
 from conserve_lab.workloads.recorded import recorded_sessions
-from conserve_lab.workloads.recordings import Head, read_turns
+from conserve_lab.workloads.recordings import read_turns
 
 _SYSTEMS = {"conversation": "conserve", "elastic": "elastic", "collocated": "collocated"}
 _PARKING = {"conversation": "parking"}
@@ -106,7 +106,7 @@ class Recorded:
             "block_tokens": _CPU_TOKENS if on_cpu else _BLOCK_TOKENS,
             "handoff_chunk_tokens": _CPU_TOKENS if on_cpu else _CHUNK_TOKENS,
         }
-        host_tokens = max((tokens for *_, tokens in self.head.engines), default=0)
+        host_tokens = self.head.nodes * max((tokens for *_, tokens in self.head.engines), default=0)
         parking = _PARKING.get(self.head.placement, f"{name}_parking")
         if self.head.parks and host_tokens and parking in NAMES:
             name, options["host_tokens"] = parking, host_tokens
@@ -184,18 +184,20 @@ def export_weka(recorded: Recorded, folder: Path) -> None:
     """Write each session as a file of its own, as AIPerf reads ``weka_trace``."""
     make_folder(folder)
     for session in (read() for read in recorded_sessions(recorded.file).values()):
-        (folder / f"{session.name}.json").write_text(json.dumps(_weka(session, recorded.head)))
+        about = {"id": session.name, "block_size": session.block_tokens, "hash_id_scope": "local"}
+        about |= _agent(session, recorded.head.model, {}, 0.0)
+        (folder / f"{session.name}.json").write_text(json.dumps(about))
     console.print(f"{recorded.sessions:,} sessions are in {escape(str(folder))}.", highlight=False)
 
 
-def _weka(session: traces.RecordedSession, head: Head) -> dict[str, Any]:
-    numbers: dict[int, int] = {}
-    about = {"id": session.name, "models": [head.model], "block_size": session.block_tokens}
-    return about | {"hash_id_scope": "local"} | _agent(session, numbers)
+def _agent(
+    session: traces.RecordedSession, model: str, numbers: dict[int, int], began_s: float
+) -> dict[str, Any]:
+    """Return an agent's records, timed from its session's start.
 
-
-def _agent(session: traces.RecordedSession, numbers: dict[int, int]) -> dict[str, Any]:
-    """Return an agent's records; a digest becomes a number that is the session's own."""
+    A digest becomes a number that is the session's own. AIPerf reads no sub-agents of sub-agents:
+    they stand behind the one that began them.
+    """
     made: list[dict[str, Any]] = []
     ids: list[int] = []
     for turn, call in enumerate(session.calls):
@@ -203,17 +205,23 @@ def _agent(session: traces.RecordedSession, numbers: dict[int, int]) -> dict[str
         ids = [*ids[: call.kept_blocks], *new]
         whole = len(ids) == call.prompt_tokens // session.block_tokens
         made.append({
-            "t": round(call.started_s, 3), "type": "n", "in": call.prompt_tokens,
-            "out": call.output_tokens, "hash_ids": ids if whole else [], "tool": call.tool or None,
+            "t": round(began_s + call.started_s, 3), "type": "n", "model": model,
+            "in": call.prompt_tokens, "out": call.output_tokens, "hash_ids": ids if whole else [],
             "stop": "end_turn" if call.effective else "tool_use",
             "api_time": round(call.took_s, 3),
         })  # fmt: skip
         for sub in (one for one in session.sub_agents if one.after == turn):
-            ended_s = sub.ended_s
+            at_s, ended_s = began_s + sub.started_s, sub.ended_s
+            found = _agent(sub.session, model, numbers, at_s)
+            calls = [one for one in found["requests"] if one["type"] == "n"]
             made.append({
-                "t": round(sub.started_s if ended_s is None else ended_s, 3), "type": "subagent",
-                "agent_id": sub.session.name, **_agent(sub.session, numbers),
+                **found, "t": round(at_s, 3), "type": "subagent", "agent_id": sub.session.name,
                 "duration_ms": None if ended_s is None else round((ended_s - sub.started_s) * 1e3),
+                "status": "async_launched" if ended_s is None else "completed",
+                "subagent_type": "agent", "requests": calls,
             })  # fmt: skip
-    tokens = session.begins[-1].tokens if session.begins else 0
-    return {"tool_tokens": 0, "system_tokens": tokens, "requests": made}
+            made += [one for one in found["requests"] if one["type"] != "n"]
+    # AIPerf reads what prompts begin with from the first one's blocks.
+    known = len(made[0]["hash_ids"]) * session.block_tokens
+    tokens = min(known, session.begins[-1].tokens) if session.begins else 0
+    return {"models": [model], "system_tokens": tokens, "requests": made}

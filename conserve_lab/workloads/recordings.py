@@ -111,6 +111,7 @@ class Head(msgspec.Struct):
     profile: str | None = None
     # Role, whether it hosts, tokens of KV space, tokens of its node's host memory.
     engines: list[tuple[str, bool, int, int]] = []
+    nodes: traces.Positive = 1
 
 
 class Turn(msgspec.Struct, kw_only=True):

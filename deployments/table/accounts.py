@@ -160,13 +160,14 @@ class Accounts:
 
     def turn_ends(self, turn: TurnKey, stats: TurnStats | None = None) -> None:
         """A turn has ended, however it did."""
-        self._energy.end(turn, time.monotonic())
+        engine_id = self._energy.end(turn, time.monotonic())
         self._costs.end(turn, stats, time.monotonic())
         # Without a record the turn began under a table that was lost.
         known = self._table.record(turn.turn_id) or TurnStats(unbound="unknown")
         if stats is not None:
             self._tenants.spent(identity.tenant_of(turn.history_id), stats)
             known.merge(stats)
+        known.prefill_j += self._energy.prefilled(engine_id, known.engine_prefill_s)
         self.cache.add(turn.history_id, known, unix_s())
         history = self._table.get(turn.history_id)
         self.recording.note(
@@ -204,6 +205,7 @@ class Accounts:
             return
         if record is not None:
             record.merge(done)
+            record.prefill_j = self._energy.prefilled(plan.prefiller_id, done.prefiller_s)
         self._tenants.prefilled(identity.tenant_of(plan.turn.history_id), done.remote_tokens)
         self.metrics.prefiller_loaded_tokens.inc(done.prefiller_lmcache_tokens)
         if plan.prefiller_id is not None:

@@ -122,9 +122,13 @@ class Registry:
     def _count_host_memory(self) -> None:
         """Count host memory once a node: engines that share an address share a server."""
         if self._table.memory is not None:
-            engines = [one for one in self.infos if one.role != "encoder"]
-            of_node = {urlsplit(one.url).hostname: one.host_tokens for one in engines}
-            self._table.memory.set_host_tokens(sum(of_node.values()))
+            self._table.memory.set_host_tokens(sum(self.hosts.values()))
+
+    @property
+    def hosts(self) -> dict[str | None, int]:
+        """Return tokens of host memory by node, of nodes whose engines compute prompts."""
+        engines = [one for one in self.infos if one.role != "encoder"]
+        return {urlsplit(one.url).hostname: one.host_tokens for one in engines}
 
     @property
     def infos(self) -> list[EngineInfo]:

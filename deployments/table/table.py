@@ -344,7 +344,8 @@ class TableService(Table):
             await asyncio.sleep(_LOOK_S)
         dropped = of.dropped.total() if tenant is None else of.dropped[tenant]
         told = operator.attrgetter("role", "hosts", "capacity_tokens", "host_tokens")
-        deployed = self._deployed | {"engines": [*map(told, self._registry.infos)]}
+        engines, hosts = [*map(told, self._registry.infos)], self._registry.hosts
+        deployed = self._deployed | {"engines": engines, "nodes": len(hosts)}
         return answers.Recording(self._model_id, BLOCK_TOKENS, dropped, deployed, newest, turns)
 
     async def metrics(self) -> bytes:

@@ -228,7 +228,7 @@ def cache_view(spent: Mapping[Key, Spent], minutes: int, model_id: str) -> answe
     causes = [
         answers.CacheCause(
             cause, ABOUT[cause][0], one.tokens, round(one.tokens / tokens, 4), one.turns,
-            round(one.seconds, 3), ABOUT[cause][1],
+            round(one.seconds, 3), round(one.joules, 1) or None, ABOUT[cause][1],
             identity.own_id(one.example) or msgspec.UNSET,
             identity.tenant_of(one.example) or msgspec.UNSET, one.where or msgspec.UNSET,
         )

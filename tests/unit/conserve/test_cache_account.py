@@ -65,15 +65,24 @@ def test_each_cause_has_its_tokens_and_three_breaks_at_one_place_are_rotating(
     assert {key.cause: one.tokens for key, one in sums.items()} == found
 
 
-def test_seconds_are_shared_by_tokens_and_an_example_goes_with_its_cause() -> None:
-    lost, edited = turn(engine_prefill_s=1.5, prefiller_s=0.6), broken("messages", 7, False)
+def test_seconds_and_joules_are_shared_by_tokens_and_an_example_goes_with_its_cause() -> None:
+    lost = turn(engine_prefill_s=1.5, prefiller_s=0.6, prefill_j=210.0)
+    edited = broken("messages", 7, False)
     account = added(("acme\tc", lost), ("d\t\t3", edited), ("e", broken()), *TWICE, broken())
     found = {key.cause: one for key, one in account.spent(60, 0.0).items()}
     assert (found["evicted"].seconds, found["append"].seconds) == pytest.approx((2.0, 0.1))
+    assert (found["evicted"].joules, found["append"].joules) == pytest.approx((200.0, 10.0))
     examples = {"evicted": "acme\tc", "append": "acme\tc", "message": "d", "system": ""}
     assert {cause: one.example for cause, one in found.items()} == {**examples, "rotating": "c"}
     assert found["message"].where == "after message 7 or later"
     assert {key.tenant for key in account.spent(60, 0.0, "acme")} == {"acme"}
+
+
+def test_the_joules_of_turns_go_to_their_cause_when_it_is_known() -> None:
+    turns = [msgspec.structs.replace(one, prefill_j=3.0) for one in TWICE]
+    (system,) = added(*turns).spent(60, 0.0).values()
+    (rotating,) = added(*turns, broken()).spent(60, 0.0).values()
+    assert (system.joules, rotating.joules) == (6.0, 6.0)
 
 
 def test_sums_are_of_the_last_minutes_and_of_a_bounded_number_of_clients() -> None:

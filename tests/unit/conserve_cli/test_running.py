@@ -160,6 +160,17 @@ def test_cache_says_why_tokens_were_computed_and_what_to_do(url: str) -> None:
     assert "  agent: first turn 120" in shown
     assert _Application.asked[0][1] == "/v1/cache?minutes=5"
     assert json.loads(called("cache", url, "--json")[1])["again_tokens"] == 100
+    assert "joules" not in shown
+
+
+def test_joules_of_a_cause_are_shown_where_they_are_known(url: str) -> None:
+    answer = json.loads(_Application.answers["/v1/cache"])
+    answer["causes"][0]["joules"] = 1234.5
+    _Application.answers["/v1/cache"] = json.dumps(answer).encode()
+    _, shown = called("cache", url)
+    assert re.search(r"share ┃ seconds ┃ joules ┃ turns", shown)
+    assert re.search(r"first turn +│ +520 │ 83.9% │ +0.0 │ +1,234 │ +5", shown)
+    assert re.search(r"evicted while idle │ +100 │ 16.1% │ +0.0 │ +│ +1", shown)
 
 
 def test_ids_are_quoted(url: str) -> None:

@@ -159,6 +159,30 @@ def test_a_turn_takes_from_the_engines_that_it_ran_on() -> None:
     assert book.report("d", "decoder", "slow", said(200), 4.0) == {}
 
 
+def test_a_prefill_has_its_seconds_of_an_engines_power_while_turns_run() -> None:
+    book, turn = EnergyBook(), TurnKey("a", 1, 1)
+    book.report("d", "decoder", "x", said(0), 0.0)
+    book.run(turn, "d", 0.0)
+    assert book.prefilled("d", 1.0) == 0  # Its power is not known yet.
+    book.report("d", "decoder", "x", said(1000), 4.0)
+    assert book.end(turn, 4.0) == "d"
+    book.report("d", "decoder", "x", said(1100), 8.0)  # Idle.
+    assert [book.prefilled("d", 1.0), book.prefilled("d", None)] == [250, 0]
+    assert book.prefilled("cpu", 1.0) == book.prefilled(None, 1.0) == 0
+
+
+def test_prompts_that_are_computed_at_once_have_what_the_engine_used() -> None:
+    book, all_j = EnergyBook(), 0.0
+    for at in range(1001):
+        book.report("p", "prefiller", "x", said(3000.0 * at), 10.0 * at)
+        book.run(TurnKey("a", 1, at), "p", 10.0 * at)
+        prefills = [book.prefilled("p", 10.0) for _ in range(3)]
+        all_j += sum(prefills)
+        assert all_j < 3000.0 * at + 0.1
+    assert all_j == pytest.approx(3000.0 * at)
+    assert prefills == pytest.approx([1000] * 3, rel=0.01)
+
+
 def test_turns_of_engines_that_report_nothing_leave_nothing() -> None:
     book = EnergyBook()
     book.run(TurnKey("a", 1, 1), "cpu", 0.0)

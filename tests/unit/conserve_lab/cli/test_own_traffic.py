@@ -1,16 +1,20 @@
 """`conserve plan --from` checks the simulator against a recording, and plans for it."""
 
+import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from autoscale.capacity.profile import Profile, load_profile
-from conserve_lab.cli.own_traffic import Recorded
+from conserve_lab.cli import own_traffic
+from conserve_lab.cli.own_traffic import Recorded, export_weka
 from conserve_lab.cli.plan import cli
+from conserve_lab.simulate.system import SimulationError
 from conserve_lab.workloads.recorded import recorded_sessions
 from conserve_lab.workloads.recordings import RecordingFile
-from tests.unit.conserve_lab.workloads.test_recordings import page, prompt, turn
+from tests.unit.conserve_lab.workloads.test_recordings import SYSTEM, page, prompt, turn, written
 
 
 def a_recording(path: Path, profile: str | None = "cpu-embedded") -> Path:
@@ -28,7 +32,7 @@ def a_recording(path: Path, profile: str | None = "cpu-embedded") -> Path:
     file, told = RecordingFile(path, 10**7), page(*sorted(turns, key=lambda one: one["at"]))
     told["model"], told["deployment"]["profile"] = "conserve-embedded", profile
     engines = [[role, True, 50_000, 100_000] for role in ("prefiller", "decoder")]
-    told["deployment"]["engines"] = [*engines, engines[1]]
+    told["deployment"] |= {"engines": [*engines, engines[1]], "nodes": 2}
     file.write(told)
     file.close()
     return path
@@ -64,6 +68,17 @@ def test_the_simulator_is_compared_with_what_was_recorded(tmp_path: Path) -> Non
     }
 
 
+def test_every_node_has_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, make_system = a_recording(tmp_path / "r"), Mock(side_effect=SimulationError)
+    monkeypatch.setattr(own_traffic, "make_system", make_system)
+    for nodes in (2, 1):
+        with pytest.raises(SimulationError):
+            Recorded(path, skip_bad=False).simulated(load_profile("cpu-embedded"), 1, 2)
+        assert make_system.call_args.kwargs["host_tokens"] == nodes * 100_000
+        # Older recordings do not say how many nodes there were.
+        path.write_text(path.read_text().replace(',"nodes":2', ""))
+
+
 def test_more_engines_are_no_slower_and_a_faster_profile_is_faster(tmp_path: Path) -> None:
     seen = Recorded(a_recording(tmp_path / "r"), skip_bad=False)
     here, there = load_profile("cpu-embedded"), load_profile("a40-qwen3-0.6b")
@@ -83,11 +98,10 @@ def test_sessions_are_exported_as_aiperf_reads_them(tmp_path: Path) -> None:
     exported = [read() for read in recorded_sessions(out / "weka").values()]
     assert {one.name for one in exported} == own.keys()
     for session in exported:
-        of = own[session.name]
+        sub, of = session.sub_agents[0], own[session.name]
         for calls, others in (
-            (session.calls, of.calls),
-            (session.sub_agents[0].session.calls, of.sub_agents[0].session.calls),
-        ):
+            (session.calls, of.calls), (sub.session.calls, of.sub_agents[0].session.calls),
+        ):  # fmt: skip
             assert [
                 (one.started_s, one.took_s, one.prompt_tokens, one.output_tokens, one.kept_blocks,
                  len(one.new_blocks), one.head_blocks, one.effective, one.tool)
@@ -95,10 +109,24 @@ def test_sessions_are_exported_as_aiperf_reads_them(tmp_path: Path) -> None:
             ] == [
                 (pytest.approx(one.started_s, abs=0.001), one.took_s, one.prompt_tokens,
                  one.output_tokens, one.kept_blocks, len(one.new_blocks), one.head_blocks,
-                 one.effective, one.tool)
+                 one.effective, one.tool and "?")
                 for one in others
             ]  # fmt: skip
-        assert session.sub_agents[0].after == 0
+        assert (sub.after, sub.started_s, sub.ended_s) == pytest.approx((0, 1.2, 2.2))
+
+
+def test_what_aiperf_does_not_know_is_not_exported(tmp_path: Path) -> None:
+    """AIPerf 0.13 refuses a field that it does not know, and sub-agents of sub-agents."""
+    path, child = tmp_path / "r", turn(102.0, prompt(300, 1), "b", parent="a")
+    written(path, turn(99.0, SYSTEM), child, turn(103.0, prompt(300, 2), "c", parent="b"))
+    export_weka(Recorded(path, skip_bad=False), tmp_path / "weka")
+    (file,) = (tmp_path / "weka").iterdir()
+    call, *subs = json.loads(file.read_text())["requests"]
+    fields = {"t", "type", "model", "in", "out", "hash_ids", "stop", "api_time"}
+    of_agent = {"t", "type", "agent_id", "subagent_type", "duration_ms", "status", "requests"}
+    assert [call["t"], *(one["t"] for sub in subs for one in sub["requests"])] == [0.0, 3.0, 4.0]
+    assert call.keys() == subs[0]["requests"][0].keys() == fields
+    assert subs[0].keys() == subs[1].keys() == of_agent | {"models", "system_tokens"}
 
 
 @pytest.mark.parametrize(

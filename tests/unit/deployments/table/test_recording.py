@@ -27,7 +27,7 @@ async def test_a_recorder_is_told_of_a_turn_by_its_router_and_its_decoder() -> N
     started = await service.recording(0)
     assert started.deployment == {
         "placement": "elastic", "parks": True, "profile": None,
-        "engines": [("decoder", True, 1000, 5000)],
+        "engines": [("decoder", True, 1000, 5000)], "nodes": 1,
     }  # fmt: skip
     assert await salt(service)
     asking = asyncio.create_task(service.recording(started.newest))
@@ -51,8 +51,9 @@ async def test_a_recorder_is_told_of_a_turn_by_its_router_and_its_decoder() -> N
 
 @in_virtual_time
 async def test_a_recorder_waits_for_no_longer_than_it_may() -> None:
-    service = await Drive.of(DECODER)
+    service = await Drive.of(DECODER, engine("e"))
     started = await service.recording(0)
+    assert started.deployment["nodes"] == 2
     began_s = asyncio.get_running_loop().time()
     assert (await service.recording(started.newest)).newest == started.newest
     waited_s = asyncio.get_running_loop().time() - began_s

@@ -184,6 +184,11 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
         'conserve_tier_tokens_per_joule{tier="fast"} 0.5',
     ):
         assert line in text
+    # They used 200 W and 100 W while turns ran.
+    plan = await service.turn("other", 500)
+    await service.prefilled(plan, TurnStats(prefilled_tokens=500, prefiller_s=0.5))
+    await service.ends(plan, TurnStats(500, 40, 0, 500, engine_prefill_s=0.25))
+    assert [one.joules for one in (await service.cache(5)).causes] == [100 + 25]
     described = {found.id: found for found in await service.engines()}
     assert described["decoder#1"].gpus == ["GPU-frugal"]
     assert described["decoder#1"].tier == "frugal"
@@ -192,7 +197,9 @@ async def test_a_conversation_is_told_its_share_of_the_energy(
 async def test_without_gpus_nothing_is_said_of_them() -> None:
     service = await a_full_service()
     await service.beat("decoder#1")
+    await service.ends(await service.turn("other"), TurnStats(100, 1, engine_prefill_s=0.25))
     assert b"gpu" not in await service.metrics()
+    assert [one.joules for one in (await service.cache(5)).causes] == [None]
     assert (await service.shown("full")).energy_estimate_j is None
 
 
