@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from autoscale.capacity.profile import Profile, ProfileError, load_profile
 from conserve_cli.output import console
@@ -28,7 +28,8 @@ from conserve_lab.workloads.recordings import read_turns
 
 _SYSTEMS = {"conversation": "conserve", "elastic": "elastic", "collocated": "collocated"}
 _PARKING = {"conversation": "parking"}
-_BLOCK_TOKENS, _CHUNK_TOKENS, _CPU_TOKENS = 16, 256, 128
+# Of a block and of a chunk that is handed off, as engines have them.
+_GPU_TOKENS, _CPU_TOKENS = (16, 256), (128, 128)
 _SHOWN = ("ttft", "ttfet")
 
 
@@ -102,10 +103,8 @@ class Recorded:
         """Simulate engines of a profile on the recorded sessions; raises `SimulationError`."""
         name = _SYSTEMS.get(self.head.placement, self.head.placement)
         on_cpu = not profile.hardware.get("gpus") and profile.hardware.get("cpu") is not None
-        options: dict[str, Any] = {
-            "block_tokens": _CPU_TOKENS if on_cpu else _BLOCK_TOKENS,
-            "handoff_chunk_tokens": _CPU_TOKENS if on_cpu else _CHUNK_TOKENS,
-        }
+        block, chunk = _CPU_TOKENS if on_cpu else _GPU_TOKENS
+        options: dict[str, Any] = {"block_tokens": block, "handoff_chunk_tokens": chunk}
         host_tokens = self.head.nodes * max((tokens for *_, tokens in self.head.engines), default=0)
         parking = _PARKING.get(self.head.placement, f"{name}_parking")
         if self.head.parks and host_tokens and parking in NAMES:
@@ -135,17 +134,14 @@ def show_own_traffic(
         runs = {name: recorded.simulated(*engines) for name, engines in simulating}
     seen, now = recorded.seen(), next(iter(runs.values())).figures()
     turns, lasted = f"{len(recorded.turns):,} turns", f"{recorded.lasted_s:,.0f} s"
-    check = _table(f"{turns} of {recorded.sessions:,} sessions in {lasted}")
-    for column in ("recorded", "simulated", "error"):
-        check.add_column(column, justify="right")
+    title = f"{turns} of {recorded.sessions:,} sessions in {lasted}"
+    check = _table(title, ["recorded", "simulated", "error"])
     for name, (value, shown) in seen.figures().items():
         other, simulated = now.get(name, (math.nan, ""))
         off = f"{other / value - 1:+.1%}" if value and simulated else ""
         check.add_row(name, shown, simulated, off)
     console.print(check)
-    table = _table("simulated")
-    for name in now:
-        table.add_column(name, justify="right")
+    table = _table("simulated", now)
     for engines_name, run in runs.items():
         table.add_row(engines_name, *(run.figures().get(name, (0.0, "-"))[1] for name in now))
     console.print(table)
@@ -160,8 +156,9 @@ def show_own_traffic(
                 save(distribution(curves, LABELS[metric]), out, f"own-{metric}")
 
 
-def _table(title: str) -> Table:
-    return Table("", title=title, box=box.SIMPLE_HEAD, title_justify="left")
+def _table(title: str, columns: Iterable[str]) -> Table:
+    figures = (Column(one, justify="right") for one in columns)
+    return Table("", *figures, title=title, box=box.SIMPLE_HEAD, title_justify="left")
 
 
 def profiles_of(recorded: Recorded, given: str | None) -> tuple[Profile, dict[str, Profile]]:

@@ -282,26 +282,15 @@ class Clients(ABC):
         """Record a turn, with what another engine's cache had of it, and have its client go on."""
         request = one.request
         following = one.script.next(_NOTHING_SAID)
-        one.records.append(
-            TurnRecord(
-                system=self.system.name,
-                conversation=work.conversation,
-                turn=len(one.records) + 1,
-                planned_s=one.sent_s,
-                sent_s=one.sent_s,
-                ended_s=now_s,
-                outcome="completed",
-                first_token_s=work.first_token_s,
-                last_token_s=now_s,
-                effective=bool(request.effective),
-                last=following is None,
-                prompt_tokens=work.prompt_tokens,
-                output_tokens=work.output_tokens,
-                cached_tokens=max(work.cached_tokens, found_tokens),
-                server=server,
-                reused_tokens=request.reused_tokens,
-            )
-        )
+        one.records.append(TurnRecord(
+            system=self.system.name, conversation=work.conversation, turn=len(one.records) + 1,
+            planned_s=one.sent_s, sent_s=one.sent_s, ended_s=now_s, outcome="completed",
+            first_token_s=work.first_token_s, last_token_s=now_s,
+            effective=bool(request.effective), last=following is None,
+            prompt_tokens=work.prompt_tokens, output_tokens=work.output_tokens,
+            cached_tokens=max(work.cached_tokens, found_tokens), server=server,
+            reused_tokens=request.reused_tokens,
+        ))  # fmt: skip
         self.turns += 1
         if following is None:
             self._close(one, now_s)

@@ -36,26 +36,13 @@ def _records(system: str, slower: float = 1.0, count: int = 20, seed: int = 0) -
             first_s = now_s + slower * draw.uniform(0.5, 2.0)
             step_s = slower * draw.uniform(0.01, 0.05)
             times_s = tuple(first_s + step_s * token for token in range(5))
-            found.append(
-                TurnRecord(
-                    system,
-                    f"c{number}",
-                    turn,
-                    planned_s=now_s,
-                    sent_s=now_s,
-                    ended_s=times_s[-1],
-                    outcome="completed",
-                    first_token_s=first_s,
-                    token_times_s=times_s,
-                    effective=turn == 3,
-                    last=turn == 3,
-                    prompt_tokens=1000 * turn,
-                    output_tokens=5,
-                    cached_tokens=1000 * (turn - 1),
-                    reused_tokens=1000 * (turn - 1),
-                    server="d1",
-                )
-            )
+            before, last = 1000 * (turn - 1), turn == 3
+            found.append(TurnRecord(
+                system, f"c{number}", turn, planned_s=now_s, sent_s=now_s, ended_s=times_s[-1],
+                outcome="completed", first_token_s=first_s, token_times_s=times_s, effective=last,
+                last=last, prompt_tokens=before + 1000, output_tokens=5, cached_tokens=before,
+                reused_tokens=before, server="d1",
+            ))  # fmt: skip
             now_s = times_s[-1] + 3.0
     return found
 

@@ -35,14 +35,9 @@ def replay(
     source: Any, sessions: int = 1, seed: int = 0, max_turns: int | None = None, **changes: Any
 ) -> Workload:
     return recorded(
-        source,
-        sessions=sessions,
-        arrivals=TOGETHER,
-        vocabulary=VOCABULARY,
-        changes=Changes(**changes),
-        max_turns=max_turns,
-        seed=seed,
-    )
+        source, sessions=sessions, arrivals=TOGETHER, vocabulary=VOCABULARY,
+        changes=Changes(**changes), max_turns=max_turns, seed=seed,
+    )  # fmt: skip
 
 
 def turns(script: Script) -> list[TurnRequest]:
@@ -353,12 +348,8 @@ def test_sessions_and_sub_agents_come_in_order_of_arrival(family: Path) -> None:
 def test_a_session_is_cut_where_it_no_longer_fits_and_counted(family: Path) -> None:
     counts = replay(family, max_context_tokens=138 + 5).counts
     assert {name: count for name, count in counts.items() if count} == {
-        "sessions": 1,
-        "conversations": 4,
-        "turns": 7,
-        "conversations_cut": 1,
-        "turns_left_out": 1,
-    }
+        "sessions": 1, "conversations": 4, "turns": 7, "conversations_cut": 1, "turns_left_out": 1,
+    }  # fmt: skip
     workload = replay(family, max_context_tokens=138 + 4)
     assert workload.counts["turns"] == 3
     assert workload.counts["turns_left_out"] == 5

@@ -26,21 +26,13 @@ Json = dict[str, Any]
 CALL: Json = {"type": "n", "t": 0, "in": 130, "out": 5, "hash_ids": [1, 2], "stop": "end_turn"}
 LATER: Json = CALL | {"t": 10.0, "type": "s", "in": 200, "hash_ids": [1, 2, 3], "api_time": 2.5}
 SUB_AGENT: Json = {
-    "type": "subagent",
-    "t": 9.0,
-    "agent_id": "agent_001",
-    "tool_tokens": 10,
-    "system_tokens": 10,
-    "duration_ms": 4_000,
-    "requests": [CALL, LATER],
-}
+    "type": "subagent", "t": 9.0, "agent_id": "agent_001", "tool_tokens": 10, "system_tokens": 10,
+    "duration_ms": 4_000, "requests": [CALL, LATER],
+}  # fmt: skip
 SESSION: Json = {
-    "id": "trace_1",
-    "block_size": 64,
-    "tool_tokens": 60,
-    "system_tokens": 20,
+    "id": "trace_1", "block_size": 64, "tool_tokens": 60, "system_tokens": 20,
     "requests": [CALL, SUB_AGENT, LATER],
-}
+}  # fmt: skip
 
 
 def write(folder: Path, session: Any) -> Path:
