@@ -118,12 +118,13 @@ def test_sessions_are_exported_as_aiperf_reads_them(tmp_path: Path) -> None:
 def test_what_aiperf_does_not_know_is_not_exported(tmp_path: Path) -> None:
     """AIPerf 0.13 refuses a field that it does not know, and sub-agents of sub-agents."""
     path, child = tmp_path / "r", turn(102.0, prompt(300, 1), "b", parent="a")
-    written(path, turn(99.0, SYSTEM), child, turn(103.0, prompt(300, 2), "c", parent="b"))
+    written(path, turn(99.0, SYSTEM), child, turn(103.0, prompt(300, 2), "c", parent="b"),
+            turn(110.0, prompt(500, 1)))  # fmt: skip
     export_weka(Recorded(path, skip_bad=False), tmp_path / "weka")
     (session,) = (json.loads(one.read_text()) for one in (tmp_path / "weka").iterdir())
-    # Its first prompt has no more whole blocks.
-    assert session["system_tokens"] == 192
-    call, *subs = session["requests"]
+    call, *subs, later = session["requests"]
+    # Others begin with 256 tokens, but the first prompt has 200.
+    assert (session["system_tokens"], subs[0]["system_tokens"], later["t"]) == (192, 256, 11.0)
     assert [call["t"], *(one["t"] for sub in subs for one in sub["requests"])] == [0.0, 3.0, 4.0]
     assert {" ".join(one) for one in (call, *subs, *subs[0]["requests"])} == {
         "t type model in out hash_ids stop api_time",
