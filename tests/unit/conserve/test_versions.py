@@ -29,7 +29,7 @@ def test_another_package_of_one_of_the_names_is_refused(other: str, tmp_path: Pa
     (folder / "top_level.txt").write_text("evolve\nhetero\n")
     said = f"the package deployments is not ConServe's here, but {folder}: start ConServe from"
     if other == "a distribution":
-        said = "evolve installed a package hetero in the place of ConServe's: install ConServe in"
+        said = "evolve installed a package hetero in the place of ConServe's: it needs an"
     for program in (
         ["-m", "conserve_cli.main", "serve", "--plan"],
         ["-c", "import conserve; conserve.app"],
