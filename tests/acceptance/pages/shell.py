@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from conserve.embedded import model_path
-from conserve.launch import Launch
+from conserve.launch import Launch, _adopt_orphans
 from tests.acceptance.pages.page import Block
 from tests.at_start import FOLDER
 from tests.checkout import ROOT
@@ -64,6 +64,7 @@ class Shell:
     def __init__(self, folder: Path, page: str) -> None:
         self._folder, self._work = folder, folder / "conserve"
         self._server: _Server | None = None
+        _adopt_orphans()
         self._machine = Machine(folder / "gpus", gpus=8, real_time=True)
         self._machine.have_driver("580.65.06", (13, 0))
         for gpu in self._machine.gpus:
@@ -118,9 +119,8 @@ class Shell:
         self.end()
         self._server = _Server([], log, self._environment, self._command(block))
         self._server.__enter__()
-        given = re.search(r"\bport=(\d+)", block.text)
-        scheme = "https" if "tls" in block.text else "http"
-        url = f"{scheme}://127.0.0.1:{given[1] if given else 8000}/ready"
+        port = re.search(r"\bport=(\d+)|$", block.text)[1] or 8000
+        url = f"http{'s' if 'tls' in block.text else ''}://127.0.0.1:{port}/ready"
         deadline_s = time.monotonic() + START_S
         while not _answers(url):
             late = not self._server.running or time.monotonic() > deadline_s
