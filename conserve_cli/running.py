@@ -267,7 +267,7 @@ def slow_turns(conversations: Sequence[Json]) -> list[tuple[str, str]]:
 
 
 def _reasons(title: str, found: Sequence[tuple[str, str]]) -> list[RenderableType]:
-    shown = [Padding(Text(f"{id_}: {why}"), (0, 0, 0, 2)) for id_, why in found]
+    shown = [Padding(Text(f"{id_}: {why}"), (0, 0, 0, 2), expand=False) for id_, why in found]
     return [Text(title, "bold"), *shown] if shown else []
 
 
