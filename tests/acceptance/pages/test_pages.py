@@ -17,7 +17,7 @@ def _cases() -> Iterator[object]:
     for page in PAGES:
         name = f"{page.parent.name}/{page.stem}"
         runs = [block for block in blocks(page.read_text()) if block.runs]
-        quick = name == "start/laptop" or not any(block.serves for block in runs)
+        quick = not any(block.serves for block in runs)
         if runs:
             yield pytest.param(page, id=name, marks=[pytest.mark.quick] if quick else [])
 
