@@ -85,7 +85,7 @@ class Shell:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
             (gpu_bin / name).symlink_to(programs / name)
-        foreign = ("CONSERVE_", "HF_", "RAY_", "XDG_", "VIRTUAL_ENV")
+        foreign = ("CONSERVE_", "HF_", "RAY_", "XDG_", "VIRTUAL_", "http_", "HTTP_", "all_", "ALL_")
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
             "HOME": str(home),
@@ -93,7 +93,7 @@ class Shell:
             "PATH": f"{programs}:{ROOT / '.venv/bin'}:{os.environ['PATH']}",
             "PYTHONPATH": f"{FOLDER}:{ROOT}",
         }
-        # Of each block, what it leaves of variables is read by the next one.
+        # Variables that a block leaves for the next one.
         self._variables = folder / "variables"
         self._variables.write_text(f"PWD={shlex.quote(str(self._work))}\n")
 
