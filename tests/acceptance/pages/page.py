@@ -70,8 +70,7 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Return a page's fenced blocks, in order."""
-    found: list[Block] = []
-    before, inside, opened = "", [""], None
+    found, before, inside, opened = [], "", [""], None
     for number, line in enumerate(text.splitlines(), 1):
         fence = _FENCE.match(line)
         if fence and opened is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from conserve.embedded import model_path
-from conserve.launch import Launch
+from conserve.launch import Launch, _adopt_orphans
 from tests.acceptance.pages.page import Block
 from tests.at_start import FOLDER
 from tests.checkout import ROOT
@@ -22,11 +22,12 @@ from tests.engines.applications import START_S
 from tests.engines.processes import kill, processes, require_none_left
 from tests.nvml.standin import VARIABLE, Machine
 
-# A demo, a benchmark or a test of a page takes minutes on two cores.
+# A demo or a benchmark of a page takes minutes on two cores.
 _RUN_S = 900.0
 _ENDS_WITHIN_S = 60.0
-_LAST_LINES = 30
+_LAST_CHARACTERS = 3000
 _MODEL = re.compile(r"\bmodel[=:] ?([\w.-]+/[\w.-]+)", re.IGNORECASE)
+_COPY = "git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t"
 _log = logging.getLogger(__name__)
 
 # The command as it is written passes all checks of a start on the stand-in card. Then its engines
@@ -39,17 +40,13 @@ unset {VARIABLE}
 for word; do [[ $word == gpus=* ]] || words+=("$word"); done
 exec "$real" "${{words[@]}}" device=cpu
 """
-# What the environment has is not installed again, since the copy's files are newer.
-_MAKE = f"""#!/bin/bash
-exec {shutil.which("make")} -o .venv/.installed -o .venv-gpu/.installed "$@"
-"""
+# The environment is as it is: `make` takes nothing in the copy for newer.
+_MAKE = f'#!/bin/bash\nexec {shutil.which("make")} -o .venv/.installed "$@"\n'
 
 
 class _Server(Launch):
-    """A server's shell, with what it started."""
-
     def interrupt(self) -> None:
-        """Interrupt all of it, like Ctrl-C in a terminal."""
+        """Interrupt its shell and all that runs there, like Ctrl-C in a terminal."""
         assert self._process is not None
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self._process.pid, signal.SIGINT)
@@ -65,95 +62,86 @@ class Shell:
     """
 
     def __init__(self, folder: Path, page: str) -> None:
-        self._folder = folder
+        self._folder, self._work = folder, folder / "conserve"
         self._server: _Server | None = None
+        _adopt_orphans()
         self._machine = Machine(folder / "gpus", gpus=8, real_time=True)
+        self._machine.have_driver("580.65.06", (13, 0))
         for gpu in self._machine.gpus:
             gpu.be_an_h100()
             gpu.memory_bytes = 81_559 << 20
-        self._home, self._work = folder / "home", folder / "conserve"
-        self._home.mkdir()
-        # An answer of 400 or more is an error to curl.
-        (self._home / ".curlrc").write_text("fail-with-body\n")
-        self._environment = self._new_environment(folder / "bin")
-        (folder / "variables").touch()
-        _copy_checkout(self._work)
-        gpu_bin = self._work / ".venv-gpu/bin"
-        gpu_bin.parent.mkdir()
-        gpu_bin.symlink_to(folder / "bin")
-        (gpu_bin / "activate").write_text(f"PATH={shlex.quote(str(folder / 'bin'))}:$PATH\n")
+        home, programs, gpu_bin = folder / "home", folder / "bin", self._work / ".venv-gpu/bin"
+        for made in (home, programs, gpu_bin):
+            made.mkdir(parents=True)
+        subprocess.run(f"{_COPY} {shlex.quote(str(self._work))}", cwd=ROOT, shell=True, check=True)
+        (self._work / ".venv").symlink_to(ROOT / ".venv")
         for name in set(_MODEL.findall(page)):
             (self._work / name).parent.mkdir(exist_ok=True)
             (self._work / name).symlink_to(model_path())
-
-    def _new_environment(self, programs: Path) -> dict[str, str]:
-        programs.mkdir()
+        # An answer of 400 or more is an error to curl.
+        (home / ".curlrc").write_text("fail-with-body\n")
+        (gpu_bin / "activate").write_text(f"PATH={shlex.quote(str(programs))}:$PATH\n")
         for name, text in (("conserve", _CONSERVE), ("make", _MAKE)):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("CONSERVE_", "HF_", "RAY_", "XDG_", "VIRTUAL_ENV"))
-        }
-        return kept | {
-            "HOME": str(self._home),
+            (gpu_bin / name).symlink_to(programs / name)
+        foreign = ("CONSERVE_", "HF_", "RAY_", "XDG_", "VIRTUAL_ENV")
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
+            "HOME": str(home),
             "HF_HUB_OFFLINE": "1",
-            "PATH": f"{programs}:{ROOT / '.venv/bin'}:{kept['PATH']}",
+            "PATH": f"{programs}:{ROOT / '.venv/bin'}:{os.environ['PATH']}",
             "PYTHONPATH": f"{FOLDER}:{ROOT}",
-            "RAY_USAGE_STATS_ENABLED": "0",
         }
+        # Of each block, what it leaves of variables is read by the next one.
+        self._variables = folder / "variables"
+        self._variables.write_text(f"PWD={shlex.quote(str(self._work))}\n")
 
     def write(self, block: Block) -> None:
-        """Write a block to the file that its comment names."""
-        assert block.file is not None
-        (self._work / block.file).parent.mkdir(parents=True, exist_ok=True)
-        (self._work / block.file).write_text(block.text)
+        (self._work / str(block.file)).write_text(block.text)
 
     def run(self, block: Block) -> None:
         """Run a block; fails if it ends with another status than 0."""
-        if block.serves:
-            self._serve(block)
-            return
         log = self._folder / f"line-{block.line}.log"
+        if block.serves:
+            self._serve(block, log)
+            return
         with log.open("wb") as output:
             status = subprocess.run(
                 self._command(block), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 env=self._environment, timeout=_RUN_S, check=False,
             ).returncode  # fmt: skip
-        _log.info("line %d:\n%s%s", block.line, block.text, log.read_text())
-        assert status == 0, f"line {block.line} ended with {status}: {block.text}{_last(log)}"
+        said = log.read_text(errors="replace")
+        _log.info("line %d:\n%s%s", block.line, block.text, said)
+        assert status == 0, f"line {block.line} ended with {status}: {said[-_LAST_CHARACTERS:]}"
 
-    def _serve(self, block: Block) -> None:
+    def _serve(self, block: Block, log: Path) -> None:
         self.end()
-        log = self._folder / f"line-{block.line}.log"
         self._server = _Server([], log, self._environment, self._command(block))
         self._server.__enter__()
-        given = re.search(r"\bport=(\d+)", block.text)
-        scheme = "https" if "tls" in block.text else "http"
-        url = f"{scheme}://127.0.0.1:{given[1] if given else 8000}/ready"
+        port = re.search(r"\bport=(\d+)|$", block.text)[1] or 8000
+        url = f"http{'s' if 'tls' in block.text else ''}://127.0.0.1:{port}/ready"
         deadline_s = time.monotonic() + START_S
         while not _answers(url):
-            said = f"the server of line {block.line} is not ready: {block.text}"
-            assert self._server.running, f"{said}{_last(log)}"
-            assert time.monotonic() < deadline_s, f"{said}{_last(log)}"
+            late = not self._server.running or time.monotonic() > deadline_s
+            said = log.read_text(errors="replace")[-_LAST_CHARACTERS:]
+            assert not late, f"the server of line {block.line} is not ready: {said}"
             time.sleep(0.5)
-        _log.info("line %d:\n%s%s", block.line, block.text, log.read_text())
 
     def _command(self, block: Block) -> list[str]:
-        text, variables = block.text, shlex.quote(str(self._folder / "variables"))
+        text, variables = block.text, shlex.quote(str(self._variables))
         if block.language == "python":
             file = self._folder / f"line-{block.line}.py"
             file.write_text(text)
             text = f"python {shlex.quote(str(file))}\n"
         self._machine.keep_gpus(block.gpus)
         card = f"{VARIABLE}={shlex.quote(str(self._machine.file))}"
-        keep = "" if block.serves else f"trap 'export -p > {variables}' EXIT\n"
         script = self._folder / f"line-{block.line}.sh"
         script.write_text(
             # Each variable is exported, and so kept.
-            f"set -ae -o pipefail\nPWD={shlex.quote(str(self._work))}\n. {variables}\n"
-            f'cd "$PWD"\n{keep}{card if block.gpus else f"unset {VARIABLE}"}\n{text}'
+            f'set -ae -o pipefail\n. {variables}\ncd "$PWD"\n'
+            + ("" if block.serves else f"trap 'export -p > {variables}' EXIT\n")
+            + f"{card if block.gpus else f'unset {VARIABLE}'}\n{text}"
         )
         return ["bash", str(script)]
 
@@ -169,24 +157,7 @@ class Shell:
                 kill(process.pid)
 
 
-def _copy_checkout(folder: Path) -> None:
-    """Copy what Git tracks, and new files that it does not ignore."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True,
-    )  # fmt: skip
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    (folder / ".venv").symlink_to(ROOT / ".venv")
-
-
 def _answers(url: str) -> bool:
     with suppress(httpx.HTTPError):
         return httpx.get(url, timeout=15, verify=False, trust_env=False).status_code == 200
     return False
-
-
-def _last(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
