@@ -17,6 +17,7 @@ from ray.serve import Application
 
 from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
+from conserve import adapters
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.launch import ended, hold
 from conserve.settings import RoleSettings, Settings, SettingsError, load
@@ -288,6 +289,9 @@ def llm_arguments(
     own_arguments = settings.engine | own.engine
     if role != "encoder":
         engine |= traced_arguments(settings, own_arguments)
+        if settings.adapts:
+            known = adapters.folders_of(settings.adapters, settings.adapters_file)
+            engine |= adapters.engine_arguments(known.values())
     engine |= own_arguments
     engine["enable_prefix_caching"] = True
     if role != "encoder":

@@ -7,6 +7,7 @@ fetched. For a model that reads images, its processor's says how large they may 
 import contextlib
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from conserve import adapters
 from conserve.engines import model_source
 from conserve.settings import EMBEDDED_MODELS, Settings, SettingsError
 from deployments.model_config import with_defaults
@@ -103,6 +105,53 @@ def require_files(settings: Settings) -> None:
         problems.append(f"no tokenizer ({', '.join(_TOKENIZERS)})")
     if problems:
         raise SettingsError(f"model: {folder} lacks files: {'; '.join(problems)}; download it anew")
+
+
+def require_adapters(settings: Settings) -> None:
+    """Check the adapters that there are at the start; raises `SettingsError`."""
+    try:
+        known = adapters.folders_of(settings.adapters, settings.adapters_file)
+        for name, folder in known.items():
+            require_adapter(name, Path(folder), settings.model)
+    except adapters.AdapterError as error:
+        raise SettingsError(f"adapters: {error}") from None
+
+
+def require_adapter(name: str, folder: Path, model: str) -> None:
+    """Raise `AdapterError` if a folder has no adapter of a model.
+
+    Two ids on the hub tell, unless one begins with the other, as of a quantised model. Else sizes
+    of layers do, where the model's weights are here.
+    """
+    base = str(adapters.config_of(folder).get("base_model_name_or_path"))
+    if not any((folder / one).exists() for one in adapters.WEIGHTS):
+        raise adapters.AdapterError(f"{name} has no weights: {folder / adapters.WEIGHTS[0]}")
+    both = [one for one in (base, model) if "/" in one and _is_hub_id(one)]
+    other = len(both) == 2 and not (base.startswith(model) or model.startswith(base))
+    found = find_file(model_source(model), "config.json", None, fetches=False)
+    if not other and found is not None:
+        sizes = _sizes(found.parent.glob("*.safetensors"))
+        for part, size in _sizes([folder / adapters.WEIGHTS[0]]).items():
+            layer, half, _ = part.removeprefix("base_model.model.").rpartition(".lora_")
+            # The first half takes what its layer takes, and the second gives what that gives.
+            axis = int(part.endswith("_A.weight"))
+            other |= bool(half) and sizes.get(f"{layer}.weight", size)[axis] != size[axis]
+    if other:
+        raise adapters.AdapterError(f"{name} is of another model ({base}) than {model}")
+
+
+def _sizes(files: Iterable[Path]) -> dict[str, list[int]]:
+    """Return the sizes of the matrices in files of weights, but for quantised ones."""
+    found = {}
+    for file in files:
+        if not file.exists():
+            continue
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, one in header.items():
+            if len(one.get("shape", ())) == 2 and one["dtype"].startswith(("F", "BF")):
+                found[name] = one["shape"]
+    return found
 
 
 def _shards(folder: Path) -> set[str]:

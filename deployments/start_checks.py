@@ -10,7 +10,7 @@ from typing import Protocol
 from autoscale.capacity.served import with_profile
 from conserve.addons import TOOLS, addon
 from conserve.settings import Settings, SettingsError
-from deployments.model_files import require_files
+from deployments.model_files import require_adapters, require_files
 from deployments.router.access import require_keys
 from deployments.router.certificate import require_certificate
 
@@ -26,7 +26,7 @@ def require_startable(settings: Settings) -> None:
     """Check the files that the settings name; raises `SettingsError` with all that is wrong."""
     problems: list[str] = []
     checks: list[Callable[[Settings], object]] = [
-        require_keys, require_certificate, with_profile, require_files,
+        require_keys, require_certificate, with_profile, require_files, require_adapters,
     ]  # fmt: skip
     tools: Checked | None = addon(TOOLS)
     if tools is not None:

@@ -1,10 +1,12 @@
 """The settings of an application, and what follows from them together."""
 
+import os
 import re
 from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from conserve.adapters import check_name
 from conserve.placement import POLICIES, PlacementPolicy, PolicyName
 from conserve.settings.checks import CHECKS
 from conserve.settings.engine_arguments import (
@@ -69,6 +71,17 @@ class Settings(Strict):
         min_length=1,
         description="The name under which clients ask for the model. Unset: `model`, and "
         "`conserve-` before it for the embedded ones.",
+    )
+    adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters of the model, by the names under which clients ask for them: "
+        "folders as PEFT writes them, on each engine's node and the router's.",
+    )
+    adapters_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File of more adapters, on the router's node, which `conserve adapters` "
+        "changes while the application runs. There need be none at the start.",
     )
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto",
@@ -282,7 +295,14 @@ class Settings(Strict):
                 raise ValueError("\n".join(problems))
         return self
 
-    _whole_path = field_validator("keys_file", mode="after")(absolute)
+    _whole_path = field_validator("keys_file", "adapters_file", mode="after")(absolute)
+
+    @field_validator("adapters", mode="after")
+    @classmethod
+    def _whole_paths(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            check_name(name)
+        return {name: os.path.abspath(os.path.expanduser(path)) for name, path in value.items()}
 
     @field_validator("engine_scheduler", mode="after")
     @classmethod
@@ -422,6 +442,11 @@ class Settings(Strict):
     def engine_host(self) -> str:
         """The address that engines listen on; ``node`` is that of their own node."""
         return "node" if self.nodes == "several" else "127.0.0.1"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether engines take adapters of the model."""
+        return bool(self.adapters or self.adapters_file)
 
     @property
     def model_id(self) -> str:

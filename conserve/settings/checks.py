@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from conserve.addons import INSIDE, TOOLS, addon, missing
 from conserve.loopback import is_loopback
 from conserve.settings.engine_arguments import (
-    ADAPTERS,
     NOT_BESIDE_A_LANE,
     disagreements,
     encoders_disagree,
@@ -59,17 +58,14 @@ def encoders_have_a_use(settings: "Settings") -> Problems:
     )
 
 
-def adapters_are_told_apart(settings: "Settings") -> Problems:
-    if not (settings.prefiller_replicas or settings.parks):
-        return  # Nothing is stored.
-    for place, given in _engine_arguments(settings):
-        for name in ADAPTERS:
-            if given.get(name):
-                yield (
-                    f"{place}.{name}: LMCache's keys say nothing of adapters, so one would be "
-                    "given another's KV; merge the adapter into a model of its own, or set "
-                    "prefillers=0 pausing=off, which stores none"
-                )
+def adapters_have_their_engines(settings: "Settings") -> Problems:
+    if settings.model_id in settings.adapters:
+        yield f"adapters: {settings.model_id!r} is the model's own name; give the adapter another"
+    if settings.adapts and "lane" in settings.mechanisms:
+        yield (
+            f"adapters cannot be set with engine_scheduler={settings.engine_scheduler}: "
+            f"{NOT_BESIDE_A_LANE['enable_lora']}"
+        )
 
 
 def disk_gets_every_turn(settings: "Settings") -> Problems:
@@ -203,7 +199,7 @@ CHECKS: tuple[Callable[["Settings"], Problems], ...] = (
     engines_for_all_turns,
     roles_read_each_others_kv,
     encoders_have_a_use,
-    adapters_are_told_apart,
+    adapters_have_their_engines,
     disk_gets_every_turn,
     gpus_are_laid_out_once,
     authentication_is_chosen,

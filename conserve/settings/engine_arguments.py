@@ -8,14 +8,14 @@ from typing import Any
 _RESERVED = {
     "model": "use `model`",
     "served_model_name": "use `served_model_name`",
+    "lora_modules": "use `adapters`, of which KV is told apart",
+    "default_mm_loras": "use `adapters`, of which KV is told apart",
     "kv_transfer_config": "ConServe sets the handoff's connector",
     "ec_transfer_config": "ConServe sets the connector of encoded images",
     "enable_prefix_caching": "conversations live in the prefix cache, so it is always on",
 }
 # Each has vLLM allocate KV by its own allocator (cumem); sleep mode does so unasked.
 _NOT_SHARED = ("enable_sleep_mode", "enable_cumem_allocator")
-# Each gives names to adapters (LoRA), of which nothing is in LMCache's keys.
-ADAPTERS = ("lora_modules", "default_mm_loras")
 # Those that ConServe works with itself, before vLLM sees them; each is a number from 1 on.
 _COUNTS = (
     "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_num_seqs",

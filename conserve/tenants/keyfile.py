@@ -17,10 +17,10 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -182,7 +182,7 @@ def locked(path: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def write(path: Path, content: KeyFile) -> None:
+def write(path: Path, content: msgspec.Struct) -> None:
     """Replace the file in one step; only its owner may read it."""
     try:
         # mkstemp makes it with mode 0600.
@@ -227,40 +227,60 @@ class Caller:
     weight: int = 1
 
 
-class KeyRing:
-    """Finds callers by their keys. A file that breaks leaves the keys of the last good one."""
+_T = TypeVar("_T")
 
-    def __init__(self, path: Path, now_s: float) -> None:
-        self._path = path
+
+class Followed(Generic[_T]):
+    """A file that is looked at once a second. One that breaks leaves what the last good one said.
+
+    Args:
+        read: returns what a file says; raises ValueError if it is not usable.
+    """
+
+    def __init__(self, path: Path, read: Callable[[Path], _T], now_s: float) -> None:
+        self._path, self._read = path, read
         self._looked_s = now_s
         # Before the file is read, so that a change in between is noticed.
         self._version = seen(path)
-        self._callers = _callers(read(path))
-        _warn_if_open(path)
+        self._says = read(path)
+
+    def says(self, now_s: float) -> _T:
+        """Return what the file says, or said within the last second."""
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            version = seen(self._path)
+            if version != self._version:
+                self._version = version
+                self._follow()
+        return self._says
+
+    def _follow(self) -> None:
+        try:
+            self._says = self._read(self._path)
+        except ValueError as error:
+            logger.error("%s; those of before stay good", error)
+        else:
+            logger.info("%s has changed", self._path)
+
+
+class KeyRing:
+    """Finds callers by their keys."""
+
+    def __init__(self, path: Path, now_s: float) -> None:
+        self._file = Followed(path, _callers_in, now_s)
 
     def find(self, key: str, now_s: float) -> Caller | None:
         """Return the owner of a key; None if it is not valid (any more).
 
         Keys are looked up by their digests, so the time taken says nothing about any key.
         """
-        self._refresh(now_s)
-        return self._callers.get(digest(key))
+        return self._file.says(now_s).get(digest(key))
 
-    def _refresh(self, now_s: float) -> None:
-        if now_s - self._looked_s < LOOK_S:
-            return
-        self._looked_s = now_s
-        version = seen(self._path)
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            self._callers = _callers(read(self._path))
-        except KeyFileError as error:
-            logger.error("%s; the keys of before stay good", error)
-            return
-        logger.info("the key file %s has changed: %d keys", self._path, len(self._callers))
-        _warn_if_open(self._path)
+
+def _callers_in(path: Path) -> dict[bytes, Caller]:
+    callers = _callers(read(path))
+    _warn_if_open(path)
+    return callers
 
 
 def _callers(file: KeyFile) -> dict[bytes, Caller]:
