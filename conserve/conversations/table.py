@@ -44,6 +44,8 @@ class ConversationTable(Turns):
         hints: Hints | None = None,
         prompt_tokens: int | None = None,
         encode_tokens: int = 0,
+        *,
+        adapter: str = "",
     ) -> History | None:
         """Start a turn of a bound history; None if it is unbound, or the turn costs less elsewhere.
 
@@ -52,11 +54,12 @@ class ConversationTable(Turns):
         Args:
             prompt_tokens: None if not known: as many as the history holds.
             encode_tokens: embeddings of its images that are not encoded yet.
+            adapter: the digest of its adapter; empty: it has none.
         """
         known, memory = self._by_id.get(history_id), self.memory
         if known is not None and memory is not None and known.home and not known.running:
-            prompt = replace(
-                NOTHING_SHARED, encode_tokens=encode_tokens, background=known.background
+            prompt = Shared(
+                {}, encode_tokens=encode_tokens, background=known.background, adapter=adapter
             )
             shared = memory.found(history_id, prompt)
             costs = self._turn_costs(prompt_tokens or known.held_tokens, shared, now_s)
@@ -203,10 +206,11 @@ class ConversationTable(Turns):
             shared = self.memory.found(history_id, shared)
         if self.memory is not None and self._kinship.has_any(opening):
             shared = self.memory.lent(self._kinship.lenders(opening, history_id), shared)
-        if opening.encode_tokens or opening.background:
+        if opening.encode_tokens or opening.background or opening.adapter:
             shared = replace(
-                shared, encode_tokens=opening.encode_tokens, background=opening.background
-            )
+                shared, encode_tokens=opening.encode_tokens, background=opening.background,
+                adapter=opening.adapter,
+            )  # fmt: skip
         return shared
 
     def _make_room(

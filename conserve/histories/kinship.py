@@ -174,13 +174,15 @@ LEAST_SYSTEM_TOKENS = 64
 class Opening:
     """The prompt with which a history begins; ``chain`` is None for completions.
 
-    ``encode_tokens`` are embeddings of its images that are not encoded yet.
+    ``encode_tokens`` are embeddings of its images that are not encoded yet, and ``adapter`` is the
+    digest of its adapter.
     """
 
     chain: Chain | None = None
     system_tokens: int = 0
     hints: Hints | None = None
     encode_tokens: int = 0
+    adapter: str = ""
 
     @property
     def root(self) -> Digest | None:

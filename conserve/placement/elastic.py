@@ -89,7 +89,8 @@ class ElasticPlacement(PlacementPolicy):
         decoders, prefillers = list(decoders), list(prefillers)
         homes = self.homes(decoders, prefillers, now_s)
         pool = [one.id for one in prefillers]
-        work = {id: self.loads.work(id, now_s) for id in (*pool, *(one.id for one in homes))}
+        ids = (*pool, *(one.id for one in homes))
+        work = {id: self.loads.work(id, now_s, shared.adapter) for id in ids}
         costs = home_costs(
             prompt_tokens,
             homes,
@@ -117,7 +118,7 @@ class ElasticPlacement(PlacementPolicy):
     ) -> dict[str, tuple[float, Coming | None]]:
         shared = self._with_times(shared, now_s)
         room = {one.id: one.free_tokens for one in decoders}
-        work = {id: self.loads.work(id, now_s) for id in room}
+        work = {id: self.loads.work(id, now_s, shared.adapter) for id in room}
         turns_per_s = sum(one.turns_per_s for one in work.values())
         decodes = sum(one.mean_decodes for one in work.values())
         # How long a turn decodes, by Little's law.
@@ -287,7 +288,7 @@ def cheapest(
             best = here, Placement(home, None, after)
         way_s = costs.handoff_s(tokens - there)
         for one in (id for id in two_least if id != home):
-            comes_s = elsewhere[one] + way_s
+            comes_s = elsewhere[one] + way_s + work[home].adapter_s
             moved = round(comes_s + held_up_s(work[home], comes_s) + later_s, _DIGITS), later_s
             if best_moved is None or moved < best_moved[0]:
                 doubt_s = math.hypot(
@@ -331,7 +332,7 @@ def prefill_cost_s(work: Work, new_tokens: int, cached_tokens: int, shared: Shar
     encode_tokens = min(shared.encode_tokens, new_tokens)
     own_s, encode_s = costs.prefill_s(new_tokens, cached_tokens), costs.encode_s(encode_tokens)
     running_s = work.decodes * (costs.prefill_share * own_s + encode_s)
-    waits_s = work.prefill_wait_s(new_tokens, cached_tokens, encode_tokens)
+    waits_s = work.adapter_s + work.prefill_wait_s(new_tokens, cached_tokens, encode_tokens)
     delays_s = running_s + work.coming_wait_s(own_s + encode_s)
     return (BACKGROUND if shared.background else 1.0) * waits_s + work.weight * delays_s
 

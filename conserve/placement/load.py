@@ -28,6 +28,8 @@ _HARDLY_ANY = 1e-4
 _FORGOTTEN_S = 5 * _LATE_S
 # A sum that has decayed to less than this is none.
 _NOTHING = 1e-9
+# What an adapter's load counts in the mean of all.
+_NEWEST_LOAD = 0.25
 # A prompt's length, to tell seconds from tokens before any was computed.
 _USUAL_TOKENS = 1_000
 
@@ -44,6 +46,8 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
             not.
         steps: the iterations since its last report, alike ones together.
         overdue_loads: loads of KV that took too long, and for which LMCache's server was killed.
+        adapters: digests of the adapters that it has.
+        adapter_loads_s: how long those took that it has loaded since its last report.
     """
 
     prefill_tokens: int = 0
@@ -55,6 +59,8 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     encode_tokens: int = 0
     steps: tuple[Step, ...] = ()
     overdue_loads: int = 0
+    adapters: tuple[str, ...] = ()
+    adapter_loads_s: tuple[float, ...] = ()
 
 
 def wait_s(held_up_s: float, turns_per_s: float) -> float:
@@ -79,6 +85,7 @@ class Work(NamedTuple):
         append_s: the time of the append that runs at an average moment at which one runs.
         coming: prompts that were sent there since its last report, and are not done.
         background_share: of its conversations, those whose turns wait for others'.
+        adapter_s: how long it takes to load the adapter of a turn; 0 if it has that, or needs none.
         lent_tokens: prefilled for other engines in the last ten seconds.
         conversations: those that are there yet and had a turn lately.
         ages_s: how long ago these began, together.
@@ -98,6 +105,7 @@ class Work(NamedTuple):
     ages_s: float = 0.0
     coming: int = 0
     background_share: float = 0.0
+    adapter_s: float = 0.0
 
     @property
     def weight(self) -> float:
@@ -169,6 +177,8 @@ class Loads:
     def says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
         engine = self._of(engine_id)
         engine.learn(load.steps)
+        for took_s in load.adapter_loads_s:
+            engine.kind.adapter_loaded(took_s)
         engine.load = load
         backlog_s = load.prefill_tokens * engine.token_s(now_s)
         backlog_s += engine.costs.encode_s(load.encode_tokens)
@@ -248,7 +258,8 @@ class Loads:
     def gone(self, engine_id: str) -> None:
         self._engines.pop(engine_id, None)
 
-    def work(self, engine_id: str, now_s: float) -> Work:
+    def work(self, engine_id: str, now_s: float, adapter: str = "") -> Work:
+        """Return an engine's work; ``adapter`` is the digest of a turn's."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return Work(self._prior)
@@ -268,6 +279,7 @@ class Loads:
             engine.turns.ages_s(now_s),
             len(engine.queue),
             engine.turns.background_share,
+            0.0 if not adapter or adapter in engine.load.adapters else engine.kind.adapter_s,
         )
 
     def done_in_s(self, engine_id: str, history_id: str, now_s: float) -> float:
@@ -453,10 +465,12 @@ class _Queue:
 class _Kind:
     """Knowledge about engines that do the same work in the same time."""
 
-    __slots__ = ("_tried", "handoff", "name", "steps")
+    __slots__ = ("_tried", "adapter_s", "handoff", "name", "steps")
 
     def __init__(self, name: str, prior: EngineCosts) -> None:
         self.name = name
+        # Nothing is assumed of adapters before one was loaded.
+        self.adapter_s = 0.0
         self.steps = StepCosts(prior)
         self._tried: dict[int, float] = {}
         self.handoff: tuple[float, float] | None = None
@@ -465,6 +479,10 @@ class _Kind:
         for tokens, seconds in handoffs:
             self._tried[tokens] = min(seconds, self._tried.get(tokens, math.inf))
         self.handoff = _line_through(list(self._tried.items()))
+
+    def adapter_loaded(self, took_s: float) -> None:
+        new = _NEWEST_LOAD if self.adapter_s else 1.0
+        self.adapter_s += new * (took_s - self.adapter_s)
 
 
 class _Engine:

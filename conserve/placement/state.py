@@ -92,6 +92,7 @@ class Shared:
             engine that counted it.
         away: decoders whose ``tokens`` are promised, and computed elsewhere.
         background: whether its turns wait for others'.
+        adapter: the digest of its adapter; empty: it has none.
     """
 
     tokens: Mapping[str, int]
@@ -104,6 +105,7 @@ class Shared:
     encode_tokens: int = 0
     away: Collection[str] = ()
     background: bool = False
+    adapter: str = ""
 
     @property
     def most(self) -> int:

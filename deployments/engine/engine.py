@@ -21,6 +21,7 @@ from conserve.placement import EngineLoad
 from conserve.settings import Settings, SettingsError
 from conserve.wire import BEAT_S, Role
 from deployments.engine import core
+from deployments.engine.adapters import EngineAdapters
 from deployments.engine.copies import Copies
 from deployments.engine.core import core_loads_first, unnamed_afterwards
 from deployments.engine.engine_kernels import require_cuda_ops
@@ -113,6 +114,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
         self._beating: asyncio.Task[None] | None = None
         self._leaving = False
+        self._adapters: EngineAdapters | None = None
         # The table's last answer to a beat.
         self._heard: Heard | None = None
 
@@ -167,13 +169,17 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         if gpus or leases:
             self._node.use = EngineUse(self._id, gpus, self._tier.cap, leases)
         app, tasks = await self.engine.build_asgi_app(), await client.get_supported_tasks()
+        if client.vllm_config.lora_config is not None:
+            require_seams("adapters")
+            self._adapters = EngineAdapters(client, settings.model)
+            app.state.openai_serving_models.lora_requests = self._adapters
         self._inside.add_routes(app)
         self._turns = EngineTurns(
             app, client, self._holdings, self._desk,
             meter=self._meter, failed=failed, missing_tokens=missing_tokens, tasks=tasks,
             stores=client.vllm_config.kv_transfer_config is not None,
             schedules=settings.schedules_conversations and settings.hosts(role),
-            copies=self._copies, has_more=self._reporter.has_more,
+            copies=self._copies, adapters=self._adapters, has_more=self._reporter.has_more,
             waiting_tokens=self._meter.waiting_tokens if settings.moves_turns else lambda: 0,
             responses=ResponseStore(media_bytes=settings.media.bytes),
         )  # fmt: skip
@@ -273,6 +279,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             if getattr(self, "_inside", None) is not None:
                 await self._inside.ended(self._give_back)
         finally:
+            if getattr(self, "_adapters", None) is not None:
+                self._adapters.close()
             await super().__del__()
 
     async def _give_back(self, what: str, call: Awaitable[None], missed_s: float) -> None:
@@ -367,6 +375,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     def _load(self) -> EngineLoad:
         load = self._meter.load(time.monotonic())
+        if self._adapters is not None:
+            took_s, digests = self._adapters.take_loads(), self._adapters.digests
+            load = msgspec.structs.replace(load, adapters=digests, adapter_loads_s=took_s)
         if (tokens := self._http.tokens) is None:
             return load
         kept, new = tokens.found_tokens, tokens.encoded_tokens

@@ -33,6 +33,7 @@ from conserve.recognition.apis import messages_of
 from conserve.recording import block_digests
 from conserve.turn import TurnKey, TurnStats
 from conserve.wire import CHECK_PREFIX, PREFILL_PREFIX, SILENCE_S
+from deployments.engine.adapters import EngineAdapters
 from deployments.engine.answers import Answer
 from deployments.engine.check import Check, one_token
 from deployments.engine.copies import Copies
@@ -105,6 +106,7 @@ class EngineTurns:
         stores: whether the engine has a KV connector, by which it stores what it prefills.
         schedules: whether the engine's scheduler is told which turn each request is.
         copies: told which prompts are left in host memory.
+        adapters: None: the engine takes none.
         waiting_tokens: how much of prompts the engine has to compute.
         running: turns that are not over, those included whose router is lost.
         kept: turns that ended of late: a router may die before its client has all.
@@ -123,6 +125,7 @@ class EngineTurns:
     stores: bool = True
     schedules: bool = False
     copies: Copies | None = None
+    adapters: EngineAdapters | None = None
     has_more: Callable[[], None] = lambda: None
     waiting_tokens: Callable[[], int] = lambda: 0
     responses: ResponseStore = field(default_factory=ResponseStore)
@@ -324,6 +327,10 @@ class EngineTurns:
     ) -> AsyncIterator[Any]:  # fmt: skip
         images = images_of(prompt)
         identifiers = {identifier for identifier, _ in images}
+        model: str | None = None
+        if self.adapters is not None and (adapter := options.get("lora_request")) is not None:
+            model = adapter.lora_path
+            options["lora_request"] = await self.adapters.loaded(model)
         if turn is not None:
             turn.tell_engine(prompt, sampling_params, self.schedules)
             if self.stores and turn.parks and turn.asked.root:
@@ -331,7 +338,7 @@ class EngineTurns:
                 options["tells"] = functools.partial(self._stored, turn)
             if self.copies is not None and turn.parks:
                 ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-                self.copies.keep(turn.key.history_id, ids or (), salt or "", images)
+                self.copies.keep(turn.key.history_id, ids or (), salt or "", images, model)
         delta = getattr(sampling_params.output_kind, "name", "") == "DELTA"
 
         def see(output: Any) -> None:

@@ -92,8 +92,9 @@ class Placing:
         if over := self.gate.conversation_over(tenant, history_id, unix_s()):
             return self._over_limit(tenant, over)
         history = self.table.begin(
-            history_id, unix_s(), asked.hints, asked.prompt_tokens, asked.encode_tokens
-        )
+            history_id, unix_s(), asked.hints, asked.prompt_tokens, asked.encode_tokens,
+            adapter=asked.adapter,
+        )  # fmt: skip
         if history is not None:
             prefiller_id = self.table.prefill_later_turn(history)
             turn = history.newest_turn
@@ -101,7 +102,9 @@ class Placing:
         if asked.prompt_tokens is None:
             counters = self.registry.counters()
             return Uncounted(history_id, counters[0]) if counters else refusals.UNAVAILABLE
-        opening = Opening(chain, asked.system_tokens, asked.hints, asked.encode_tokens)
+        opening = Opening(
+            chain, asked.system_tokens, asked.hints, asked.encode_tokens, asked.adapter
+        )
         with self.room.placing(history_id, chat=chain is not None) as pending:
             return await self._place(pending, asked, asked.prompt_tokens, opening)
 

@@ -1,6 +1,7 @@
 """Settings are checked once, and refused by name."""
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -245,21 +246,15 @@ def test_there_are_no_encoders_unless_they_are_asked_for() -> None:
     assert settings.of_role("encoder") is settings.encoders
 
 
-def test_adapters_are_refused_where_their_kv_would_be_mixed_up() -> None:
-    from dataclasses import fields
-
-    from lmcache.v1.distributed.api import ObjectKey
-    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
-
-    modules = 'engine.lora_modules=[{"name":"a","path":"/a"}]'
-    assert "engine.lora_modules: LMCache's keys say nothing of adapters" in refusal(modules)
-    assert load(given(f"{modules} prefillers=0 pausing=off"))
-    # If this fails, LMCache has them in its keys, and they can be allowed.
-    assert {field.name for key in (ObjectKey, IPCCacheServerKey) for field in fields(key)} == {
-        *("chunk_hash", "model_name", "kv_rank", "object_group_id", "cache_salt"),
-        *("world_size", "worker_id", "token_ids", "start", "end", "request_id"),
-        *("request_configs", "num_kv_readers"),
-    }
+def test_adapters_are_settings_of_the_model_and_no_arguments_of_vllm() -> None:
+    for name in ("lora_modules", "default_mm_loras"):
+        assert f"engine.{name} cannot be set: use `adapters`" in refusal(f"engine.{name}=[]")
+    assert load(given("adapters.sql=a")).adapters == {"sql": os.path.abspath("a")}
+    assert load(given("adapters_file=a.json")).adapts
+    assert not load({}).adapts
+    assert "is no name for an adapter" in refusal("adapters.a@b=/a")
+    assert "the model's own name" in refusal("adapters.m=/a served_model_name=m")
+    assert "adapters cannot be set with" in refusal("adapters.a=/a engine_scheduler=lane")
 
 
 @pytest.mark.parametrize(
