@@ -8,13 +8,16 @@ for it, so an engine needs only the adapter's folder.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from conserve.tenants.keyfile import Followed
+
+if TYPE_CHECKING:
+    from conserve.settings import Settings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 CONFIG = "adapter_config.json"
@@ -140,25 +143,30 @@ def read(path: Path) -> dict[str, Adapter]:
     return {one.name: one for one in found.adapters}
 
 
-def folders_of(fixed: Mapping[str, str], file: str | None) -> dict[str, str]:
-    """Return the folders of a settings' adapters, and of those in a file, by name."""
-    return {one.name: one.path for one in (read(Path(file)).values() if file else ())} | {**fixed}
+def folders_of(settings: "Settings") -> dict[str, str]:
+    """Return the folders of all adapters that there are now, by name."""
+    file = settings.adapters_file
+    known = {} if file is None else read(Path(file))
+    return {one.name: one.path for one in known.values()} | settings.adapters
 
 
 class Adapters:
     """The adapters of a model, for one process; it reads all of those in the settings.
 
-    Args:
-        folders: those of the settings, by name. A file's of the same name is not used.
-
-    Raises:
-        AdapterError: one is not usable, or the file is not.
+    A name in the file that the settings have, too, is theirs. Raises `AdapterError` if an adapter,
+    or the file, is not usable.
     """
 
-    def __init__(self, folders: Mapping[str, str], file: str | None, now_s: float) -> None:
-        self._fixed = {name: adapter_in(name, folder) for name, folder in folders.items()}
-        self._file = None if file is None else Followed(Path(file), read, now_s)
+    def __init__(self, settings: "Settings", now_s: float) -> None:
+        self._fixed = {name: adapter_in(name, path) for name, path in settings.adapters.items()}
+        self._model_id, file = settings.model_id, settings.adapters_file
+        self._file = None if file is None else Followed(Path(file), self._read, now_s)
 
     def all(self, now_s: float) -> dict[str, Adapter]:
         """Return those that there are now, by name."""
-        return self._fixed if self._file is None else self._file.says(now_s) | self._fixed
+        return self._fixed if self._file is None else self._file.says(now_s)
+
+    def _read(self, path: Path) -> dict[str, Adapter]:
+        found = read(path) | self._fixed
+        found.pop(self._model_id, None)
+        return found

@@ -290,8 +290,7 @@ def llm_arguments(
     if role != "encoder":
         engine |= traced_arguments(settings, own_arguments)
         if settings.adapts:
-            known = adapters.folders_of(settings.adapters, settings.adapters_file)
-            engine |= adapters.engine_arguments(known.values())
+            engine |= adapters.engine_arguments(adapters.folders_of(settings).values())
     engine |= own_arguments
     engine["enable_prefix_caching"] = True
     if role != "encoder":

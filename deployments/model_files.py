@@ -110,8 +110,7 @@ def require_files(settings: Settings) -> None:
 def require_adapters(settings: Settings) -> None:
     """Check the adapters that there are at the start; raises `SettingsError`."""
     try:
-        known = adapters.folders_of(settings.adapters, settings.adapters_file)
-        for name, folder in known.items():
+        for name, folder in adapters.folders_of(settings).items():
             require_adapter(name, Path(folder), settings.model)
     except adapters.AdapterError as error:
         raise SettingsError(f"adapters: {error}") from None
