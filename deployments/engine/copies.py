@@ -37,7 +37,7 @@ _LOOK_S = 0.01
 class _Prompt(NamedTuple):
     """A prompt as LMCache's keys have it; ``text``: it has no images."""
 
-    ids: array[int]
+    ids: "array[int]"
     salt: str
     text: bool
     model: str | None
