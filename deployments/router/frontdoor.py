@@ -152,24 +152,26 @@ class FrontDoor:
 
     async def _models(self, request: Request) -> Response:
         if _ANTHROPIC_HEADER in request.headers:
-            model = self._settings.model_id
-            cards = [await self._anthropic_card()]
-            return answer_response(answers.AnthropicModels(cards, False, model, model))
-        return answer_response(answers.Models([await self._card()]))
+            cards = [await self._anthropic_card(name) for name in self._names]
+            return answer_response(answers.AnthropicModels(cards, False, cards[0].id, cards[-1].id))
+        return answer_response(answers.Models([await self._card(name) for name in self._names]))
 
     async def _model(self, request: Request) -> Response:
         model = request.path_params["model"]
-        if model != self._settings.model_id:
+        if model not in self._names:
             raise unknown_model(model, self._settings.model_id)
-        anthropic = _ANTHROPIC_HEADER in request.headers
-        return answer_response(await (self._anthropic_card() if anthropic else self._card()))
+        card = self._anthropic_card if _ANTHROPIC_HEADER in request.headers else self._card
+        return answer_response(await card(model))
 
-    async def _card(self) -> answers.Model:
-        longest = await self._longest()
-        return answers.Model(self._settings.model_id, self._started, "conserve", longest)
+    @property
+    def _names(self) -> list[str]:
+        """The names of the model and its adapters."""
+        return [self._settings.model_id, *sorted(self.turns.media.adapters)]
 
-    async def _anthropic_card(self) -> answers.AnthropicModel:
-        model = self._settings.model_id
+    async def _card(self, model: str) -> answers.Model:
+        return answers.Model(model, self._started, "conserve", await self._longest())
+
+    async def _anthropic_card(self, model: str) -> answers.AnthropicModel:
         started = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         longest = await self._longest()
         return answers.AnthropicModel(model, model, started, longest, longest)

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import ResolveResult
 
+from conserve.adapters import Adapter, Adapters
 from conserve.encoders import Encoders
 from conserve.errors import ApiError, unfit
 from conserve.loopback import address_of
@@ -77,6 +79,14 @@ class MediaReader:
     encoders: Encoders = field(default_factory=Encoders)
     kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
     types: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._adapters = Adapters(self.settings, time.monotonic())
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """Return the model's, by name."""
+        return self._adapters.all(time.monotonic())
 
     def named(
         self,

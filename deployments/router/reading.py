@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -189,8 +189,13 @@ async def read_short(request: Request, most_bytes: int, empty: bytes = b"") -> A
     return _parsed(whole_characters(raw) or empty)
 
 
-def read_json(raw: bytes, path: str, settings: Settings) -> tuple[bytes, dict[str, Any]]:
+def read_json(
+    raw: bytes, path: str, settings: Settings, adapters: Collection[str] = ()
+) -> tuple[bytes, dict[str, Any]]:
     """Parse a body, unless it holds too much to be parsed, or asks for another model.
+
+    Args:
+        adapters: the names of the model's.
 
     Returns:
         Its JSON in whole characters, and the object.
@@ -205,12 +210,14 @@ def read_json(raw: bytes, path: str, settings: Settings) -> tuple[bytes, dict[st
     model = body.get("model", settings.model_id)
     if not isinstance(model, str | None):
         raise ApiError(400, "model must be a string", param="model")
-    if model not in (None, settings.model_id):
+    if model not in (None, settings.model_id) and model not in adapters:
         raise unknown_model(model, settings.model_id)
     return raw, body
 
 
-def read_lifted(lifted: Lifted, path: str, settings: Settings) -> dict[str, Any]:
+def read_lifted(
+    lifted: Lifted, path: str, settings: Settings, adapters: Collection[str] = ()
+) -> dict[str, Any]:
     """Parse a body as `read_json` does, with the data of its media out of the parser's way.
 
     What was set aside and is no data of media is put back.
@@ -222,7 +229,7 @@ def read_lifted(lifted: Lifted, path: str, settings: Settings) -> dict[str, Any]
         longest = min(longest, budget.MOST_TOKENIZE_BYTES)
     if len(lifted.raw) > longest:
         raise too_long(longest)
-    lifted.raw, body = read_json(lifted.raw, path, settings)
+    lifted.raw, body = read_json(lifted.raw, path, settings, adapters)
     if not lifted.spans:
         return body
     served = set() if path == COMPLETIONS else media.marks(body, path)
@@ -231,7 +238,7 @@ def read_lifted(lifted: Lifted, path: str, settings: Settings) -> dict[str, Any]
         lifted.drop(stray)
         if len(lifted.raw) > longest:
             raise too_long(longest)
-        lifted.raw, body = read_json(lifted.raw, path, settings)
+        lifted.raw, body = read_json(lifted.raw, path, settings, adapters)
     return body
 
 

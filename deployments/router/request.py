@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from conserve import apis, budget, identity, recognition, wire
+from conserve.adapters import Adapter
 from conserve.apis import COMPLETIONS, MESSAGES, RESPONSES
 from conserve.canonical_items import canonical, unserved_tools
 from conserve.errors import ApiError
@@ -71,6 +72,7 @@ class ClientRequest:
         ignored_fields: names of fields that have no effect.
         media: how many images, or other parts with media, it has.
         to_encode: see `MediaReader.to_encode`; empty once encoders had it.
+        adapter: of the model; None: it asks for the model itself.
     """
 
     path: str
@@ -92,6 +94,7 @@ class ClientRequest:
     ignored_fields: tuple[str, ...] = ()
     media: int = 0
     to_encode: dict[str, bytes] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
     @property
     def chat(self) -> bool:
@@ -118,7 +121,13 @@ class ClientRequest:
 
     @property
     def model(self) -> str:
+        """The model as engines are asked for it."""
         return str(self.body["model"])
+
+    @property
+    def model_name(self) -> str:
+        """The model as clients ask for it."""
+        return self.model if self.adapter is None else self.adapter.name
 
 
 async def read_request(
@@ -159,7 +168,9 @@ def _understood(
 ) -> ClientRequest:
     path, caller, settings = scope["path"], caller_of(scope), media.settings
     tenant, salt = (None, None) if caller is None else (caller.tenant, caller.cache_salt)
-    body = read_lifted(lifted, path, settings)
+    adapters = media.adapters
+    body = read_lifted(lifted, path, settings, adapters)
+    adapter = adapters.get(body.get("model") or "")
     asked = resolved(path, body)
     budget.check(asked, path)
     if path == RESPONSES and body.get(PREVIOUS) is not None:
@@ -191,6 +202,11 @@ def _understood(
     parts = 0 if seen is own else len(places(seen, path))
     # Engines keep KV under the tenant's salt, which replaces the client's.
     own = seen if salt is None else {**seen, "cache_salt": salt}
+    if adapter is not None:
+        own = {**own, "model": adapter.model}
+        # vLLM refuses any other.
+        if isinstance(before := own.get("cache_salt"), str | None):
+            own["cache_salt"] = adapter.salt(before)
     changed = changed_body(lifted.raw, body, own)
     chain: Chain | None = None
     if chat:
@@ -199,6 +215,9 @@ def _understood(
     product = _PRODUCT.match(headers.get("user-agent", ""))
     if explicit_id is not None or not chat:
         goes_on = identity.scoped(tenant, explicit_id or identity.new_id())
+        if adapter is not None and not chat:
+            # By its id alone, a completion would continue another adapter's.
+            goes_on = identity.further(goes_on, adapter.number)
     return ClientRequest(
         path=path,
         raw=lifted.put_back(changed),
@@ -217,7 +236,8 @@ def _understood(
         unserved_tools=unserved_tools(body) if path == RESPONSES else (),
         ignored_fields=ignored(asked, path),
         media=parts,
-        to_encode=media.to_encode(own, path, lifted) if chat else {},
+        to_encode=media.to_encode(seen, path, lifted) if chat else {},
+        adapter=adapter,
     )
 
 
@@ -225,7 +245,7 @@ def _digest(request: ClientRequest, headers: Headers, raw: bytes) -> bytes:
     tenant = None if request.tenant is None else request.tenant.name
     stated_id = None if request.one_off else request.explicit_id
     keys = (headers.get("authorization"), headers.get("x-api-key"))
-    own = repr((request.path, tenant, stated_id, keys)).encode()
+    own = repr((request.path, tenant, stated_id, keys, request.model)).encode()
     return hashlib.blake2b(raw, digest_size=16, key=hashlib.sha256(own).digest()).digest()
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -170,23 +170,29 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
 def _tokenize(
     salt: str | None, media: MediaReader, lifted: Lifted, fetched: Mapping[str, bytes] | None = None
 ) -> bytes:
-    body = read_lifted(lifted, TOKENIZE, media.settings)
+    body = read_lifted(lifted, TOKENIZE, media.settings, media.adapters)
     budget.check_tokenize(body, len(lifted.raw))
-    own = media.named(body, TOKENIZE, lifted, salt, fetched)
+    own = media.named(_of_the_model(body, media), TOKENIZE, lifted, salt, fetched)
     return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
 def _detokenize(salt: str | None, media: MediaReader, lifted: Lifted) -> bytes:
-    raw, body = read_json(lifted.put_back(lifted.raw), DETOKENIZE, media.settings)
+    raw = lifted.put_back(lifted.raw)
+    raw, body = read_json(raw, DETOKENIZE, media.settings, media.adapters)
     budget.check_detokenize(body)
-    return raw
+    return changed_body(raw, body, _of_the_model(body, media))
+
+
+def _of_the_model(body: dict[str, Any], media: MediaReader) -> dict[str, Any]:
+    """Return a body that asks for the model itself, whose tokenizer its adapters have."""
+    return {**body, "model": media.settings.model_id} if body.get("model") else body
 
 
 def _count_tokens(
     salt: str | None, media: MediaReader, lifted: Lifted, fetched: Mapping[str, bytes] | None = None
 ) -> bytes:
     settings = media.settings
-    body = read_lifted(lifted, COUNT_TOKENS, settings)
+    body = read_lifted(lifted, COUNT_TOKENS, settings, media.adapters)
     budget.check(body, COUNT_TOKENS)
     # vLLM's error, where there is no name, is one of the server's.
     own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)

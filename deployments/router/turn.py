@@ -223,7 +223,7 @@ class Turn:
         turn, stats = None if self._plan is None else self._plan.turn, self._stats(outcome)
         self._table.observe(turn, stats)
         if self._span is not None:
-            self._span.end(turn, stats, self._phases.all, self._request.model)
+            self._span.end(turn, stats, self._phases.all, self._request.model_name)
         if (self._request.final or self._request.one_off) and self._history_id is not None:
             self._table.finish(self._history_id)
 
@@ -367,6 +367,7 @@ class Turn:
             0 if counted is None else counted.encode_tokens,
             system_tokens,
             b"" if self._sent is not None else self._digest,
+            "" if asked.adapter is None else asked.adapter.digest,
         )
 
     @property
