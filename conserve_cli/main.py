@@ -39,12 +39,13 @@ COMMANDS = {
         "Say what is wrong with this machine, or with a cluster, and what to do about it.",
     ),
     "keys": ("conserve_cli.keys", "API keys, their tenants, and tenants' limits."),
+    "adapters": ("conserve_cli.adapters", "LoRA adapters that an application takes up, in place."),
 }
 
 
 # All commands in the order of the help, and those that an add-on has.
 ORDER = ("serve", "demo", "top", "ps", "cache", "record", "end", "drain", "bench", "doctor",
-         "profile", "plan", "simulate", "keys")  # fmt: skip
+         "profile", "plan", "simulate", "keys", "adapters")  # fmt: skip
 _OF_LAB = ("demo", "record", "bench", "profile", "plan", "simulate")
 
 
