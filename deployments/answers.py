@@ -77,6 +77,9 @@ class EngineLoad(Answer):
     decodes: Annotated[Count, Meta(description="Requests past their first token.")]
     step_s: Annotated[Positive | None, Meta(description="Mean of iterations without a prefill.")]
     prefill_tokens_per_s: Annotated[Positive | None, Meta(description="Speed of prefills.")]
+    adapters: Annotated[
+        list[str] | UnsetType, Meta(description="Digests of the adapters that it has.")
+    ] = UNSET
 
 
 class CacheCheck(Answer):

@@ -213,6 +213,7 @@ def _load(load: EngineLoad) -> answers.EngineLoad:
         # 0 stands for what is not known.
         round(load.step_s, 6) or None,
         round(load.prefill_tokens_per_s, 1) or None,
+        list(load.adapters) or msgspec.UNSET,
     )
 
 

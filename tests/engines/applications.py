@@ -32,6 +32,7 @@ class Application:
         lone_engine: whether a bare engine runs beside it, to compare answers with.
         no_compiler: whether it runs with no compiler on PATH, as on a machine that has none.
         make_model: makes the model that they serve, in a folder; unset, it is the embedded one.
+        adapters: names of adapters that it has; with any, it takes more of them by a file.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Application:
     lone_engine: bool = False
     no_compiler: bool = False
     make_model: Callable[[Path], None] | None = None
+    adapters: tuple[str, ...] = ()
 
 
 # float32, so that batches of different sizes do not change which token is the most likely. LMCache
@@ -83,7 +85,7 @@ SMALL = Application(
     ),
 )
 
-# Two decoders that are full soon, whose idle conversations give up their room.
+# Two decoders that are full soon, whose idle conversations give up their room; with adapters.
 PAUSING = Application(
     "pausing",
     (
@@ -94,6 +96,8 @@ PAUSING = Application(
         "queue_timeout_s=20",
     ),
     decoders=2,
+    lone_engine=True,
+    adapters=("a", "b"),
 )
 
 # One engine with a model that is shown images, which may fetch from names that stand for addresses

@@ -159,9 +159,12 @@ def require_reuse(seen: Sequence[tuple[str, str, dict[str, int]]]) -> None:
         assert stats["decoder_cached_tokens"] >= before["prompt_tokens"] - BLOCK_TOKENS
 
 
-async def lone_answer(client: httpx.AsyncClient, messages: Sequence[Message], tokens: int) -> str:
+async def lone_answer(
+    client: httpx.AsyncClient, messages: Sequence[Message], tokens: int, **options: Any
+) -> str:
     """What the lone engine answers to the same messages."""
-    reply = await chat(client, messages, tokens=tokens, url=f"http://127.0.0.1:{LONE_PORT}")
+    url = f"http://127.0.0.1:{LONE_PORT}"
+    reply = await chat(client, messages, tokens=tokens, url=url, **options)
     assert reply.status == 200, reply.body
     return reply.content
 

@@ -1,6 +1,7 @@
 """A bare vLLM engine on the same model, which answers are compared with."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,23 @@ from tests.engines.applications import START_S
 LONE_PORT = 8190
 
 
-def lone_engine(log: Path, model: str = EMBEDDED_MODEL, gpu: bool = False) -> Launch:
+def lone_engine(
+    log: Path,
+    model: str = EMBEDDED_MODEL,
+    gpu: bool = False,
+    adapters: Mapping[str, Path] | None = None,
+) -> Launch:
     """vLLM's own server on the same model, without ConServe: what outputs are compared with."""
     arguments: dict[str, Any] = {"enforce_eager": True}
     if not gpu:
         arguments["dtype"] = "float32"
     if model == EMBEDDED_MODEL:
         arguments["max_model_len"] = 16384
+    if adapters:
+        arguments |= {"enable_lora": True, "max_loras": len(adapters)}
     command = server_command(model_source(model), "conserve-embedded", LONE_PORT, arguments)
+    if adapters:
+        command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     environment = engine_environment(model, gpu)
     launch = Launch([], log, environment, command)
     launch.__enter__()

@@ -3,12 +3,17 @@
 import sys
 from pathlib import Path
 
+from conserve.embedded import model_path
 from conserve.launch import Launch, health
 from conserve.settings import EMBEDDED_MODEL
+from tests.adapter_files import make_adapter
 from tests.engines.applications import START_S, URL, Application
 from tests.engines.lone import lone_engine, wait_for_lone
 from tests.engines.processes import require_none_left
 from tests.machines import environment_without_compilers
+
+# Names of adapters, whether an application has them from its start or not.
+ADAPTERS = ("a", "b", "c")
 
 
 class Stage:
@@ -30,7 +35,8 @@ class Stage:
             launch.__enter__()
             self._launch = launch
             if application.lone_engine:
-                self._lone = lone_engine(self._logs / "lone.log", model)
+                adapters = self.adapters if application.adapters else {}
+                self._lone = lone_engine(self._logs / "lone.log", model, adapters=adapters)
             self._application = application
         self.wait_until_whole()
         return URL
@@ -44,6 +50,20 @@ class Stage:
             application.make_model(folder)
         return str(folder)
 
+    @property
+    def adapters_file(self) -> Path:
+        """The file by which adapters come and go."""
+        return self._logs / "adapters.json"
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of adapters of the embedded model, by name; the lone engine has all of them."""
+        found = {name: self._logs / f"adapter-{name}" for name in ADAPTERS}
+        for seed, folder in enumerate(found.values()):
+            if not folder.exists():
+                make_adapter(folder, model_path(), seed)
+        return found
+
     def _launch_of(self, application: Application, model: str) -> Launch:
         log = self._logs / f"{application.name}.log"
         if application.file is None:
@@ -52,7 +72,12 @@ class Stage:
                 folder = self._logs / f"{application.name}-programs"
                 folder.mkdir()
                 environment = environment_without_compilers(folder)
-            return Launch([f"model={model}", *application.arguments], log, environment)
+            arguments = [f"model={model}", *application.arguments]
+            if application.adapters:
+                own = self.adapters
+                arguments += (f"adapters.{name}={own[name]}" for name in application.adapters)
+                arguments.append(f"adapters_file={self.adapters_file}")
+            return Launch(arguments, log, environment)
         file = self._logs / "conserve.yaml"
         file.write_text(application.file)
         return Launch([], log, None, [sys.executable, "-m", "ray.serve.scripts", "run", str(file)])
