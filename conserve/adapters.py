@@ -67,6 +67,7 @@ def of_model(model: str) -> Adapter | None:
 def adapter_in(name: str, folder: str) -> Adapter:
     """Return a folder's adapter, of which all is read; AdapterError if there is none."""
     check_name(name)
+    config_of(Path(folder))
     return Adapter(name, folder, digest_of(Path(folder)))
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from conserve.adapters import Adapter, AdapterError, AdapterFile, adapter_in, config_of, read
+from conserve.adapters import Adapter, AdapterError, AdapterFile, adapter_in, read
 from conserve.tenants import KeyFileError, keyfile
 from conserve_cli.output import console, refuse
 
@@ -35,9 +35,7 @@ def add(
 ) -> None:
     """Add an adapter, or another one under its name, whose turns begin anew."""
     with _changed(file) as known:
-        folder = path.expanduser().absolute()
-        config_of(folder)
-        known[name] = adapter_in(name, str(folder))
+        known[name] = adapter_in(name, str(path.expanduser().absolute()))
     console.print(f"Added {name}.")
 
 

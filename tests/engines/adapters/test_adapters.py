@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of one model on real engines: answers, KV that never meets, and changes in place."""
+"""Adapters (LoRA) on real engines: answers, KV that never meets, and changes in place."""
 
 import asyncio
 import random

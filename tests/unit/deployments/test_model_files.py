@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from conserve.settings import load
-from deployments.model_files import model_shape
+from conserve.embedded import model_path
+from conserve.settings import SettingsError, load
+from deployments.model_files import model_shape, require_adapters
 from hetero.model_shape import ModelUnknown
+from tests.adapter_files import make_adapter
 from tests.unit.hetero.planned import written
 from tests.unit.hetero.shapes import QWEN3_8B, QWEN25_VL_7B
 
@@ -78,3 +80,26 @@ def test_what_is_not_to_be_had_is_said(model: str, monkeypatch: pytest.MonkeyPat
         model_shape(load({"model": model}))
     assert f"config.json of {model!r} cannot be read" in str(caught.value)
     assert "download the model, and give its folder or its id" in str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_refused_in_a_line(tmp_path: Path) -> None:
+    """By its base's name where that tells, else by the sizes of its layers."""
+    folder, small = tmp_path / "sql", written(tmp_path / "small", QWEN3_8B)
+
+    def problem(model: str = "embedded") -> str:
+        try:
+            require_adapters(load({"model": model, "adapters": {"sql": str(folder)}}))
+        except SettingsError as error:
+            return "; ".join(error.problems)
+        return ""
+
+    assert "sql/adapter_config.json cannot be read" in problem()
+    make_adapter(folder, model_path(), 1)
+    assert problem() == ""
+    make_adapter(folder, small, 1)
+    assert problem() == f"adapters: sql is of another model ({small}) than embedded"
+    make_adapter(folder, model_path(), 1, base="Qwen/Qwen3-8B")
+    assert problem("Qwen/Qwen3-8B") == problem("Qwen/Qwen3-8B-FP8") == problem() == ""
+    assert "of another model (Qwen/Qwen3-8B)" in problem("Qwen/Qwen3-4B")
+    (folder / "adapter_model.safetensors").unlink()
+    assert "sql has no weights" in problem()

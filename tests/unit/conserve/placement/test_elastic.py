@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -502,3 +503,25 @@ def test_a_prompt_goes_where_it_delays_the_background() -> None:
     for number in range(4):
         loads.left(f"d2 {number}", "d2")
     assert loads.work("d2", NOW_S).weight == 1
+
+
+def test_an_engine_that_has_the_adapter_is_preferred_where_that_ends_sooner() -> None:
+    """Nothing is assumed of an adapter's load before one was seen."""
+    homes = [Decoder(id, 10_000) for id in ("d1", "d2")]
+    work = {"d1": EngineLoad(prefill_tokens=300), "d2": EngineLoad()}
+
+    def home(shared: Shared, **loads: EngineLoad) -> str:
+        policy = ElasticPlacement(known(work | loads))
+        placed = policy.place(200, homes, [], shared, NOW_S)
+        assert placed is not None
+        costs = policy.turn_costs(200, homes, shared, NOW_S)
+        assert placed.decoder_id == min(costs, key=lambda id: costs[id][0])
+        return placed.decoder_id
+
+    asks, has_it = Shared({}, adapter="a"), msgspec.structs.replace(work["d1"], adapters=("a",))
+    assert home(asks) == home(asks, d1=has_it) == "d2"
+    for took_s, best in ((0.1, "d2"), (2.0, "d1")):
+        has_loaded = msgspec.structs.replace(has_it, adapter_loads_s=(took_s,))
+        assert home(asks, d1=has_loaded) == best
+        assert home(NOTHING_SHARED, d1=has_loaded) == "d2"
+        assert home(Shared({}, adapter="other"), d1=has_loaded) == "d2"
