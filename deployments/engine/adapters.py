@@ -84,7 +84,9 @@ class EngineAdapters(Mapping[str, LoRARequest]):
         try:
             path = await asyncio.to_thread(self._copied, adapter)
             # vLLM takes two of one name for one.
-            lora = LoRARequest(f"{adapter.name}@{adapter.digest}", self[model].lora_int_id, str(path))
+            lora = LoRARequest(
+                f"{adapter.name}@{adapter.digest}", self[model].lora_int_id, str(path)
+            )
             await self._client.add_lora(lora)
         except EngineDeadError:
             raise
