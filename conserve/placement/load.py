@@ -178,7 +178,8 @@ class Loads:
         engine = self._of(engine_id)
         engine.learn(load.steps)
         for took_s in load.adapter_loads_s:
-            engine.kind.adapter_loaded(took_s)
+            known_s = engine.kind.adapter_s
+            engine.kind.adapter_s += (took_s - known_s) * (_NEWEST_LOAD if known_s else 1.0)
         engine.load = load
         backlog_s = load.prefill_tokens * engine.token_s(now_s)
         backlog_s += engine.costs.encode_s(load.encode_tokens)
@@ -479,10 +480,6 @@ class _Kind:
         for tokens, seconds in handoffs:
             self._tried[tokens] = min(seconds, self._tried.get(tokens, math.inf))
         self.handoff = _line_through(list(self._tried.items()))
-
-    def adapter_loaded(self, took_s: float) -> None:
-        new = _NEWEST_LOAD if self.adapter_s else 1.0
-        self.adapter_s += new * (took_s - self.adapter_s)
 
 
 class _Engine:

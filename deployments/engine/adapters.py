@@ -118,6 +118,3 @@ class EngineAdapters(Mapping[str, LoRARequest]):
     def digests(self) -> tuple[str, ...]:
         """Return those of the adapters that the engine has."""
         return tuple(model.split("@")[1] for model in self._loaded)
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)

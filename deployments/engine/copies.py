@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -32,15 +32,6 @@ _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # A load waits for the steps of an engine, and for others' loads.
 _LOAD_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 _LOOK_S = 0.01
-
-
-class _Prompt(NamedTuple):
-    """A prompt as LMCache's keys have it; ``text``: it has no images."""
-
-    ids: "array[int]"
-    salt: str
-    text: bool
-    model: str | None
 
 
 class Copies:
@@ -73,28 +64,24 @@ class Copies:
         # What the disk has of histories beyond doubt, until their next turns.
         self._kept: dict[str, int] = {}
         self._thread, self._noting = ThreadPoolExecutor(1, "kv-files"), 0
-        self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[str, tuple[array[int], str, bool, str]] = OrderedDict()
         self._tokens = 0
         # Prefetches whose end LMCache's server remembers until it is asked.
         self._open: set[str] = set()
 
     def keep(
-        self,
-        history_id: str,
-        prompt: Sequence[int],
-        salt: str,
-        images: Any = (),
-        model: str | None = None,
+        self, history_id: str, prompt: Sequence[int], salt: str, images: Any = (), model: str = ""
     ) -> None:
         """Note the newest prompt of a history that is left in host memory.
 
-        ``model`` is an adapter's name for engines; None: it is of the model itself.
+        ``model`` is an adapter's name for engines; empty: the prompt is of the model itself.
         """
         if images and self._files is None:
             return
         self._drop(history_id)
-        stored = array("q", _as_stored(prompt, images))
-        self._prompts[history_id] = _Prompt(stored, salt, not images, model)
+        self._prompts[history_id] = (
+            array("q", _as_stored(prompt, images)), salt, not images, model,
+        )  # fmt: skip
         self._tokens += len(prompt)
         while self._tokens > self._most_tokens:
             self._drop(next(iter(self._prompts)))
@@ -111,8 +98,8 @@ class Copies:
                     async with session.get(f"{self._url}/{known_id}") as answer:
                         if (await answer.json()).get("status") != "pending":
                             self._open.discard(known_id)
-                for one in known:
-                    if (request_id := await self._look_up(session, one.ids, one.salt)) is not None:
+                for prompt, salt, _, _ in known:
+                    if (request_id := await self._look_up(session, prompt, salt)) is not None:
                         self._open.add(request_id)
         except (aiohttp.ClientError, TimeoutError) as error:
             logger.warning("copies of turns that wait may be evicted: %s", error or "no answer")
@@ -156,16 +143,20 @@ class Copies:
         computes nothing that is missing. An engine has KV loaded by nothing but a request.
         """
         known = self._prompts.get(history_id)
-        if known is None or not known.text:
+        if known is None or not known[2]:
             return 0
-        prompt, salt, model = known.ids, known.salt, known.model or model
+        prompt, salt, _, own_model = known
         try:
             async with aiohttp.ClientSession(
                 timeout=_LOAD_TIMEOUT, headers=_JSON, raise_for_status=True
             ) as session:
                 if not (tokens := await self._found(session, prompt, salt)):
                     return 0
-                body = {"model": model, "prompt": [*prompt[:tokens], prompt[-1]], "max_tokens": 1}
+                body = {
+                    "model": own_model or model,
+                    "prompt": [*prompt[:tokens], prompt[-1]],
+                    "max_tokens": 1,
+                }
                 data = msgspec.json.encode(body | ({"cache_salt": salt} if salt else {}))
                 url = f"{engine_url}{PREFILL_PREFIX}/v1/completions"
                 async with session.post(url, data=data) as answer:
@@ -194,8 +185,8 @@ class Copies:
             return request_id
 
     def _drop(self, history_id: str) -> None:
-        known = self._prompts.pop(history_id, None)
-        self._tokens -= 0 if known is None else len(known.ids)
+        prompt, *_ = self._prompts.pop(history_id, ((), "", True, ""))
+        self._tokens -= len(prompt)
         self._kept.pop(history_id, None)
 
 

@@ -279,8 +279,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
             if getattr(self, "_inside", None) is not None:
                 await self._inside.ended(self._give_back)
         finally:
-            if (adapters := getattr(self, "_adapters", None)) is not None:
-                adapters.close()
             await super().__del__()
 
     async def _give_back(self, what: str, call: Awaitable[None], missed_s: float) -> None:

@@ -327,7 +327,7 @@ class EngineTurns:
     ) -> AsyncIterator[Any]:  # fmt: skip
         images = images_of(prompt)
         identifiers = {identifier for identifier, _ in images}
-        model: str | None = None
+        model = ""
         if self.adapters is not None and (adapter := options.get("lora_request")) is not None:
             model = adapter.lora_path
             options["lora_request"] = await self.adapters.loaded(model)

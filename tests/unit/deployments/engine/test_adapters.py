@@ -1,7 +1,6 @@
 """An engine's adapters: loaded once, before a turn runs, from files that nobody changes."""
 
 import asyncio
-import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,9 +97,6 @@ async def test_files_that_changed_are_not_loaded_and_what_was_loaded_stays(
     other = adapter_in("a", str(make_adapter(folder, written(temporary, QWEN3_8B), 7)))
     with pytest.raises(VLLMValidationError, match="a is of another model"):
         await adapters.loaded(other.model)
-    before = len(os.listdir(temporary))
-    adapters.close()
-    assert len(os.listdir(temporary)) == before - 1
 
 
 async def test_turns_run_with_it_and_checks_load_nothing(made: list[Adapter]) -> None:

@@ -244,7 +244,7 @@ def test_prompts_are_remembered_that_are_in_host_memory_and_have_no_images() -> 
     assert not decoder.copies._prompts
     decoder.images = {}
     decoder.turn(parks=True)
-    kept = {"c": (array("I", PROMPT), "", True, None)}
+    kept = {"c": (array("I", PROMPT), "", True, "")}
     assert decoder.copies._prompts == kept
     decoder.turn()
     assert decoder.copies._prompts == kept
@@ -263,7 +263,7 @@ async def test_files_of_conversations_are_noted_and_removed_with_them(
     folder.mkdir()
     # As LMCache has images in its keys.
     copies.keep(history, [1, 9, 9, 2, 5], "salt", [("a", PlaceholderRange(offset=1, length=2))])
-    ids = copies._prompts[history].ids
+    ids = copies._prompts[history][0]
     assert ([ids[0], *ids[3:]], 9 in ids) == ([1, 2, 5], False)
     await copies.own(history)
     assert copies.kept_tokens(history) == 0
