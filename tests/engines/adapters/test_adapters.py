@@ -118,14 +118,16 @@ async def test_a_history_with_an_adapter_is_handed_off_and_parked_and_comes_back
         for agent, model in agents:
             await agent.say(content, model=model)
             await answers_alike(client, agent, model)
-    assert all(agent.stats[0]["lmcache_tokens"] > 768 for agent, _ in agents)
+    assert all(agent.stats[0]["lmcache_tokens"] >= 768 for agent, _ in agents)
     others = [Agent(client, f"other-{n}") for n in range(8)]
     for other in others:
         await other.say(prose(rng, 850), tokens=4)
     for agent, model in agents:
         await agent.say("go on", model=model)
         await answers_alike(client, agent, model)
-    assert any(agent.stats[-1]["lmcache_tokens"] > 768 for agent, _ in agents[1:])
+    # From host memory, where its turn left it: no engine has computed it again.
+    back = [agent for agent, _ in agents[1:] if agent.stats[-1]["lmcache_tokens"] >= 768]
+    assert any(cached_tokens(agent.replies[-1]) >= 768 for agent in back)
 
 
 async def test_one_comes_and_goes_while_turns_of_another_run(
