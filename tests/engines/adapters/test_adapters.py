@@ -84,7 +84,7 @@ async def test_answers_are_those_of_a_lone_engine_with_the_adapter(
 
 
 async def test_nothing_is_found_of_a_prompt_that_another_adapter_had(
-    application: str, client: httpx.AsyncClient, rng: random.Random
+    application: str, lone: None, client: httpx.AsyncClient, rng: random.Random
 ) -> None:
     """Neither in an engine nor in LMCache; with its own adapter it is found."""
     asked = [{"role": "user", "content": prose(rng, 600)}]
