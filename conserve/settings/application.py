@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal, Self, cast, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from conserve.placement import POLICIES, PlacementPolicy, PolicyName
 from conserve.settings.checks import CHECKS
@@ -26,6 +26,7 @@ from conserve.settings.groups import (
     TracingSettings,
     absolute,
 )
+from conserve.settings.models import OWN, each_of, slug_of
 from conserve.wire import Role
 
 EMBEDDED_MODEL = "embedded"
@@ -69,6 +70,24 @@ class Settings(Strict):
         min_length=1,
         description="The name under which clients ask for the model. Unset: `model`, and "
         "`conserve-` before it for the embedded ones.",
+    )
+    aliases: list[str] = Field(
+        default_factory=list,
+        description="Other names under which clients ask for the model; one that ends in `*` stands "
+        "for all that begin so, such as `claude-haiku-*`.",
+    )
+    models: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Several models behind one door, by the names under which clients ask for "
+        "them. Each has engines and conversations of its own, and may have its own "
+        f"{', '.join(f'`{name}`' for name in OWN)}; what it leaves out is what is set beside "
+        "`models`. `model` is the name by default.",
+    )
+    default_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The model for requests that name one that is not served, or none of several. "
+        "Unset: these are refused with 404.",
     )
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto",
@@ -262,6 +281,9 @@ class Settings(Strict):
         description="Where agents' tools run, if clients may run commands at all.",
     )
 
+    # The settings of each of several models; none: there is one, with these.
+    _each: "dict[str, Settings]" = PrivateAttr(default_factory=dict)
+
     @field_validator("engine", mode="after")
     @classmethod
     def _engine_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -277,7 +299,12 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
-        for check in CHECKS:
+        if self.models:
+            self._each = each_of(self)
+        if self.default_model not in (None, *self.each):
+            names = ", ".join(self.each)
+            raise ValueError(f"default_model: {self.default_model!r} is not served; give {names}")
+        for check in () if self.models else CHECKS:
             if problems := [*check(self)]:
                 raise ValueError("\n".join(problems))
         return self
@@ -317,6 +344,25 @@ class Settings(Strict):
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError(f"{name!r} is no name: use letters, digits, and . _ -")
         return value
+
+    @property
+    def each(self) -> "dict[str, Settings]":
+        """The settings of each model, by its name; of a single one, these."""
+        return self._each or {self.model_id: self}
+
+    def with_each(self, each: "dict[str, Settings]") -> "Settings":
+        """These settings, with others for their models."""
+        if not self._each:
+            (only,) = each.values()
+            return only
+        copy = self.model_copy()
+        copy._each = each
+        return copy
+
+    @property
+    def slug(self) -> str:
+        """The model's name in those of deployments and files; empty: there is only one."""
+        return slug_of(self.model_id) if self.models else ""
 
     @property
     def policy_name(self) -> PolicyName:
