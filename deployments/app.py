@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -142,8 +142,9 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     ``nodes_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
     if they are missing, or the engines do not fit.
     """
-    settings = _with_parsers(with_profile(settings))
-    require_one_split(settings)
+    settings = _for_each(settings, lambda own: _with_parsers(with_profile(own)))
+    for own in settings.each.values():
+        require_one_split(own)
     gpu = _on_gpu(settings)
     waiting = 0
     if gpu:
@@ -167,19 +168,15 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
-        settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
-        logger.info("dtype: %s", dtype)
-        if alone:
-            settings, _ = planned_on_cpus(settings)
-    settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})
+        settings = _for_each(settings, lambda own: _on_cpus(own, alone))
+    settings = settings.with_common(device="gpu" if gpu else "cpu")
     # Numbered by the clock: among actors of several deployments, the last one's counts.
     deployment = str(time.time_ns())
-    wanted: list[tuple[Role, RoleSettings]] = [("decoder", settings.decoders)]
-    if settings.prefiller_replicas:
-        wanted.append(("prefiller", settings.prefillers))
-    if settings.encoders.replicas:
-        wanted.append(("encoder", settings.encoders))
-    engines = [_engines(role, settings, own, gpu, waiting, deployment) for role, own in wanted]
+    engines = [
+        _engines(role, one, one.of_role(role), gpu, waiting, deployment)
+        for one in settings.each.values()
+        for role in _roles(one)
+    ]
     options = {
         "num_replicas": settings.routers,
         "max_ongoing_requests": _MAX_ONGOING,
@@ -188,6 +185,25 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     }
     router = cast(Any, Router).options(**options)
     return router.bind(settings, deployment, *engines)
+
+
+def _for_each(settings: Settings, change: Callable[[Settings], Settings]) -> Settings:
+    return settings.with_each({name: change(own) for name, own in settings.each.items()})
+
+
+def _on_cpus(settings: Settings, alone: bool) -> Settings:
+    settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
+    logger.info("dtype: %s", dtype)
+    return planned_on_cpus(settings)[0] if alone else settings
+
+
+def _roles(settings: Settings) -> list[Role]:
+    roles: list[Role] = ["decoder"]
+    if settings.prefiller_replicas:
+        roles.append("prefiller")
+    if settings.encoders.replicas:
+        roles.append("encoder")
+    return roles
 
 
 def _with_parsers(settings: Settings) -> Settings:
@@ -227,7 +243,7 @@ def _engines(
     config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)
     options = placement_options(config, gpu) | {
-        "name": role,
+        "name": f"{role}-{settings.slug}" if settings.slug else role,
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,

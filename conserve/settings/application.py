@@ -73,8 +73,8 @@ class Settings(Strict):
     )
     aliases: list[str] = Field(
         default_factory=list,
-        description="Other names under which clients ask for the model; one that ends in `*` stands "
-        "for all that begin so, such as `claude-haiku-*`.",
+        description="Other names under which clients ask for the model; one that ends in `*` "
+        "stands for all that begin so, such as `claude-haiku-*`.",
     )
     models: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -359,6 +359,12 @@ class Settings(Strict):
         copy._each = each
         return copy
 
+    def with_common(self, **values: Any) -> "Settings":
+        """These settings, with other values of some that all models have in common."""
+        copy = self.model_copy(update=values)
+        each = {name: own.model_copy(update=values) for name, own in self._each.items()}
+        return copy.with_each(each) if each else copy
+
     @property
     def slug(self) -> str:
         """The model's name in those of deployments and files; empty: there is only one."""
@@ -457,7 +463,7 @@ class Settings(Strict):
         nodes = self.nodes
         if nodes == "auto":
             nodes = "several" if alive > 1 else "one"
-        return self.model_copy(update={"nodes": nodes})
+        return self.with_common(nodes=nodes)
 
     @property
     def scheme(self) -> Literal["http", "https"]:

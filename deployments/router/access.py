@@ -7,6 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from conserve.errors import ApiError
+from conserve.models import Names
 from conserve.settings import Settings, SettingsError
 from conserve.tenants import Caller, KeyFileError, KeyRing, keyfile
 from deployments.router.guard import is_here
@@ -30,6 +31,7 @@ class Access:
         file = settings.keys_file
         self._keys = None if file is None else KeyRing(Path(file), time.monotonic())
         self._open_to_all = settings.unauthenticated
+        self._names = Names(settings)
 
     def admit(self, scope: Scope) -> None:
         """Let a request in, and note its caller; raises `ApiError` without anything of a key."""
@@ -60,6 +62,12 @@ class Access:
             raise ApiError(
                 403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
             )
+        if caller.models and not self._names.allowed(caller.models):
+            raise ApiError(
+                403,
+                f"this key is for {', '.join(caller.models)} alone, which is not served here",
+                "model_not_found",
+            )
         scope[_CALLER] = caller
 
 
@@ -82,6 +90,12 @@ def tenant_of(scope: Scope) -> str | None:
     """Return the tenant of a request that was let in; None where there are no keys."""
     caller = caller_of(scope)
     return None if caller is None else caller.tenant
+
+
+def models_of(scope: Scope) -> tuple[str, ...]:
+    """Return the models that a request's key is limited to; none: it is for all."""
+    caller = caller_of(scope)
+    return () if caller is None else caller.models
 
 
 def _key(headers: Headers) -> str | None:

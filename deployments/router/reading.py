@@ -17,8 +17,9 @@ from starlette.types import Receive
 
 from conserve import budget, media
 from conserve.apis import COMPLETIONS, DETOKENIZE, TOKENIZE
-from conserve.errors import ApiError, unknown_model
+from conserve.errors import ApiError
 from conserve.media import Lifted
+from conserve.models import Names
 from conserve.settings import Settings
 from deployments.router.errors import CODINGS, UNKNOWN_CODING
 
@@ -76,6 +77,11 @@ async def understood(
     if len(lifted.raw) + more <= _SMALL_BYTES:
         return function(*arguments)
     return await _aside(function, *arguments)
+
+
+async def aside(function: Callable[[bytes], _T], raw: bytes) -> _T:
+    """Call a function that reads a body, in a thread if it is long."""
+    return function(raw) if len(raw) <= _UNPACED_BYTES else await _aside(function, raw)
 
 
 async def _aside(
@@ -206,8 +212,15 @@ def read_json(raw: bytes, path: str, settings: Settings) -> tuple[bytes, dict[st
     if not isinstance(model, str | None):
         raise ApiError(400, "model must be a string", param="model")
     if model not in (None, settings.model_id):
-        raise unknown_model(model, settings.model_id)
+        Names(settings).find(model)
     return raw, body
+
+
+def with_model(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return a body with the model's own name, if it has another one of its names."""
+    if body.get("model") in (None, settings.model_id):
+        return body
+    return {**body, "model": settings.model_id}
 
 
 def read_lifted(lifted: Lifted, path: str, settings: Settings) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def _forwarded(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
-    if own.get("model") is None:
+    if own.get("model") != settings.model_id:
         own["model"] = settings.model_id
     return own
 

@@ -34,6 +34,7 @@ from deployments.router.reading import (
     read_json,
     read_lifted,
     understood,
+    with_model,
 )
 from deployments.router.request import read_request
 from deployments.router.stored import StoredResponses
@@ -172,14 +173,14 @@ def _tokenize(
 ) -> bytes:
     body = read_lifted(lifted, TOKENIZE, media.settings)
     budget.check_tokenize(body, len(lifted.raw))
-    own = media.named(body, TOKENIZE, lifted, salt, fetched)
+    own = media.named(with_model(body, media.settings), TOKENIZE, lifted, salt, fetched)
     return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
 def _detokenize(salt: str | None, media: MediaReader, lifted: Lifted) -> bytes:
     raw, body = read_json(lifted.put_back(lifted.raw), DETOKENIZE, media.settings)
     budget.check_detokenize(body)
-    return raw
+    return changed_body(raw, body, with_model(body, media.settings))
 
 
 def _count_tokens(

@@ -14,6 +14,8 @@ import uvicorn
 from conserve.settings import Settings
 from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
+from deployments.router.stored import StoredResponses
+from deployments.router.turn import TurnEndpoint
 
 
 def ask(
@@ -109,3 +111,10 @@ def listening(config: uvicorn.Config) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def turn_endpoint(settings: Settings, table: Any, upstream: Any, router: str) -> TurnEndpoint:
+    """Return a router's endpoint of turns of a single model."""
+    stored = StoredResponses(settings, table, upstream)
+    finish = getattr(table, "finish", None)
+    return TurnEndpoint(settings, table, upstream, router, stored, MediaReader(settings), finish)  # type: ignore[arg-type]
