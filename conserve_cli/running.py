@@ -291,7 +291,8 @@ def _held(conversations: Sequence[Json]) -> Mapping[str, dict[str, int]]:
 
 
 def _engine_row(engine: Json, held: Mapping[str, int]) -> list[Text]:
-    role = engine["role"] + (" (leaving)" if engine["leaving"] else "")
+    role = " ".join(filter(None, (engine.get("model"), engine["role"])))
+    role += " (leaving)" if engine["leaving"] else ""
     load = engine["load"] or {"prefill_tokens": 0, "decodes": 0}
     prefilling = max(load["prefill_tokens"], engine["queued_tokens"] or 0)
     largest = sorted(held.items(), key=lambda one: -one[1])

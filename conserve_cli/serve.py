@@ -49,12 +49,16 @@ def serve(
     settled = laid_out(chosen)
     _say_parsers(chosen)
     with launched(settled, arguments, log) as (application, url):
-        console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
+        models = " and ".join(map(repr, chosen.each))
+        named = f'"model": "{next(iter(chosen.each))}", ' if len(chosen.each) > 1 else ""
+        said = f"models {models}" if len(chosen.each) > 1 else f"model {models}"
+        console.print(f"[bold green]Ready[/bold green] at {url}/v1, {said}:")
         curl = "curl --insecure" if chosen.tls.files else "curl"
         key = " -H 'Authorization: Bearer KEY'" if chosen.keys_file else ""
         console.print(
             f"  {curl} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-            '    -d \'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
+            f'    -d \'{{{named}"messages": [{{"role": "user", "content": "Hello"}}], '
+            '"max_tokens": 20}\'',
             highlight=False,
         )
         console.print("Ctrl-C ends it at once, SIGTERM once running turns have finished.")
@@ -68,8 +72,10 @@ def _say_parsers(settings: Settings) -> None:
     # This import takes a second.
     from deployments.prompting import parsers_of
 
-    chosen = parsers_of(settings)
-    said = chosen.said[0].upper() + chosen.said[1:]
-    console.print(f"{escape(said)}.", highlight=False)
-    if chosen.problem is not None:
-        console.print(f"[yellow]{escape(chosen.problem)}[/yellow]", highlight=False)
+    for name, own in settings.each.items():
+        chosen = parsers_of(own)
+        said = chosen.said[0].upper() + chosen.said[1:]
+        whose = f"{name}: " if len(settings.each) > 1 else ""
+        console.print(f"{escape(whose + said)}.", highlight=False)
+        if chosen.problem is not None:
+            console.print(f"[yellow]{escape(chosen.problem)}[/yellow]", highlight=False)

@@ -6,6 +6,7 @@ models.
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import reduce
 from operator import itemgetter
@@ -71,6 +72,28 @@ class Tables:
         shown.sort(key=lambda one: one.last_used, reverse=True)
         return msgspec.json.encode(answers.Conversations(shown[:limit], total))
 
+    async def cache(self, minutes: int, tenant: str | None = None) -> answers.Cache:
+        found = [*(await self._all(lambda table: table.cache(minutes, tenant))).values()]
+        by_cause: dict[str, list[answers.CacheCause]] = {}
+        for one in (cause for cache in found for cause in cache.causes):
+            by_cause.setdefault(one.cause, []).append(one)
+        total = sum(cache.tokens for cache in found)
+        causes = [
+            msgspec.structs.replace(
+                max(parts, key=lambda one: one.tokens),
+                **{name: sum(getattr(one, name) for one in parts) for name in _SUMS},
+                share=round(sum(one.tokens for one in parts) / total, 4),
+                joules=sum(one.joules or 0 for one in parts) or None,
+            )
+            for parts in by_cause.values()
+        ]
+        causes.sort(key=lambda one: -one.tokens)
+        again = sum(cache.again_tokens for cache in found)
+        shares = (
+            _added([getattr(cache, name) for cache in found]) for name in ("clients", "tenants")
+        )
+        return answers.Cache(", ".join(self.of), minutes, total, again, causes, *shares)
+
     async def release(self, conversation_id: str, reason: str = "released") -> bool:
         found = await self._all(lambda table: table.release(conversation_id, reason))
         return any(found.values())
@@ -122,6 +145,7 @@ def tables_of(application: str, deployment: str, settings: Settings) -> TableCli
     return Tables(of) if len(of) > 1 else next(iter(of.values()))
 
 
+_SUMS = ("tokens", "turns", "seconds")
 _LISTED = msgspec.json.Decoder(answers.Conversations)
 
 
@@ -154,6 +178,14 @@ def _joined(one: answers.Conversation, other: answers.Conversation) -> answers.C
         histories_total=old.histories_total + new.histories_total,
         events=sorted(events, key=itemgetter("at"), reverse=True) if events else new.events,
     )
+
+
+def _added(counts: list[dict[str, dict[Any, int]]]) -> dict[str, dict[Any, int]]:
+    """Return the sums of counts by name and cause."""
+    total: dict[str, Counter[Any]] = {}
+    for name, causes in (item for one in counts for item in one.items()):
+        total.setdefault(name, Counter()).update(causes)
+    return {name: dict(causes.most_common()) for name, causes in total.items()}
 
 
 def _labelled(sample: bytes, label: bytes) -> bytes:

@@ -52,13 +52,17 @@ class Conversations:
 
     async def _cache(self, request: Request) -> Response:
         minutes = _number(request, "minutes", MOST_MINUTES, MOST_MINUTES)
-        return answer_response(await self._of(request).cache(minutes, _tenants(request)))
+        return answer_response(
+            await (self._one(request) if "model" in request.query_params else self._table).cache(
+                minutes, _tenants(request)
+            )
+        )
 
     async def _recording(self, request: Request) -> Response:
         after = _number(request, "after", 0, 10**MOST_DIGITS - 1, least=0)
-        return answer_response(await self._of(request).recording(after, _tenants(request)))
+        return answer_response(await self._one(request).recording(after, _tenants(request)))
 
-    def _of(self, request: Request) -> TableClient:
+    def _one(self, request: Request) -> TableClient:
         """Return the table of the model that a request is about; of several it has to name one."""
         if isinstance(self._table, TableClient):
             return self._table

@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from asyncio import gather
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, Literal
 from urllib.parse import quote, unquote
@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route, request_response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from conserve import apis
 from conserve.encoders import Encoders
@@ -110,18 +110,18 @@ class FrontDoor:
             )
             tokens[model] = TokensEndpoint(own, self._tables[model], upstream, stored, reader)
 
-        def by_model(apps: dict[str, ASGIApp]) -> ASGIApp:
-            return ByModel(settings, names, apps) if len(apps) > 1 else next(iter(apps.values()))
+        def by_model(path: str, serve: Callable[[str], Any]) -> Route:
+            own = [serve(model) for model in names.models]
+            apps = own if path in apis.TURN_PATHS else [*map(request_response, own)]
+            several = ByModel(settings, names, dict(zip(names.models, apps, strict=True)))
+            return Route(path, several if len(own) > 1 else own[0], methods=["POST"])
 
-        turns = by_model({**self.turns})
-        count = {model: request_response(one.count_input) for model, one in tokens.items()}
-        serve = {model: request_response(one.serve) for model, one in tokens.items()}
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
-                *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
-                *(Route(path, by_model(serve), methods=post) for path in apis.TOKEN_PATHS),
-                Route(apis.COUNT_INPUT, by_model(count), methods=post),
+                *(by_model(path, self.turns.__getitem__) for path in apis.TURN_PATHS),
+                *(by_model(path, lambda one: tokens[one].serve) for path in apis.TOKEN_PATHS),
+                by_model(apis.COUNT_INPUT, lambda one: tokens[one].count_input),
                 Route("/v1/responses/{id}", stored.retrieve, methods=get),
                 Route("/v1/responses/{id}", stored.delete, methods=delete),
                 Route("/v1/responses/{id}/input_items", stored.input_items, methods=get),
