@@ -198,7 +198,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     def _host_tokens(self, vllm_config: Any) -> int:
         settings = self._settings
-        size_gb = settings.lmcache.size_gb
+        # The node's models share its host memory.
+        size_gb = settings.lmcache.size_gb / max(1, len(settings.models))
         page = page_bytes(size_gb, settings.nodes == "several")
         return kept_tokens(size_gb, host_token_bytes(vllm_config, self._chunk, page))
 
