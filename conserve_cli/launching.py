@@ -192,7 +192,7 @@ def wait_or_drain(application: Launch, drain_s: float) -> int:
 
 
 def _wait_until_serving(application: Launch, settings: Settings, url: str) -> dict[str, float]:
-    last = ""
+    last, each = "", settings.each.values()
     with console.status("starting") as status:
 
         def on_progress(text: str) -> None:
@@ -204,11 +204,11 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> di
 
         return application.wait_until_serving(
             url,
-            settings.prefiller_replicas,
-            settings.decoders.replicas,
+            sum(own.prefiller_replicas for own in each),
+            sum(own.decoders.replicas for own in each),
             timeout_s=1800,
             on_progress=on_progress,
-            encoders=settings.encoders.replicas,
+            encoders=sum(own.encoders.replicas for own in each),
         )
 
 

@@ -114,7 +114,8 @@ def start_ray(settings: Settings) -> None:
         if settings.device != "cpu":
             settings = with_counts(settings, len(cards_here()))
         # Ray only counts reservations of CPUs; a small machine must not refuse to start.
-        reserved = sum(own.most_replicas * own.num_cpus for _, own in settings.roles)
+        roles = (own for one in settings.each.values() for _, own in one.roles)
+        reserved = sum(own.most_replicas * own.num_cpus for own in roles)
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
         # A Ray of its own, though one of `ray start` may run here, which RAY_ADDRESS would name.

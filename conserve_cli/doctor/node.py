@@ -77,7 +77,8 @@ def check_node(settings: Settings, place: Place | None = None) -> Iterator[Findi
     elif place.has_engines:
         yield from check_compiler(os.environ)
         crowd = _crowd(settings, *(place.gpus or (driver.gpus, driver.gpus)))
-    engines = settings.prefiller_replicas + settings.decoders.replicas
+    each = settings.each.values()
+    engines = sum(own.prefiller_replicas + own.decoders.replicas for own in each)
     yield from check_machine(
         settings,
         # Which of several nodes has an engine is not known beforehand.

@@ -93,7 +93,9 @@ class FrontDoor:
         self._settings = settings
         self._names = names = Names(settings)
         self._table = table
-        self._tables = table.of if isinstance(table, Tables) else {settings.model_id: table}
+        self._tables = (
+            table.of if isinstance(table, Tables) else dict.fromkeys(settings.each, table)
+        )
         self._started = int(time.time())
         # How long prompt plus output may be, of the models whose decoders have said so.
         self._max_model_len: dict[str, int] = {}

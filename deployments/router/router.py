@@ -143,7 +143,9 @@ class Router:
         self._timeouts: Timeouts | None = None
         self._settings = settings
         table = tables_of(context.app_name, deployment, settings)
-        self._tables = table.of if isinstance(table, Tables) else {settings.model_id: table}
+        self._tables = (
+            table.of if isinstance(table, Tables) else dict.fromkeys(settings.each, table)
+        )
         self._id = context.replica_id.unique_id
         self._addons = addons.parts(context.app_name, deployment, settings)
         if settings.nodes == "one":
