@@ -65,11 +65,13 @@ def list_(file: File = _FILE) -> None:
     """Show keys and tenants; keys themselves are not kept."""
     content = _read(file)
     keys = Table(title=f"Keys in {escape(str(file))}")
-    for column in ("id", "tenant", "created", "admin", "background", "models"):
+    limited = any(key.models for key in content.keys)
+    for column in ("id", "tenant", "created", "admin", "background", *["models"] * limited):
         keys.add_column(column, no_wrap=True)
     for key in content.keys:
-        marks = ("yes" if one else "" for one in (key.admin, key.background))
-        keys.add_row(key.id, key.tenant, key.created, *marks, ", ".join(key.models) or "all")
+        marks = ["yes" if one else "" for one in (key.admin, key.background)]
+        marks += [", ".join(key.models) or "all"] * limited
+        keys.add_row(key.id, key.tenant, key.created, *marks)
     console.print(keys)
     console.print(_tenants(content))
 
