@@ -63,11 +63,8 @@ class Access:
                 403, f"{scope['path']} is for admin keys, and not this one", "admin_key_required"
             )
         if caller.models and not self._names.allowed(caller.models):
-            raise ApiError(
-                403,
-                f"this key is for {', '.join(caller.models)} alone, which is not served here",
-                "model_not_found",
-            )
+            asked = ", ".join(caller.models)
+            raise ApiError(404, f"this key is for {asked}, not served here", "model_not_found")
         scope[_CALLER] = caller
 
 

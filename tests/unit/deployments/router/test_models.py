@@ -110,7 +110,7 @@ def test_a_key_that_is_limited_reaches_its_model_alone(tmp_path: Path) -> None:
     turn = {"model": "claude-haiku-4", "prompt": [1]}
     assert ask("POST", "/v1/completions", json=turn).status_code == 429
     assert asked_of(of) == ["small"]
-    assert ask("GET", "/v1/models", other).status_code == 403
+    assert ask("GET", "/v1/models", other).status_code == 404
 
 
 def test_models_are_listed_in_both_forms() -> None:
