@@ -123,7 +123,7 @@ class ConversationTable(Turns):
             return None
         usage = self._ledger.usage.of(history_id)
         was_known = known is not None
-        unbound = self._ledger.without_engine(history_id)
+        unbound = self._ledger.without_engine.get(history_id)
         if unbound is None and self.memory is not None and self.memory.paused_on(history_id):
             elsewhere = shared.left_tokens > 0 and placement.decoder_id != shared.left_on
             unbound = "moved" if elsewhere else "paused"
@@ -187,7 +187,8 @@ class ConversationTable(Turns):
         self._kinship.lends(history)
 
     def held(self, opening: Opening) -> int:
-        return self._kinship.held(opening, self._engines.accepting_decoders)
+        shared = self._kinship.shared(opening, self._engines.accepting_decoders)
+        return max(shared.tokens.values(), default=0)
 
     def take_displaced(self) -> list[History]:
         """Return the histories that `bind` has ended since, to make room for others of theirs."""

@@ -58,7 +58,7 @@ class Turns:
         self.memory: Memory | None = None
         if pausing is not None:
             self.memory = Memory(
-                pausing, engines.decoders, self._by_id.get, ledger.pause, events, ledger.tools,
+                pausing, engines.decoders, self._by_id.get, ledger.unbind, events, ledger.tools,
                 self.parents,
             )  # fmt: skip
         # Histories that were ended for another one's room, until the table's owner has heard.

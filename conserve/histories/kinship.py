@@ -328,9 +328,6 @@ class Kinship:
             return Broken("first_prompt")
         return Broken("system" if chain.tools in known.values() else "tools")
 
-    def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
-        return max(self.shared(opening, decoders).tokens.values(), default=0)
-
     def opened(self, history: History, opening: Opening, waits: bool = False) -> None:
         """Charge a history that was bound with what it will hold, and share that from now on.
 
