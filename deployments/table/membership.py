@@ -134,7 +134,7 @@ class Membership:
         if not engine.leaving:
             self.registry.leave(engine)
             logger.info("%s %s is leaving", engine.info.role, engine_id)
-        if not self.registry.has_routers and self.recovery.age_s > SILENCE_S:
+        if not self.registry.router_beats_s and self.recovery.age_s > SILENCE_S:
             # Routers belong to a new deployment, with a table of its own: no turn comes here.
             return False
         prefills = False

@@ -182,7 +182,7 @@ class RunningTurns:
     def is_unsent(self, turn: TurnKey, digest: bytes, decoder_id: str) -> None:
         """Keep the place of an answer that has ended, until its router says that it was sent."""
         router_id = self.routers.get(turn)
-        if digest and router_id and not self.accounts.has_observed(turn):
+        if digest and router_id and turn not in self.accounts.unlogged:
             self.unsent[turn] = Unsent(digest, decoder_id, router_id)
             asyncio.get_running_loop().call_later(SILENCE_S, self.unsent.pop, turn, None)
 
