@@ -31,10 +31,7 @@ from hetero.energy import EnergyBook, EngineEnergy
 # Names in the event of a turn's end, and of the record's fields.
 _AT_END = (
     *lines.COMPUTED,
-    ("engine_wait_s", "engine_wait_s"),
-    ("engine_wait_for", "engine_wait_for"),
-    ("kept_tokens", "kept_tokens"),
-    ("kept_s", "kept_s"),
+    *((name, name) for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")),
 )
 
 # A decoder reports a turn's end within milliseconds of its router; see `Accounts.observed`.

@@ -45,11 +45,11 @@ class Described(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A counter, and what a turn's record adds to it."""
+    """A counter, and what a turn's record adds to it: by default, its field of that name."""
 
     name: str
     help: str
-    read: Callable[[TurnStats], float]
+    read: Callable[[TurnStats], float] | None = None
 
 
 HANDED_OFF = (
@@ -78,28 +78,18 @@ HANDED_OFF = (
     ),
 )  # fmt: skip
 COMPLETED = (
-    Counted(
-        "encoded_images", "Images that engines encoded for completed turns.",
-        attrgetter("encoded_images"),
-    ),
+    Counted("encoded_images", "Images that engines encoded for completed turns."),
     Counted(
         "node_images",
         "Images of completed turns that engines took from their node's memory, encoded.",
-        attrgetter("node_images"),
     ),
-    Counted(
-        "prompt_tokens", "Prompt tokens of completed turns, history included.",
-        attrgetter("prompt_tokens"),
-    ),
+    Counted("prompt_tokens", "Prompt tokens of completed turns, history included."),
     Counted(
         "decoder_cached_tokens",
         "Prompt tokens of completed turns found in the decoder's own prefix cache.",
-        attrgetter("decoder_cached_tokens"),
     ),
-    Counted(
-        "output_tokens", "Tokens generated in completed turns.", attrgetter("output_tokens"),
-    ),
-)  # fmt: skip
+    Counted("output_tokens", "Tokens generated in completed turns."),
+)
 
 
 class Metrics:
@@ -139,7 +129,7 @@ class Metrics:
             return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
 
         self._completed, self._handed_off = (
-            [(counter(name, help), read) for name, help, read in rows]
+            [(counter(name, help), read or attrgetter(name)) for name, help, read in rows]
             for rows in (COMPLETED, HANDED_OFF)
         )
         self.cold_prefills = counter(
