@@ -37,10 +37,8 @@ _TORCH_TIMEOUT_S = 180.0
 def installed() -> dict[str, Distribution]:
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
