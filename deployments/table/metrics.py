@@ -311,11 +311,6 @@ def _waiting(seen: Observed) -> Samples:
     return [(why, counts[why]) for why in WHYS]
 
 
-def _pressures(seen: Observed) -> Samples:
-    window = seen.admission.window
-    return [] if window is None else asdict(window.pressure).items()
-
-
 def _needed(seen: Observed) -> Samples:
     needs = ((role, wanted.need) for role, wanted in seen.autoscaler.wanted.items())
     return [(role, need.signal, need.replicas) for role, need in needs if need is not None]
@@ -419,7 +414,8 @@ TABLE: tuple[Row[Observed], ...] = (
         "Pressures, from 0 to 1: of KV that is computed again (kv); and, which the window follows, "
         "of CPUs of the machine that environments run on (cpu), and of tools that take longer "
         "while many run (tools).",
-        ("of",), _pressures,
+        ("of",),
+        lambda seen: asdict(window.pressure).items() if (window := seen.admission.window) else (),
     ),
     Row(
         GAUGE, "conserve_tools_running",
