@@ -43,12 +43,10 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 # vLLM 0.32 accepts larger whole numbers in many parameters, and then cannot send them to its core.
 _LEAST_NUMBER, _MOST_NUMBER = -(2**63), 2**63 - 1
 # These become the prompt, or are compiled: their numbers are text then.
-_AS_TEXT = frozenset(
-    (
-        *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
-        *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
-    )
-)
+_AS_TEXT = {
+    *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
+    *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
+}
 # A constant, since `dict | list` would be evaluated for every value.
 _CONTAINER = (dict, list)
 # The engine looks at each of these in one go, or at each output token.

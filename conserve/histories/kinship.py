@@ -80,13 +80,9 @@ class Families:
             return known.tails.match((mark(end) + scope for end in ends), self._is_running)
         history = self._get(known)
         assert history is not None
-        if history.running:
+        if history.running or {*history.tails}.isdisjoint(map(mark, ends)):
             return None
-        tails = history.tails
-        for end in ends:
-            if mark(end) in tails:
-                return known if scope_of(history) == scope else None
-        return None
+        return known if scope_of(history) == scope else None
 
     def newest(self, root: Digest) -> Iterator[str]:
         """Return the ids of a family's members, the newest first."""
