@@ -178,15 +178,10 @@ class Lifted:
 
     def drop(self, marks: Collection[str]) -> None:
         """Put the spans of some marks back for good."""
-        self.raw = self.put_back(self.raw, marks)
-        for mark in marks:
-            del self.spans[mark]
+        self.raw = put_back(self.raw, {mark: self.spans.pop(mark) for mark in marks})
 
-    def put_back(self, raw: bytes, marks: Collection[str] | None = None) -> bytes:
-        """Return a body with the spans in the places of their marks; None: of all."""
-        if marks is None:
-            return put_back(raw, self.spans)
-        return put_back(raw, {mark: self.spans[mark] for mark in marks})
+    def put_back(self, raw: bytes) -> bytes:
+        return put_back(raw, self.spans)
 
 
 def _is_in(raw: bytes, *patterns: re.Pattern[bytes]) -> bool:
