@@ -119,7 +119,8 @@ class Membership:
         self.room.admit()
         return forget
 
-    def lost(self, engine_id: str, why: str) -> None:
+    def lost(self, engine_id: str, why: str | None = None) -> None:
+        """End what an engine runs that is gone; without ``why`` it has left by itself."""
         engine = self.registry.engines.get(engine_id)
         if engine is None:
             return
@@ -193,10 +194,7 @@ class Membership:
             self.room.admit()
 
     def left(self, engine_id: str) -> None:
-        engine = self.registry.engines.get(engine_id)
-        if engine is not None:
-            self.running.engine_lost(engine_id)
-            self.accounts.engine_gone(engine.info, len(self._remove(engine_id)))
+        self.lost(engine_id)
 
     def _remove(self, engine_id: str) -> list[str]:
         unbound = self.registry.remove(engine_id)
