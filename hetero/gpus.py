@@ -148,8 +148,6 @@ class GpuKeeper:
             "sm_leases": len(self.sm_ledger.leases()),
         }
 
-    # --- the driver --------------------------------------------------------------------------
-
     def _open(self, now_s: float) -> None:
         if self._nvml is not None or now_s - self._opened_s < RETRY_S:
             return
@@ -195,8 +193,6 @@ class GpuKeeper:
 
     def _of(self, use: EngineUse) -> list[str]:
         return list(dict.fromkeys(self._whole.get(uuid, uuid) for uuid in use.gpus))
-
-    # --- caps --------------------------------------------------------------------------------
 
     def _see_to_caps(self, engines: dict[str, list[str]], now_s: float) -> None:
         wanted: dict[str, Cap] = {}
@@ -254,8 +250,6 @@ class GpuKeeper:
             self._guard = None
             reasons = dict.fromkeys(wanted, type(error).__name__)
             return CapsOutcome({}, dict.fromkeys(wanted, str(error)), reasons)
-
-    # --- readings ----------------------------------------------------------------------------
 
     def _read(self, nvml: Nvml, uuid: str, engines: list[str], now_s: float) -> None:
         draw_w = self._value(nvml.draw_w, uuid)

@@ -75,8 +75,6 @@ class Turns:
         self.add_prefiller, self.engine_says = engines.add_prefiller, engines.says
         self.leave, self.end_when_idle_for = engines.leave, self._idleness.change
 
-    # --- histories that live -----------------------------------------------------------------
-
     def __len__(self) -> int:
         return len(self._by_id)
 
@@ -94,8 +92,6 @@ class Turns:
     def reasoning(self) -> int:
         return self._ledger.reasoning
 
-    # --- engines -----------------------------------------------------------------------------
-
     @property
     def accepting_decoders(self) -> list[Decoder]:
         return self._engines.accepting_decoders
@@ -103,8 +99,6 @@ class Turns:
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
         return self._engines.accepting_prefillers
-
-    # --- histories end -----------------------------------------------------------------------
 
     def release(self, history_id: str) -> History | None:
         """End a history, whose tokens no longer count; None if it is unknown."""

@@ -125,8 +125,6 @@ class Placing:
             return explicit_id
         return identity.further(explicit_id, next(self._numbers))
 
-    # --- those that are bound nowhere --------------------------------------------------------
-
     async def _place(
         self, pending: PendingTurn, asked: BeginTurn, prompt_tokens: int, opening: Opening
     ) -> TurnPlan | Refusal:

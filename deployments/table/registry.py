@@ -160,8 +160,6 @@ class Registry:
         engines = (self.engines[id_].info for id_ in ids)
         return [CountingEngine(one.id, one.url, one.max_model_len) for one in engines]
 
-    # --- what decoders are told --------------------------------------------------------------
-
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
         """Have a decoder told, with its next beat, to forget a history."""
         decoder = self.engines.get(decoder_id)

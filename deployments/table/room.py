@@ -76,8 +76,6 @@ class TenantGate:
     def settled(self, pending: PendingTurn) -> None:
         self._pending[identity.tenant_of(pending.history_id)].discard(pending)
 
-    # --- what can be asked -------------------------------------------------------------------
-
     def turn_over(self, tenant: TurnTenant | None) -> Over | None:
         """Return the limit that one more turn would break, whatever its conversation is."""
         if tenant is None or tenant.limits.turns is None:
@@ -127,8 +125,6 @@ class TenantGate:
             return Over("held_tokens", allowed, _CONVERSATION_S)
         return None
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _unbound(self, name: str) -> list[PendingTurn]:
         return [one for one in self._pending[name] if not one.has_room]
 
@@ -149,8 +145,6 @@ class Room:
     gate: TenantGate
     pending: dict[str, PendingTurn] = field(default_factory=dict)
 
-    # --- pending turns -----------------------------------------------------------------------
-
     @contextlib.contextmanager
     def placing(self, history_id: str, *, chat: bool) -> Iterator[PendingTurn]:
         """Keep a turn pending within the block; other turns of its history wait for its end."""
@@ -163,8 +157,6 @@ class Room:
             del self.pending[history_id]
             self.gate.settled(pending)
             pending.settled.set_result(None)
-
-    # --- room --------------------------------------------------------------------------------
 
     def admit(self, rested: str | None = None) -> None:
         for admitted in self.admission.admit(unix_s(), rested):

@@ -314,9 +314,6 @@ def _slices(whole: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
     return (whole[at : at + length] for at in range(0, len(whole), length))
 
 
-# --- for what runs conversations' tools -----------------------------------------------------------
-
-
 def standings(
     conversation_ids: Collection[str],
     table: ConversationTable,
