@@ -399,7 +399,6 @@ class Desk:
         self.salt = b""
 
     def hear(self, notice: Notice, asked_s: float) -> None:
-        """Obey a notice, which was asked for at ``asked_s``."""
         for history_id, incarnation in notice.given_up:
             self._holdings.give_up(history_id, incarnation)
         for history_id, incarnation in notice.ended:

@@ -103,5 +103,4 @@ class Encoders:
             self._running[encoder.id] = left
 
     def failed(self, encoder: Encoder, now_s: float) -> None:
-        """Pass an encoder over for a while."""
         self._passed_over_until_s[encoder.id] = now_s + PASSED_OVER_S

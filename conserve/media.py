@@ -170,7 +170,6 @@ class Lifted:
         return b"".join((*parts, raw[at:])) if parts else raw
 
     def add(self, span: bytes) -> str:
-        """Return a mark for one more span."""
         mark = f"{self._prefix}{self._count}."
         self._count += 1
         self.spans[mark] = span
@@ -194,7 +193,6 @@ def _is_in(raw: bytes, *patterns: re.Pattern[bytes]) -> bool:
 
 
 def put_back(raw: bytes, spans: Mapping[str, bytes]) -> bytes:
-    """Return a body with spans in the places of their marks."""
     parts: list[bytes] = []
     at = 0
     for found in _MARKS.finditer(raw) if spans else ():

@@ -354,7 +354,6 @@ class EngineTold(NamedTuple):
     stages: StageTimes = NO_STAGES
 
     def params(self) -> dict[str, Any]:
-        """Return it as ``kv_transfer_params`` of the answer."""
         return {_TOLD: [*self[:-1], list(self.stages)]}
 
 

@@ -318,7 +318,6 @@ class Admission:
         return ticket
 
     def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
-        """Yield the waiting tickets in their order, and the reason why each waits."""
         tried = {one.history_id for one in self._candidates(now_s)}
         free_tokens = self._free_tokens(now_s)
         for ticket in self.queue.tickets(now_s):

@@ -267,12 +267,10 @@ class ConversationTable(Turns):
     def engine_joined(
         self, engine_id: str, kind: str, handoffs: Iterable[tuple[int, float]] = ()
     ) -> None:
-        """Note an engine's kind and handoffs; see `Loads.joined`."""
         if self.loads is not None:
             self.loads.joined(engine_id, kind, tuple(handoffs))
 
     def park(self, history: History) -> bool:
-        """Return whether the turn that has just begun leaves its KV in host memory too."""
         return self.memory is not None and self.memory.park(history)
 
     def prefetch(self, history: History, due_s: float) -> None:

@@ -69,7 +69,6 @@ class Families:
         return True
 
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
-        """Return the history that a turn continues, or None."""
         known = self._of.get(chain.root)
         if known is None:
             return None

@@ -215,7 +215,6 @@ class Accounts:
             self.metrics.cold_prefill_tokens.inc(done.prefilled_tokens)
 
     def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
-        """Note that a turn is complete."""
         self._admission.queue.served(turn.history_id, stats.computed_tokens)
         stats.why = why = why_slow(stats) if stats.began_s else None
         if why is None:

@@ -43,7 +43,6 @@ class Recovery:
 
     @property
     def age_s(self) -> float:
-        """How long ago the table started."""
         return time.monotonic() - self.started_s
 
     @property

@@ -201,7 +201,6 @@ class Metrics:
         )
 
     def completed(self, stats: TurnStats) -> None:
-        """Count a turn that is complete."""
         for counted, read in self._completed:
             counted.inc(read(stats))
         for stage, took_s in stats.stages_s.items():
@@ -214,7 +213,6 @@ class Metrics:
             counted.inc(read(stats))
 
     def observed(self, stats: TurnStats, ttfet_s: float | None) -> None:
-        """Count how a client was served."""
         self.turns.labels(stats.outcome).inc()
         self.continued.inc(stats.continued)
         if stats.in_time is not None and stats.outcome != "cancelled":

@@ -188,7 +188,6 @@ def _last_turn(history: History, why: Mapping[str, str]) -> answers.Turn | None:
 
 
 def engine_view(known: Engine, table: ConversationTable) -> answers.Engine:
-    """Return one engine, what it holds and what it does."""
     engine, load = known.info, known.load
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
