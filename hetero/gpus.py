@@ -277,11 +277,9 @@ class GpuKeeper:
         except GpuLost as error:
             self._say(lost, str(error))
             return None
-        except NotSupported as error:
-            self._say(what, f"{error} ({read.__name__})", logging.INFO)
-            return None
         except NvmlError as error:
-            self._say(what, f"{error} ({read.__name__})")
+            level = logging.INFO if isinstance(error, NotSupported) else logging.WARNING
+            self._say(what, f"{error} ({read.__name__})", level)
             return None
         self._said.pop(lost, None)
         self._said.pop(what, None)

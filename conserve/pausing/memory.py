@@ -373,10 +373,8 @@ class Memory:
     def is_warm(self, history_id: str, prompt_tokens: int) -> bool:
         """Return whether a memory has most of the prompt of a history that is bound nowhere."""
         found = self.found(history_id, NOTHING_SHARED)
-        return (
-            self._host is not None
-            and 2 * max(found.left_tokens, found.parked_tokens) >= prompt_tokens
-        )
+        most = max(found.left_tokens, found.parked_tokens)
+        return self._host is not None and 2 * most >= prompt_tokens
 
     def free_tokens(self, now_s: float) -> float:
         """Return how much may be added to the working set, so that a memory can keep all of it.

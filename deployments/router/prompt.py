@@ -118,16 +118,12 @@ class SystemLengths:
     async def length(self, request: ClientRequest, counted: CountedPrompt, url: str) -> int:
         """Return a turn's system part's length in tokens; 0: it has none, or is not counted."""
         system = None if request.chain is None else request.chain.system
-        if (
-            system is None
-            or counted.prompt_tokens < LEAST_SYSTEM_TOKENS
-            or request.size > _MOST_BYTES
-        ):
+        fits = counted.prompt_tokens >= LEAST_SYSTEM_TOKENS and request.size <= _MOST_BYTES
+        if system is None or not fits or not self._exact:
             return 0
         body = request.body
-        if not self._exact or any(body.get(name) for name in _WRITE_IT_OTHERWISE):
-            return 0
-        if body.get("tool_choice") in _NO_TOOLS:
+        otherwise = any(body.get(name) for name in _WRITE_IT_OTHERWISE)
+        if otherwise or body.get("tool_choice") in _NO_TOOLS:
             return 0
         known = self._lengths.get(system)
         if known is None:
