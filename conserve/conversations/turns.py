@@ -119,8 +119,6 @@ class Turns:
         ended.sort(key=lambda one: one.last_used_s)
         return ended
 
-    # --- turns -------------------------------------------------------------------------------
-
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound."""
         history = self._by_id.get(history_id)

@@ -84,8 +84,6 @@ class Accounts:
         self.look()
         return self.metrics.render()
 
-    # --- a conversation's life ---------------------------------------------------------------
-
     def bound(self, admitted: Admitted) -> None:
         if not admitted.newly_bound:
             return
@@ -309,8 +307,6 @@ class Accounts:
             self._autoscaler.conversation_ended(
                 max(0.0, unix_s() - history.created_s), last.prompt_tokens + last.output_tokens
             )
-
-    # --- engines -----------------------------------------------------------------------------
 
     def charge(self, engine: EngineInfo, energy: EngineEnergy) -> None:
         """An engine says what its GPUs have used; conversations get their shares of it."""

@@ -459,8 +459,6 @@ TABLE: tuple[Row[Observed], ...] = (
 )  # fmt: skip
 
 
-# --- the application ------------------------------------------------------------------------------
-
 BUILD: tuple[Row[str], ...] = (
     Row(
         GAUGE, "conserve_build_info", "1, with the versions that run and the model's name.",
