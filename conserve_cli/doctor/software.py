@@ -90,9 +90,6 @@ def _misfit(owner: str, requirement: Requirement, version: str | None) -> Iterat
         yield wrong(owner, f"needs {wanted}, and {version} is installed", to_do)
 
 
-# --- vLLM and PyTorch -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Torch:
     """PyTorch, as imported in a process of its own."""
