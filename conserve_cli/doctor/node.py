@@ -63,7 +63,6 @@ def examine_node(settings: Settings, place: Place) -> NodeReport:
 
 
 def check_node(settings: Settings, place: Place | None = None) -> Iterator[Finding]:
-    """Check this node by itself."""
     place = place or Place()
     several = place.several or settings.nodes == "several"
     driver = find_driver()

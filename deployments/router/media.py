@@ -305,21 +305,17 @@ async def fetched(url: str, where: str, domains: Iterable[str], budget: FetchBud
         ):
             if response.status != 200:
                 raise unfit(where, f"could not be fetched: its server answered {response.status}")
-            return await _read(response, where, budget)
+            data = bytearray()
+            async for part in response.content.iter_any():
+                budget.take(len(part), where)
+                data += part
+            return bytes(data)
     except TimeoutError:
         raise unfit(where, f"could not be fetched within {_FETCH_S:g} s") from None
     except aiohttp.ClientError as error:
         if isinstance(error.__cause__, NotPublic):
             raise unfit(where, "is at an address that is not public") from None
         raise unfit(where, "could not be fetched: no connection to its server") from None
-
-
-async def _read(response: aiohttp.ClientResponse, where: str, budget: FetchBudget) -> bytes:
-    data = bytearray()
-    async for part in response.content.iter_any():
-        budget.take(len(part), where)
-        data += part
-    return bytes(data)
 
 
 class NotPublic(OSError):
