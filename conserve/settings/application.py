@@ -1,7 +1,8 @@
 """The settings of an application, and what follows from them together."""
 
 import re
-from typing import Any, Literal, Self, cast, get_args
+from collections.abc import Callable
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -26,8 +27,10 @@ from conserve.settings.groups import (
     TracingSettings,
     absolute,
 )
-from conserve.settings.models import OWN, each_of, slug_of
+from conserve.settings.models import OWN, each_of, own_line, slug_of
 from conserve.wire import Role
+
+T = TypeVar("T")
 
 EMBEDDED_MODEL = "embedded"
 # Models that need no download, and the names under which clients ask for them.
@@ -73,8 +76,8 @@ class Settings(Strict):
     )
     aliases: list[str] = Field(
         default_factory=list,
-        description="Other names under which clients ask for the model; one that ends in `*` stands "
-        "for all that begin so, such as `claude-haiku-*`.",
+        description="Other names under which clients ask for the model; one that ends in `*` "
+        "stands for all that begin so, such as `claude-haiku-*`.",
     )
     models: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -359,6 +362,12 @@ class Settings(Strict):
         copy._each = each
         return copy
 
+    def with_common(self, **values: Any) -> "Settings":
+        """These settings, with other values of some that all models have in common."""
+        copy = self.model_copy(update=values)
+        each = {name: own.model_copy(update=values) for name, own in self._each.items()}
+        return copy.with_each(each) if each else copy
+
     @property
     def slug(self) -> str:
         """The model's name in those of deployments and files; empty: there is only one."""
@@ -457,7 +466,7 @@ class Settings(Strict):
         nodes = self.nodes
         if nodes == "auto":
             nodes = "several" if alive > 1 else "one"
-        return self.model_copy(update={"nodes": nodes})
+        return self.with_common(nodes=nodes)
 
     @property
     def scheme(self) -> Literal["http", "https"]:
@@ -475,3 +484,19 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return EMBEDDED_MODELS.get(self.model, self.model)
+
+    def said(self, line: str) -> str:
+        """A problem's line as it names this model's setting, of one model or of several."""
+        return own_line(self.model_id, line) if self.models else line
+
+    def for_each(self, work: Callable[["Settings"], T]) -> dict[str, T]:
+        """What ``work`` returns for each model; raises `SettingsError` with all models' problems."""
+        found, problems = {}, []
+        for name, own in self.each.items():
+            try:
+                found[name] = work(own)
+            except SettingsError as error:
+                problems += map(own.said, error.problems)
+        if problems:
+            raise SettingsError(*dict.fromkeys(problems))
+        return found
