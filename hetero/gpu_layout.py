@@ -60,12 +60,7 @@ class EnginePlan:
     kv_bytes: int | None = None
     fixed: bool = False
     sm_slots: int | None = None  # Tenths of a GPU's SMs; None: all of them.
-    model: str = ""  # Of several.
-
-    @property
-    def name(self) -> str:
-        """The role, of several models with the model's name."""
-        return f"{self.model} {self.role}".lstrip()
+    model: str = ""  # Its name and a space, of several.
 
     @property
     def least_kv_bytes(self) -> int:
@@ -160,7 +155,7 @@ def needed(
         slots = role_tier(settings, own, gpu=True).sm_slots
         plan = EnginePlan(
             role, own.most_replicas, settings.workers_of(own), own.num_gpus, sm_slots=slots,
-            model=settings.model_id if settings.models else "",
+            model=f"{settings.model_id} " if settings.models else "",
         )  # fmt: skip
         card, arguments = cards[name], arguments_of(settings, own)
         if role != "encoder" and (told := arguments.get("kv_cache_memory_bytes")) is not None:
@@ -307,7 +302,7 @@ def does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
     for plan in plans:
         assert plan.needs is not None
         asked += plan.replicas * (plan.needs.fixed_bytes + plan.least_kv_bytes)
-        lines.append(f"{plan.replicas} x {plan.name}: {_sum(plan)}")
+        lines.append(f"{plan.replicas} x {plan.model}{plan.role}: {_sum(plan)}")
     lines.append(f"together {gib(asked)} GiB")
     lines.append(_advice(plans, usable))
     return "; ".join(lines)

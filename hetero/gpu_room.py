@@ -99,9 +99,11 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
         said += (
             ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
         )
-        said += ", and small parts may come first" if settings.models else ""
     hint = ""
-    if divided:
+    if wanted <= there and settings.models:
+        said += ", and small parts may come first"
+        hint = ", or have parts that are equal (num_gpus)"
+    elif divided:
         # They share no GPU.
         hint = ", or fewer GPUs for each (engine.tensor_parallel_size)"
     elif there and settings.gpus is None and not (settings.models or laid_out_by_hand(settings)):
@@ -214,7 +216,7 @@ def _are_apart(one: RoleTier, other: RoleTier) -> bool:
 
 
 def _most_slots(group: Sequence[_Sharing], parts: int) -> tuple[int, list[tuple[int, _Sharing]]]:
-    """Return the most slots that engines with these parts of a GPU ask for, and how many engines."""
+    """Return the most slots that engines on these parts of a GPU ask for, and their numbers."""
     if not group:
         return 0, []
     first, rest = group[0], group[1:]

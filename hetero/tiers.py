@@ -84,7 +84,9 @@ def role_tiers(settings: Settings, gpu: bool) -> dict[str, RoleTier]:
 def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[str]:
     """Return a sentence for each role whose tier no node offers."""
     absent = []
-    each = [(own, *found) for own in settings.each.values() for found in role_tiers(own, gpu).items()]
+    each = [
+        (own, *found) for own in settings.each.values() for found in role_tiers(own, gpu).items()
+    ]
     for own, role, tier in each:
         if not any(is_offered(tier, node) for node in nodes):
             near = difflib.get_close_matches(tier.name, settings.tiers, n=1)

@@ -490,8 +490,9 @@ class Settings(Strict):
         return own_line(self.model_id, line) if self.models else line
 
     def for_each(self, work: Callable[["Settings"], T]) -> dict[str, T]:
-        """What ``work`` returns for each model; raises `SettingsError` with all models' problems."""
-        found, problems = {}, []
+        """Results of ``work`` for each model; raises `SettingsError` with all their problems."""
+        found: dict[str, T] = {}
+        problems: list[str] = []
         for name, own in self.each.items():
             try:
                 found[name] = work(own)
