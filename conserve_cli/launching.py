@@ -77,16 +77,20 @@ def laid_out(settings: Settings) -> Settings:
         require_arguments(settings)
         if settings.device == "cpu":
             return settings
-        fewest = {"decoders": 1} | ({"prefillers": 0} if settings.prefillers_host else {})
-        unsaid = [role for role in fewest if not is_given(settings, role)]
-        chosen = {role: RoleSettings(replicas=fewest[role]) for role in unsaid}
-        return settings.model_copy(update=chosen)
+        return settings.with_each(settings.for_each(_fewest))
     settled, plan = examined(settings, planning=False)
     if isinstance(plan, GpuPlan):
         show(settled, plan)
     elif plan is not None:
         console.print(f"dtype: {plan.dtype}.", highlight=False, markup=False)
     return settled
+
+
+def _fewest(settings: Settings) -> Settings:
+    fewest = {"decoders": 1} | ({"prefillers": 0} if settings.prefillers_host else {})
+    unsaid = [role for role in fewest if not is_given(settings, role)]
+    chosen = {role: RoleSettings(replicas=fewest[role]) for role in unsaid}
+    return settings.model_copy(update=chosen)
 
 
 def left_behind() -> dict[int, str]:
@@ -202,6 +206,7 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> di
                 console.print(f"  {text}")
             last = text
 
+        each = settings.each.values()
         return application.wait_until_serving(
             url,
             sum(own.prefiller_replicas for own in each),

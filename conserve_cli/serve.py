@@ -49,16 +49,16 @@ def serve(
     settled = laid_out(chosen)
     _say_parsers(chosen)
     with launched(settled, arguments, log) as (application, url):
-        models = " and ".join(map(repr, chosen.each))
-        named = f'"model": "{next(iter(chosen.each))}", ' if len(chosen.each) > 1 else ""
-        said = f"models {models}" if len(chosen.each) > 1 else f"model {models}"
-        console.print(f"[bold green]Ready[/bold green] at {url}/v1, {said}:")
+        names = [*chosen.each]
+        served = f"model{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
+        console.print(f"[bold green]Ready[/bold green] at {url}/v1, {escape(served)}:")
         curl = "curl --insecure" if chosen.tls.files else "curl"
         key = " -H 'Authorization: Bearer KEY'" if chosen.keys_file else ""
+        model = f'"model": "{names[0]}", ' if len(names) > 1 else ""
         console.print(
             f"  {curl} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-            f'    -d \'{{{named}"messages": [{{"role": "user", "content": "Hello"}}], '
-            '"max_tokens": 20}\'',
+            f"    -d '{{{model}"
+            '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
             highlight=False,
         )
         console.print("Ctrl-C ends it at once, SIGTERM once running turns have finished.")
@@ -68,14 +68,14 @@ def serve(
 
 
 def _say_parsers(settings: Settings) -> None:
-    """Print which parsers read the model's tool calls and reasoning, and any problem with them."""
+    """Print which parsers read each model's tool calls and reasoning, and any problem with them."""
     # This import takes a second.
     from deployments.prompting import parsers_of
 
     for name, own in settings.each.items():
         chosen = parsers_of(own)
         said = chosen.said[0].upper() + chosen.said[1:]
-        whose = f"{name}: " if len(settings.each) > 1 else ""
-        console.print(f"{escape(whose + said)}.", highlight=False)
+        of = f"{name}: " if own.models else ""
+        console.print(f"{escape(of + said)}.", highlight=False)
         if chosen.problem is not None:
-            console.print(f"[yellow]{escape(chosen.problem)}[/yellow]", highlight=False)
+            console.print(f"[yellow]{escape(of + chosen.problem)}[/yellow]", highlight=False)

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,7 +24,7 @@ from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.inside import inside_of
 from deployments.engine_arguments import require_one_split
-from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
+from deployments.gpu_plans import counted, planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import close_token, find_ray, keep_token
 from deployments.kv_identity import FILE_TIMES, KV_SETTINGS, of_settings
 from deployments.prompting import parsers_of
@@ -36,8 +36,8 @@ from deployments.upstream.outer_address import start_on_loopback
 from deployments.upstream.seams import require_seams
 from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
-from hetero.gpu_layout import with_counts
-from hetero.gpu_room import most_on_node, require_shares, require_slots
+from hetero.gpu_division import divided
+from hetero.gpu_room import most_on_node
 from hetero.host_memory import chunk_tokens
 from hetero.tiers import role_tier
 
@@ -112,7 +112,7 @@ def start_ray(settings: Settings) -> None:
         find_ray(address)
     else:
         if settings.device != "cpu":
-            settings = with_counts(settings, len(cards_here()))
+            settings = divided(settings, len(cards_here()), {})
         # Ray only counts reservations of CPUs; a small machine must not refuse to start.
         roles = (own for one in settings.each.values() for _, own in one.roles)
         reserved = sum(own.most_replicas * own.num_cpus for own in roles)
@@ -143,17 +143,14 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     ``nodes_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
     if they are missing, or the engines do not fit.
     """
-    settings = _for_each(settings, lambda own: _with_parsers(with_profile(own)))
-    for own in settings.each.values():
-        require_one_split(own)
+    settings = settings.with_each(settings.for_each(lambda own: _with_parsers(with_profile(own))))
+    settings.for_each(require_one_split)
     gpu = _on_gpu(settings)
     waiting = 0
     if gpu:
         if _gpus_here():
             _require_cuda_build()
-        settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
-        require_shares(settings)
-        require_slots(settings)
+        settings = counted(settings, int(ray.cluster_resources().get("GPU", 0)))
     wait_for_nodes(settings, gpu, nodes_timeout_s)
     alive = sum(node["Alive"] for node in ray.nodes())
     # On several nodes, the model need not be on this one.
@@ -169,12 +166,16 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
-        settings = _for_each(settings, lambda own: _on_cpus(own, alone))
+        settings = settings.with_each(
+            settings.for_each(lambda own: _with_dtype(own, model_is_here=alone))
+        )
+        if alone:
+            settings, _ = planned_on_cpus(settings)
     settings = settings.with_common(device="gpu" if gpu else "cpu")
     # Numbered by the clock: among actors of several deployments, the last one's counts.
     deployment = str(time.time_ns())
     engines = [
-        _engines(role, one, one.of_role(role), gpu, waiting, deployment)
+        _engines(role, one, settings, gpu, waiting, deployment)
         for one in settings.each.values()
         for role in _roles(one)
     ]
@@ -188,14 +189,10 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     return router.bind(settings, deployment, *engines)
 
 
-def _for_each(settings: Settings, change: Callable[[Settings], Settings]) -> Settings:
-    return settings.with_each({name: change(own) for name, own in settings.each.items()})
-
-
-def _on_cpus(settings: Settings, alone: bool) -> Settings:
-    settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
+def _with_dtype(settings: Settings, model_is_here: bool) -> Settings:
+    settings, dtype = with_cpu_dtype(settings, model_is_here)
     logger.info("dtype: %s", dtype)
-    return planned_on_cpus(settings)[0] if alone else settings
+    return settings
 
 
 def _roles(settings: Settings) -> list[Role]:
@@ -239,8 +236,9 @@ def _require_cuda_build() -> None:
 
 
 def _engines(
-    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int, deployment: str
+    role: Role, settings: Settings, whole: Settings, gpu: bool, waiting: int, deployment: str
 ) -> Application:
+    own = settings.of_role(role)
     config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)
     options = placement_options(config, gpu) | {
@@ -262,7 +260,7 @@ def _engines(
         bundles = options["placement_group_bundles"]
         options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]
     return serve.deployment(**options)(cast(Any, _ENGINE_SERVER)).bind(
-        config, role=role, settings=settings, tier=tier, deployment=deployment
+        config, role=role, settings=settings, tier=tier, deployment=deployment, whole=whole
     )
 
 

@@ -1,7 +1,8 @@
 """The settings of an application, and what follows from them together."""
 
 import re
-from typing import Any, Literal, Self, cast, get_args
+from collections.abc import Callable
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -26,8 +27,10 @@ from conserve.settings.groups import (
     TracingSettings,
     absolute,
 )
-from conserve.settings.models import OWN, each_of, slug_of
+from conserve.settings.models import OWN, each_of, own_line, slug_of
 from conserve.wire import Role
+
+T = TypeVar("T")
 
 EMBEDDED_MODEL = "embedded"
 # Models that need no download, and the names under which clients ask for them.
@@ -481,3 +484,20 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return EMBEDDED_MODELS.get(self.model, self.model)
+
+    def said(self, line: str) -> str:
+        """A problem's line as it names this model's setting, of one model or of several."""
+        return own_line(self.model_id, line) if self.models else line
+
+    def for_each(self, work: Callable[["Settings"], T]) -> dict[str, T]:
+        """Results of ``work`` for each model; raises `SettingsError` with all their problems."""
+        found: dict[str, T] = {}
+        problems: list[str] = []
+        for name, own in self.each.items():
+            try:
+                found[name] = work(own)
+            except SettingsError as error:
+                problems += map(own.said, error.problems)
+        if problems:
+            raise SettingsError(*dict.fromkeys(problems))
+        return found

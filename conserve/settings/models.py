@@ -44,6 +44,12 @@ def slug_of(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]+", "-", name)
 
 
+def own_line(name: str, line: str) -> str:
+    """Return a problem's line with a model's name, unless its setting is one that all have."""
+    own = re.split(r"[.:]", line, maxsplit=1)[0] in OWN
+    return f"models.{name}.{line}" if own else line
+
+
 def each_of(whole: "Settings") -> dict[str, "Settings"]:
     """Return the settings of each model of ``whole``, by its name.
 
@@ -75,10 +81,7 @@ def each_of(whole: "Settings") -> dict[str, "Settings"]:
             errors = error.errors(include_url=False, include_input=False)
             lines = [line for item in errors for line in line_of(item).split("\n")]
             # What is wrong with what all have is said once, by its own name.
-            problems += [
-                f"models.{name}.{line}" if re.split(r"[.:]", line, maxsplit=1)[0] in OWN else line
-                for line in lines
-            ]
+            problems += [own_line(name, line) for line in lines]
     problems += [*_names_meet(found), *_same_deployment(found)]
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))

@@ -87,7 +87,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         settings: Settings,
         tier: RoleTier,
         deployment: str,
+        whole: Settings,
     ) -> None:
+        # ``whole`` has all models: a node has one LMCache server for all of their engines.
         self._inside = inside_of(role, settings, tier)
         # Another vLLM is refused here, before minutes of loading.
         apply_patches("server")
@@ -107,7 +109,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._settings = settings
         self._tier = tier
         self._table = TableClient(context.app_name, deployment, settings)
-        self._node = NodeClient(context.app_name, settings)
+        self._node = NodeClient(context.app_name, whole)
         self._holdings = Holdings()
         self._desk = Desk(self._holdings, settings.idle_timeout_s)
         self._reporter = Reporter(self._id, self._table, self._desk, self._obey)

@@ -151,7 +151,7 @@ class Router:
         if settings.nodes == "one":
             # LMCache's server comes up while engines load. If it does not, engines say so; a router
             # that starts again serves without it.
-            NodeClient(context.app_name, next(iter(settings.each.values()))).prepare()
+            NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, table, self._id, self._addons)
         loop = asyncio.get_running_loop()
         self._beating = [loop.create_task(self._beat(one)) for one in self._tables]
