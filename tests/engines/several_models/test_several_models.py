@@ -58,31 +58,37 @@ class Traffic:
     ends: bool = False
 
     async def agent(self, name: str) -> None:
-        rng, used = random.Random(name), set[str]()
-        messages: Messages = [{"role": "user", "content": f"{name} says: {prose(rng, 400)}"}]
+        rng = random.Random(name)
         async with httpx.AsyncClient(timeout=300) as client:
-            while not self.ends and len(messages) < 30:
-                model = rng.choice([*SOURCES])
-                body = {"model": rng.choice(NAMES[model]), "messages": messages,
-                        "max_tokens": TOKENS, "temperature": 0}  # fmt: skip
-                answer = await client.post(
-                    f"{URL}/v1/chat/completions", json=body, headers={"x-conversation-id": name}
-                )
-                if answer.status_code != 200:
-                    self.problems.append(f"{name}, {model}: {answer.status_code} {answer.text}")
-                    return
-                told = answer.json()
-                text = told["choices"][0]["message"]["content"] or ""
-                if model not in used:
-                    # Only the other model has computed any of this.
-                    self.found_across += told["usage"]["prompt_tokens_details"]["cached_tokens"]
-                used.add(model)
-                self.turns.append((model, [*messages], text))
-                messages += [
-                    {"role": "assistant", "content": text or "-"},
-                    {"role": "user", "content": prose(rng, 20)},
-                ]
-                await asyncio.sleep(rng.uniform(0.2, 1.0))
+            while not self.ends:
+                await self._conversation(client, name, rng)
+                name += "'"
+
+    async def _conversation(self, client: httpx.AsyncClient, name: str, rng: random.Random) -> None:
+        messages: Messages = [{"role": "user", "content": f"{name} says: {prose(rng, 400)}"}]
+        used: set[str] = set()
+        while not self.ends and len(messages) < 20:
+            model = rng.choice([*SOURCES])
+            body = {"model": rng.choice(NAMES[model]), "messages": messages,
+                    "max_tokens": TOKENS, "temperature": 0}  # fmt: skip
+            answer = await client.post(
+                f"{URL}/v1/chat/completions", json=body, headers={"x-conversation-id": name}
+            )
+            if answer.status_code != 200:
+                self.problems.append(f"{name}, {model}: {answer.status_code} {answer.text}")
+                return
+            told = answer.json()
+            text = told["choices"][0]["message"]["content"] or ""
+            if model not in used:
+                # Only the other model has computed any of this.
+                self.found_across += told["usage"]["prompt_tokens_details"]["cached_tokens"]
+            used.add(model)
+            self.turns.append((model, [*messages], text))
+            messages += [
+                {"role": "assistant", "content": text or "-"},
+                {"role": "user", "content": prose(rng, 20)},
+            ]
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
 
     async def until(self, turns: int) -> None:
         """Wait until this number of turns has ended from now on."""
@@ -107,10 +113,11 @@ async def test_agents_mix_models_while_engines_die(machine_alone: None, tmp_path
             finally:
                 traffic.ends = True
         async with httpx.AsyncClient(timeout=60) as client:
-            shown = (await client.get(f"{URL}/v1/conversations/agent-1")).json()
-            assert {one["model"] for one in shown["histories"]} == {*SOURCES}
-            assert (await client.delete(f"{URL}/v1/conversations/agent-1")).status_code == 200
-            assert (await client.get(f"{URL}/v1/conversations/agent-1")).status_code == 404
+            listed = (await client.get(f"{URL}/v1/conversations")).json()["data"]
+            used = {one["id"]: {of["model"] for of in one["histories"]} for one in listed}
+            both = next(id_ for id_, models in used.items() if models == {*SOURCES})
+            assert (await client.delete(f"{URL}/v1/conversations/{both}")).status_code == 200
+            assert (await client.get(f"{URL}/v1/conversations/{both}")).status_code == 404
         handoffs = metric("conserve_handoffs_total", model="big")
         paused = metric("conserve_pauses_total")
     assert traffic.problems == []
