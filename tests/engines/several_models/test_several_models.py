@@ -55,6 +55,8 @@ class Traffic:
     turns: list[tuple[str, Messages, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     found_across: int = 0
+    # The model whose only engine is being replaced: it refuses turns until there is another one.
+    replaced: str | None = None
     ends: bool = False
 
     async def agent(self, name: str) -> None:
@@ -74,6 +76,9 @@ class Traffic:
             answer = await client.post(
                 f"{URL}/v1/chat/completions", json=body, headers={"x-conversation-id": name}
             )
+            if answer.status_code == 503 and model == self.replaced:
+                await asyncio.sleep(1)
+                continue
             if answer.status_code != 200:
                 self.problems.append(f"{name}, {model}: {answer.status_code} {answer.text}")
                 return
@@ -134,7 +139,9 @@ async def changes(traffic: Traffic) -> None:
     await traffic.until(2 * AGENTS)
     models = SETTINGS["models"]
     small = models["small"] | {"engine": {"max_num_seqs": 32}}
+    traffic.replaced = "small"
     await deploy({**SETTINGS, "models": models | {"small": small}}, ROOT)
+    traffic.replaced = None
     await traffic.until(AGENTS)
 
 
