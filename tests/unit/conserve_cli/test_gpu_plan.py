@@ -88,7 +88,7 @@ def test_the_plans_of_two_models_in_the_docs_are_what_is_printed(
     memory = HostMemory(512 << 30, 480 << 30)
     monkeypatch.setattr("deployments.gpu_plans.host_memory", lambda: memory)
     page = (ROOT / "docs/guides/models.md").read_text()
-    file = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    file = re.search(r"gpus\.yaml -->\n```yaml\n(.*?)```", page, re.DOTALL)
     assert file is not None
     (tmp_path / "models.yaml").write_text(file[1])
     text = said("--config", "models.yaml")
