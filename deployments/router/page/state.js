@@ -204,7 +204,7 @@ export function apply(state, event) {
     return;
   }
   const conversation = conversationOf(state, event.conversation, event.tenant, event.at);
-  const history = historyOf(state, conversation, event.history ?? null);
+  const history = historyOf(state, conversation, event.history ?? event.model ?? null);
   if (event.at >= conversation.last) conversation.last = event.at;
   history.since = event.at;
   handle(state, event, history, conversation);
