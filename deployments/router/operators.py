@@ -232,12 +232,13 @@ class Events:
             # Headers are sent with the first words.
             yield b": events\n\n"
             while not self._ends():
+                for task in follow:
+                    if task.done():
+                        # It failed, and the stream with it: its listener comes again.
+                        task.result()
                 try:
                     place, seen[place], text = await asyncio.wait_for(said.get(), _LOOK_S)
                 except TimeoutError:
-                    for task in follow:
-                        if task.done():
-                            task.result()
                     continue
                 if text.startswith((b":", b"event: missed")):
                     yield text

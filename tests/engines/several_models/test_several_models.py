@@ -153,7 +153,7 @@ def kill_a_decoder() -> None:
 
 
 async def compared(turns: list[tuple[str, Messages, str]], source: str, logs: Path) -> None:
-    """Have a lone engine answer each turn alike."""
+    """Check that a lone engine gives each turn the same answer."""
     assert len(turns) > AGENTS
     lone = lone_engine(logs / "lone.log", source)
     try:

@@ -1,5 +1,6 @@
 """Several models behind one door: which one gets a request, and what is told of all."""
 
+import asyncio
 import json
 import zlib
 from pathlib import Path
@@ -247,3 +248,14 @@ async def test_events_of_all_come_in_one_stream_that_goes_on_where_it_was() -> N
     assert [table.asked[-1][1].after for table in tables.values()] == [7, 9]
     refused = await Listener(door, "after=1-2-3").until(lambda one: one.text)
     assert refused.status == 400
+
+
+async def test_a_log_that_cannot_be_followed_ends_the_stream_however_busy_another_is() -> None:
+    async def busy(query: messages.EventQuery) -> EventPage:
+        await asyncio.sleep(0.01)
+        number = (query.after or 0) + 1
+        return EventPage(number, 0, [(number, "end", b'{"number":1}')])
+
+    door, _ = a_door(events={"big": ValueError("broken"), "small": busy})
+    with pytest.raises(ValueError, match="broken"):
+        await asyncio.wait_for(Listener(door).served, 10)
