@@ -93,7 +93,7 @@ def _names_meet(each: dict[str, "Settings"]) -> Iterator[str]:
     for name, own in each.items():
         for alias in own.aliases:
             other = owners.setdefault(alias, name)
-            if other != name or alias in each:
+            if other != name:
                 yield f"models.{name}.aliases: {alias!r} is a name of {other!r} already; drop one"
 
 

@@ -172,6 +172,7 @@ def test_engines_say_their_model_and_metrics_have_it_as_a_label() -> None:
         b"# HELP conserve_turns_total Turns.\n# TYPE conserve_turns_total counter\n"
         b'conserve_turns_total{outcome="completed"} %d.0\n'
         b"# HELP conserve_table_up Up.\n# TYPE conserve_table_up gauge\nconserve_table_up 1.0\n"
+        b'# HELP b B.\n# TYPE b gauge\nb{model="own"} 1.0\n'
     )
     door, _ = a_door(metrics={"big": text % 3, "small": text % 4})
     engines = asgi.ask(door, "GET", "/v1/engines").json()["data"]
@@ -188,6 +189,7 @@ def test_engines_say_their_model_and_metrics_have_it_as_a_label() -> None:
         "# TYPE conserve_table_up gauge",
         'conserve_table_up{model="big"} 1.0',
         'conserve_table_up{model="small"} 1.0',
+        *("# HELP b B.", "# TYPE b gauge", *['b{model="own"} 1.0'] * 2),
     ]
 
 
