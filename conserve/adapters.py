@@ -160,7 +160,7 @@ class Adapters:
 
     def __init__(self, settings: "Settings", now_s: float) -> None:
         self._fixed = {name: adapter_in(name, path) for name, path in settings.adapters.items()}
-        self._model_id, file = settings.model_id, settings.adapters_file
+        file = settings.adapters_file
         self._file = None if file is None else Followed(Path(file), self._read, now_s)
 
     def all(self, now_s: float) -> dict[str, Adapter]:
@@ -168,6 +168,4 @@ class Adapters:
         return self._fixed if self._file is None else self._file.says(now_s)
 
     def _read(self, path: Path) -> dict[str, Adapter]:
-        found = read(path) | self._fixed
-        found.pop(self._model_id, None)
-        return found
+        return read(path) | self._fixed

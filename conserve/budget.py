@@ -43,12 +43,10 @@ _LARGEST_TOKEN_ID = 2**31 - 1
 # vLLM 0.32 accepts larger whole numbers in many parameters, and then cannot send them to its core.
 _LEAST_NUMBER, _MOST_NUMBER = -(2**63), 2**63 - 1
 # These become the prompt, or are compiled: their numbers are text then.
-_AS_TEXT = frozenset(
-    (
-        *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
-        *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
-    )
-)
+_AS_TEXT = {
+    *("messages", "prompt", "tools", "functions", "documents", "chat_template_kwargs"),
+    *("response_format", "structured_outputs", "system", "input", "output_config", "text"),
+}
 # A constant, since `dict | list` would be evaluated for every value.
 _CONTAINER = (dict, list)
 # The engine looks at each of these in one go, or at each output token.
@@ -138,11 +136,10 @@ def check(body: Mapping[str, Any], path: str) -> None:
     if n is not None and (type(n) not in (int, float) or n % 1):
         raise unfit("n", "must be an integer")
     if n is not None and n * prompts > MOST_CHOICES:
-        raise ApiError(
-            400,
+        raise _refused(
             f"a request may ask for {MOST_CHOICES} choices in all, and this one asks for "
             f"{min(n, 10**9)} of {prompts} prompt{'s' * (prompts > 1)}; send several",
-            param="n",
+            "n",
         )
 
 
@@ -150,18 +147,17 @@ def check_tokenize(body: Mapping[str, Any], length: int) -> None:
     """Refuse to tokenize JSON of ``length`` bytes that is too large, with ApiError (400)."""
     prompt, messages = body.get("prompt"), body.get("messages")
     if prompt is None and messages is None:
-        raise ApiError(400, "send a prompt, which is a string, or messages", param="prompt")
+        raise _refused("send a prompt, which is a string, or messages", "prompt")
     if prompt is not None and not isinstance(prompt, str):
         raise unfit("prompt", "must be a string; send one at a time")
     _check_values(body, messages is not None)
     _check_entries("tools", body.get("tools"), _MOST_ENTRIES["tools"])
     # The engine would accept "yes" and 1 as true.
     if body.get("return_token_strs", False) not in (None, False) and length > MOST_TOKEN_STRS_BYTES:
-        raise ApiError(
-            400,
+        raise _refused(
             f"with return_token_strs a request may have {MOST_TOKEN_STRS_BYTES} bytes, and this "
             f"one has {length}; send the text in parts, or ask for the tokens alone",
-            param="return_token_strs",
+            "return_token_strs",
         )
 
 
@@ -186,11 +182,10 @@ def _check_tool_grammars(body: Mapping[str, Any]) -> None:
         return
     length = len(json.dumps(tools, ensure_ascii=False))
     if length > MOST_TOOL_CHARS:
-        raise ApiError(
-            400,
+        raise _refused(
             f"tools of which tool_choice has one called may have {MOST_TOOL_CHARS} characters of "
             f"JSON, and these have {length}; send fewer, or leave the choice to the model",
-            param="tools",
+            "tools",
         )
 
 
@@ -210,11 +205,10 @@ def _check_values(body: Mapping[str, Any], has_messages: bool = False) -> None:
             left, depth = left - entries, 3
         while True:
             if left < 0:
-                raise ApiError(
-                    400,
+                raise _refused(
                     f"a request may hold {MOST_VALUES} values in all, and this one exceeds that "
                     f"in {name[:64]}; send fewer messages, or text instead of structure",
-                    param=name[:64],
+                    name[:64],
                 )
             whole = [one for one in level if isinstance(one, int)]
             fits = all(_LEAST_NUMBER <= one <= _MOST_NUMBER for one in whole)
@@ -225,11 +219,10 @@ def _check_values(body: Mapping[str, Any], has_messages: bool = False) -> None:
                 break
             depth += 1
             if depth > DEEPEST:
-                raise ApiError(
-                    400,
+                raise _refused(
                     f"a request may be nested {DEEPEST} deep, and {name[:64]} goes deeper; "
                     "flatten it",
-                    param=name[:64],
+                    name[:64],
                 )
             left -= sum(map(len, level))
             level = [
@@ -245,38 +238,37 @@ def _in_messages(messages: Any) -> tuple[int, list[Any]]:
     within: list[Any] = []
     for position, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _unfit(f"messages[{position}] must be an object with a role")
+            raise _refused(f"messages[{position}] must be an object with a role")
         content = message.get("content")
         none = content is None and message["role"] != "user"
         if not none and not isinstance(content, str | list):
-            raise _unfit(f"messages[{position}].content must be a string or a list of parts")
+            raise _refused(f"messages[{position}].content must be a string or a list of parts")
         if isinstance(content, list):
             items += ITEMS_A_PART * len(content)
             # vLLM takes ten times as long to refuse others.
             if not all(isinstance(part, str | dict) for part in content):
-                raise _unfit(f"messages[{position}].content may hold objects and strings only")
+                raise _refused(f"messages[{position}].content may hold objects and strings only")
         calls = message.get("tool_calls")
         if not isinstance(calls, list | None):
-            raise _unfit(f"messages[{position}].tool_calls must be a list")
+            raise _refused(f"messages[{position}].tool_calls must be a list")
         items += ITEMS_A_PART * len(calls or ())
         entries += len(message)
         within += [value for value in message.values() if isinstance(value, _CONTAINER)]
     if items > MOST_ITEMS:
-        raise ApiError(
-            400,
+        raise _refused(
             f"a chat may have {MOST_ITEMS} messages, of which each part of a content and each tool "
             f"call counts as {ITEMS_A_PART}, and this one has {items}; join or drop some",
-            param="messages",
+            "messages",
         )
     return entries, within
 
 
 def _no_messages() -> ApiError:
-    return _unfit("messages must be a list with at least one message")
+    return _refused("messages must be a list with at least one message")
 
 
-def _unfit(what: str) -> ApiError:
-    return ApiError(400, what, param="messages")
+def _refused(what: str, name: str = "messages") -> ApiError:
+    return ApiError(400, what, param=name)
 
 
 def _check_count(count: int, most: int, name: str, what: str) -> None:
@@ -296,9 +288,7 @@ def _check_entries(name: str, value: Any, most: int) -> None:
         raise unfit(name, f"may have {most} entries, not {len(entries)}")
     longest = _LONGEST_CHARS.get(name)
     if longest is not None and any(isinstance(one, str) and len(one) > longest for one in entries):
-        raise ApiError(
-            400, f"an entry of {name} may have {longest} characters, not more", param=name
-        )
+        raise _refused(f"an entry of {name} may have {longest} characters, not more", name)
 
 
 def _check_prompt(prompt: Any) -> int:
@@ -320,11 +310,10 @@ def _check_prompt(prompt: Any) -> int:
     if single:
         return 1
     if len(prompt) > MOST_CHOICES:
-        raise ApiError(
-            400,
+        raise _refused(
             f"a completion may have {MOST_CHOICES} prompts, and this one has {len(prompt)}; send "
             "several",
-            param="prompt",
+            "prompt",
         )
     return len(prompt)
 
@@ -341,6 +330,4 @@ def _check_id_count(ids: int, name: str) -> None:
 def _check_ids(ids: list[Any], name: str) -> None:
     # A bool is an int to Python, and no token.
     if set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) <= _LARGEST_TOKEN_ID):
-        raise ApiError(
-            400, f"token ids in {name} must be integers from 0 to {_LARGEST_TOKEN_ID}", param=name
-        )
+        raise _refused(f"token ids in {name} must be integers from 0 to {_LARGEST_TOKEN_ID}", name)

@@ -7,7 +7,7 @@ of reasoning, and fails on a message without parts and on refusals. The changed 
 same to the model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from conserve.items import FUNCTION, NAMESPACE, TEXTS, is_served
@@ -29,7 +29,7 @@ def canonical(body: Json) -> Json:
     own = {name: value for name, value in body.items() if value is not None}
     given = own["input"]
     if isinstance(given, list):
-        own["input"] = _all_canonical(given, _item)
+        own["input"] = [_item(item) for item in given]
     if "tools" in own:
         own["tools"] = [_without_unserved(tool) for tool in own["tools"] if is_served(tool)]
     choice = own.get("tool_choice")
@@ -53,11 +53,6 @@ def unserved_tools(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for kind in kinds if kind != FUNCTION))
 
 
-def _all_canonical(given: list[Json], one: Callable[[Json], Json]) -> list[Json]:
-    found = [one(item) for item in given]
-    return given if found == given else found
-
-
 def _item(item: Json) -> Json:
     own = _stripped(item)
     kind = own.get("type", "message")
@@ -70,7 +65,7 @@ def _item(item: Json) -> Json:
         _make_reasoning(own)
     elif kind == "function_call_output":
         _make_parts(own, "output")
-    return item if own == item else own
+    return own
 
 
 def _stripped(given: Json) -> Json:
@@ -106,14 +101,14 @@ def _without_partial(own: Json) -> None:
 
 def _make_parts(own: Json, name: str) -> None:
     if isinstance(own[name], list):
-        own[name] = _all_canonical(own[name], _part)
+        own[name] = [_part(part) for part in own[name]]
 
 
 def _part(part: Json) -> Json:
     own = _stripped(part)
     if own["type"] == "input_image":
         own.setdefault("detail", "auto")
-    return part if own == part else own
+    return own
 
 
 def _make_reasoning(own: Json) -> None:

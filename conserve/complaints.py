@@ -13,20 +13,12 @@ from typing import Any, NamedTuple
 _KINDS = ("role", "type")
 _WANTED = {
     "string_type": "a string",
-    "list_type": "a list",
-    "iterable_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
+    **dict.fromkeys(("list_type", "iterable_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
     "dataclass_type": "an object",
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "none_required": "null",
 }
 # Beginnings of the other messages, such as of a number that is too large.

@@ -115,9 +115,7 @@ class Notices:
         decoder.prefetch = {
             one: number for one, number in decoder.prefetch.items() if number > heard
         }
-        for history_id, (_, number, _) in list(decoder.given_up.items()):
-            if number <= heard:
-                del decoder.given_up[history_id]
+        decoder.given_up = {one: told for one, told in decoder.given_up.items() if told[1] > heard}
 
     def has_heard(self, decoder_id: str, number: int) -> bool:
         """Return whether a notice was confirmed, or its decoder is gone."""
@@ -401,7 +399,6 @@ class Desk:
         self.salt = b""
 
     def hear(self, notice: Notice, asked_s: float) -> None:
-        """Obey a notice, which was asked for at ``asked_s``."""
         for history_id, incarnation in notice.given_up:
             self._holdings.give_up(history_id, incarnation)
         for history_id, incarnation in notice.ended:

@@ -87,8 +87,8 @@ class Encoders:
         return chosen
 
     def _work(self, encoder_id: str, name: str) -> tuple[bool, int]:
-        running = self._running.get(encoder_id)
-        return (True, 0) if running is None else (name not in running, running.total())
+        running = self._running.get(encoder_id, Counter())
+        return name not in running, running.total()
 
     def end(self, encoder: Encoder, name: str) -> None:
         """Note that an image is encoded, or will be by the engine that needs it."""
@@ -99,13 +99,8 @@ class Encoders:
 
     def give_up(self, encoder: Encoder, name: str) -> None:
         """Note that an image's turn has ended before it was encoded."""
-        running = self._running[encoder.id]
-        running[name] -= 1
-        if not running[name]:
-            del running[name]
-        if not running:
-            del self._running[encoder.id]
+        if left := self._running.pop(encoder.id) - Counter((name,)):
+            self._running[encoder.id] = left
 
     def failed(self, encoder: Encoder, now_s: float) -> None:
-        """Pass an encoder over for a while."""
         self._passed_over_until_s[encoder.id] = now_s + PASSED_OVER_S

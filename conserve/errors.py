@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -310,10 +311,12 @@ def unfit(where: str, what: str) -> ApiError:
     return ApiError(400, f"{where} {what}", param=where)
 
 
-def unknown_model(asked: str, served: str) -> ApiError:
+def unknown_model(asked: str, served: Sequence[str]) -> ApiError:
+    """Return the refusal of a model that is not among those that a caller may use."""
+    names = " or ".join(map(repr, served)) or "another key: this one is for no model here"
     return ApiError(
         404,
-        f"the model {asked[:100]!r} is not served here; use {served!r}",
+        f"the model {asked[:100]!r} is not served here; use {names}",
         "model_not_found",
         param="model",
     )

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -48,23 +49,20 @@ class Event(NamedTuple):
     details: dict[str, Any]
 
 
+@dataclass(eq=False)
 class EventLog:
     """The newest events, for listeners that ask for those after the last one seen; all are counted.
 
     A log that succeeds another must start above it, with ``first``. ``told`` hears each event.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        first: int = 1,
-        most: int = MOST_EVENTS,
-        told: Callable[[Event], None] | None = None,
-    ) -> None:
-        self._clock = clock
-        self._told = told
-        self.first = self._next = first
-        self._most = most
+    clock: Callable[[], float]
+    first: int = 1
+    most: int = MOST_EVENTS
+    told: Callable[[Event], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._next = self.first
         self._kept: deque[Event] = deque()
         # The same by conversation, so that clients may ask often.
         self._of: dict[str, deque[Event]] = {}
@@ -78,7 +76,7 @@ class EventLog:
     def add(self, kind: Kind, history_id: str = "", **details: Any) -> None:
         """Add an event. Details that are None are left out."""
         said = {name: value for name, value in details.items() if value is not None}
-        event = Event(self._next, self._clock(), kind, history_id, said)
+        event = Event(self._next, self.clock(), kind, history_id, said)
         self._next += 1
         self.counts[kind] += 1
         self._keep(event)
@@ -91,10 +89,10 @@ class EventLog:
     def _keep(self, event: Event) -> None:
         self._kept.append(event)
         self._of.setdefault(identity.conversation_of(event.history_id), deque()).append(event)
-        if len(self._kept) > self._most:
+        if len(self._kept) > self.most:
             self._forget(self._kept.popleft())
-        if self._told is not None:
-            self._told(event)
+        if self.told is not None:
+            self.told(event)
 
     def _forget(self, oldest: Event) -> None:
         conversation_id = identity.conversation_of(oldest.history_id)

@@ -127,12 +127,8 @@ def _ends(context: Any) -> bool | None:
     return _not(agentic_context(context).get("expected_resume"))
 
 
-def _closes(value: Any) -> bool | None:
-    return True if value == "close" else None
-
-
-def _flex(value: Any) -> int | None:
-    return -1 if value == "flex" else None
+def _if(value: Any, word: str, means: bool | int) -> bool | int | None:
+    return means if value == word else None
 
 
 _PRIORITY = partial(_whole, least=-MOST_PRIORITY - 1, most=MOST_PRIORITY)
@@ -140,6 +136,7 @@ _PRIORITY = partial(_whole, least=-MOST_PRIORITY - 1, most=MOST_PRIORITY)
 _LOWEST_FIRST = partial(_PRIORITY, sign=-1)
 _LENGTH = partial(_whole, least=0, most=MOST_OUTPUT_TOKENS)
 _MILLISECONDS = partial(_seconds, unit_s=0.001)
+_FLEX, _CLOSES = partial(_if, word="flex", means=-1), partial(_if, word="close", means=True)
 
 _A_PRIORITY = f"a whole number from {-MOST_PRIORITY - 1} to {MOST_PRIORITY}, the highest first"
 _SOME_SECONDS = f"a number of seconds from 0 to {MOST_S:g}"
@@ -153,7 +150,7 @@ NAMES = (
     Name("priority", "X-Vllm-Priority", "vLLM", _LOWEST_FIRST),
     # SGLang has the same field, by default with the highest first. Engines here are vLLM's.
     Name("priority", "priority", "vLLM", _LOWEST_FIRST, in_body=True),
-    Name("priority", "service_tier", "OpenAI", _flex, in_body=True),
+    Name("priority", "service_tier", "OpenAI", _FLEX, in_body=True),
     Name("deadline_s", "X-ConServe-Deadline-S", "ConServe", _seconds, must_be=_SOME_SECONDS),
     Name("deadline_s", "x-envoy-expected-rq-timeout-ms", "Envoy", _MILLISECONDS),
     Name("first_token_s", "X-ConServe-First-Token-S", "ConServe", _seconds, must_be=_SOME_SECONDS),
@@ -168,7 +165,7 @@ NAMES = (
     ),
     Name("last_step", "X-ConServe-Last-Step", "ConServe", _flag, must_be="true or false"),
     Name("last_step", "x-dynamo-session-final", "Dynamo", _flag),
-    Name("last_step", "nvext.session_control.action", "Dynamo, earlier", _closes, in_body=True),
+    Name("last_step", "nvext.session_control.action", "Dynamo, earlier", _CLOSES, in_body=True),
     Name("last_step", "is_last_step", "Continuum", _flag, in_body=True),
     # The field expected_resume in it.
     Name("last_step", "vllm_xargs.agentic_context", "AgentInfer", _ends, in_body=True),

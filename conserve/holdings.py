@@ -123,10 +123,7 @@ class Holdings:
         """Return the idle history whose newest answer a turn follows, or None.
 
         None as well where others had the same answers: the table may just have chosen that history
-        for another client's turn.
-
-        ``root`` and ``end`` digest its first prompt, and all up to the newest answer; empty of
-        completions.
+        for another client's turn. `conserve.direct.Continued` says what the arguments are.
         """
         if not end:
             return None if conversation_id is None else self._completions_of(conversation_id)

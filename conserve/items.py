@@ -168,7 +168,6 @@ def call_id(response_id: str, position: int) -> str:
 
 
 def response_of(item_id: str) -> str | None:
-    """Return the id of the response that an item is of, by the item's id; None if it is none's."""
     found = _ITEM_ID.fullmatch(item_id)
     return None if found is None else _RESPONSE + found[1]
 

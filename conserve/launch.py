@@ -317,13 +317,9 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
             # address, permissions, offset, device, inode, path
             if "/dev/shm/" in line:
                 inodes.add(int(line.split(maxsplit=5)[4]))
-    made = (file for file in _SHARED_MEMORY.iterdir() if file.name.startswith(_MADE_BY_PYTHON))
+    if not inodes:
+        return set()
+    with os.scandir(_SHARED_MEMORY) as files:
+        made = [file for file in files if file.name.startswith(_MADE_BY_PYTHON)]
     # By inode, since a semaphore had another name when it was mapped.
-    return {file for file in made if _inode(file) in inodes} if inodes else set()
-
-
-def _inode(file: Path) -> int | None:
-    try:
-        return file.stat().st_ino
-    except FileNotFoundError:
-        return None
+    return {Path(file.path) for file in made if file.inode() in inodes}

@@ -170,7 +170,6 @@ class Lifted:
         return b"".join((*parts, raw[at:])) if parts else raw
 
     def add(self, span: bytes) -> str:
-        """Return a mark for one more span."""
         mark = f"{self._prefix}{self._count}."
         self._count += 1
         self.spans[mark] = span
@@ -178,15 +177,10 @@ class Lifted:
 
     def drop(self, marks: Collection[str]) -> None:
         """Put the spans of some marks back for good."""
-        self.raw = self.put_back(self.raw, marks)
-        for mark in marks:
-            del self.spans[mark]
+        self.raw = put_back(self.raw, {mark: self.spans.pop(mark) for mark in marks})
 
-    def put_back(self, raw: bytes, marks: Collection[str] | None = None) -> bytes:
-        """Return a body with the spans in the places of their marks; None: of all."""
-        if marks is None:
-            return put_back(raw, self.spans)
-        return put_back(raw, {mark: self.spans[mark] for mark in marks})
+    def put_back(self, raw: bytes) -> bytes:
+        return put_back(raw, self.spans)
 
 
 def _is_in(raw: bytes, *patterns: re.Pattern[bytes]) -> bool:
@@ -199,7 +193,6 @@ def _is_in(raw: bytes, *patterns: re.Pattern[bytes]) -> bool:
 
 
 def put_back(raw: bytes, spans: Mapping[str, bytes]) -> bytes:
-    """Return a body with spans in the places of their marks."""
     parts: list[bytes] = []
     at = 0
     for found in _MARKS.finditer(raw) if spans else ():

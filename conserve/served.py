@@ -182,8 +182,7 @@ def _with_messages_served(body: Json) -> Json:
     messages, unanswered = [], list[Any]()
     for position, message in enumerate(body["messages"]):
         _require_served_message(message, f"messages[{position}]")
-        own = _plain_message(message, position, unanswered)
-        messages.append(message if own == message else own)
+        messages.append(_plain_message(message, position, unanswered))
     return {**body, "messages": messages} if messages != body["messages"] else body
 
 

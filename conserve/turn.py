@@ -225,8 +225,6 @@ class TurnStats(msgspec.Struct, omit_defaults=True, gc=False):
         kept_tokens = 0 if evicted else tokens
         return max(kept_tokens, self.prompt_tokens) if parks else kept_tokens
 
-    # --- as a history keeps its last one -----------------------------------------------------
-
     def pack(self) -> bytes:
         """Pack counts, and times to three digits, since a table has a million histories."""
         times_s = (self.encode_wait_s, self.encode_s, self.prefill_s, self.decode_s or 0.0)

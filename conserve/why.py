@@ -117,7 +117,6 @@ def _lost(stats: TurnStats) -> str | None:
 
 
 def where(broken: Broken) -> str:
-    """Say where a prefix broke."""
     if broken.place != "messages":
         return "before its first answer" if broken.place == "first_prompt" else "at its beginning"
     after = f"message {broken.messages}" if broken.messages else "its first prompt"

@@ -270,14 +270,10 @@ def transfer_params(
     kept_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return ``kv_transfer_params`` of a request whose `CachedTokens` are wanted."""
-    known: dict[str, Any] = {} if stored_tokens is None else {STORED_TOKENS: stored_tokens}
-    if kept_tokens is not None:
-        known[KEPT_TOKENS] = kept_tokens
-    if park:
-        known[PARK] = True
-    if prefilled:
-        known[PREFILLED] = True
-    return {STATS: True, **known}
+    known = {STORED_TOKENS: stored_tokens, KEPT_TOKENS: kept_tokens}
+    told = {PARK: park or None, PREFILLED: prefilled or None}
+    said = {STATS: True, **known, **told}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def cached_tokens(params: Mapping[str, Any] | None) -> CachedTokens:
@@ -358,7 +354,6 @@ class EngineTold(NamedTuple):
     stages: StageTimes = NO_STAGES
 
     def params(self) -> dict[str, Any]:
-        """Return it as ``kv_transfer_params`` of the answer."""
         return {_TOLD: [*self[:-1], list(self.stages)]}
 
 

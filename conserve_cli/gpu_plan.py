@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rich.markup import escape
 from rich.table import Table
@@ -51,8 +51,9 @@ def examined(settings: Settings, *, planning: bool) -> tuple[Settings, GpuPlan |
             found = plan_on(settings, nodes, model_is_here=is_alone())
     except SettingsError as error:
         problems += error.problems
-    of_model = is_alone() and not any(line.startswith("model:") for line in problems)
-    problems += _refused_by_vllm(settings, nodes is not None, of_model, planning)
+    absent = [name for name, own in settings.each.items() if not is_alone()
+              or any(line.startswith(own.said("model:")) for line in problems)]  # fmt: skip
+    problems += _refused_by_vllm(settings, nodes is not None, absent, planning)
     if problems:
         refuse("\n".join(dict.fromkeys(problems)))
     return found
@@ -115,31 +116,46 @@ def _on_cpus(settings: Settings) -> tuple[Settings, CpuPlan | None]:
     from deployments.engine_arguments import require_one_split
     from deployments.gpu_plans import here, planned_on_cpus
 
-    require_one_split(settings)
+    settings.for_each(require_one_split)
     if not is_alone():
         return settings, None
     absent = missing(settings, False, [here().offer])
-    if settings.gpus is not None:
-        absent.append(
-            f"gpus: {settings.gpus} are asked for, and this machine shows none; leave it out, or "
+    absent += [
+        own.said(
+            f"gpus: {own.gpus} are asked for, and this machine shows none; leave it out, or "
             "see `conserve doctor`"
         )
+        for own in settings.each.values()
+        if own.gpus is not None
+    ]
     if absent:
         raise SettingsError(*absent)
     return planned_on_cpus(settings)
 
 
-def _refused_by_vllm(settings: Settings, gpu: bool, of_model: bool, planning: bool) -> list[str]:
-    """Return why vLLM refuses the engine arguments or, where a start is planned, the model."""
-    roles = (settings.prefillers, settings.decoders, settings.encoders)
-    given = any((settings.engine, *(own.engine for own in roles)))
-    if not given and (settings.model in EMBEDDED_MODELS or not planning):
+def _refused_by_vllm(
+    settings: Settings, gpu: bool, absent: Collection[str], planning: bool
+) -> list[str]:
+    """Return why vLLM refuses the engine arguments or, where a start is planned, the models.
+
+    ``absent`` are models that cannot be read here.
+    """
+    asked = [
+        own for own in settings.each.values()
+        if any(one.engine for one in (own, own.prefillers, own.decoders, own.encoders))
+        or (planning and own.model not in EMBEDDED_MODELS)
+    ]  # fmt: skip
+    if not asked:
         return []
     from deployments.engine_arguments import VllmSilent, refused_arguments
 
     try:
         with console.status("asking vLLM"):
-            return refused_arguments(settings, gpu, of_model)
+            return [
+                own.said(line)
+                for own in asked
+                for line in refused_arguments(own, gpu, own.model_id not in absent)
+            ]
     except VllmSilent as error:
         console.print(f"[yellow]vLLM cannot be asked about this: {escape(str(error))}[/yellow]")
         return []
@@ -148,7 +164,7 @@ def _refused_by_vllm(settings: Settings, gpu: bool, of_model: bool, planning: bo
 def require_arguments(settings: Settings) -> None:
     """Have vLLM check the engine arguments for a cluster; end with status 2 if it refuses some."""
     _require_cluster()
-    problems = _refused_by_vllm(settings, settings.device != "cpu", False, False)
+    problems = _refused_by_vllm(settings, settings.device != "cpu", [*settings.each], False)
     if problems:
         refuse("\n".join(problems))
 
@@ -167,9 +183,9 @@ def show(settings: Settings, plan: GpuPlan) -> None:
         for card in dict.fromkeys(plan.cards)
     ]
     title = ", ".join(dict.fromkeys(kinds)) or f"{plan.gpus} GPUs that cannot be looked at"
-    console.print(f"{escape(settings.model_id)} on {escape(title)}, GiB of a GPU", highlight=False)
-    table = Table()
-    table.add_column("engines")
+    models = f"{len(settings.models)} models" if settings.models else settings.model_id
+    console.print(f"{escape(f'{models} on {title}')}, GiB of a GPU", highlight=False)
+    table = Table(*(["model"] if settings.models else []), "engines")
     slots = any(one.sm_slots is not None for one in plan.engines)
     towers = [one.needs.tower for one in plan.engines if one.needs and one.needs.tower]
     columns = ["GPUs", *(["SM slots"] if slots else []), "weights", "reserve"]
@@ -181,6 +197,7 @@ def show(settings: Settings, plan: GpuPlan) -> None:
         needs = one.needs
         each = f"{one.num_gpus:g}" if one.workers == 1 else f"{one.workers} x {one.num_gpus:g}"
         table.add_row(
+            *([escape(one.model.strip())] if one.model else []),
             f"{one.replicas} {one.role}{'s' if one.replicas > 1 else ''}",
             each,
             *(["all" if one.sm_slots is None else f"{one.sm_slots} of 10"] if slots else []),
@@ -193,6 +210,8 @@ def show(settings: Settings, plan: GpuPlan) -> None:
     console.print(table, highlight=False)
     if any(not one.fixed and one.kv_bytes is not None for one in plan.engines):
         console.print("~: estimated; an engine with GPUs of its own measures when it starts.")
+    if plan.sums:
+        console.print(f"{plan.sums[0].upper()}{escape(plan.sums[1:])}.", highlight=False)
     console.print(f"{plan.roles[:1].upper()}{plan.roles[1:]}.", highlight=False)
     kept = "" if plan.kept_tokens is None else f": at least {plan.kept_tokens:,} tokens"
     there = f"; {plan.memory.said()}" if plan.memory else ""
@@ -212,13 +231,16 @@ def show_on_cpus(settings: Settings, plan: CpuPlan | None) -> None:
         )
     said = f"No GPU: {engines} on the CPU"
     there = ""
-    if plan is not None:
+    if plan is not None and settings.models:
+        said = f"No GPU: {' + '.join(plan.terms)} = {gib(plan.taken_bytes)} GiB on the CPU"
+    elif plan is not None:
         space = " or ".join(f"{one:g}" for one in dict.fromkeys(plan.kv_gb.values()))
         said += f", each with {space} GiB of KV space (VLLM_CPU_KVCACHE_SPACE)"
         if encoders := settings.encoders.replicas:
             said += f", beside {encoders} encoder{'s' if encoders > 1 else ''}"
         if plan.weights_bytes is not None:
             said += f" and all together {gib(plan.weights_bytes)} GiB of weights"
+    if plan is not None:
         there = f"; {plan.memory.said()}"
         console.print(f"dtype: {escape(plan.dtype)}.", highlight=False)
     console.print(
@@ -246,11 +268,13 @@ def _show_images(towers: list[TowerNeeds], in_host_memory: str) -> None:
 
 
 def _show_bound(settings: Settings) -> None:
-    if "chunks" in settings.mechanisms:
-        bound = "twice a step without prefills, as engines measure it"
-        if settings.tpot_bound_s is not None:
-            bound = f"{1000 * settings.tpot_bound_s:g} ms"
-        console.print(f"TPOT above which prefills are cut: {bound}.", highlight=False)
+    for name, own in settings.each.items():
+        if "chunks" in own.mechanisms:
+            bound = "twice a step without prefills, as engines measure it"
+            if own.tpot_bound_s is not None:
+                bound = f"{1000 * own.tpot_bound_s:g} ms"
+            of = f" ({escape(name)})" if own.models else ""
+            console.print(f"TPOT above which prefills are cut{of}: {bound}.", highlight=False)
 
 
 def _require_cluster() -> None:

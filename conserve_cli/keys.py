@@ -40,13 +40,18 @@ def add(
     background: Annotated[
         bool, typer.Option("--background", help="Its turns wait for those of other keys.")
     ] = False,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that it is for, of several; or all.")
+    ] = None,
     file: File = _FILE,
 ) -> None:
     """Create a key, and print it, only now; the file is created if it is missing."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     with _refusals(), keyfile.locked(file) as path:
         content = keyfile.read(path) if path.exists() else KeyFile.new()
-        content, key = content.with_key(tenant, today, admin=admin, background=background)
+        content, key = content.with_key(
+            tenant, today, admin=admin, background=background, models=tuple(model or ())
+        )
         keyfile.write(path, content)
     console.out(key, highlight=False)
     aside.print(
@@ -60,10 +65,12 @@ def list_(file: File = _FILE) -> None:
     """Show keys and tenants; keys themselves are not kept."""
     content = _read(file)
     keys = Table(title=f"Keys in {escape(str(file))}")
-    for column in ("id", "tenant", "created", "admin", "background"):
+    limited = any(key.models for key in content.keys)
+    for column in ("id", "tenant", "created", "admin", "background", *["models"] * limited):
         keys.add_column(column, no_wrap=True)
     for key in content.keys:
-        marks = ("yes" if one else "" for one in (key.admin, key.background))
+        marks = ["yes" if one else "" for one in (key.admin, key.background)]
+        marks += [", ".join(key.models) or "all"] * limited
         keys.add_row(key.id, key.tenant, key.created, *marks)
     console.print(keys)
     console.print(_tenants(content))

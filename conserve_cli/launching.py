@@ -77,16 +77,20 @@ def laid_out(settings: Settings) -> Settings:
         require_arguments(settings)
         if settings.device == "cpu":
             return settings
-        fewest = {"decoders": 1} | ({"prefillers": 0} if settings.prefillers_host else {})
-        unsaid = [role for role in fewest if not is_given(settings, role)]
-        chosen = {role: RoleSettings(replicas=fewest[role]) for role in unsaid}
-        return settings.model_copy(update=chosen)
+        return settings.with_each(settings.for_each(_fewest))
     settled, plan = examined(settings, planning=False)
     if isinstance(plan, GpuPlan):
         show(settled, plan)
     elif plan is not None:
         console.print(f"dtype: {plan.dtype}.", highlight=False, markup=False)
     return settled
+
+
+def _fewest(settings: Settings) -> Settings:
+    fewest = {"decoders": 1} | ({"prefillers": 0} if settings.prefillers_host else {})
+    unsaid = [role for role in fewest if not is_given(settings, role)]
+    chosen = {role: RoleSettings(replicas=fewest[role]) for role in unsaid}
+    return settings.model_copy(update=chosen)
 
 
 def left_behind() -> dict[int, str]:
@@ -192,7 +196,7 @@ def wait_or_drain(application: Launch, drain_s: float) -> int:
 
 
 def _wait_until_serving(application: Launch, settings: Settings, url: str) -> dict[str, float]:
-    last = ""
+    last, each = "", settings.each.values()
     with console.status("starting") as status:
 
         def on_progress(text: str) -> None:
@@ -202,13 +206,14 @@ def _wait_until_serving(application: Launch, settings: Settings, url: str) -> di
                 console.print(f"  {text}")
             last = text
 
+        each = settings.each.values()
         return application.wait_until_serving(
             url,
-            settings.prefiller_replicas,
-            settings.decoders.replicas,
+            sum(own.prefiller_replicas for own in each),
+            sum(own.decoders.replicas for own in each),
             timeout_s=1800,
             on_progress=on_progress,
-            encoders=settings.encoders.replicas,
+            encoders=sum(own.encoders.replicas for own in each),
         )
 
 

@@ -18,22 +18,17 @@ from conserve_cli.surroundings import adapt
 
 # Each command's module, whose `cli` it is, and its line in `conserve --help`, which so loads none.
 # Add-ons give more of them by entry points of the group `conserve.commands`.
+_RUNNING = "conserve_cli.running"
 COMMANDS = {
     "serve": (
         "conserve_cli.serve",
         "Start the application, say when it is ready, and stay until Ctrl-C.",
     ),
-    "top": (
-        "conserve_cli.running",
-        "Watch a running application's engines, what waits, and its times.",
-    ),
-    "ps": ("conserve_cli.running", "List a running application's conversations."),
-    "cache": ("conserve_cli.running", "Say why prompt tokens were computed again, and what to do."),
-    "end": ("conserve_cli.running", "End a conversation of a running application."),
-    "drain": (
-        "conserve_cli.running",
-        "Move an engine's conversations to others, and give it nothing new.",
-    ),
+    "top": (_RUNNING, "Watch a running application's engines, what waits, and its times."),
+    "ps": (_RUNNING, "List a running application's conversations."),
+    "cache": (_RUNNING, "Say why prompt tokens were computed again, and what to do."),
+    "end": (_RUNNING, "End a conversation of a running application."),
+    "drain": (_RUNNING, "Move an engine's conversations to others, and give it nothing new."),
     "doctor": (
         "conserve_cli.doctor.command",
         "Say what is wrong with this machine, or with a cluster, and what to do about it.",

@@ -40,7 +40,7 @@ _MOST_NAMES = 3
 _BAR_CHARS = 24
 
 Json = dict[str, Any]
-Samples = dict[tuple[str, str], float]
+Samples = Mapping[tuple[str, str], float]
 """The values of metrics by name and the label that tells them apart, which may be empty."""
 
 
@@ -227,13 +227,13 @@ def _look(client: httpx.Client) -> Seen:
 
 
 def read_samples(text: str) -> Samples:
-    """Return the metrics that are shown, of Prometheus' text."""
-    return {
-        (one.name, one.labels.get("le") or one.labels.get("why") or ""): one.value
-        for family in text_string_to_metric_families(text)
-        for one in family.samples
-        if one.name.startswith(("conserve_ttf", "conserve_waiting", *_TOKENS))
-    }
+    """Return the metrics that are shown, of Prometheus' text, of all models together."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            if one.name.startswith(("conserve_ttf", "conserve_waiting", *_TOKENS)):
+                found[one.name, one.labels.get("le") or one.labels.get("why") or ""] += one.value
+    return found
 
 
 # --- how it is shown ------------------------------------------------------------------------------
@@ -291,7 +291,8 @@ def _held(conversations: Sequence[Json]) -> Mapping[str, dict[str, int]]:
 
 
 def _engine_row(engine: Json, held: Mapping[str, int]) -> list[Text]:
-    role = engine["role"] + (" (leaving)" if engine["leaving"] else "")
+    role = " ".join(filter(None, (engine.get("model"), engine["role"])))
+    role += " (leaving)" if engine["leaving"] else ""
     load = engine["load"] or {"prefill_tokens": 0, "decodes": 0}
     prefilling = max(load["prefill_tokens"], engine["queued_tokens"] or 0)
     largest = sorted(held.items(), key=lambda one: -one[1])

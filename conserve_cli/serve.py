@@ -49,12 +49,16 @@ def serve(
     settled = laid_out(chosen)
     _say_parsers(chosen)
     with launched(settled, arguments, log) as (application, url):
-        console.print(f"[bold green]Ready[/bold green] at {url}/v1, model {chosen.model_id!r}:")
+        names = [*chosen.each]
+        served = f"model{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
+        console.print(f"[bold green]Ready[/bold green] at {url}/v1, {escape(served)}:")
         curl = "curl --insecure" if chosen.tls.files else "curl"
         key = " -H 'Authorization: Bearer KEY'" if chosen.keys_file else ""
+        model = f'"model": "{names[0]}", ' if len(names) > 1 else ""
         console.print(
             f"  {curl} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-            '    -d \'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
+            f"    -d '{{{model}"
+            '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}\'',
             highlight=False,
         )
         console.print("Ctrl-C ends it at once, SIGTERM once running turns have finished.")
@@ -64,12 +68,14 @@ def serve(
 
 
 def _say_parsers(settings: Settings) -> None:
-    """Print which parsers read the model's tool calls and reasoning, and any problem with them."""
+    """Print which parsers read each model's tool calls and reasoning, and any problem with them."""
     # This import takes a second.
     from deployments.prompting import parsers_of
 
-    chosen = parsers_of(settings)
-    said = chosen.said[0].upper() + chosen.said[1:]
-    console.print(f"{escape(said)}.", highlight=False)
-    if chosen.problem is not None:
-        console.print(f"[yellow]{escape(chosen.problem)}[/yellow]", highlight=False)
+    for name, own in settings.each.items():
+        chosen = parsers_of(own)
+        said = chosen.said[0].upper() + chosen.said[1:]
+        of = f"{name}: " if own.models else ""
+        console.print(f"{escape(of + said)}.", highlight=False)
+        if chosen.problem is not None:
+            console.print(f"[yellow]{escape(of + chosen.problem)}[/yellow]", highlight=False)

@@ -29,7 +29,8 @@ from conserve_tools.manager import Manager
 from conserve_tools.root import JOURNAL, folder_of, make_root, take_lock
 from conserve_tools.sandbox import SandboxError, namespaces_missing
 from deployments.messages import HostPressure, Refusal
-from deployments.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableUnavailable
+from deployments.tables import tables_of
 
 logger = logging.getLogger("conserve.environments")
 
@@ -47,7 +48,7 @@ class EnvironmentService:
     def __init__(self, settings: Settings, application: str, deployment: str) -> None:
         self._settings = settings.environments
         self._root = folder_of(settings)
-        self._table = TableClient(application, deployment, settings)
+        self._table = tables_of(application, deployment, settings)
         self._last_beat_s = time.monotonic()
         self._manager: Manager | None = None
         self._journal: Journal | None = None

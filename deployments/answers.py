@@ -42,6 +42,10 @@ class Health(Alive, kw_only=True):
     """Whether turns can be served."""
 
     status: Literal["ok", "unavailable"]
+    models: Annotated[
+        dict[str, Literal["ok", "unavailable"]] | UnsetType,
+        Meta(description="Of each of several."),
+    ] = UNSET
 
 
 class Live(Answer):
@@ -102,6 +106,7 @@ class Engine(Answer, kw_only=True):
     """An engine that is ready."""
 
     id: str
+    model: Annotated[str | UnsetType, Meta(description="Present where there are several.")] = UNSET
     role: Role
     hosts: Annotated[bool, Meta(description="Whether conversations are bound to it.")]
     url: str
@@ -177,8 +182,8 @@ class AnthropicModels(Answer):
 
     data: list[AnthropicModel]
     has_more: bool
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
 
 
 # --- conversations --------------------------------------------------------------------------------
@@ -219,6 +224,7 @@ class RunningTool(Answer):
 class History(Answer, kw_only=True):
     """One history of a conversation."""
 
+    model: Annotated[str | UnsetType, Meta(description="Present where there are several.")] = UNSET
     phase: Phase
     turns: Count
     held_tokens: Count

@@ -25,7 +25,7 @@ from conserve.wire import CHUNK_TOKENS, TRANSFER_TIMEOUT_S, TURN_SILENCE_S, Role
 from deployments.engine.gpu_worker import EXTENSION
 from deployments.engine.inside import inside_of
 from deployments.engine_arguments import require_one_split
-from deployments.gpu_plans import planned, planned_on_cpus, with_cpu_dtype
+from deployments.gpu_plans import counted, planned, planned_on_cpus, with_cpu_dtype
 from deployments.joining import close_token, find_ray, keep_token
 from deployments.kv_identity import FILE_TIMES, KV_SETTINGS, of_settings
 from deployments.prompting import parsers_of
@@ -37,8 +37,8 @@ from deployments.upstream.outer_address import start_on_loopback
 from deployments.upstream.seams import require_seams
 from deployments.upstream.spinning_wait import WAITING
 from hetero.cards import cards_here
-from hetero.gpu_layout import with_counts
-from hetero.gpu_room import most_on_node, require_shares, require_slots
+from hetero.gpu_division import divided
+from hetero.gpu_room import most_on_node
 from hetero.host_memory import chunk_tokens
 from hetero.tiers import role_tier
 
@@ -113,9 +113,10 @@ def start_ray(settings: Settings) -> None:
         find_ray(address)
     else:
         if settings.device != "cpu":
-            settings = with_counts(settings, len(cards_here()))
+            settings = divided(settings, len(cards_here()), {})
         # Ray only counts reservations of CPUs; a small machine must not refuse to start.
-        reserved = sum(own.most_replicas * own.num_cpus for _, own in settings.roles)
+        roles = (own for one in settings.each.values() for _, own in one.roles)
+        reserved = sum(own.most_replicas * own.num_cpus for own in roles)
         options["num_cpus"] = max(os.cpu_count() or 1, int(reserved) + 2)
         options["include_dashboard"] = False
         # A Ray of its own, though one of `ray start` may run here, which RAY_ADDRESS would name.
@@ -143,16 +144,14 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     ``nodes_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
     if they are missing, or the engines do not fit.
     """
-    settings = _with_parsers(with_profile(settings))
-    require_one_split(settings)
+    settings = settings.with_each(settings.for_each(lambda own: _with_parsers(with_profile(own))))
+    settings.for_each(require_one_split)
     gpu = _on_gpu(settings)
     waiting = 0
     if gpu:
         if _gpus_here():
             _require_cuda_build()
-        settings = with_counts(settings, int(ray.cluster_resources().get("GPU", 0)))
-        require_shares(settings)
-        require_slots(settings)
+        settings = counted(settings, int(ray.cluster_resources().get("GPU", 0)))
     wait_for_nodes(settings, gpu, nodes_timeout_s)
     alive = sum(node["Alive"] for node in ray.nodes())
     # On several nodes, the model need not be on this one.
@@ -168,19 +167,19 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
         for note in laid_out.notes:
             logger.warning("%s", note)
     else:
-        settings, dtype = with_cpu_dtype(settings, model_is_here=alone)
-        logger.info("dtype: %s", dtype)
+        settings = settings.with_each(
+            settings.for_each(lambda own: _with_dtype(own, model_is_here=alone))
+        )
         if alone:
             settings, _ = planned_on_cpus(settings)
-    settings = settings.model_copy(update={"device": "gpu" if gpu else "cpu"})
+    settings = settings.with_common(device="gpu" if gpu else "cpu")
     # Numbered by the clock: among actors of several deployments, the last one's counts.
     deployment = str(time.time_ns())
-    wanted: list[tuple[Role, RoleSettings]] = [("decoder", settings.decoders)]
-    if settings.prefiller_replicas:
-        wanted.append(("prefiller", settings.prefillers))
-    if settings.encoders.replicas:
-        wanted.append(("encoder", settings.encoders))
-    engines = [_engines(role, settings, own, gpu, waiting, deployment) for role, own in wanted]
+    engines = [
+        _engines(role, one, settings, gpu, waiting, deployment)
+        for one in settings.each.values()
+        for role in _roles(one)
+    ]
     options = {
         "num_replicas": settings.routers,
         "max_ongoing_requests": _MAX_ONGOING,
@@ -189,6 +188,21 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     }
     router = cast(Any, Router).options(**options)
     return router.bind(settings, deployment, *engines)
+
+
+def _with_dtype(settings: Settings, model_is_here: bool) -> Settings:
+    settings, dtype = with_cpu_dtype(settings, model_is_here)
+    logger.info("dtype: %s", dtype)
+    return settings
+
+
+def _roles(settings: Settings) -> list[Role]:
+    roles: list[Role] = ["decoder"]
+    if settings.prefiller_replicas:
+        roles.append("prefiller")
+    if settings.encoders.replicas:
+        roles.append("encoder")
+    return roles
 
 
 def _with_parsers(settings: Settings) -> Settings:
@@ -223,12 +237,13 @@ def _require_cuda_build() -> None:
 
 
 def _engines(
-    role: Role, settings: Settings, own: RoleSettings, gpu: bool, waiting: int, deployment: str
+    role: Role, settings: Settings, whole: Settings, gpu: bool, waiting: int, deployment: str
 ) -> Application:
+    own = settings.of_role(role)
     config = llm_arguments(role, settings, own, gpu, waiting)
     tier = role_tier(settings, own, gpu)
     options = placement_options(config, gpu) | {
-        "name": role,
+        "name": f"{role}-{settings.slug}" if settings.slug else role,
         "max_ongoing_requests": _MAX_ONGOING,
         "health_check_period_s": 2,
         "health_check_timeout_s": 60,
@@ -246,7 +261,7 @@ def _engines(
         bundles = options["placement_group_bundles"]
         options["placement_group_bundle_label_selector"] = [dict(tier.labels) for _ in bundles]
     return serve.deployment(**options)(cast(Any, _ENGINE_SERVER)).bind(
-        config, role=role, settings=settings, tier=tier, deployment=deployment
+        config, role=role, settings=settings, tier=tier, deployment=deployment, whole=whole
     )
 
 

@@ -43,21 +43,18 @@ def find_or_make(
     place: dict[str, Any] = {"resources": {HEAD_NODE: 0.001}}
     if node_id is not None:
         place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
-    return (
-        ray.remote(kind)
-        .options(
-            name=name,
-            namespace="serve",
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=100_000,
-            num_cpus=0,
-            runtime_env={"env_vars": dict(environment)} if environment else None,
-            **place,
-        )
-        .remote(*arguments)
+    made = ray.remote(kind).options(
+        name=name,
+        namespace="serve",
+        get_if_exists=True,
+        lifetime="detached",
+        max_restarts=-1,
+        max_concurrency=100_000,
+        num_cpus=0,
+        runtime_env={"env_vars": dict(environment)} if environment else None,
+        **place,
     )
+    return made.remote(*arguments)
 
 
 def call(

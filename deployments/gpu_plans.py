@@ -12,9 +12,10 @@ from hetero import cpu_plan
 from hetero.cards import cards_here
 from hetero.container import cpu_dtype, host_memory
 from hetero.cpu_plan import CpuPlan
-from hetero.gpu_layout import with_counts
-from hetero.gpu_plan import GpuNode, GpuPlan, gpus_of, plan
+from hetero.gpu_division import divided
+from hetero.gpu_plan import GpuNode, GpuPlan, gpus_of, plan_each
 from hetero.gpu_room import require_shares, require_slots, short_of_gpus
+from hetero.host_memory import require_one_chunk
 from hetero.model_shape import ModelShape, ModelUnknown
 from hetero.tiers import NodeOffer, missing
 
@@ -36,10 +37,8 @@ def plan_on(
     Raises `SettingsError` if the engines do not fit, there are too few GPUs, or there is no such
     model on this machine although engines read it here (``model_is_here``).
     """
-    require_one_split(settings)
-    chosen = with_counts(settings, gpus_of(nodes))
-    require_shares(chosen)
-    require_slots(chosen)
+    settings.for_each(require_one_split)
+    chosen = counted(settings, gpus_of(nodes))
     offered = [node.offer for node in nodes]
     short = missing(chosen, True, offered) + short_of_gpus(chosen, offered)
     if short:
@@ -47,12 +46,30 @@ def plan_on(
     return planned(chosen.on_nodes(len(nodes)), nodes, model_is_here)
 
 
+def counted(settings: Settings, gpus: int) -> Settings:
+    """Return the settings with all models' engines counted for as many GPUs as Ray has.
+
+    Raises `SettingsError` if there are too few, or parts or SM slots cannot be given.
+    """
+    weights = {}
+    if settings.models:
+        shapes = settings.for_each(lambda own: _looked_for(own, model_is_here=False)[0])
+        weights = {name: shape.weights_bytes for name, shape in shapes.items() if shape is not None}
+    chosen = divided(settings, gpus, weights)
+    chosen.for_each(require_shares)
+    require_slots(chosen)
+    return chosen
+
+
 def planned(
     settings: Settings, nodes: Sequence[GpuNode], model_is_here: bool
 ) -> tuple[Settings, GpuPlan]:
     """Return the plan for these nodes, once engines are counted; otherwise as `plan_on`."""
-    shape, why = _looked_for(settings, model_is_here)
-    return plan(settings, nodes, shape, why)
+    chosen, made = plan_each(
+        settings, nodes, settings.for_each(lambda own: _looked_for(own, model_is_here))
+    )
+    require_one_chunk(chosen, gpu=True)
+    return chosen, made
 
 
 def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
@@ -60,10 +77,21 @@ def planned_on_cpus(settings: Settings) -> tuple[Settings, CpuPlan]:
 
     Raises `SettingsError` if vLLM would not start the engines, or there is no such model.
     """
-    settings, dtype = with_cpu_dtype(settings, model_is_here=True)
-    shape, _ = _looked_for(settings, model_is_here=True)
-    settings, made = cpu_plan.plan(settings, shape, host_memory())
-    return settings, replace(made, dtype=dtype)
+    require_one_chunk(settings, gpu=False)
+    made: CpuPlan | None = None
+
+    def plan_on_cpus(own: Settings) -> Settings:
+        nonlocal made
+        own, dtype = with_cpu_dtype(own, model_is_here=True)
+        shape, _ = _looked_for(own, model_is_here=True)
+        own, made = cpu_plan.plan(own, shape, host_memory(), made)
+        made = replace(made, dtype=dtype)
+        return own
+
+    settings = settings.with_each(settings.for_each(plan_on_cpus))
+    assert made is not None
+    lmcache = settings.lmcache.model_copy(update={"size_gb": made.size_gb})
+    return settings.with_common(lmcache=lmcache), made
 
 
 def with_cpu_dtype(settings: Settings, model_is_here: bool) -> tuple[Settings, str]:

@@ -93,7 +93,6 @@ class NodeCache:
 
     Attributes:
         id: names this run of the server; another after every restart.
-        host: its node's address.
         port: where it answers look-ups.
         transfer_port: where the memory that holds KV can be read.
     """
@@ -140,8 +139,7 @@ class CountingEngine:
     """An engine that can count a prompt.
 
     Attributes:
-        url: its HTTP server.
-        max_model_len: the longest that prompt plus output may be, in tokens; None: not known.
+        max_model_len: as an `EngineInfo` has it; None: not known.
     """
 
     id: str

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,31 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from conserve import parsers
 from conserve.engines import model_source
-from conserve.parsers import (
-    PACKAGES,
-    REASONING_TOKENS,
-    TOOL_TOKENS,
-    Choice,
-    Prompting,
-    Thinking,
-    with_parsers,
-)
 from conserve.settings import EMBEDDED_MODELS, Settings
 from deployments.model_files import find_file
 from hetero.model_shape import ModelUnknown
 
 logger = logging.getLogger("conserve.models")
 
-_TOKENS = {token for tokens in (TOOL_TOKENS, REASONING_TOKENS) for one in tokens.values()
-           for token in one}  # fmt: skip
+_TOKENS = {*chain(*parsers.TOOL_TOKENS.values(), *parsers.REASONING_TOKENS.values())}
 _OPENED, _CLOSED = "<think>", "</think>"
 # No template has these texts.
 _ASKED, _TOOL = "conserve-asked", "conserve_tool"
 
 
-def parsers_of(settings: Settings) -> Choice:
+def parsers_of(settings: Settings) -> parsers.Choice:
     """Return settings with parsers for the model that is served, where they name none."""
     if settings.model in EMBEDDED_MODELS:
-        return with_parsers(settings, None)
+        return parsers.with_parsers(settings, None)
     try:
-        return with_parsers(settings, prompting(settings))
+        return parsers.with_parsers(settings, prompting(settings))
     except ModelUnknown as error:
-        return with_parsers(settings, None, f"model: {error}")
+        return parsers.with_parsers(settings, None, f"model: {error}")
 
 
-def prompting(settings: Settings) -> Prompting:
+def prompting(settings: Settings) -> parsers.Prompting:
     """Return how the served model is prompted; raises `ModelUnknown` if that cannot be read."""
     source = model_source(settings.model)
     arguments = settings.engine | settings.decoders.engine
@@ -65,10 +57,10 @@ def prompting(settings: Settings) -> Prompting:
     if arguments.get("tokenizer"):
         model = _Files(str(arguments["tokenizer"]), arguments.get("tokenizer_revision"))
     said = model.json("tokenizer_config.json") or {}
-    known = Prompting(
+    known = parsers.Prompting(
         tuple(names) if isinstance(names, list) else (),
         tokens=_tokens(model, said),
-        packages={name for name in PACKAGES.values() if importlib.util.find_spec(name)},
+        packages={name for name in parsers.PACKAGES.values() if importlib.util.find_spec(name)},
     )
     templates = _templates(model, said, arguments.get("chat_template"))
     if not templates:
@@ -84,7 +76,7 @@ def prompting(settings: Settings) -> Prompting:
     )
 
 
-def thinking(template: str, switches: Mapping[str, Any] | None = None) -> Thinking:
+def thinking(template: str, switches: Mapping[str, Any] | None = None) -> parsers.Thinking:
     """Return whether a model reasons before it answers, by how its prompts end.
 
     ``switches`` are variables that each request's template gets, unless it says otherwise.

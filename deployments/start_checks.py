@@ -26,7 +26,9 @@ def require_startable(settings: Settings) -> None:
     """Check the files that the settings name; raises `SettingsError` with all that is wrong."""
     problems: list[str] = []
     checks: list[Callable[[Settings], object]] = [
-        require_keys, require_certificate, with_profile, require_files, require_adapters,
+        require_keys, require_certificate, lambda settings: settings.for_each(with_profile),
+        lambda settings: settings.for_each(require_files),
+        lambda settings: settings.for_each(require_adapters),
     ]  # fmt: skip
     tools: Checked | None = addon(TOOLS)
     if tools is not None:

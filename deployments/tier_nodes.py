@@ -59,11 +59,12 @@ def wait_for_nodes(settings: Settings, gpu: bool, timeout_s: float) -> None:
 
 def _ask_autoscaler(settings: Settings, gpu: bool) -> None:
     bundles, labels = [], []
-    for _, own in settings.roles:
-        place = role_tier(settings, own, gpu)
+    roles = [(model, own) for model in settings.each.values() for _, own in model.roles]
+    for model, own in roles:
+        place = role_tier(model, own, gpu)
         gpus = {"GPU": own.num_gpus} if gpu else {}
         # Without GPUs, one node of each tier has room for all its engines.
-        for _ in range(own.replicas * settings.workers_of(own) if gpu else 1):
+        for _ in range(own.replicas * model.workers_of(own) if gpu else 1):
             bundles.append({"CPU": 1, **gpus, **place.resources})
             labels.append(dict(place.labels))
     request_resources(bundles=bundles, bundle_label_selectors=labels)

@@ -25,16 +25,18 @@ class CpuPlan:
     memory: HostMemory
     images: str = ""  # Host memory for images, in words; empty: the model reads text only.
     dtype: str = ""  # What engines compute in, and why.
+    terms: tuple[str, ...] = ()  # What engines take, in words; with those of models before.
+    taken_bytes: int = 0
 
 
 def plan(
-    settings: Settings, shape: ModelShape | None, memory: HostMemory
+    settings: Settings, shape: ModelShape | None, memory: HostMemory, beside: CpuPlan | None = None
 ) -> tuple[Settings, CpuPlan]:
     """Return the settings with LMCache's memory chosen, and the memory that engines take.
 
-    ``memory`` is that of the machine that runs all engines. Raises `SettingsError` if vLLM would
-    not
-    start the engines, or they need more memory than there is.
+    ``memory`` is that of the machine that runs all engines, ``beside`` the plan of models before
+    this one. Raises `SettingsError` if vLLM would not start the engines, or they need more memory
+    than there is.
     """
     lmcache, encoded = settings.lmcache, host_memory.encoded_bytes(settings, shape)
     if "size_gb" in lmcache.model_fields_set:
@@ -44,14 +46,16 @@ def plan(
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
     spaces = {name: _kv_bytes(settings, name) for name, _ in settings.roles if name != "encoders"}
-    weights = None
+    made = CpuPlan({}, None, lmcache.size_gb, memory) if beside is None else beside
     if shape is not None:
-        weights = _require_fit(settings, shape, spaces, memory)
+        made = _require_fit(settings, shape, spaces, made)
     kv_gb = {name: space / GIB for name, space in spaces.items()}
     engines = sum(own.replicas for _, own in settings.roles)
     settings = host_memory.with_prepared(settings, shape, engines, memory.available_bytes)
     images = host_memory.images_said(settings) if shape is not None and shape.sees else ""
-    return settings, CpuPlan(kv_gb, weights, lmcache.size_gb, memory, images)
+    return settings, replace(
+        made, kv_gb=kv_gb, size_gb=lmcache.size_gb, images=images or made.images
+    )
 
 
 def _kv_bytes(settings: Settings, name: str) -> int:
@@ -67,12 +71,13 @@ def _kv_bytes(settings: Settings, name: str) -> int:
 
 
 def _require_fit(
-    settings: Settings, shape: ModelShape, spaces: Mapping[str, int], memory: HostMemory
-) -> int:
-    weights = 0
-    lines = []
+    settings: Settings, shape: ModelShape, spaces: Mapping[str, int], made: CpuPlan
+) -> CpuPlan:
+    """Return the plan with these engines, too."""
+    memory = made.memory
+    weights, taken, lines = made.weights_bytes or 0, made.taken_bytes, [*made.terms]
     encoded = host_memory.encoded_bytes(settings, shape)
-    taken = int(settings.lmcache.size_gb * GIB) + encoded
+    of = f"{settings.model_id} " if settings.models else ""
     for name, own in settings.roles:
         arguments = engine_arguments(settings.model, gpu=False) | settings.engine | own.engine
         # On a CPU vLLM reserves nothing for a step: only weights and KV count.
@@ -88,16 +93,17 @@ def _require_fit(
         weights += count * each.weights_bytes
         taken += count * (each.weights_bytes + space)
         lines.append(
-            f"{own.replicas} {name} x ({each.weights_bytes / GIB:.1f} weights + "
+            f"{own.replicas} {of}{name} x ({each.weights_bytes / GIB:.1f} weights + "
             f"{space / GIB:.1f} KV space)"
         )
-    if taken > memory.total_bytes:
+    together = int(settings.lmcache.size_gb * GIB) + encoded + taken
+    if together > memory.total_bytes:
         images = f" + {gib(encoded)} for encoded images" if encoded else ""
         halved = "engine.dtype=bfloat16, " if settings.engine.get("dtype") == "float32" else ""
         raise SettingsError(
             f"decoders: engines on CPUs do not fit: {' + '.join(lines)} + "
-            f"{settings.lmcache.size_gb:g} for LMCache{images} = {taken / GIB:.1f} GiB, and "
+            f"{settings.lmcache.size_gb:g} for LMCache{images} = {together / GIB:.1f} GiB, and "
             f"{memory.said()}; set fewer engines (prefillers=0 decoders=1 is the least), {halved}"
             "or a smaller model"
         )
-    return weights
+    return replace(made, weights_bytes=weights, terms=tuple(lines), taken_bytes=taken)

@@ -39,6 +39,8 @@ PARTS = 10_000
 # The setting with which engines neither read videos nor keep memory for them.
 WITHOUT_VIDEOS = "engine.limit_mm_per_prompt.video=0"
 _TOLD = "engine.kv_cache_memory_bytes"
+# `Settings.gpus` of a model that has only parts of GPUs, beside other models.
+SHARED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class EnginePlan:
     kv_bytes: int | None = None
     fixed: bool = False
     sm_slots: int | None = None  # Tenths of a GPU's SMs; None: all of them.
+    model: str = ""  # Its name and a space, of several.
 
     @property
     def least_kv_bytes(self) -> int:
@@ -90,12 +93,12 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
         return settings
     chosen = settings
     if cards == 1 and settings.prefillers_host and not is_given(settings, "prefillers"):
-        chosen = _update(chosen, "prefillers", replicas=0)
+        chosen = update(chosen, "prefillers", replicas=0)
     if not is_given(settings, "decoders"):
         others = [own for name, own in chosen.roles if name != "decoders"]
         taken = sum(own.replicas * settings.workers_of(own) for own in others)
         each = settings.workers_of(settings.decoders)
-        chosen = _update(chosen, "decoders", replicas=max(1, (cards - taken) // each))
+        chosen = update(chosen, "decoders", replicas=max(1, (cards - taken) // each))
     engines = sum(own.most_replicas for _, own in chosen.roles)
     if sum(own.most_replicas * chosen.workers_of(own) for _, own in chosen.roles) <= cards:
         return chosen
@@ -110,9 +113,9 @@ def with_counts(settings: Settings, gpus: int) -> Settings:
             f"pipeline_parallel_size is over 1: with {cards} GPUs, ask for fewer engines "
             "(prefillers=0 leaves decoders alone), or for one worker each"
         )
-    share = _floor(1 / math.ceil(engines / cards))
+    share = floor_part(1 / math.ceil(engines / cards))
     for name, _ in chosen.roles:
-        chosen = _update(chosen, name, num_gpus=share)
+        chosen = update(chosen, name, num_gpus=share)
     return chosen.model_copy(update={"gpus": cards})
 
 
@@ -132,31 +135,7 @@ def with_memory(
     Raises:
         SettingsError: the engines do not fit, or the model or the GPU would have to be known.
     """
-    plans: dict[str, EnginePlan] = {}
-    for name, own in settings.roles:
-        role = cast(Role, name.removesuffix("s"))
-        slots = role_tier(settings, own, gpu=True).sm_slots
-        plan = EnginePlan(
-            role, own.most_replicas, settings.workers_of(own), own.num_gpus, sm_slots=slots
-        )
-        card, arguments = cards[name], arguments_of(settings, own)
-        if role != "encoder" and (told := arguments.get("kv_cache_memory_bytes")) is not None:
-            plan = replace(plan, kv_bytes=int(told), fixed=True)
-        if shape is not None and card is not None:
-            # An encoder has no KV to which the room could go.
-            keeps = None if role == "encoder" else settings.media.tower_layers
-            needed = role_needs(role, shape.keeping(keeps), arguments, card)
-            if "lane" in settings.mechanisms and settings.hosts(role):
-                eager = slots is None or bool(arguments.get("enforce_eager"))
-                beside = needed.beside_bytes + (0 if eager else GRAPH_SETS_BYTES)
-                needed = replace(needed, reserve_bytes=needed.reserve_bytes + beside)
-            plan = replace(plan, needs=needed)
-            budget_bytes = _usable(arguments, card.memory_bytes, own.num_gpus)
-            if plan.kv_bytes is not None and own.num_gpus >= 1:
-                # Then vLLM does not heed `gpu_memory_utilization`; LMCache's server has a context.
-                budget_bytes = card.memory_bytes - CONTEXT_BYTES
-            plan = replace(plan, budget_bytes=budget_bytes)
-        plans[name] = plan
+    plans = needed(settings, shape, cards)
     if settings.gpus == 1 and len(plans) > 1 and all(one.num_gpus < 1 for one in plans.values()):
         plans = _parts_of_one(settings, plans, cards["decoders"])
     for name, own in settings.roles:
@@ -164,6 +143,39 @@ def with_memory(
         if plan.num_gpus < 1:
             settings = _tell(settings, name, plan)
     return settings, [plans[name] for name, _ in settings.roles]
+
+
+def needed(
+    settings: Settings, shape: ModelShape | None, cards: Mapping[str, Card | None]
+) -> dict[str, EnginePlan]:
+    """Return the roles' engines with what they need, and no KV yet; otherwise as `with_memory`."""
+    plans: dict[str, EnginePlan] = {}
+    for name, own in settings.roles:
+        role = cast(Role, name.removesuffix("s"))
+        slots = role_tier(settings, own, gpu=True).sm_slots
+        plan = EnginePlan(
+            role, own.most_replicas, settings.workers_of(own), own.num_gpus, sm_slots=slots,
+            model=f"{settings.model_id} " if settings.models else "",
+        )  # fmt: skip
+        card, arguments = cards[name], arguments_of(settings, own)
+        if role != "encoder" and (told := arguments.get("kv_cache_memory_bytes")) is not None:
+            plan = replace(plan, kv_bytes=int(told), fixed=True)
+        if shape is not None and card is not None:
+            # An encoder has no KV to which the room could go.
+            keeps = None if role == "encoder" else settings.media.tower_layers
+            needs = role_needs(role, shape.keeping(keeps), arguments, card)
+            if "lane" in settings.mechanisms and settings.hosts(role):
+                eager = slots is None or bool(arguments.get("enforce_eager"))
+                beside = needs.beside_bytes + (0 if eager else GRAPH_SETS_BYTES)
+                needs = replace(needs, reserve_bytes=needs.reserve_bytes + beside)
+            plan = replace(plan, needs=needs)
+            budget_bytes = _usable(arguments, card.memory_bytes, own.num_gpus)
+            if plan.kv_bytes is not None and own.num_gpus >= 1:
+                # Then vLLM does not heed `gpu_memory_utilization`; LMCache's server has a context.
+                budget_bytes = card.memory_bytes - CONTEXT_BYTES
+            plan = replace(plan, budget_bytes=budget_bytes)
+        plans[name] = plan
+    return plans
 
 
 def laid_out_by_hand(settings: Settings) -> bool:
@@ -183,12 +195,12 @@ def is_given(settings: Settings, name: str) -> bool:
     return name in settings.model_fields_set and bool(said)
 
 
-def _update(settings: Settings, name: str, **values: Any) -> Settings:
+def update(settings: Settings, name: str, **values: Any) -> Settings:
     own: RoleSettings = getattr(settings, name)
     return settings.model_copy(update={name: own.model_copy(update=values)})
 
 
-def _floor(share: float) -> float:
+def floor_part(share: float) -> float:
     # One third is 0.3333, and three of them fit.
     return math.floor(share * PARTS + 1e-6) / PARTS
 
@@ -216,7 +228,7 @@ def _parts_of_one(
     fixed = sum(one.replicas * one.needs.fixed_bytes for one in plans.values() if one.needs)
     pool = usable - fixed - encoders * rounding
     if pool < sum(plans[name].replicas * kept for name, kept in least.items()):
-        raise SettingsError(_does_not_fit(list(plans.values()), card.memory_bytes, usable))
+        raise SettingsError(does_not_fit(list(plans.values()), card.memory_bytes, usable))
     weight = 1 if settings.prefillers_host else _HOST_WEIGHT
     kv = pool // (prefillers + weight * decoder.replicas)
     kv = told.get("prefillers", max(kv, least.get("prefillers", 0)))
@@ -228,7 +240,7 @@ def _parts_of_one(
     given = {"encoders": rounding, "prefillers": kv, "decoders": left}
     for name, plan in plans.items():
         assert plan.needs is not None
-        share = _floor((plan.needs.fixed_bytes + given[name]) / usable)
+        share = floor_part((plan.needs.fixed_bytes + given[name]) / usable)
         parts[name] = replace(plan, num_gpus=share, budget_bytes=int(usable * share))
     return parts
 
@@ -274,14 +286,14 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
     arguments = arguments_of(settings, own)
     whole = float(arguments.get("gpu_memory_utilization", UTILISATION))
     told = own.engine | {
-        "gpu_memory_utilization": max(1 / PARTS, _floor(whole * plan.num_gpus)),
+        "gpu_memory_utilization": max(1 / PARTS, floor_part(whole * plan.num_gpus)),
     }
     if plan.role != "encoder":
         told["kv_cache_memory_bytes"] = plan.kv_bytes
-    return _update(settings, name, num_gpus=plan.num_gpus, engine=told)
+    return update(settings, name, num_gpus=plan.num_gpus, engine=told)
 
 
-def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
+def does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
     lines = [
         f"gpus: the engines do not fit on one GPU of {gib(card)} GiB, of which they may take "
         f"{gib(usable)}"
@@ -290,7 +302,7 @@ def _does_not_fit(plans: list[EnginePlan], card: int, usable: int) -> str:
     for plan in plans:
         assert plan.needs is not None
         asked += plan.replicas * (plan.needs.fixed_bytes + plan.least_kv_bytes)
-        lines.append(f"{plan.replicas} x {plan.role}: {_sum(plan)}")
+        lines.append(f"{plan.replicas} x {plan.model}{plan.role}: {_sum(plan)}")
     lines.append(f"together {gib(asked)} GiB")
     lines.append(_advice(plans, usable))
     return "; ".join(lines)
@@ -345,6 +357,8 @@ def _advice(plans: list[EnginePlan], usable: int) -> str:
 
 def _smaller(plans: list[EnginePlan], usable: int) -> list[str]:
     """Return what makes a model fit that does not, however short its sequences are."""
+    if len(plans) > 1 and plans[0].model:
+        return ["serve fewer models on it"]
     if len(plans) > 1:
         encodes = any(one.role == "encoder" for one in plans)
         return ["set encoders=0" if encodes else "set prefillers=0 and decoders=1"]

@@ -1,14 +1,15 @@
 """Plans an application on GPUs: engines, their memory, and host memory for KV. Pure."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from conserve.settings import Settings, SettingsError
 from hetero import host_memory
 from hetero.cards import Card
 from hetero.container import HostMemory
 from hetero.engine_needs import GIB, gib
+from hetero.gpu_division import shared_by_needs
 from hetero.gpu_layout import WITHOUT_VIDEOS, EnginePlan, arguments_of, with_memory
 from hetero.model_shape import ModelShape
 from hetero.tiers import NodeOffer, is_offered, role_tier
@@ -44,11 +45,12 @@ class GpuPlan:
     memory: HostMemory | None = None  # That of the node with the least.
     images: str = ""  # Host memory for images, in words; empty: the model reads text only.
     roles: str = ""  # The work of each role under the placement, in words.
+    sums: str = ""  # What several models take together, in words.
 
     def lines(self) -> list[str]:
         said = []
         for one in self.engines:
-            parts = [f"{one.replicas} x {one.role}, {one.num_gpus:g} GPU a worker"]
+            parts = [f"{one.replicas} x {one.model}{one.role}, {one.num_gpus:g} GPU a worker"]
             if one.sm_slots is not None:
                 parts.append(f"{one.sm_slots} of ten SM slots")
             if one.needs is not None:
@@ -65,7 +67,7 @@ class GpuPlan:
         kept = "" if self.kept_tokens is None else f", {self.kept_tokens:,} tokens at least"
         there = f"; {self.memory.said()}" if self.memory else ""
         said.append(f"host memory for KV: {self.size_gb:g} GiB a node{kept}{there}")
-        return [*said, *filter(None, (self.roles, self.images))]
+        return [*said, *filter(None, (self.sums, self.roles, self.images))]
 
 
 def plan(
@@ -74,7 +76,7 @@ def plan(
     shape: ModelShape | None,
     why_unknown: str = "",
 ) -> tuple[Settings, GpuPlan]:
-    """Return the settings with all GPU and host memory chosen, and the plan.
+    """Return a model's settings with all GPU and host memory chosen, and the plan.
 
     Args:
         settings: from `gpu_layout.with_counts`.
@@ -103,7 +105,8 @@ def plan(
             "engines share a GPU, leave room for both (a smaller engine.gpu_memory_utilization)"
         )
     notes += [*_with_videos(engines), *_short(engines)]
-    notes += _idle(chosen, engines, nodes)
+    if not settings.models:
+        notes += _idle(chosen, engines, nodes)
     chosen, kept, warnings = _with_host_memory(chosen, shape, engines, nodes)
     sees = shape is not None and shape.sees
     tower = host_memory.tower_bytes(engines, len(nodes))
@@ -118,6 +121,66 @@ def plan(
         images=host_memory.images_said(chosen, tower) if sees else "",
         roles=_roles_do(chosen),
     )
+
+
+def plan_each(
+    settings: Settings,
+    nodes: Sequence[GpuNode],
+    shapes: Mapping[str, tuple[ModelShape | None, str]],
+) -> tuple[Settings, GpuPlan]:
+    """Return the settings with each model's planned, and one plan of all; otherwise as `plan`.
+
+    Args:
+        settings: from `gpu_division.divided`.
+        shapes: by model.
+    """
+    cards = {name: _cards(own, nodes) for name, own in settings.each.items()}
+    settings = shared_by_needs(settings, {name: one for name, (one, _) in shapes.items()}, cards)
+
+    def made() -> dict[str, tuple[Settings, GpuPlan]]:
+        return settings.for_each(lambda own: plan(own, nodes, *shapes[own.model_id]))
+
+    found = made()
+    chosen, only = next(iter(found.values()))
+    if not settings.models:
+        return chosen, only
+    sizes = ""
+    if "size_gb" not in settings.lmcache.model_fields_set:
+        wanted = sum(one.size_gb for _, one in found.values())
+        least = min((node.available_bytes for node in nodes), default=0)
+        size = {"size_gb": host_memory.capped_gb(wanted, least)}
+        each = " + ".join(f"{one.size_gb:g} for {name}" for name, (_, one) in found.items())
+        sizes = f"of host memory for KV, {each} = {wanted:g} GiB are wanted"
+        settings = settings.with_common(lmcache=settings.lmcache.model_copy(update=size))
+        # What a server keeps follows its size.
+        found = made()
+    plans = [one for _, one in found.values()]
+    engines = tuple(one for some in plans for one in some.engines)
+    kept = [one.kept_tokens or 0 for one in plans]
+    shared = [set(one.notes) for one in plans]
+    notes = [note if note in set.intersection(*shared) else f"{name}: {note}"
+             for name, (_, one) in found.items() for note in one.notes]  # fmt: skip
+    return settings.with_each({name: own for name, (own, _) in found.items()}), replace(
+        only,
+        engines=engines,
+        size_gb=plans[0].size_gb,
+        kept_tokens=min(kept) or None,
+        notes=(*dict.fromkeys(notes), *_idle(settings, engines, nodes)),
+        images=next(filter(None, (one.images for one in plans)), ""),
+        roles="; ".join(dict.fromkeys(one.roles for one in plans)),
+        sums=_sums(engines, sizes),
+    )
+
+
+def _sums(engines: Sequence[EnginePlan], wanted: str) -> str:
+    taken = [(one, one.needs.fixed_bytes + (one.kv_bytes or 0)) for one in engines if one.needs]
+    each = [f"a {one.model}{one.role} takes {gib(bytes_)} GiB" for one, bytes_ in taken]
+    said = [f"of a GPU, {', '.join(each)}"] if each else []
+    parts = [(one, bytes_) for one, bytes_ in taken if one.num_gpus < 1]
+    if parts and sum(one.replicas * one.num_gpus for one, _ in parts) <= 1:
+        shared = sum(one.replicas * bytes_ for one, bytes_ in parts)
+        said.append(f"{gib(shared)} together of the one that is shared")
+    return "; ".join([*said, *filter(None, (wanted,))])
 
 
 def _cards(settings: Settings, nodes: Sequence[GpuNode]) -> dict[str, Card | None]:
@@ -247,7 +310,8 @@ def _with_host_memory(
         lmcache = lmcache.model_copy(update={"size_gb": size_gb})
         settings = settings.model_copy(update={"lmcache": lmcache})
     if nodes:
-        here = -(-sum(one.replicas for one in engines) // len(nodes))
+        models = max(1, len(settings.models))
+        here = -(-models * sum(one.replicas for one in engines) // len(nodes))
         free = _least(nodes).available_bytes
         settings = host_memory.with_prepared(settings, shape, here, free)
     if shape is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from conserve.settings import RoleSettings, Settings, SettingsError
 from hetero.gpu_layout import PARTS, laid_out_by_hand
 from hetero.sm_units import SM_SLOTS
-from hetero.tiers import NodeOffer, is_offered, role_tier
+from hetero.tiers import NodeOffer, RoleTier, is_offered, role_tier
 
 _LEAST = 1 / PARTS
 
@@ -31,10 +31,11 @@ class Crowd:
 
 
 def most_on_node(settings: Settings, gpus: float) -> Crowd:
-    """Return the most engines and workers that a node with these GPUs may run."""
-    engines = sum(own.most_replicas for _, own in settings.roles)
-    all_workers = sum(own.most_replicas * settings.workers_of(own) for _, own in settings.roles)
-    least = min(own.num_gpus for _, own in settings.roles)
+    """Return the most engines and workers, of all models, that a node with these GPUs may run."""
+    roles = [(own, role) for own in settings.each.values() for _, role in own.roles]
+    engines = sum(role.most_replicas for _, role in roles)
+    all_workers = sum(role.most_replicas * own.workers_of(role) for own, role in roles)
+    least = min(role.num_gpus for _, role in roles)
     held = all_workers if least <= 0 else min(all_workers, math.floor(gpus / least + _LEAST))
     return Crowd(min(engines, held), held)
 
@@ -72,22 +73,25 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
     tier no node offers.
     """
     engines: list[_Engine] = []
-    asked: dict[str, RoleSettings] = {}
-    for name, own in settings.roles:
-        tier = role_tier(settings, own, gpu=True)
-        places = tuple(index for index, node in enumerate(nodes) if is_offered(tier, node))
-        if places:
-            asked[name] = own
-            one = _Engine(name, settings.workers_of(own), own.num_gpus, places)
-            engines += [one] * own.replicas
-    if _all_placed(engines, nodes):
+    terms = []
+    wanted, divided = 0.0, False
+    for own in settings.each.values():
+        for name, role in own.roles:
+            tier = role_tier(own, role, gpu=True)
+            places = tuple(index for index, node in enumerate(nodes) if is_offered(tier, node))
+            if places:
+                one = _Engine(name, own.workers_of(role), role.num_gpus, places)
+                engines += [one] * role.replicas
+                of = f"{own.model_id} {name}" if own.models else name
+                said = of if role.replicas > 1 else of[:-1]
+                terms.append(f"{role.replicas} {said} x {one.workers * one.num_gpus:g}")
+                wanted += role.replicas * one.workers * one.num_gpus
+                divided |= one.workers > 1
+    # Of several models, any may be placed first.
+    if _all_placed(engines, nodes) and (
+        not settings.models or _all_placed(engines, nodes, small_first=True)
+    ):
         return []
-    terms = [
-        f"{own.replicas} {name if own.replicas > 1 else name[:-1]} x "
-        f"{settings.workers_of(own) * own.num_gpus:g}"
-        for name, own in asked.items()
-    ]
-    wanted = sum(own.replicas * settings.workers_of(own) * own.num_gpus for own in asked.values())
     within = {index for engine in engines for index in engine.nodes}
     there = sum(nodes[index].resources.get("GPU", 0) for index in within)
     said = f"gpus: {' + '.join(terms)} = {wanted:g} are asked for, and Ray has {there:g}"
@@ -96,18 +100,25 @@ def short_of_gpus(settings: Settings, nodes: Sequence[NodeOffer]) -> list[str]:
             ", which do not hold them: an engine's workers are on one node, a part is of one GPU"
         )
     hint = ""
-    if any(settings.workers_of(own) > 1 for own in asked.values()):
+    if wanted <= there and settings.models:
+        said += ", and small parts may come first"
+        hint = ", or have parts that are equal (num_gpus)"
+    elif divided:
         # They share no GPU.
         hint = ", or fewer GPUs for each (engine.tensor_parallel_size)"
-    elif there and settings.gpus is None and not laid_out_by_hand(settings):
+    elif there and settings.gpus is None and not (settings.models or laid_out_by_hand(settings)):
         hint = f", or have engines share them (gpus={int(there)})"
     return [f"{said}; ask for fewer engines{hint}"]
 
 
-def _all_placed(engines: Sequence[_Engine], nodes: Sequence[NodeOffer]) -> bool:
+def _all_placed(
+    engines: Sequence[_Engine], nodes: Sequence[NodeOffer], small_first: bool = False
+) -> bool:
     # The engines with the least choice go first, then the largest.
     free = [[1.0] * int(node.resources.get("GPU", 0)) for node in nodes]
-    for engine in sorted(engines, key=lambda one: (len(one.nodes), -one.workers * one.num_gpus)):
+    sign = 1 if small_first else -1
+    ordered = sorted(engines, key=lambda one: (len(one.nodes), sign * one.workers * one.num_gpus))
+    for engine in ordered:
         places = sorted(engine.nodes, key=lambda index: sum(free[index]))
         if not any(_take(free[index], engine) for index in places):
             return False
@@ -134,6 +145,7 @@ class _Sharing:
     """Engines of a role that may share a GPU; ``parts`` are ten-thousandths of it."""
 
     name: str
+    tier: RoleTier
     slots: int
     parts: int
     most: int
@@ -148,17 +160,33 @@ def require_slots(settings: Settings) -> None:
     Ray chooses the engines that share a GPU by ``num_gpus``, so every choice has to fit. An engine
     without slots runs on all SMs, and does not count.
     """
+    found = [one for some in settings.for_each(_sharing).values() for one in some]
+    apart = len(found) == 2 and _are_apart(found[0].tier, found[1].tier)
+    for group in [[one] for one in found] if apart else [found]:
+        asked, chosen = _most_slots(group, PARTS)
+        if asked > SM_SLOTS:
+            terms = " + ".join(
+                f"{number} {one.name if number > 1 else one.name[:-1]} x {one.slots}"
+                for number, one in chosen
+                if number
+            )
+            raise SettingsError(
+                f"tiers.{group[-1].tier.name}.sm_slots: {terms} = {asked} slots may be asked of "
+                f"one GPU, which has {SM_SLOTS}; give fewer slots, or larger parts by num_gpus"
+            )
+
+
+def _sharing(settings: Settings) -> list[_Sharing]:
     found = []
     for name, own in settings.roles:
-        slots = role_tier(settings, own, gpu=True).sm_slots
-        if slots is None:
+        tier = role_tier(settings, own, gpu=True)
+        if tier.sm_slots is None:
             continue
         _require_one_worker(settings, name, own)
         parts = max(1, round(min(1.0, own.num_gpus) * PARTS))
-        found.append(_Sharing(name, slots, parts, own.most_replicas))
-    apart = len(found) == 2 and _are_apart(settings)
-    for group in [[one] for one in found] if apart else [found]:
-        _require_ten(settings, group)
+        said = f"{settings.model_id} {name}" if settings.models else name
+        found.append(_Sharing(said, tier, tier.sm_slots, parts, own.most_replicas))
+    return found
 
 
 def _require_one_worker(settings: Settings, name: str, own: RoleSettings) -> None:
@@ -176,10 +204,7 @@ def _require_one_worker(settings: Settings, name: str, own: RoleSettings) -> Non
             )
 
 
-def _are_apart(settings: Settings) -> bool:
-    one, other = (
-        role_tier(settings, own, gpu=True) for own in (settings.prefillers, settings.decoders)
-    )
+def _are_apart(one: RoleTier, other: RoleTier) -> bool:
     kinds = [
         {mark for mark in tier.resources if mark.startswith("accelerator_type:")}
         for tier in (one, other)
@@ -190,27 +215,15 @@ def _are_apart(settings: Settings) -> bool:
     return any(other.labels.get(key, value) != value for key, value in one.labels.items())
 
 
-def _require_ten(settings: Settings, group: list[_Sharing]) -> None:
-    """Refuse the engines that together ask the most of one GPU, if it is more than it has."""
-    worst: tuple[int, list[tuple[int, _Sharing]]] = (0, [])
-    first, rest = (group[0], group[1:]) if group else (None, [])
-    if first is None:
-        return
-    for count in range(first.fitting(PARTS) + 1):
-        left = PARTS - count * first.parts
-        chosen = [(count, first)] + [(one.fitting(left), one) for one in rest]
-        asked = sum(number * one.slots for number, one in chosen)
-        worst = max(worst, (asked, chosen), key=lambda found: found[0])
-    asked, chosen = worst
-    if asked <= SM_SLOTS:
-        return
-    terms = " + ".join(
-        f"{number} {one.name if number > 1 else one.name[:-1]} x {one.slots}"
-        for number, one in chosen
-        if number
-    )
-    own: RoleSettings = getattr(settings, group[-1].name)
-    raise SettingsError(
-        f"tiers.{own.tier}.sm_slots: {terms} = {asked} slots may be asked of one "
-        f"GPU, which has {SM_SLOTS}; give fewer slots, or larger parts by num_gpus"
-    )
+def _most_slots(group: Sequence[_Sharing], parts: int) -> tuple[int, list[tuple[int, _Sharing]]]:
+    """Return the most slots that engines on these parts of a GPU ask for, and their numbers."""
+    if not group:
+        return 0, []
+    first, rest = group[0], group[1:]
+    worst: tuple[int, list[tuple[int, _Sharing]]] = (-1, [])
+    # Of the last ones, as many as fit ask for most.
+    for number in range(0 if rest else first.fitting(parts), first.fitting(parts) + 1):
+        asked, others = _most_slots(rest, parts - number * first.parts)
+        asked += number * first.slots
+        worst = max(worst, (asked, [(number, first), *others]), key=lambda found: found[0])
+    return worst

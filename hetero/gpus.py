@@ -4,6 +4,7 @@ Only GPUs that engines report are looked at. All calls block and belong to one t
 """
 
 import logging
+import math
 import time
 import uuid as ids
 from collections import defaultdict
@@ -55,7 +56,7 @@ class GpuKeeper:
         self._uses: dict[str, EngineUse] = {}
         self._heard_s: dict[str, float] = {}
         self._nvml: Nvml | None = None
-        self._opened_s: float | None = None
+        self._opened_s = -math.inf
         self._names: dict[str, str] = {}
         self._whole: dict[str, str] = {}
         self._meters: defaultdict[str, EnergyMeter] = defaultdict(EnergyMeter)
@@ -73,10 +74,9 @@ class GpuKeeper:
         """Note that an engine lives; return the energy its GPUs have used for it, if known."""
         self._uses[use.engine_id] = use
         self._heard_s[use.engine_id] = now_s
+        self._open(now_s)
         if self._nvml is None:
-            self._open(now_s)
-            if self._nvml is None:
-                return None
+            return None
         for lease in use.leases:
             self._restore(lease)
         gpus = [self._readings[uuid] for uuid in self._of(use) if uuid in self._readings]
@@ -92,8 +92,7 @@ class GpuKeeper:
             NoFreeSms: they are not free; a dead engine's are freed within `SILENCE_S`.
             UnknownGpu: the driver does not show that GPU's SMs here.
         """
-        if self._nvml is None:
-            self._open(now_s)
+        self._open(now_s)
         try:
             lease = self.sm_ledger.lease_slots(gpu, engine_id, slots)
         except KeyError:
@@ -149,10 +148,8 @@ class GpuKeeper:
             "sm_leases": len(self.sm_ledger.leases()),
         }
 
-    # --- the driver --------------------------------------------------------------------------
-
     def _open(self, now_s: float) -> None:
-        if self._opened_s is not None and now_s - self._opened_s < RETRY_S:
+        if self._nvml is not None or now_s - self._opened_s < RETRY_S:
             return
         self._opened_s = now_s
         try:
@@ -164,15 +161,15 @@ class GpuKeeper:
             return
         slots = {}
         for gpu in inventory:
-            allowed = sm_granularity(gpu.compute_capability)
+            unit_sms = sm_granularity(gpu.compute_capability)
             self._names[gpu.uuid] = gpu.name
             self._whole[gpu.uuid] = gpu.uuid
             for part in gpu.mig_devices:
                 self._whole[part.uuid] = gpu.uuid
                 if part.sm_count:
-                    slots[part.uuid] = SmSlots(part.sm_count, allowed)
+                    slots[part.uuid] = SmSlots(part.sm_count, unit_sms)
             if gpu.sm_count and not gpu.mig_devices:
-                slots[gpu.uuid] = SmSlots(gpu.sm_count, allowed)
+                slots[gpu.uuid] = SmSlots(gpu.sm_count, unit_sms)
         # The clock makes these ids higher than those of an earlier actor.
         self.sm_ledger = SmSlotLedger(slots, first_id=time.time_ns())
 
@@ -196,8 +193,6 @@ class GpuKeeper:
 
     def _of(self, use: EngineUse) -> list[str]:
         return list(dict.fromkeys(self._whole.get(uuid, uuid) for uuid in use.gpus))
-
-    # --- caps --------------------------------------------------------------------------------
 
     def _see_to_caps(self, engines: dict[str, list[str]], now_s: float) -> None:
         wanted: dict[str, Cap] = {}
@@ -256,8 +251,6 @@ class GpuKeeper:
             reasons = dict.fromkeys(wanted, type(error).__name__)
             return CapsOutcome({}, dict.fromkeys(wanted, str(error)), reasons)
 
-    # --- readings ----------------------------------------------------------------------------
-
     def _read(self, nvml: Nvml, uuid: str, engines: list[str], now_s: float) -> None:
         draw_w = self._value(nvml.draw_w, uuid)
         counter_j = self._value(nvml.energy_j, uuid)
@@ -284,11 +277,9 @@ class GpuKeeper:
         except GpuLost as error:
             self._say(lost, str(error))
             return None
-        except NotSupported as error:
-            self._say(what, f"{error} ({read.__name__})", logging.INFO)
-            return None
         except NvmlError as error:
-            self._say(what, f"{error} ({read.__name__})")
+            level = logging.INFO if isinstance(error, NotSupported) else logging.WARNING
+            self._say(what, f"{error} ({read.__name__})", level)
             return None
         self._said.pop(lost, None)
         self._said.pop(what, None)

@@ -33,17 +33,29 @@ PREPARED, _PREPARED_GB, _PREPARED_SHARE = "mm_processor_cache_gb", 4.0, 0.25
 
 
 def chunk_tokens(settings: Settings, gpu: bool) -> int:
-    """Return the tokens in an LMCache chunk, a whole number of blocks.
+    """Return the tokens in an LMCache chunk, a whole number of blocks; the same for all models.
 
     Only whole chunks are handed over. LMCache's default is 256; engines on CPUs have shorter
     prompts.
     """
     # vLLM's blocks have 128 tokens on CPUs. On GPUs they are small, except with Mamba layers
     # (`deployments.engine.kv_layers`).
+    settings, *_ = settings.each.values()
     block = 1
     for arguments in (settings.engine, settings.decoders.engine, settings.prefillers.engine):
         block = math.lcm(block, int(arguments.get("block_size") or (1 if gpu else 128)))
     return -(-(256 if gpu else 128) // block) * block
+
+
+def require_one_chunk(settings: Settings, gpu: bool) -> None:
+    """Raise `SettingsError` if models want chunks of several sizes: a node has one server."""
+    chunks = {name: chunk_tokens(own, gpu) for name, own in settings.each.items()}
+    if len(set(chunks.values())) > 1:
+        said = ", ".join(f"{tokens} tokens for {name}" for name, tokens in chunks.items())
+        raise SettingsError(
+            f"engine.block_size: LMCache's server has chunks of one size, and by models' blocks "
+            f"these would have {said}; set engine.block_size={max(chunks.values())} for all"
+        )
 
 
 def page_bytes(size_gb: float, shared: bool) -> int:

@@ -224,7 +224,6 @@ class Nvml:
         return tuple(found)
 
     def _of(self, uuid: str, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Call a function of a GPU's handle."""
         if uuid not in self._handles:
             self._handles[uuid] = _call(pynvml.nvmlDeviceGetHandleByUUID, uuid, uuid)
         return self._ask(uuid, function, self._handles[uuid], *arguments)

@@ -93,7 +93,6 @@ class SmSlotLedger:
         self._add(lease.id, lease.gpu, lease.owner, lease.units)
 
     def release_owner(self, owner: str) -> list[SmLease]:
-        """End all leases of an owner, and return them."""
         return self._end([lease for lease in self.leases() if lease.owner == owner])
 
     def keep_owners(self, alive: Iterable[str]) -> list[SmLease]:

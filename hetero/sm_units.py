@@ -12,30 +12,18 @@ and no lease holds. (``cuDevSmResourceSplit``, which takes sizes, needs CUDA 13.
 """
 
 import bisect
-from dataclasses import dataclass
 from typing import NamedTuple
 
 SM_SLOTS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class SmGranularity:
-    """SM counts that a GPU can be partitioned into: multiples of one number, from a minimum on."""
-
-    minimum: int
-    multiple: int
-
-
-def sm_granularity(compute_capability: tuple[int, int]) -> SmGranularity:
-    """Return the granularity of green contexts, by the guideline for
-    ``cuDevSmResourceSplitByCount``.
+def sm_granularity(compute_capability: tuple[int, int]) -> int:
+    """Return the SMs of the smallest green context, by ``cuDevSmResourceSplitByCount``'s guideline.
 
     Source: "Green Contexts", CUDA Driver API. The driver decides (``sm.minSmPartitionSize``).
     """
     major = compute_capability[0]
-    if major >= 9:
-        return SmGranularity(8, 8)
-    return {8: SmGranularity(4, 2), 7: SmGranularity(2, 2)}.get(major, SmGranularity(1, 1))
+    return 8 if major >= 9 else {8: 4, 7: 2}.get(major, 1)
 
 
 class SmSplit:
@@ -45,10 +33,9 @@ class SmSplit:
     leaves over.
     """
 
-    def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
+    def __init__(self, sm_count: int, unit_sms: int) -> None:
         if sm_count < 1:
             raise ValueError(f"a GPU with {sm_count} SMs has no slots")
-        unit_sms = -(-allowed.minimum // allowed.multiple) * allowed.multiple
         self.sm_count = sm_count
         self.unit_sms = min(unit_sms, sm_count)
         self.units = sm_count // self.unit_sms
@@ -72,9 +59,9 @@ class SmSlots:
     unit nearest to each tenth; slots between borders fit beside each other, whatever the rounding.
     """
 
-    def __init__(self, sm_count: int, allowed: SmGranularity) -> None:
+    def __init__(self, sm_count: int, unit_sms: int) -> None:
         self.sm_count = sm_count
-        self.split = SmSplit(sm_count, allowed)
+        self.split = SmSplit(sm_count, unit_sms)
         everything = range(self.split.units)
         tenths = (-(-sm_count * slot // SM_SLOTS) for slot in range(SM_SLOTS + 1))
         self.sizes = tuple(

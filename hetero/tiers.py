@@ -84,13 +84,18 @@ def role_tiers(settings: Settings, gpu: bool) -> dict[str, RoleTier]:
 def missing(settings: Settings, gpu: bool, nodes: Sequence[NodeOffer]) -> list[str]:
     """Return a sentence for each role whose tier no node offers."""
     absent = []
-    for role, tier in role_tiers(settings, gpu).items():
+    each = [
+        (own, *found) for own in settings.each.values() for found in role_tiers(own, gpu).items()
+    ]
+    for own, role, tier in each:
         if not any(is_offered(tier, node) for node in nodes):
             near = difflib.get_close_matches(tier.name, settings.tiers, n=1)
             right = f"start such a node, or set another {role}.tier"
             if near and tier.name not in settings.tiers:
                 right = f"did you mean {near[0]}?"
-            absent.append(f"{role}.tier: no node offers {tier.name!r} ({described(tier)}); {right}")
+            absent.append(
+                own.said(f"{role}.tier: no node offers {tier.name!r} ({described(tier)}); {right}")
+            )
     return absent
 
 

@@ -309,21 +309,15 @@ def save_profile(profile: Profile, path: Path) -> None:
         raise ProfileError(f"profile {path} cannot be written: {error.strerror}") from None
 
 
-_CURVES = ("prefill", "decode", "interference", "handoff")
-
-
 def _numbers(profile: Profile) -> list[str]:
     found = ["kv_capacity_tokens"]
-    for curve in _CURVES:
-        values = getattr(profile, curve).model_dump()
+    for curve in ("prefill", "decode", "interference", "handoff", "overhead"):
         found += [
-            f"{curve}.{name}" for name, value in values.items() if type(value) in (int, float)
+            f"{curve}.{name}"
+            for name, value in getattr(profile, curve).model_dump().items()
+            # Zero means that the overhead is not known.
+            if type(value) in (int, float) and (value or curve != "overhead")
         ]
-    # Zero means that the overhead is not known.
-    overhead = profile.overhead
-    found += [
-        f"overhead.{name}" for name in ("direct_s", "handed_off_s") if getattr(overhead, name)
-    ]
     if profile.encoding is not None:
         found.append("encoding.per_token_s")
     if profile.stages is not None:

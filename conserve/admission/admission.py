@@ -25,26 +25,25 @@ _CPU_HIGH, _CPU_LOW = 0.9, 0.7
 _TOOLS_HIGH, _TOOLS_LOW = 0.5, 0.25
 
 
+@dataclass(slots=True)
 class _Overload:
     """A signal with hysteresis: on above one bound for long enough, off below another."""
 
-    def __init__(self, high: float, low: float, persists_s: float) -> None:
-        self._high = high
-        self._low = low
-        self._persists_s = persists_s
-        self._high_since_s: float | None = None
-        self.on = False
-        self.slack = True
+    high: float
+    low: float
+    persists_s: float
+    on: bool = False
+    slack: bool = True
+    _high_since_s: float = inf
 
     def observe(self, now_s: float, value: float) -> None:
-        self.slack = value < self._low
-        if value < self._high:
-            self._high_since_s = None
+        self.slack = value < self.low
+        if value < self.high:
+            self._high_since_s = inf
             self.on = self.on and not self.slack
             return
-        if self._high_since_s is None:
-            self._high_since_s = now_s
-        self.on = self.on or now_s - self._high_since_s >= self._persists_s
+        self._high_since_s = min(self._high_since_s, now_s)
+        self.on = self.on or now_s - self._high_since_s >= self.persists_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,7 @@ class Pressure:
     tools: float = 0.0
 
 
+@dataclass(eq=False)
 class Window:
     """The most histories that may be active: W = min(W_adm, W_cpu), or no bound.
 
@@ -73,27 +73,21 @@ class Window:
     (`conserve.pausing.cache`).
     """
 
-    def __init__(
-        self,
-        least: int = 2,
-        grow: float = 1.0,
-        shrink: float = 0.7,
-        interval_s: float = 10.0,
-        persists_s: float = 30.0,
-        forget_s: float = 60.0,
-    ) -> None:
-        self.interval_s = interval_s
-        self._least = least
-        self._grow = grow
-        self._shrink = shrink
-        self._forget_s = forget_s
-        self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, persists_s)
-        self._tools = _Overload(_TOOLS_HIGH, _TOOLS_LOW, persists_s)
-        self._observed_s = -math.inf
-        self._admitted = math.inf
-        self._wide_since_s: float | None = None
-        self.limit: float = math.inf
-        self.pressure = Pressure()
+    least: int = 2
+    grow: float = 1.0
+    shrink: float = 0.7
+    interval_s: float = 10.0
+    persists_s: float = 30.0
+    forget_s: float = 60.0
+    limit: float = inf
+    pressure: Pressure = Pressure()
+    _observed_s: float = -inf
+    _admitted: float = inf
+    _wide_since_s: float = inf
+
+    def __post_init__(self) -> None:
+        self._cpu = _Overload(_CPU_HIGH, _CPU_LOW, self.persists_s)
+        self._tools = _Overload(_TOOLS_HIGH, _TOOLS_LOW, self.persists_s)
 
     def is_due(self, now_s: float) -> bool:
         return now_s - self._observed_s >= self.interval_s
@@ -106,27 +100,27 @@ class Window:
         self._cpu.observe(now_s, pressure.cpu)
         self._tools.observe(now_s, pressure.tools)
         if self._is_overload():
-            self._admitted = max(self._least, self._shrink * min(self._admitted, active))
+            self._admitted = max(self.least, self.shrink * min(self._admitted, active))
         elif self._cpu.slack:
             # Tools' times vary: while they are no overload, they do not hold it back.
-            self._admitted += self._grow
+            self._admitted += self.grow
         self._forget(now_s, active)
-        cpu = active * _CPU_HIGH / pressure.cpu if self._cpu.on else math.inf
+        cpu = active * _CPU_HIGH / pressure.cpu if self._cpu.on else inf
         # Tools would take their usual time with 1 - pressure of the active histories.
-        tools = active * (1 - pressure.tools) / (1 - _TOOLS_HIGH) if self._tools.on else math.inf
+        tools = active * (1 - pressure.tools) / (1 - _TOOLS_HIGH) if self._tools.on else inf
         limit = min(self._admitted, cpu, tools)
-        self.limit = limit if limit == math.inf else max(self._least, math.floor(limit))
+        self.limit = limit if limit == inf else max(self.least, math.floor(limit))
 
     def _is_overload(self) -> bool:
         return self._cpu.on or self._tools.on
 
     def _forget(self, now_s: float, active: int) -> None:
         if self._admitted < 2 * active or self._is_overload():
-            self._wide_since_s = None
-        elif self._wide_since_s is None:
-            self._wide_since_s = now_s
-        elif now_s - self._wide_since_s >= self._forget_s:
-            self._admitted = math.inf
+            self._wide_since_s = inf
+            return
+        self._wide_since_s = min(self._wide_since_s, now_s)
+        if now_s - self._wide_since_s >= self.forget_s:
+            self._admitted = inf
 
 
 def attained_service(histories: Iterable[History]) -> int:
@@ -324,7 +318,6 @@ class Admission:
         return ticket
 
     def waiting(self, now_s: float) -> Iterator[tuple[Ticket, Why]]:
-        """Yield the waiting tickets in their order, and the reason why each waits."""
         tried = {one.history_id for one in self._candidates(now_s)}
         free_tokens = self._free_tokens(now_s)
         for ticket in self.queue.tickets(now_s):
@@ -377,7 +370,7 @@ class Admission:
         memory = self._table.memory
         # While no turn runs, to compute what is evicted again takes no other turn's time.
         if memory is None or not self._table.reasoning:
-            return math.inf
+            return inf
         return memory.free_tokens(now_s)
 
     def _has_slot(self, ticket: Ticket, now_s: float, free_tokens: float) -> bool:

@@ -308,6 +308,8 @@ class Queue:
         self._limit = limit
         self.timeout_s = timeout_s
         self.order = FirstCome() if order is None else order
+        self.served, self.tickets = self.order.served, self.order.tickets
+        self.holds_up = self.order.holds_up
         # The oldest first.
         self._tickets: dict[str, Ticket] = {}
 
@@ -345,15 +347,6 @@ class Queue:
         if ticket is not None:
             self.order.leave(ticket, went=went)
         return ticket
-
-    def served(self, history_id: str, tokens: int) -> None:
-        self.order.served(history_id, tokens)
-
-    def tickets(self, now_s: float) -> Iterator[Ticket]:
-        return self.order.tickets(now_s)
-
-    def holds_up(self, ticket: Ticket, now_s: float) -> bool:
-        return self.order.holds_up(ticket, now_s)
 
     def retry_after_s(self, now_s: float) -> int:
         """Return the time until a place is free at the latest, in whole seconds from 1 to 60."""

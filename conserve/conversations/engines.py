@@ -46,13 +46,11 @@ class Engines:
 
     @property
     def accepting_decoders(self) -> list[Decoder]:
-        """Return the decoders to which conversations may be bound."""
         decoders = self.decoders.values()
         return [one for one in decoders if not one.leaving] if self._any_leaves else [*decoders]
 
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
-        """Return the prefillers to which prompts may be sent."""
         prefillers = self.prefillers.values()
         return [one for one in prefillers if not one.leaving] if self._any_leaves else [*prefillers]
 

@@ -242,8 +242,8 @@ class Ledger:
         self.tools = RunningTools()
         self.notices = Notices()
         self.records: dict[int, TurnStats] = {}
-        # Histories that are bound nowhere because their engine is gone, or goes.
-        self._without_engine: dict[str, Unbound] = {}
+        # Why histories are bound nowhere whose engine is gone, or goes; not those that were paused.
+        self.without_engine: dict[str, Unbound] = {}
 
     def add(self, history: History, usage: TenantUsage) -> None:
         """Add a history with its running turns; what it holds is not counted yet."""
@@ -281,7 +281,7 @@ class Ledger:
         if history.running:
             self.reasoning -= 1
         self._activity.not_idle(history.id)
-        self._without_engine.pop(history_id, None)
+        self.without_engine.pop(history_id, None)
         self._forget_records(history.running)
         self._become(history, State.ENDED)
         return history
@@ -289,7 +289,7 @@ class Ledger:
     def bind(self, history: History, decoder_id: str, tokens: int) -> None:
         """Bind a history, which was bound nowhere, and count what it holds."""
         history.home = decoder_id
-        self._without_engine.pop(history.id, None)
+        self.without_engine.pop(history.id, None)
         self._decoders[decoder_id].conversations += 1
         self._sharing.hold(history, tokens)
         self._become(history, State.BOUND)
@@ -300,9 +300,6 @@ class Ledger:
         if history.home is not None:
             self._sharing.hold(history, tokens)
 
-    def pause(self, history: History) -> None:
-        self.unbind(history, State.PAUSED)
-
     def unbind(self, history: History, state: State = State.UNBOUND) -> None:
         """Bind a history nowhere, and tell its decoder so."""
         self._become(history, state)
@@ -312,14 +309,10 @@ class Ledger:
             self._decoders[history.home].conversations -= 1
             self.give_up(history)
             if self._decoders[history.home].leaving:
-                self._without_engine[history.id] = "left"
+                self.without_engine[history.id] = "left"
         history.home = None
         history.promised = False
         self._activity.not_idle(history.id)
-
-    def without_engine(self, history_id: str) -> Unbound | None:
-        """Return why a history has no engine; None: it has, or was paused."""
-        return self._without_engine.get(history_id)
 
     def give_up(self, history: History, *, ended: bool = False) -> None:
         """Tell a history's decoder that it no longer has it."""
@@ -333,7 +326,7 @@ class Ledger:
         self._forget_records(history.running)
         if history.home is not None:
             leaves = self._decoders[history.home].leaving
-            self._without_engine[history.id] = "left" if leaves else "lost"
+            self.without_engine[history.id] = "left" if leaves else "lost"
         history.home = None
         self._activity.not_idle(history.id)
         if history.running:

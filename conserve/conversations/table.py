@@ -126,7 +126,7 @@ class ConversationTable(Turns):
             return None
         usage = self._ledger.usage.of(history_id)
         was_known = known is not None
-        unbound = self._ledger.without_engine(history_id)
+        unbound = self._ledger.without_engine.get(history_id)
         if unbound is None and self.memory is not None and self.memory.paused_on(history_id):
             elsewhere = shared.left_tokens > 0 and placement.decoder_id != shared.left_on
             unbound = "moved" if elsewhere else "paused"
@@ -190,7 +190,8 @@ class ConversationTable(Turns):
         self._kinship.lends(history)
 
     def held(self, opening: Opening) -> int:
-        return self._kinship.held(opening, self._engines.accepting_decoders)
+        shared = self._kinship.shared(opening, self._engines.accepting_decoders)
+        return max(shared.tokens.values(), default=0)
 
     def take_displaced(self) -> list[History]:
         """Return the histories that `bind` has ended since, to make room for others of theirs."""
@@ -230,9 +231,7 @@ class ConversationTable(Turns):
             engines.accepting_decoders, engines.accepting_prefillers, now_s
         )
         memory = self.memory
-        if memory is None:
-            return self._displace(history_id, prompt_tokens, decoders)
-        if memory.make_room(
+        if memory is not None and memory.make_room(
             prompt_tokens, decoders, shared, now_s, waited_s=waited_s,
             root=opening.root,
             any_runs=self._ledger.reasoning > 0,
@@ -240,11 +239,23 @@ class ConversationTable(Turns):
             leads=self.leads(history_id, prompt_tokens),
         ):  # fmt: skip
             return True
-        # Else a conversation that was compacted would wait for itself.
-        in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
-        if in_the_way is not None:
-            memory.pause(in_the_way, "room")
-        return in_the_way is not None
+        # Else a conversation that was compacted would wait for itself. Clients do not say which
+        # history they have left for a new one: it is clear if only one is idle and in the way.
+        in_the_way = [
+            one
+            for one in self._live.siblings(history_id)
+            if one.home is not None
+            and not one.running
+            and _fits_without(one, prompt_tokens, decoders)
+        ]
+        if len(in_the_way) != 1:
+            return False
+        if memory is not None:
+            memory.pause(in_the_way[0], "room")
+        else:
+            self._displaced += in_the_way
+            self.release(in_the_way[0].id)
+        return True
 
     def _turn_costs(
         self, prompt_tokens: int, shared: Shared, now_s: float
@@ -255,42 +266,15 @@ class ConversationTable(Turns):
         decoders = self._engines.accepting_decoders
         return self.policy.turn_costs(prompt_tokens, decoders, shared, now_s)
 
-    def _displace(self, history_id: str, prompt_tokens: int, decoders: list[Decoder]) -> bool:
-        """End what a conversation left behind, if that makes room for a new history of it."""
-        in_the_way = self._in_the_way(history_id, prompt_tokens, decoders)
-        if in_the_way is None:
-            return False
-        self._displaced.append(in_the_way)
-        self.release(in_the_way.id)
-        return True
-
-    def _in_the_way(
-        self, history_id: str, prompt_tokens: int, decoders: list[Decoder]
-    ) -> History | None:
-        """Return the history that a conversation has left for a new one, which fits nowhere else.
-
-        Clients do not say so: it is clear if only one is idle and in the way.
-        """
-        in_the_way = [
-            one
-            for one in self._live.siblings(history_id)
-            if one.home is not None
-            and not one.running
-            and _fits_without(one, prompt_tokens, decoders)
-        ]
-        return in_the_way[0] if len(in_the_way) == 1 else None
-
     # --- what others ask, and what turns leave ------------------------------------------------
 
     def engine_joined(
         self, engine_id: str, kind: str, handoffs: Iterable[tuple[int, float]] = ()
     ) -> None:
-        """Note an engine's kind and handoffs; see `Loads.joined`."""
         if self.loads is not None:
             self.loads.joined(engine_id, kind, tuple(handoffs))
 
     def park(self, history: History) -> bool:
-        """Return whether the turn that has just begun leaves its KV in host memory too."""
         return self.memory is not None and self.memory.park(history)
 
     def prefetch(self, history: History, due_s: float) -> None:

@@ -12,8 +12,8 @@ from conserve.hints import Hints
 from conserve.histories.prefixes import Points
 from conserve.history import History
 from conserve.pausing import Leads, Memory, Pausing
-from conserve.placement import Decoder, EngineLoad, PlacementPolicy, Prefiller
-from conserve.recognition import Chain, Digest
+from conserve.placement import Decoder, PlacementPolicy, Prefiller
+from conserve.recognition import Digest
 from conserve.tenants.limits import TenantUsage
 from conserve.turn import Broken, TurnKey, TurnStats, Unbound
 
@@ -58,7 +58,7 @@ class Turns:
         self.memory: Memory | None = None
         if pausing is not None:
             self.memory = Memory(
-                pausing, engines.decoders, self._by_id.get, ledger.pause, events, ledger.tools,
+                pausing, engines.decoders, self._by_id.get, ledger.unbind, events, ledger.tools,
                 self.parents,
             )  # fmt: skip
         # Histories that were ended for another one's room, until the table's owner has heard.
@@ -67,8 +67,13 @@ class Turns:
         # turns run.
         self._homes: dict[str, str] = {}
         self._running: dict[str, list[History]] = {}
-
-    # --- histories that live -----------------------------------------------------------------
+        # Asked of one part alone.
+        self.get, self.record = self._by_id.get, ledger.records.get
+        self.histories, self.has_several = ledger.live.histories, ledger.live.has_several
+        self.recognise, self.to_be_heard = ledger.live.recognise, ledger.live.to_be_heard
+        self.rooted, self.active = self._kinship.families.rooted, ledger.active
+        self.add_prefiller, self.engine_says = engines.add_prefiller, engines.says
+        self.leave, self.end_when_idle_for = engines.leave, self._idleness.change
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -79,30 +84,6 @@ class Turns:
     def live(self) -> list[History]:
         return list(self._by_id.values())
 
-    def get(self, history_id: str) -> History | None:
-        return self._by_id.get(history_id)
-
-    def histories(self, conversation_id: str) -> list[History]:
-        return self._live.histories(conversation_id)
-
-    def has_several(self, history_id: str) -> bool:
-        """Return whether a history's conversation has others."""
-        return self._live.has_several(history_id)
-
-    def recognise(self, chain: Chain, conversation_id: str | None = None) -> str | None:
-        """Return the history that a turn continues; see `LiveHistories.recognise`."""
-        return self._live.recognise(chain, conversation_id)
-
-    def to_be_heard(self, chain: Chain, conversation_id: str | None) -> set[str]:
-        return self._live.to_be_heard(chain, conversation_id)
-
-    def rooted(self, chain: Chain) -> Chain:
-        return self._kinship.families.rooted(chain)
-
-    def record(self, turn_id: int) -> TurnStats | None:
-        """Return the record of a turn that runs."""
-        return self._ledger.records.get(turn_id)
-
     @property
     def conversations(self) -> int:
         return self._live.conversations
@@ -111,12 +92,6 @@ class Turns:
     def reasoning(self) -> int:
         return self._ledger.reasoning
 
-    def active(self, now_s: float) -> int:
-        """Return how many histories are active: a turn runs, or did a moment ago."""
-        return self._ledger.active(now_s)
-
-    # --- engines -----------------------------------------------------------------------------
-
     @property
     def accepting_decoders(self) -> list[Decoder]:
         return self._engines.accepting_decoders
@@ -124,22 +99,6 @@ class Turns:
     @property
     def accepting_prefillers(self) -> list[Prefiller]:
         return self._engines.accepting_prefillers
-
-    def add_prefiller(self, prefiller_id: str) -> None:
-        self._engines.add_prefiller(prefiller_id)
-
-    def engine_says(self, engine_id: str, load: EngineLoad, now_s: float) -> None:
-        self._engines.says(engine_id, load, now_s)
-
-    def leave(self, engine_id: str) -> None:
-        """Give an engine nothing new; it keeps what it has."""
-        self._engines.leave(engine_id)
-
-    # --- histories end -----------------------------------------------------------------------
-
-    def end_when_idle_for(self, idle_timeout_s: float) -> None:
-        """End histories after another idle time than before."""
-        self._idleness.change(idle_timeout_s)
 
     def release(self, history_id: str) -> History | None:
         """End a history, whose tokens no longer count; None if it is unknown."""
@@ -159,8 +118,6 @@ class Turns:
             self.release(history.id)
         ended.sort(key=lambda one: one.last_used_s)
         return ended
-
-    # --- turns -------------------------------------------------------------------------------
 
     def begin(self, history_id: str, now_s: float, hints: Hints | None = None) -> History | None:
         """Start a turn of a bound history; None if it is unknown or unbound."""

@@ -69,7 +69,6 @@ class Families:
         return True
 
     def match(self, chain: Chain, conversation_id: str | None) -> str | None:
-        """Return the history that a turn continues, or None."""
         known = self._of.get(chain.root)
         if known is None:
             return None
@@ -80,13 +79,9 @@ class Families:
             return known.tails.match((mark(end) + scope for end in ends), self._is_running)
         history = self._get(known)
         assert history is not None
-        if history.running:
+        if history.running or {*history.tails}.isdisjoint(map(mark, ends)):
             return None
-        tails = history.tails
-        for end in ends:
-            if mark(end) in tails:
-                return known if scope_of(history) == scope else None
-        return None
+        return known if scope_of(history) == scope else None
 
     def newest(self, root: Digest) -> Iterator[str]:
         """Return the ids of a family's members, the newest first."""
@@ -329,9 +324,6 @@ class Kinship:
         if not known or None in parts or chain.system in known:
             return Broken("first_prompt")
         return Broken("system" if chain.tools in known.values() else "tools")
-
-    def held(self, opening: Opening, decoders: Iterable[Decoder]) -> int:
-        return max(self.shared(opening, decoders).tokens.values(), default=0)
 
     def opened(self, history: History, opening: Opening, waits: bool = False) -> None:
         """Charge a history that was bound with what it will hold, and share that from now on.

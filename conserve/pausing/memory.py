@@ -11,7 +11,7 @@ from typing import Any
 from conserve.events import EventLog, Kind
 from conserve.histories.parents import Parents
 from conserve.histories.prefixes import Going, held_alone
-from conserve.history import History
+from conserve.history import History, State
 from conserve.holdings import Parked
 from conserve.identity import tenant_of
 from conserve.pausing.cache import EngineCache, HostMemory, WorkingSet
@@ -74,7 +74,7 @@ class Memory:
     _policy: Pausing
     _decoders: Mapping[str, Decoder]
     _get: Callable[[str], History | None]
-    _unbind: Callable[[History], None]
+    _unbind: Callable[[History, State], None]
     _events: EventLog | None
     _tools: RunningTools
     _parents: Parents
@@ -373,10 +373,8 @@ class Memory:
     def is_warm(self, history_id: str, prompt_tokens: int) -> bool:
         """Return whether a memory has most of the prompt of a history that is bound nowhere."""
         found = self.found(history_id, NOTHING_SHARED)
-        return (
-            self._host is not None
-            and 2 * max(found.left_tokens, found.parked_tokens) >= prompt_tokens
-        )
+        most = max(found.left_tokens, found.parked_tokens)
+        return self._host is not None and 2 * most >= prompt_tokens
 
     def free_tokens(self, now_s: float) -> float:
         """Return how much may be added to the working set, so that a memory can keep all of it.
@@ -562,7 +560,7 @@ class Memory:
         self.pauses[reason] += 1
         self.paused_tokens += freed_tokens
         self._tell("pause", history, reason=reason, freed_tokens=freed_tokens)
-        self._unbind(history)
+        self._unbind(history, State.PAUSED)
 
     def _tell(self, kind: Kind, history: History, **details: Any) -> None:
         if self._events is not None:

@@ -5,13 +5,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from conserve.recognition.normal import continued, encoded, normalised
+from conserve.recognition.normal import SYSTEM_ROLES, continued, encoded, normalised
 
 Digest = bytes
 """16 bytes (BLAKE2b) for a list of messages, and the tools before them."""
 
 _DIGEST_BYTES = 16
-_LEADING = ("system", "developer")
 # The first one must be among them.
 _MOST_PROMPTS = 1024
 
@@ -106,7 +105,7 @@ def chain_of(
             whole = digest
             if is_last:
                 break
-        leading = leading and role in _LEADING
+        leading = leading and role in SYSTEM_ROLES
         if leading:
             system = digest
         elif root is None:

@@ -21,7 +21,7 @@ BILLING_MARK = "x-anthropic-billing-header"
 _ARRAY = (list, tuple)
 # In chats the system prompt is a message.
 _SYSTEM_FIELDS = {MESSAGES: "system", COUNT_TOKENS: "system", RESPONSES: "instructions"}
-_SYSTEM_ROLES = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 # With the day before it, which changes at midnight.
 _TIME = re.compile(
     r"(?:\d{4}-\d{2}-\d{2}[T ])?(?<!\d)\d{1,2}:\d{2}:\d{2}(?:[.,]\d{1,9})?"
@@ -33,7 +33,7 @@ _NO_TIME = "00:00:00"
 
 def without_times(messages: list[Any]) -> list[Any]:
     """Return a chat's messages with one and the same time wherever a system message has one."""
-    return [_timeless(message) if _is_system(message) else message for message in messages]
+    return [_timeless(message) if is_system(message) else message for message in messages]
 
 
 def without_billing_header(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def without_billing_header(path: str, body: dict[str, Any]) -> dict[str, Any]:
     given = body.get(name)
     if name != "messages":
         kept = _headerless(given)
-    elif isinstance(given, _ARRAY) and given and _is_system(given[0]):
+    elif isinstance(given, _ARRAY) and given and is_system(given[0]):
         content = given[0].get("content")
         text = _headerless(content)
         if text is content:
@@ -79,8 +79,8 @@ def _text(part: Any) -> Any:
     return part.get("text") if isinstance(part, Mapping) else None
 
 
-def _is_system(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("role") in _SYSTEM_ROLES
+def is_system(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") in SYSTEM_ROLES
 
 
 def _timeless(message: Mapping[str, Any]) -> Mapping[str, Any]:

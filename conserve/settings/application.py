@@ -2,9 +2,10 @@
 
 import os
 import re
-from typing import Any, Literal, Self, cast, get_args
+from collections.abc import Callable
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from conserve.adapters import check_name
 from conserve.placement import POLICIES, PlacementPolicy, PolicyName
@@ -28,7 +29,10 @@ from conserve.settings.groups import (
     TracingSettings,
     absolute,
 )
+from conserve.settings.models import OWN, each_of, own_line, slug_of
 from conserve.wire import Role
+
+T = TypeVar("T")
 
 EMBEDDED_MODEL = "embedded"
 # Models that need no download, and the names under which clients ask for them.
@@ -71,6 +75,24 @@ class Settings(Strict):
         min_length=1,
         description="The name under which clients ask for the model. Unset: `model`, and "
         "`conserve-` before it for the embedded ones.",
+    )
+    aliases: list[str] = Field(
+        default_factory=list,
+        description="Other names under which clients ask for the model; one that ends in `*` "
+        "stands for all that begin so, such as `claude-haiku-*`.",
+    )
+    models: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Several models behind one door, by the names under which clients ask for "
+        "them. Each has engines and conversations of its own, and may have its own "
+        f"{', '.join(f'`{name}`' for name in OWN)}; what it leaves out is what is set beside "
+        "`models`. `model` is the name by default.",
+    )
+    default_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The model for requests that name one that is not served, or none of several. "
+        "Unset: these are refused with 404.",
     )
     adapters: dict[str, str] = Field(
         default_factory=dict,
@@ -275,6 +297,9 @@ class Settings(Strict):
         description="Where agents' tools run, if clients may run commands at all.",
     )
 
+    # The settings of each of several models; none: there is one, with these.
+    _each: "dict[str, Settings]" = PrivateAttr(default_factory=dict)
+
     @field_validator("engine", mode="after")
     @classmethod
     def _engine_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +315,12 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
-        for check in CHECKS:
+        if self.models:
+            self._each = each_of(self)
+        if self.default_model not in (None, *self.each):
+            names = ", ".join(self.each)
+            raise ValueError(f"default_model: {self.default_model!r} is not served; give {names}")
+        for check in () if self.models else CHECKS:
             if problems := [*check(self)]:
                 raise ValueError("\n".join(problems))
         return self
@@ -337,6 +367,31 @@ class Settings(Strict):
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
                 raise ValueError(f"{name!r} is no name: use letters, digits, and . _ -")
         return value
+
+    @property
+    def each(self) -> "dict[str, Settings]":
+        """The settings of each model, by its name; of a single one, these."""
+        return self._each or {self.model_id: self}
+
+    def with_each(self, each: "dict[str, Settings]") -> "Settings":
+        """These settings, with others for their models."""
+        if not self._each:
+            (only,) = each.values()
+            return only
+        copy = self.model_copy()
+        copy._each = each
+        return copy
+
+    def with_common(self, **values: Any) -> "Settings":
+        """These settings, with other values of some that all models have in common."""
+        copy = self.model_copy(update=values)
+        each = {name: own.model_copy(update=values) for name, own in self._each.items()}
+        return copy.with_each(each) if each else copy
+
+    @property
+    def slug(self) -> str:
+        """The model's name in those of deployments and files; empty: there is only one."""
+        return slug_of(self.model_id) if self.models else ""
 
     @property
     def policy_name(self) -> PolicyName:
@@ -431,7 +486,7 @@ class Settings(Strict):
         nodes = self.nodes
         if nodes == "auto":
             nodes = "several" if alive > 1 else "one"
-        return self.model_copy(update={"nodes": nodes})
+        return self.with_common(nodes=nodes)
 
     @property
     def scheme(self) -> Literal["http", "https"]:
@@ -454,3 +509,20 @@ class Settings(Strict):
         if self.served_model_name:
             return self.served_model_name
         return EMBEDDED_MODELS.get(self.model, self.model)
+
+    def said(self, line: str) -> str:
+        """A problem's line as it names this model's setting, of one model or of several."""
+        return own_line(self.model_id, line) if self.models else line
+
+    def for_each(self, work: Callable[["Settings"], T]) -> dict[str, T]:
+        """Results of ``work`` for each model; raises `SettingsError` with all their problems."""
+        found: dict[str, T] = {}
+        problems: list[str] = []
+        for name, own in self.each.items():
+            try:
+                found[name] = work(own)
+            except SettingsError as error:
+                problems += map(own.said, error.problems)
+        if problems:
+            raise SettingsError(*dict.fromkeys(problems))
+        return found

@@ -59,8 +59,8 @@ def encoders_have_a_use(settings: "Settings") -> Problems:
 
 
 def adapters_have_their_engines(settings: "Settings") -> Problems:
-    if settings.model_id in settings.adapters:
-        yield f"adapters: {settings.model_id!r} is the model's own name; give the adapter another"
+    for name in {settings.model_id, *settings.aliases} & settings.adapters.keys():
+        yield f"adapters: {name!r} is a name of the model itself; give the adapter another"
     if settings.adapts and "lane" in settings.mechanisms:
         yield (
             f"adapters cannot be set with engine_scheduler={settings.engine_scheduler}: "

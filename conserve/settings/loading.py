@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from conserve.settings.application import Settings, SettingsError
 from conserve.settings.expected import expected_of, line_of
+from conserve.settings.models import ROLES, of_role, over
 
 # A file of settings has a page; this bounds what a wrong path could load.
 _LONGEST_BYTES = 1 << 20
-_ROLES = ("prefillers", "decoders", "encoders")
 
 # The papers' systems, by the settings that differ from the defaults; `docs/how/papers.md` says what
 # of a paper these have. Given settings come before them.
@@ -45,7 +45,7 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
         return arguments
     given = copy.deepcopy(arguments or {})
     path = given.pop("config", None)
-    nested = _over(_nested(given), {} if path is None else _nested(read_file(path)))
+    nested = over(_nested(given), {} if path is None else _nested(read_file(path)))
     for name, value in LIKE.get(str(nested.get("like")), {}).items():
         own = nested.setdefault(name, value)
         if isinstance(own, dict):
@@ -59,23 +59,6 @@ def load(arguments: dict[str, Any] | Settings | None) -> Settings:
         raise SettingsError(*dict.fromkeys(problems)) from None
 
 
-def _over(given: dict[str, Any], file: dict[str, Any]) -> dict[str, Any]:
-    """Return what is given, and what a file has beside it."""
-    both = file | given
-    for name in file.keys() & given.keys():
-        lower, upper = file[name], given[name]
-        # A shorthand on either side is a part of the other's settings.
-        if name in _ROLES and isinstance(lower, dict) != isinstance(upper, dict):
-            lower, upper = _role(lower), _role(upper)
-        if isinstance(lower, dict) and isinstance(upper, dict):
-            both[name] = _over(upper, lower)
-    return both
-
-
-def _role(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {"replicas": value}
-
-
 def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name in sorted(arguments, key=lambda name: name.count(".")):
@@ -83,16 +66,16 @@ def _nested(arguments: dict[str, Any]) -> dict[str, Any]:
         into, value = nested, arguments[name]
         for depth, part in enumerate(path):
             # A shorthand (decoders=3) beside a dotted name (decoders.num_cpus=2).
-            if part in _ROLES and not isinstance(into.get(part, {}), dict):
-                into[part] = _role(into[part])
+            if part in ROLES and not isinstance(into.get(part, {}), dict):
+                into[part] = of_role(into[part])
             fields = into.get(part) or {}
             if not isinstance(fields, dict):
                 group = ".".join(path[: depth + 1])
                 raise SettingsError(f"{group}: {expected_of(group)}")
             into[part] = into = dict(fields)
-        if isinstance(value, str) and ("engine" in path or value.startswith("[")):
+        if isinstance(value, str) and ("engine" in path or value.startswith(("[", "{"))):
             # From a command line; engine arguments have no declared type to convert to, and lists
-            # are written as JSON.
+            # and mappings are written as JSON.
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         into[last] = value

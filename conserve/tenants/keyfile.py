@@ -43,7 +43,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """A key, without its secret part; ``id`` names it in logs.
 
     An admin's is for all tenants' conversations, for `/metrics` and for `/v1/engines`. Turns with a
-    ``background`` key wait for those that are not in the background.
+    ``background`` key wait for those that are not in the background. ``models``, if there are any,
+    are all that it is for.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}$")]
@@ -52,6 +53,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     created: str
     admin: bool = False
     background: bool = False
+    models: tuple[str, ...] = ()
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,12 +82,18 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(1, secrets.token_hex(32), {}, [])
 
     def with_key(
-        self, tenant: str, created: str, *, admin: bool = False, background: bool = False
+        self,
+        tenant: str,
+        created: str,
+        *,
+        admin: bool = False,
+        background: bool = False,
+        models: tuple[str, ...] = (),
     ) -> tuple["KeyFile", str]:
         """Return the file with one more key, and that key, which is kept nowhere."""
         _check_name(tenant)
         key_id, text = new_key()
-        key = Key(key_id, tenant, digest(text).hex(), created, admin, background)
+        key = Key(key_id, tenant, digest(text).hex(), created, admin, background, models)
         tenants = {**self.tenants, tenant: self.tenants.get(tenant, Tenant())}
         return msgspec.structs.replace(self, tenants=tenants, keys=[*self.keys, key]), text
 
@@ -225,6 +233,7 @@ class Caller:
     cache_salt: str
     background: bool = False
     weight: int = 1
+    models: tuple[str, ...] = ()
 
 
 _T = TypeVar("_T")
@@ -287,7 +296,7 @@ def _callers(file: KeyFile) -> dict[bytes, Caller]:
     return {
         bytes.fromhex(key.sha256): Caller(
             key.tenant, key.admin, tenant.limits, file.cache_salt(key.tenant),
-            key.background or tenant.background, tenant.weight,
+            key.background or tenant.background, tenant.weight, key.models,
         )
         for key in file.keys
         for tenant in [file.tenants[key.tenant]]

@@ -64,9 +64,6 @@ def check_tiers(settings: Settings, nodes: Sequence[NodeOffer]) -> list[Finding]
     return findings
 
 
-# --- nodes together -------------------------------------------------------------------------------
-
-
 def check_nodes(nodes: Sequence[Comparable]) -> list[Finding]:
     """Check what several nodes have to agree on; the first one asked the others."""
     if len(nodes) < 2:

@@ -82,9 +82,6 @@ def _patches() -> Table:
     return table
 
 
-# --- how a finding is shown -----------------------------------------------------------------------
-
-
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "wrong": "bold red"}
 
 

@@ -150,14 +150,10 @@ def _between(answered: Sequence[tuple[_Node, NodeReport]]) -> list[Comparable]:
         others = [place for place in range(len(listeners)) if place != index]
         tries = [node.probe.reaches.remote(*listeners[other]) for other in others]
         reached = ray.get(tries, timeout=_NODE_TIMEOUT_S + _CONNECT_TIMEOUT_S * len(tries))
-        facts.append(
-            replace(
-                report.facts,
-                unreachable=tuple(
-                    answered[other][0].offer.name
-                    for other, there in zip(others, reached, strict=True)
-                    if not there
-                ),
-            )
-        )
+        unreachable = [
+            answered[other][0].offer.name
+            for other, there in zip(others, reached, strict=True)
+            if not there
+        ]
+        facts.append(replace(report.facts, unreachable=tuple(unreachable)))
     return facts

@@ -15,8 +15,6 @@ from conserve.settings import Settings
 from conserve_cli.doctor.findings import Finding, ok, warning, wrong
 from deployments.node.lmcache_server import SERVER_MODULE, is_free
 
-# --- ports ----------------------------------------------------------------------------------------
-
 
 def check_ports(settings: Settings, has_router: bool = True) -> Iterator[Finding]:
     """Check that every port that the settings name is free, or already ConServe's."""
@@ -73,9 +71,6 @@ def _holder(port: int) -> tuple[str, str]:
 def is_ours(command_line: str) -> bool:
     """Return whether a listening process is ConServe's router or LMCache server."""
     return "ray::ServeReplica:" in command_line or f"-m {SERVER_MODULE} server " in command_line
-
-
-# --- listeners ------------------------------------------------------------------------------------
 
 
 # Owners by command line; the first match counts.
@@ -136,9 +131,6 @@ def _is_asked_for(host: str, port: int, settings: Settings) -> bool:
 
 def _shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-# --- processes ------------------------------------------------------------------------------------
 
 
 def _listening() -> list[Any]:

@@ -17,7 +17,7 @@ from conserve_cli.doctor.listeners import check_listeners, check_ports
 from conserve_cli.doctor.machine import check_machine
 from conserve_cli.doctor.software import check_software, installed
 from hetero.container import cpu_dtype
-from hetero.gpu_layout import with_counts
+from hetero.gpu_division import divided
 from hetero.gpu_room import Crowd, most_on_node
 from hetero.tiers import role_tiers
 
@@ -63,12 +63,12 @@ def examine_node(settings: Settings, place: Place) -> NodeReport:
 
 
 def check_node(settings: Settings, place: Place | None = None) -> Iterator[Finding]:
-    """Check this node by itself."""
     place = place or Place()
     several = place.several or settings.nodes == "several"
     driver = find_driver()
     on_cpu = settings.device == "cpu" or not driver.has_devices
-    caps = any(tier.cap for tier in role_tiers(settings, gpu=True).values())
+    tiers = [role_tiers(own, gpu=True) for own in settings.each.values()]
+    caps = any(tier.cap for some in tiers for tier in some.values())
     yield from check_gpus(driver, settings, caps, place.has_engines)
     yield from check_software(driver, several, place.has_engines)
     crowd = dtype = None
@@ -77,7 +77,8 @@ def check_node(settings: Settings, place: Place | None = None) -> Iterator[Findi
     elif place.has_engines:
         yield from check_compiler(os.environ)
         crowd = _crowd(settings, *(place.gpus or (driver.gpus, driver.gpus)))
-    engines = settings.prefiller_replicas + settings.decoders.replicas
+    each = settings.each.values()
+    engines = sum(own.prefiller_replicas + own.decoders.replicas for own in each)
     yield from check_machine(
         settings,
         # Which of several nodes has an engine is not known beforehand.
@@ -113,5 +114,5 @@ def _crowd(settings: Settings, here: float, everywhere: float) -> Crowd:
     """Return the most engines on a node, of as many as all nodes' GPUs would get."""
     # Starting the application reports settings that do not go together.
     with contextlib.suppress(SettingsError):
-        settings = with_counts(settings, int(everywhere))
+        settings = divided(settings, int(everywhere), {})
     return most_on_node(settings, here)

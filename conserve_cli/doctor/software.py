@@ -37,10 +37,8 @@ _TORCH_TIMEOUT_S = 180.0
 def installed() -> dict[str, Distribution]:
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -90,9 +88,6 @@ def _misfit(owner: str, requirement: Requirement, version: str | None) -> Iterat
     builds = (version, Version(version).public)
     if not any(requirement.specifier.contains(one, prereleases=True) for one in builds):
         yield wrong(owner, f"needs {wanted}, and {version} is installed", to_do)
-
-
-# --- vLLM and PyTorch -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

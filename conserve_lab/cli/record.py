@@ -34,6 +34,7 @@ def record(
     url: Url = URL,
     key: Key = None,
     tenant: Tenant = None,
+    model: Annotated[str | None, typer.Option(help="The model, where there are several.")] = None,
     max_size: Annotated[
         int,
         typer.Option(min=_LEAST_BYTES, help="Most bytes of FILE and FILE.1, the one before, both."),
@@ -50,7 +51,8 @@ def record(
         refuse(f"{file} exists; name a file that does not")
     try:
         written = RecordingFile(file, max_size, anonymous_tools=anonymous_tools)
-        asks = "" if tenant is None else f"&tenant={quote(tenant)}"
+        given = {"tenant": tenant, "model": model}
+        asks = "".join(f"&{name}={quote(one)}" for name, one in given.items() if one is not None)
         with suppress(KeyboardInterrupt), ended_by_signals(), application(url, key) as client:
             _follow(client, written, asks)
         written.close()

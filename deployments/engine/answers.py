@@ -35,8 +35,6 @@ class Answer:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _watching: asyncio.Task[None] | None = None
 
-    # --- the exchange that makes it ------------------------------------------------------------
-
     def receives(self, receive: Receive) -> Receive:
         """Return a ``receive`` whose client leaves when the answer is given up, and not before."""
 
@@ -68,8 +66,6 @@ class Answer:
         self._change()
         if self._watching is not None:
             self._watching.cancel()
-
-    # --- its reader ----------------------------------------------------------------------------
 
     def leave(self) -> None:
         self.left.set()

@@ -88,7 +88,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         settings: Settings,
         tier: RoleTier,
         deployment: str,
+        whole: Settings,
     ) -> None:
+        # ``whole`` has all models: a node has one LMCache server for all of their engines.
         self._inside = inside_of(role, settings, tier)
         # Another vLLM is refused here, before minutes of loading.
         apply_patches("server")
@@ -108,7 +110,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
         self._settings = settings
         self._tier = tier
         self._table = TableClient(context.app_name, deployment, settings)
-        self._node = NodeClient(context.app_name, settings)
+        self._node = NodeClient(context.app_name, whole)
         self._holdings = Holdings()
         self._desk = Desk(self._holdings, settings.idle_timeout_s)
         self._reporter = Reporter(self._id, self._table, self._desk, self._obey)
@@ -204,7 +206,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
 
     def _host_tokens(self, vllm_config: Any) -> int:
         settings = self._settings
-        size_gb = settings.lmcache.size_gb
+        # The node's models share its host memory.
+        size_gb = settings.lmcache.size_gb / max(1, len(settings.models))
         page = page_bytes(size_gb, settings.nodes == "several")
         return kept_tokens(size_gb, host_token_bytes(vllm_config, self._chunk, page))
 

@@ -54,7 +54,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
         try:
             if kind == "guidance":
-                problem = _wrong_for_guidance(text)
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
+                problem = llguidance.LLMatcher.validate_grammar(grammar) or None
             else:
                 problem = _unfit(kinds[kind](text), info.vocab_size)
         except Exception as error:
@@ -77,11 +78,6 @@ def _structural_tag(compiler: xgr.GrammarCompiler, tag: dict[str, Any]) -> xgr.C
 def _in_use() -> int:
     with open("/proc/self/statm") as pages:
         return int(pages.read().split()[5]) * resource.getpagesize()
-
-
-def _wrong_for_guidance(schema: str) -> str | None:
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-    return llguidance.LLMatcher.validate_grammar(grammar) or None
 
 
 def _unfit(compiled: Any, vocabulary: int) -> str | None:

@@ -71,16 +71,15 @@ class EngineHttp:
         host = ray.util.get_node_ip_address() if self._host == "node" else self._host
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.bind((host, 0))
-        server = uvicorn.Server(
-            uvicorn.Config(
-                self._turns,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=3600,
-                timeout_graceful_shutdown=5,
-            )
+        config = uvicorn.Config(
+            self._turns,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=3600,
+            timeout_graceful_shutdown=5,
         )
+        server = uvicorn.Server(config)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         while not server.started:
             if task.done():

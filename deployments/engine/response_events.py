@@ -105,8 +105,6 @@ class AgreeingResponse:
             return
         await self._send(message)
 
-    # --- An answer in one piece --------------------------------------------------------------
-
     async def _send_whole(self, start: Message, end: Message) -> None:
         body = b"".join(self._parts)
         try:
@@ -138,8 +136,6 @@ class AgreeingResponse:
         """Return a response with the members that vLLM leaves out."""
         given = {name: value for name, value in response.items() if bytes(value) != b"null"}
         return {**response, **self._more, **given}
-
-    # --- A stream ----------------------------------------------------------------------------
 
     async def _pass_on(self, message: Message) -> None:
         event = message.get("body", b"")

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from conserve import identity, wire
 from conserve.media import put_back
+from conserve.recognition.answers import read
 from deployments.engine.response_events import AgreeingResponse
 
 # Sent at a time, between other turns' tokens.
@@ -97,10 +98,6 @@ class _Entry:
     def size(self) -> int:
         return len(self.request) + len(self.response) + _ENTRY_BYTES
 
-    @property
-    def images_size(self) -> int:
-        return sum(len(text) for text in dict(self.images.values()).values())
-
     def told(self) -> bytes:
         """Return a `wire.StoredResponse` in JSON."""
         texts = {mark: image.text for mark, image in self.images.items()}
@@ -135,7 +132,8 @@ class ResponseStore:
     ) -> None:
         """Keep a response; ``images`` are what marks in the request stand for."""
         entry = _Entry(history_id, request, response, dict(images or {}))
-        if entry.size > self._room or entry.images_size > self._images_room:
+        images_size = sum(len(text) for text in dict(entry.images.values()).values())
+        if entry.size > self._room or images_size > self._images_room:
             return
         for mark, image in entry.images.items():
             entry.images[mark] = self._images.add(image)
@@ -200,10 +198,8 @@ class ResponseStore:
 
 
 def read_asked(request: bytes) -> Asked | None:
-    try:
-        return _ASKED.decode(request)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # The engine refuses it.
+    """Return what is read of a request; None: the engine refuses it."""
+    return read(_ASKED, request)
 
 
 def _left_out(asked: Asked, keeps: bool) -> dict[str, Any]:

@@ -174,8 +174,6 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
             raise OSError(errno.EDQUOT, "written_gb_per_day is spent")
         os.pwrite(self._granted, f"{left:39.0f} {now_s:39.3f}".encode(), 0)
 
-    # --- stores and look-ups ----------------------------------------------------------------------
-
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         size = sum(memoryview(one.byte_array).nbytes for one in objects)
         with self._lock:
@@ -215,8 +213,6 @@ class DiskTier(L2AdapterInterface):  # type: ignore[misc]  # LMCache ships no ty
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
         """Do nothing: what is removed before its load is computed."""
-
-    # --- loads ------------------------------------------------------------------------------------
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         task = self._begin(_LOADS)

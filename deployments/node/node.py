@@ -341,14 +341,10 @@ class CacheDirectory:
     async def start(self) -> str:
         """Listen on loopback; return the server's ``--coordinator-url``."""
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/instances", self._list),
-                web.post("/instances", self._register),
-                web.put("/instances/{id}/heartbeat", self._heartbeat),
-                web.delete("/instances/{id}", self._deregister),
-            ]
-        )
+        app.router.add_get("/instances", self._list)
+        app.router.add_post("/instances", self._register)
+        app.router.add_put("/instances/{id}/heartbeat", self._heartbeat)
+        app.router.add_delete("/instances/{id}", self._deregister)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

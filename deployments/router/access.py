@@ -84,6 +84,12 @@ def tenant_of(scope: Scope) -> str | None:
     return None if caller is None else caller.tenant
 
 
+def models_of(scope: Scope) -> tuple[str, ...]:
+    """Return the models that a request's key is limited to; none: it is for all."""
+    caller = caller_of(scope)
+    return () if caller is None else caller.models
+
+
 def _key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and token.strip():

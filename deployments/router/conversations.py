@@ -17,6 +17,7 @@ from deployments.router.errors import answer_response
 from deployments.router.operators import MOST_DIGITS
 from deployments.router.reading import read_short
 from deployments.table_client import TableClient
+from deployments.tables import Tables
 
 MOST_CALL_ID_CHARS = 128
 EVENTS = ("start", "end")
@@ -28,7 +29,7 @@ _SHORT_BYTES = 64 * 1024
 class Conversations:
     """The endpoints."""
 
-    def __init__(self, table: TableClient) -> None:
+    def __init__(self, table: TableClient | Tables) -> None:
         self._table = table
 
     def routes(self) -> list[Route]:
@@ -51,11 +52,25 @@ class Conversations:
 
     async def _cache(self, request: Request) -> Response:
         minutes = _number(request, "minutes", MOST_MINUTES, MOST_MINUTES)
-        return answer_response(await self._table.cache(minutes, _tenants(request)))
+        return answer_response(
+            await (self._one(request) if "model" in request.query_params else self._table).cache(
+                minutes, _tenants(request)
+            )
+        )
 
     async def _recording(self, request: Request) -> Response:
         after = _number(request, "after", 0, 10**MOST_DIGITS - 1, least=0)
-        return answer_response(await self._table.recording(after, _tenants(request)))
+        return answer_response(await self._one(request).recording(after, _tenants(request)))
+
+    def _one(self, request: Request) -> TableClient:
+        """Return the table of the model that a request is about; of several it has to name one."""
+        if isinstance(self._table, TableClient):
+            return self._table
+        table = self._table.of.get(request.query_params.get("model", ""))
+        if table is None:
+            names = " or ".join(self._table.of)
+            raise ApiError(400, f"model: there are several here; ask with {names}", param="model")
+        return table
 
     async def _show(self, request: Request) -> Response:
         found = await self._table.conversation(conversation_id(request))

@@ -54,7 +54,6 @@ _SEARCHED_FOR = ("previous_response_not_found", "response_not_found")
 
 
 def answer_response(answer: Answer, status: int = 200) -> Response:
-    """Return an answer as JSON."""
     return Response(msgspec.json.encode(answer), status, media_type="application/json")
 
 
@@ -74,7 +73,6 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 async def refuse(error: ApiError, own_headers: RawHeaders, send: Send, path: str) -> None:
-    """Answer with an error and nothing else."""
     response = error_response(error, path)
     response.raw_headers += own_headers
     # It is written whole, without a look at what comes.

@@ -1,11 +1,13 @@
 """The HTTP interface: what each path does, and how errors look."""
 
+import dataclasses
 import logging
 import re
 import time
-from collections.abc import Iterable
+from asyncio import gather
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -14,15 +16,17 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, request_response
 from starlette.types import Receive, Scope, Send
 
 from conserve import apis
-from conserve.errors import ApiError, unknown_model
+from conserve.encoders import Encoders
+from conserve.errors import ApiError
+from conserve.models import Names
 from conserve.settings import Settings
 from conserve.wire import TURN_SILENCE_S
 from deployments import answers
-from deployments.router.access import Access
+from deployments.router.access import Access, models_of
 from deployments.router.addons import RouterPart
 from deployments.router.conversations import Conversations
 from deployments.router.errors import (
@@ -33,12 +37,16 @@ from deployments.router.errors import (
     named,
 )
 from deployments.router.guard import Guard, with_headers
+from deployments.router.media import MediaReader
+from deployments.router.models import ByModel
 from deployments.router.openapi import Description
 from deployments.router.operators import Dashboard, Events, MetricsPaths, Probes
+from deployments.router.stored import StoredResponses
 from deployments.router.tokens import TokensEndpoint
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import Upstream
 from deployments.table_client import TableClient, TableUnavailable
+from deployments.tables import Tables
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,7 +72,7 @@ class FrontDoor:
         addons: add-ons' parts of this router.
 
     Attributes:
-        turns: the endpoint of turns, which hears of encoders and counting engines.
+        turns: the endpoint of each model's turns, which hears of encoders and counting engines.
         probes: knows whether turns should be sent here; the router tells it what it hears.
         refusing: whether the application ends, and takes no new turns.
 
@@ -75,7 +83,7 @@ class FrontDoor:
     def __init__(
         self,
         settings: Settings,
-        table: TableClient,
+        table: TableClient | Tables,
         router_id: str,
         addons: Iterable[RouterPart] = (),
     ) -> None:
@@ -83,20 +91,39 @@ class FrontDoor:
         self._access = Access(settings)
         self.probes = Probes(settings)
         self._settings = settings
+        self._names = names = Names(settings, time.monotonic())
         self._table = table
+        self._tables = (
+            table.of if isinstance(table, Tables) else dict.fromkeys(settings.each, table)
+        )
         self._started = int(time.time())
-        # How long prompt plus output may be; None until a decoder has said so.
-        self._max_model_len: int | None = None
+        # How long prompt plus output may be, of the models whose decoders have said so.
+        self._max_model_len: dict[str, int] = {}
         upstream = Upstream(TURN_SILENCE_S)
-        self.turns = turns = TurnEndpoint(settings, table, upstream, router_id)
-        stored = turns.stored
-        tokens = TokensEndpoint(settings, table, upstream, stored, turns.media)
+        # Any model may go on from any response.
+        stored = StoredResponses(settings, table, upstream)
+        media = MediaReader(settings, names)
+        self.turns: dict[str, TurnEndpoint] = {}
+        tokens: dict[str, TokensEndpoint] = {}
+        for model, own in settings.each.items():
+            reader = dataclasses.replace(media, settings=own, encoders=Encoders())
+            self.turns[model] = TurnEndpoint(
+                own, self._tables[model], upstream, router_id, stored, reader, table.finish
+            )
+            tokens[model] = TokensEndpoint(own, self._tables[model], upstream, stored, reader)
+
+        def by_model(path: str, serve: Callable[[str], Any]) -> Route:
+            own = [serve(model) for model in names.models]
+            apps = own if path in apis.TURN_PATHS else [*map(request_response, own)]
+            several = ByModel(settings, names, dict(zip(names.models, apps, strict=True)))
+            return Route(path, several if len(own) > 1 else own[0], methods=["POST"])
+
         get, post, delete = ["GET"], ["POST"], ["DELETE"]
         self._paths = Starlette(
             routes=[
-                *(Route(path, turns, methods=post) for path in apis.TURN_PATHS),
-                *(Route(path, tokens.serve, methods=post) for path in apis.TOKEN_PATHS),
-                Route(apis.COUNT_INPUT, tokens.count_input, methods=post),
+                *(by_model(path, self.turns.__getitem__) for path in apis.TURN_PATHS),
+                *(by_model(path, lambda one: tokens[one].serve) for path in apis.TOKEN_PATHS),
+                by_model(apis.COUNT_INPUT, lambda one: tokens[one].count_input),
                 Route("/v1/responses/{id}", stored.retrieve, methods=get),
                 Route("/v1/responses/{id}", stored.delete, methods=delete),
                 Route("/v1/responses/{id}/input_items", stored.input_items, methods=get),
@@ -113,7 +140,9 @@ class FrontDoor:
                 Route("/health", self._health, methods=get),
                 *self.probes.routes(),
                 *MetricsPaths(table).routes(),
-                Route("/openapi.json", Description(settings, table, upstream).serve, methods=get),
+                Route(
+                    "/openapi.json", Description(names.models, table, upstream).serve, methods=get
+                ),
             ],
             exception_handlers={
                 ApiError: _api_error,
@@ -151,41 +180,42 @@ class FrontDoor:
         await self._paths(scope, receive, send)
 
     async def _models(self, request: Request) -> Response:
+        models = self._names.allowed(models_of(request.scope), time.monotonic())
         if _ANTHROPIC_HEADER in request.headers:
-            cards = [await self._anthropic_card(name) for name in self._names]
-            return answer_response(answers.AnthropicModels(cards, False, cards[0].id, cards[-1].id))
-        return answer_response(answers.Models([await self._card(name) for name in self._names]))
+            cards = [await self._anthropic_card(model) for model in models]
+            first, last = (models[0], models[-1]) if models else (None, None)
+            return answer_response(answers.AnthropicModels(cards, False, first, last))
+        return answer_response(answers.Models([await self._card(model) for model in models]))
 
     async def _model(self, request: Request) -> Response:
-        model = request.path_params["model"]
-        if model not in self._names:
-            raise unknown_model(model, self._settings.model_id)
-        card = self._anthropic_card if _ANTHROPIC_HEADER in request.headers else self._card
-        return answer_response(await card(model))
-
-    @property
-    def _names(self) -> list[str]:
-        """The names of the model and its adapters."""
-        return [self._settings.model_id, *sorted(self.turns.media.adapters)]
+        asked = request.path_params["model"]
+        model, adapter = self._names.find(asked, models_of(request.scope), time.monotonic())
+        anthropic = _ANTHROPIC_HEADER in request.headers
+        return answer_response(
+            await (self._anthropic_card if anthropic else self._card)(
+                adapter.name if adapter else model
+            )
+        )
 
     async def _card(self, model: str) -> answers.Model:
-        return answers.Model(model, self._started, "conserve", await self._longest())
+        return answers.Model(model, self._started, "conserve", await self._longest(model))
 
     async def _anthropic_card(self, model: str) -> answers.AnthropicModel:
         started = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        longest = await self._longest()
+        longest = await self._longest(model)
         return answers.AnthropicModel(model, model, started, longest, longest)
 
-    async def _longest(self) -> int | None:
+    async def _longest(self, name: str) -> int | None:
         """Return how many tokens prompt plus output may have, which engines say."""
-        if self._max_model_len is None:
+        model, _ = self._names.find(name, (), time.monotonic())
+        if model not in self._max_model_len:
             try:
-                engines = await self._table.engines(soon=True)
+                engines = await self._tables[model].engines(soon=True)
             except TableUnavailable:
                 return None  # The model's name is known all the same.
-            longest = [engine.max_model_len for engine in engines if engine.hosts]
-            self._max_model_len = min(longest, default=None)
-        return self._max_model_len
+            if longest := [engine.max_model_len for engine in engines if engine.hosts]:
+                self._max_model_len[model] = min(longest)
+        return self._max_model_len.get(model)
 
     async def _engines(self, request: Request) -> Response:
         return answer_response(answers.Engines(await self._table.engines(exact=True)))
@@ -200,12 +230,38 @@ class FrontDoor:
         return answer_response(answers.EngineDraining(engine_id, left))
 
     async def _health(self, request: Request) -> Response:
-        alive = await self._table.health()
-        prefills = alive.prefillers > 0 or not self._settings.prefiller_replicas
-        healthy = prefills and alive.decoders > 0
-        status: Literal["ok", "unavailable"] = "ok" if healthy else "unavailable"
-        health = answers.Health(status=status, **msgspec.structs.asdict(alive))
-        return answer_response(health, 200 if healthy else 503)
+        each = self._settings.each
+        found = await gather(*(self._tables[model].health() for model in each))
+        alive = dict(zip(each, found, strict=True))
+        models: dict[str, Literal["ok", "unavailable"]] = {
+            model: "ok" if _serves(alive[model], own) else "unavailable"
+            for model, own in each.items()
+        }
+        status: Literal["ok", "unavailable"] = (
+            "ok" if "unavailable" not in models.values() else "unavailable"
+        )
+        health = answers.Health(
+            status=status,
+            models=models if len(models) > 1 else msgspec.UNSET,
+            **_summed([msgspec.structs.asdict(one) for one in alive.values()]),
+        )
+        return answer_response(health, 200 if status == "ok" else 503)
+
+
+def _serves(alive: answers.Alive, settings: Settings) -> bool:
+    prefills = alive.prefillers > 0 or not settings.prefiller_replicas
+    return prefills and alive.decoders > 0
+
+
+def _summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of counts, and of counts by name; what none has is left out."""
+    total: dict[str, Any] = {}
+    for name, value in (item for one in counts for item in one.items()):
+        if isinstance(value, dict):
+            total[name] = _summed([total.get(name) or {}, value])
+        elif value is not msgspec.UNSET:
+            total[name] = (total.get(name) or 0) + value
+    return total
 
 
 def _normalised(scope: Scope) -> str:

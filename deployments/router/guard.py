@@ -129,9 +129,11 @@ class Guard:
         return name is not None and self._is_ours(name)
 
     def _is_ours(self, name: str) -> bool:
+        address = address_of(name)
         return (
             is_loopback(name)
-            or _is_unspecified(name)
+            # By 0.0.0.0 or `::` a client reaches its own machine.
+            or (address is not None and address.is_unspecified)
             or name in _LOOPBACK_NAMES
             or name.endswith(_LOOPBACK_DOMAIN)
             or name in self._allowed
@@ -158,12 +160,6 @@ def _name_in(url: str) -> str | None:
     except ValueError:
         return None
     return None if name is None or parts.username is not None else name.removesuffix(".")
-
-
-def _is_unspecified(name: str) -> bool:
-    """Whether a name is 0.0.0.0 or ``::``, by which a client reaches its own machine."""
-    address = address_of(name)
-    return address is not None and address.is_unspecified
 
 
 def _preflight(origin: str, headers: Headers) -> Response:

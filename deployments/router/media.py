@@ -11,7 +11,6 @@ import ipaddress
 import json
 import socket
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import ResolveResult
 
-from conserve.adapters import Adapter, Adapters
 from conserve.encoders import Encoders
 from conserve.errors import ApiError, unfit
 from conserve.loopback import address_of
@@ -37,6 +35,7 @@ from conserve.media import (
     places,
     with_urls,
 )
+from conserve.models import Names
 from conserve.settings import Settings
 
 _FETCH_S = 20.0
@@ -71,22 +70,16 @@ class MediaReader:
     """Names the media of requests, and keeps what has to be kept of them, for its `encoders`.
 
     Attributes:
+        names: the application's models.
         kept: media that a tenant has sent, by ``url`` or ``uuid``, the tenant's salt, and that.
         types: media types of images that were decoded, by name.
     """
 
     settings: Settings
+    names: Names
     encoders: Encoders = field(default_factory=Encoders)
     kept: "_Kept" = field(default_factory=lambda: _Kept(_KEPT_BYTES))
     types: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
-
-    def __post_init__(self) -> None:
-        self._adapters = Adapters(self.settings, time.monotonic())
-
-    @property
-    def adapters(self) -> dict[str, Adapter]:
-        """Return the model's, by name."""
-        return self._adapters.all(time.monotonic())
 
     def named(
         self,
@@ -315,21 +308,17 @@ async def fetched(url: str, where: str, domains: Iterable[str], budget: FetchBud
         ):
             if response.status != 200:
                 raise unfit(where, f"could not be fetched: its server answered {response.status}")
-            return await _read(response, where, budget)
+            data = bytearray()
+            async for part in response.content.iter_any():
+                budget.take(len(part), where)
+                data += part
+            return bytes(data)
     except TimeoutError:
         raise unfit(where, f"could not be fetched within {_FETCH_S:g} s") from None
     except aiohttp.ClientError as error:
         if isinstance(error.__cause__, NotPublic):
             raise unfit(where, "is at an address that is not public") from None
         raise unfit(where, "could not be fetched: no connection to its server") from None
-
-
-async def _read(response: aiohttp.ClientResponse, where: str, budget: FetchBudget) -> bytes:
-    data = bytearray()
-    async for part in response.content.iter_any():
-        budget.take(len(part), where)
-        data += part
-    return bytes(data)
 
 
 class NotPublic(OSError):

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from conserve.apis import COUNT_INPUT, RESPONSES, TOKEN_PATHS, TURN_PATHS
 from conserve.errors import ApiError
-from conserve.settings import Settings
 from deployments.router import interface
 from deployments.router.tokens import by_leisure
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table_client import TableClient
+from deployments.tables import Tables
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -23,8 +23,8 @@ _SCHEMAS = "#/components/schemas/"
 class Description:
     """Serves the document, for which an engine is asked once."""
 
-    def __init__(self, settings: Settings, table: TableClient, upstream: Upstream) -> None:
-        self._settings = settings
+    def __init__(self, models: list[str], table: TableClient | Tables, upstream: Upstream) -> None:
+        self._models = models
         self._table = table
         self._upstream = upstream
         self._document: dict[str, Any] | None = None
@@ -32,7 +32,7 @@ class Description:
     async def serve(self, request: Request) -> Response:
         """Answer with the document; raises `ApiError` if no engine can be asked."""
         if self._document is None:
-            self._document = document(await self._engines_own(), self._settings.model_id)
+            self._document = document(await self._engines_own(), self._models)
         return JSONResponse(self._document)
 
     async def _engines_own(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Description:
         )
 
 
-def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
+def document(theirs: dict[str, Any], models: list[str]) -> dict[str, Any]:
     """Return the whole OpenAPI document, with ``theirs``: an engine's own."""
     schemas = copy.deepcopy(theirs.get("components", {}).get("schemas", {}))
     paths = copy.deepcopy(interface.PATHS)
@@ -57,7 +57,7 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
         body = copy.deepcopy(theirs["paths"][path]["post"]["requestBody"])
         paths[path]["post"]["requestBody"] = body
         for name in _refers(body):
-            _complete(schemas[name], path, model_id)
+            _complete(schemas[name], path, models)
     # The body is read as that of the turn.
     paths[COUNT_INPUT]["post"]["requestBody"] = paths[RESPONSES]["post"]["requestBody"]
     components = interface.COMPONENTS
@@ -74,10 +74,10 @@ def document(theirs: dict[str, Any], model_id: str) -> dict[str, Any]:
     }
 
 
-def _complete(schema: dict[str, Any], path: str, model_id: str) -> None:
+def _complete(schema: dict[str, Any], path: str, models: list[str]) -> None:
     """Add to vLLM's schema of a request what this router takes, sets and drops."""
     properties = schema["properties"]
-    properties["model"] = {"type": "string", "enum": [model_id]}
+    properties["model"] = {"type": "string", "enum": models}
     if path in TURN_PATHS:
         properties |= interface.BODY_FIELDS
         for name, field in interface.READ_FIELDS.items():

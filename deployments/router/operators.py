@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import hashlib
+import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,6 +29,7 @@ from deployments.messages import EventQuery
 from deployments.router.errors import answer_response
 from deployments.router.guard import is_here
 from deployments.table_client import TABLE_UP, TableClient, TableUnavailable
+from deployments.tables import Tables
 
 _GET = ["GET"]
 
@@ -48,16 +50,17 @@ class Probes:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._versions = answers.Versions(**installed(), model=settings.model_id)
+        self._versions = answers.Versions(**installed(), model=", ".join(settings.each))
         self._heard_s: float | None = None
-        self._can_serve = False
+        # By model. One that can be served is reason enough to send turns here.
+        self._can_serve: dict[str, bool] = {}
         self.draining = False
 
-    def heard(self, can_serve: bool | None) -> None:
-        """Note that the table answers; None: it does not know yet whether turns can be served."""
+    def heard(self, can_serve: bool | None, model: str = "") -> None:
+        """Note that a table answers; None: it does not know yet whether turns can be served."""
         self._heard_s = time.monotonic()
         if can_serve is not None:
-            self._can_serve = can_serve
+            self._can_serve[model] = can_serve
 
     def not_ready(self) -> str | None:
         """Return why no turn should be sent here now; None: this router can serve turns."""
@@ -67,7 +70,7 @@ class Probes:
             return "starting: the conversation table has not answered yet"
         if time.monotonic() - self._heard_s > SILENCE_S:
             return f"the conversation table has not answered for {SILENCE_S:g} s"
-        return None if self._can_serve else "no decoder can serve turns now"
+        return None if any(self._can_serve.values()) else "no decoder can serve turns now"
 
     def routes(self) -> list[Route]:
         return [
@@ -105,7 +108,7 @@ _LONGEST_S = 60.0
 class MetricsPaths:
     """Serves the table's metrics, and addresses of engines and LMCache servers that have theirs."""
 
-    def __init__(self, table: TableClient) -> None:
+    def __init__(self, table: TableClient | Tables) -> None:
         self._table = table
 
     def routes(self) -> list[Route]:
@@ -159,6 +162,8 @@ def _targets(engines: list[answers.Engine], *, here: bool) -> Iterator[answers.T
             continue
         # vLLM's own metrics have a label `engine`.
         labels = {"part": "engine", "role": engine.role, "replica": engine.id}
+        if engine.model:
+            labels["model"] = engine.model
         yield answers.Targets([address.netloc], labels)
         if on_loopback and engine.cache_metrics:
             caches.append(engine.cache_metrics)
@@ -173,6 +178,11 @@ def _targets(engines: list[answers.Engine], *, here: bool) -> Iterator[answers.T
 _LISTENERS = 16
 # After so long without an event, a comment shows that the stream lives.
 _QUIET_S = 10.0
+# For a listener that reads slowly; the logs are asked for no more until it has read.
+_MOST_UNSENT = 1024
+_LOOK_S = 1.0
+# Which log it is of, how far it is then, and what its listener gets.
+_Said = tuple[int, int, bytes]
 _BROWSERS_HEADER = "last-event-id"
 MOST_DIGITS = 18
 
@@ -182,17 +192,20 @@ class Events:
 
     An event's ``id`` is its number, its ``event`` the kind, and its ``data`` is JSON. A ``missed``
     event counts those that are no longer kept. A stream ends only with its router (``ends``); its
-    listener goes on at another one, from where it was.
+    listener goes on at another one, from where it was. With several models each has a log of its
+    own, an event says its ``model``, and an ``id`` has a number for each.
     """
 
-    def __init__(self, table: TableClient, ends: Callable[[], bool] = lambda: False) -> None:
-        self._table = table
+    def __init__(
+        self, table: TableClient | Tables, ends: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._tables = table.of if isinstance(table, Tables) else {"": table}
         self._ends = ends
         self._listeners = 0
 
     async def serve(self, request: Request) -> Response:
         """Answer a listener."""
-        after, kinds = _after(request), _kinds(request)
+        after, kinds = _after(request, len(self._tables)), _kinds(request)
         tenant, own_id = (request.query_params.get(name) for name in ("tenant", "conversation"))
         conversation_id = None if own_id is None else identity.scoped(tenant, own_id)
         if self._listeners >= _LISTENERS:
@@ -200,42 +213,77 @@ class Events:
                 429, f"{_LISTENERS} listen already; try again later", "too_many_listeners",
                 retry_after_s=30,
             )  # fmt: skip
-        told = self._told(EventQuery(after, kinds, tenant, conversation_id))
+        queries = [EventQuery(one, kinds, tenant, conversation_id) for one in after]
+        told = self._told(queries)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(told, media_type="text/event-stream", headers=headers)
 
-    async def _told(self, query: EventQuery) -> AsyncIterator[bytes]:
+    async def _told(self, queries: list[EventQuery]) -> AsyncIterator[bytes]:
+        """Yield what the logs tell, each as it comes, from where its query begins."""
         self._listeners += 1
+        said: asyncio.Queue[_Said] = asyncio.Queue(_MOST_UNSENT)
+        # How far the listener is, by log.
+        seen = [query.after or 0 for query in queries]
+        follow = [
+            asyncio.ensure_future(self._follow(said, place, model, query))
+            for place, (model, query) in enumerate(zip(self._tables, queries, strict=True))
+        ]
         try:
             # Headers are sent with the first words.
             yield b": events\n\n"
             while not self._ends():
+                for task in follow:
+                    if task.done():
+                        # It failed, and the stream with it: its listener comes again.
+                        task.result()
                 try:
-                    page = await self._table.events(query)
-                except TableUnavailable:
-                    yield b": the conversation table is being restarted\n\n"
-                    await asyncio.sleep(1)
+                    place, seen[place], text = await asyncio.wait_for(said.get(), _LOOK_S)
+                except TimeoutError:
                     continue
-                if page.missed:
-                    yield b'event: missed\ndata: {"events":%d}\n\n' % page.missed
-                for number, kind, data in page.events:
-                    yield b"id: %d\nevent: %b\ndata: %b\n\n" % (number, kind.encode(), data)
-                if query.after is not None and not page.events:
-                    yield b": nothing new\n\n"
-                # At first, without a wait: where the log is now.
-                query = dataclasses.replace(query, after=page.newest, patience_s=_QUIET_S)
+                if text.startswith((b":", b"event: missed")):
+                    yield text
+                elif text:
+                    yield b"id: %b\n%b" % ("-".join(map(str, seen)).encode(), text)
         finally:
             self._listeners -= 1
+            for task in follow:
+                task.cancel()
+
+    async def _follow(
+        self, said: "asyncio.Queue[_Said]", place: int, model: str, query: EventQuery
+    ) -> None:
+        whose = b'"model":%b,' % json.dumps(model).encode() if model else b""
+        while True:
+            at = query.after or 0
+            try:
+                page = await self._tables[model].events(query)
+            except TableUnavailable:
+                await said.put((place, at, b": the conversation table is being restarted\n\n"))
+                await asyncio.sleep(1)
+                continue
+            if page.missed:
+                missed = b'event: missed\ndata: {"events":%d}\n\n' % page.missed
+                await said.put((place, at, missed))
+            for number, kind, data in page.events:
+                event = b"event: %b\ndata: {%b%b\n\n" % (kind.encode(), whose, data[1:])
+                await said.put((place, number, event))
+            quiet = query.after is not None and not page.events
+            await said.put((place, page.newest, b": nothing new\n\n" if quiet else b""))
+            # At first, without a wait: where the log is now.
+            query = dataclasses.replace(query, after=page.newest, patience_s=_QUIET_S)
 
 
-def _after(request: Request) -> int | None:
-    """Return the number after which to begin; None: with what happens from now on."""
+def _after(request: Request, logs: int) -> list[int | None]:
+    """Return the numbers after which to begin, by log; None: with what happens from now on."""
     text = request.headers.get(_BROWSERS_HEADER) or request.query_params.get("after")
     if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        return [None] * logs
+    numbers = text.split("-")
+    plain = all(one.isascii() and one.isdigit() and len(one) <= MOST_DIGITS for one in numbers)
+    if not plain or len(numbers) not in (1, logs):
         raise ApiError(400, "after must be the number of an event", param="after")
-    return int(text)
+    # A single one may be 0, for all that is kept.
+    return [int(one) for one in (numbers if len(numbers) == logs else numbers * logs)]
 
 
 def _kinds(request: Request) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from conserve.errors import ApiError
 from conserve.histories.kinship import LEAST_SYSTEM_TOKENS
 from conserve.recognition import Digest
 from conserve.recognition.apis import messages_of, tools_of
+from conserve.recognition.normal import is_system
 from conserve.turn import TurnStats
 from deployments.router.request import ClientRequest
 from deployments.router.upstream import EngineUnreachable, Upstream
@@ -38,7 +39,6 @@ _WRITE_IT_OTHERWISE = (
 # With these a completion's prompt is not what its token ids are.
 _ALTER_IDS = ("prompt_embeds", "truncate_prompt_tokens")
 _NO_TOOLS = ("none", {"type": "none"})
-_LEADING = ("system", "developer")
 # Some templates refuse a chat without a message of the user's. Neither begins as the other does.
 _DIFFERENT = ("a", "7")
 # After that the engine that computes the prompt encodes by itself, as it does without encoders.
@@ -118,16 +118,12 @@ class SystemLengths:
     async def length(self, request: ClientRequest, counted: CountedPrompt, url: str) -> int:
         """Return a turn's system part's length in tokens; 0: it has none, or is not counted."""
         system = None if request.chain is None else request.chain.system
-        if (
-            system is None
-            or counted.prompt_tokens < LEAST_SYSTEM_TOKENS
-            or request.size > _MOST_BYTES
-        ):
+        fits = counted.prompt_tokens >= LEAST_SYSTEM_TOKENS and request.size <= _MOST_BYTES
+        if system is None or not fits or not self._exact:
             return 0
         body = request.body
-        if not self._exact or any(body.get(name) for name in _WRITE_IT_OTHERWISE):
-            return 0
-        if body.get("tool_choice") in _NO_TOOLS:
+        otherwise = any(body.get(name) for name in _WRITE_IT_OTHERWISE)
+        if otherwise or body.get("tool_choice") in _NO_TOOLS:
             return 0
         known = self._lengths.get(system)
         if known is None:
@@ -152,7 +148,7 @@ class SystemLengths:
             chat["chat_template"] = request.body["chat_template"]
         if tools := tools_of(request.path, request.body):
             chat["tools"] = tools
-        leading = [*takewhile(_is_leading, given[:-1])]
+        leading = [*takewhile(is_system, given[:-1])]
         bodies = (
             chat | {"messages": [*leading, {"role": "user", "content": text}]}
             for text in _DIFFERENT
@@ -164,10 +160,6 @@ class SystemLengths:
             (begun,) = check.prompts
             length, prompt = _common_length(prompt[:length], begun), begun
         return length
-
-
-def _is_leading(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in _LEADING
 
 
 def _common_length(one: list[int], other: list[int]) -> int:

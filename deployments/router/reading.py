@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from conserve import budget, media
 from conserve.apis import COMPLETIONS, DETOKENIZE, TOKENIZE
-from conserve.errors import ApiError, unknown_model
+from conserve.errors import ApiError
 from conserve.media import Lifted
 from conserve.settings import Settings
 from deployments.router.errors import CODINGS, UNKNOWN_CODING
@@ -76,6 +76,11 @@ async def understood(
     if len(lifted.raw) + more <= _SMALL_BYTES:
         return function(*arguments)
     return await _aside(function, *arguments)
+
+
+async def aside(function: Callable[[bytes], _T], raw: bytes) -> _T:
+    """Call a function that reads a body, in a thread if it is long."""
+    return function(raw) if len(raw) <= _UNPACED_BYTES else await _aside(function, raw)
 
 
 async def _aside(
@@ -189,13 +194,8 @@ async def read_short(request: Request, most_bytes: int, empty: bytes = b"") -> A
     return _parsed(whole_characters(raw) or empty)
 
 
-def read_json(
-    raw: bytes, path: str, settings: Settings, adapters: Collection[str] = ()
-) -> tuple[bytes, dict[str, Any]]:
-    """Parse a body, unless it holds too much to be parsed, or asks for another model.
-
-    Args:
-        adapters: the names of the model's.
+def read_json(raw: bytes, path: str) -> tuple[bytes, dict[str, Any]]:
+    """Parse a body, unless it holds too much to be parsed.
 
     Returns:
         Its JSON in whole characters, and the object.
@@ -207,17 +207,12 @@ def read_json(
     body = _parsed(raw)
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    model = body.get("model", settings.model_id)
-    if not isinstance(model, str | None):
+    if not isinstance(body.get("model"), str | None):
         raise ApiError(400, "model must be a string", param="model")
-    if model not in (None, settings.model_id) and model not in adapters:
-        raise unknown_model(model, settings.model_id)
     return raw, body
 
 
-def read_lifted(
-    lifted: Lifted, path: str, settings: Settings, adapters: Collection[str] = ()
-) -> dict[str, Any]:
+def read_lifted(lifted: Lifted, path: str, settings: Settings) -> dict[str, Any]:
     """Parse a body as `read_json` does, with the data of its media out of the parser's way.
 
     What was set aside and is no data of media is put back.
@@ -229,7 +224,7 @@ def read_lifted(
         longest = min(longest, budget.MOST_TOKENIZE_BYTES)
     if len(lifted.raw) > longest:
         raise too_long(longest)
-    lifted.raw, body = read_json(lifted.raw, path, settings, adapters)
+    lifted.raw, body = read_json(lifted.raw, path)
     if not lifted.spans:
         return body
     served = set() if path == COMPLETIONS else media.marks(body, path)
@@ -238,7 +233,7 @@ def read_lifted(
         lifted.drop(stray)
         if len(lifted.raw) > longest:
             raise too_long(longest)
-        lifted.raw, body = read_json(lifted.raw, path, settings, adapters)
+        lifted.raw, body = read_json(lifted.raw, path)
     return body
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,7 @@ from conserve.recognition.normal import without_billing_header
 from conserve.served import as_served, resolved
 from conserve.settings import Settings
 from deployments.messages import TurnTenant
-from deployments.router.access import caller_of, tenant_of
+from deployments.router.access import caller_of, models_of, tenant_of
 from deployments.router.errors import request_id_of
 from deployments.router.media import MediaReader, NotFetched
 from deployments.router.reading import (
@@ -168,9 +169,8 @@ def _understood(
 ) -> ClientRequest:
     path, caller, settings = scope["path"], caller_of(scope), media.settings
     tenant, salt = (None, None) if caller is None else (caller.tenant, caller.cache_salt)
-    adapters = media.adapters
-    body = read_lifted(lifted, path, settings, adapters)
-    adapter = adapters.get(body.get("model") or "")
+    body = read_lifted(lifted, path, settings)
+    _, adapter = media.names.find(body.get("model"), models_of(scope), time.monotonic())
     asked = resolved(path, body)
     budget.check(asked, path)
     if path == RESPONSES and body.get(PREVIOUS) is not None:
@@ -259,7 +259,7 @@ def _forwarded(body: dict[str, Any], settings: Settings) -> dict[str, Any]:
     extra = own.get("vllm_xargs")
     if isinstance(extra, dict) and any(name in extra for name in _NOT_FORWARDED):
         own["vllm_xargs"] = {k: v for k, v in extra.items() if k not in _NOT_FORWARDED}
-    if own.get("model") is None:
+    if own.get("model") != settings.model_id:
         own["model"] = settings.model_id
     return own
 

@@ -32,7 +32,8 @@ from deployments.router import addons
 from deployments.router.certificate import Certificate
 from deployments.router.frontdoor import FrontDoor
 from deployments.router.listener import Listener
-from deployments.table_client import TableClient, TableUnavailable
+from deployments.table_client import TableUnavailable
+from deployments.tables import Tables, tables_of
 from deployments.upstream import sigterm_exits
 from deployments.upstream.patch import require
 from deployments.upstream.patches import apply_patches
@@ -141,16 +142,19 @@ class Router:
         self._handles = engines
         self._timeouts: Timeouts | None = None
         self._settings = settings
-        self._table = TableClient(context.app_name, deployment, settings)
+        table = tables_of(context.app_name, deployment, settings)
+        self._tables = (
+            table.of if isinstance(table, Tables) else dict.fromkeys(settings.each, table)
+        )
         self._id = context.replica_id.unique_id
         self._addons = addons.parts(context.app_name, deployment, settings)
         if settings.nodes == "one":
             # LMCache's server comes up while engines load. If it does not, engines say so; a router
             # that starts again serves without it.
             NodeClient(context.app_name, settings).prepare()
-        self._door = FrontDoor(settings, self._table, self._id, self._addons)
+        self._door = FrontDoor(settings, table, self._id, self._addons)
         loop = asyncio.get_running_loop()
-        self._beating = loop.create_task(self._beat())
+        self._beating = [loop.create_task(self._beat(one)) for one in self._tables]
         application = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
         listener = Listener(application, settings.host, settings.port, deployment)
         # A certificate that is not usable is said before anything of the port is taken.
@@ -178,11 +182,13 @@ class Router:
     async def _engines_are_there(self) -> None:
         """Wait until turns can be served, before another deployment's routers are replaced.
 
-        At once, unless the engines have another model: then the table has none yet.
+        At once, unless engines have another model: then its table has none yet.
         """
         while True:
             with contextlib.suppress(TableUnavailable):
-                if any(engine.hosts for engine in await self._table.engines(soon=True)):
+                asked = (table.engines(soon=True) for table in self._tables.values())
+                found = await asyncio.gather(*asked)
+                if all(any(engine.hosts for engine in engines) for engines in found):
                     return
             await asyncio.sleep(BEAT_S)
 
@@ -190,7 +196,7 @@ class Router:
         """Serve replaces the replica when this raises."""
         if self._serving.done():
             raise RuntimeError("the router's HTTP server has ended")
-        if self._beating.done():
+        if any(one.done() for one in self._beating):
             raise RuntimeError("the router's beats to the conversation table have ended")
         if self._door.draining:
             raise RuntimeError("the router was told to end by a signal: another one takes over")
@@ -212,16 +218,18 @@ class Router:
         await self._drain.run()
         await self._serving
 
-    async def _beat(self) -> None:
+    async def _beat(self, model: str) -> None:
+        """Beat to a model's table, and with the first one's to add-ons' actors."""
+        parts = self._addons if model == next(iter(self._tables)) else []
         while True:
             try:
-                for part in self._addons:
+                for part in parts:
                     part.beat()
                 # A router that ends may be of an earlier deployment.
                 timeouts = None if self._door.draining else self._timeouts
-                heard = await self._table.router_beat(self._id, timeouts)
-                self._door.turns.hear(heard)
-                self._door.probes.heard(heard.can_serve)
+                heard = await self._tables[model].router_beat(self._id, timeouts)
+                self._door.turns[model].hear(heard)
+                self._door.probes.heard(heard.can_serve, model)
             except TableUnavailable as error:
                 logger.warning("router: %s", error)
             except Exception:

@@ -25,6 +25,7 @@ from deployments.router.errors import answer_response
 from deployments.router.reading import lifted_text, most_bytes, understood
 from deployments.router.upstream import EngineUnreachable, Upstream
 from deployments.table_client import TableClient
+from deployments.tables import Tables
 
 # Routers give no other ids, and these may stand in a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -40,7 +41,7 @@ class StoredResponses:
     """Finds responses at the decoders that have given them."""
 
     settings: Settings
-    table: TableClient
+    table: TableClient | Tables
     upstream: Upstream
 
     async def with_history(self, lifted: Lifted, tenant: str | None) -> str | None:

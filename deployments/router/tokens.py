@@ -170,32 +170,37 @@ def by_leisure(engines: Iterable[answers.Engine]) -> list[answers.Engine]:
 def _tokenize(
     salt: str | None, media: MediaReader, lifted: Lifted, fetched: Mapping[str, bytes] | None = None
 ) -> bytes:
-    body = read_lifted(lifted, TOKENIZE, media.settings, media.adapters)
+    body = read_lifted(lifted, TOKENIZE, media.settings)
     budget.check_tokenize(body, len(lifted.raw))
     own = media.named(_of_the_model(body, media), TOKENIZE, lifted, salt, fetched)
     return lifted.put_back(changed_body(lifted.raw, body, own))
 
 
 def _detokenize(salt: str | None, media: MediaReader, lifted: Lifted) -> bytes:
-    raw = lifted.put_back(lifted.raw)
-    raw, body = read_json(raw, DETOKENIZE, media.settings, media.adapters)
+    raw, body = read_json(lifted.put_back(lifted.raw), DETOKENIZE)
     budget.check_detokenize(body)
     return changed_body(raw, body, _of_the_model(body, media))
 
 
 def _of_the_model(body: dict[str, Any], media: MediaReader) -> dict[str, Any]:
-    """Return a body that asks for the model itself, whose tokenizer its adapters have."""
-    return {**body, "model": media.settings.model_id} if body.get("model") else body
+    """Return a body that names the model itself; `ApiError` (404) if it asks for an unknown one.
+
+    Keys' limits do not count, since its tokens are no secret.
+    """
+    if (asked := body.get("model")) is not None:
+        media.names.find(asked, (), time.monotonic())
+        body = {**body, "model": media.settings.model_id}
+    return body
 
 
 def _count_tokens(
     salt: str | None, media: MediaReader, lifted: Lifted, fetched: Mapping[str, bytes] | None = None
 ) -> bytes:
     settings = media.settings
-    body = read_lifted(lifted, COUNT_TOKENS, settings, media.adapters)
+    body = read_lifted(lifted, COUNT_TOKENS, settings)
     budget.check(body, COUNT_TOKENS)
     # vLLM's error, where there is no name, is one of the server's.
-    own = as_served({**body, "model": settings.model_id}, COUNT_TOKENS)
+    own = as_served({**_of_the_model(body, media), "model": settings.model_id}, COUNT_TOKENS)
     if "billing_header" in settings.volatile_text:
         own = without_billing_header(COUNT_TOKENS, own)
     own = media.named(own, COUNT_TOKENS, lifted, salt, fetched)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,10 @@ class TurnEndpoint:
     table: TableClient
     upstream: Upstream
     router_id: str
+    stored: StoredResponses
+    media: MediaReader
+    # Ends a conversation, with all models that it has used.
+    finish: Callable[[str], None]
     homes: Homes = field(default_factory=Homes)
     # Those that can count a prompt; each next one is asked by another turn.
     counters: deque[CountingEngine] = field(default_factory=deque)
@@ -90,8 +94,6 @@ class TurnEndpoint:
 
     def __post_init__(self) -> None:
         self.systems = SystemLengths(self.upstream, self.settings.volatile_text)
-        self.stored = StoredResponses(self.settings, self.table, self.upstream)
-        self.media = MediaReader(self.settings)
         self.encoding = Encoding(self.upstream, self.media.encoders)
         self.spans: Spans | None = None
         if self.settings.tracing.url is not None:
@@ -184,6 +186,7 @@ class Turn:
         self._router_id = endpoint.router_id
         self._counter, self._numbers = endpoint.counter, endpoint.numbers
         self._lost_engine = endpoint.lost
+        self._finish = endpoint.finish
 
         # The request, and what its client has of the answer.
         record: StreamRecord | None = None
@@ -225,7 +228,7 @@ class Turn:
         if self._span is not None:
             self._span.end(turn, stats, self._phases.all, self._request.model_name)
         if (self._request.final or self._request.one_off) and self._history_id is not None:
-            self._table.finish(self._history_id)
+            self._finish(self._history_id)
 
     async def _serve(self) -> None:
         if self._span is not None:

@@ -31,10 +31,7 @@ from hetero.energy import EnergyBook, EngineEnergy
 # Names in the event of a turn's end, and of the record's fields.
 _AT_END = (
     *lines.COMPUTED,
-    ("engine_wait_s", "engine_wait_s"),
-    ("engine_wait_for", "engine_wait_for"),
-    ("kept_tokens", "kept_tokens"),
-    ("kept_s", "kept_s"),
+    *((name, name) for name in ("engine_wait_s", "engine_wait_for", "kept_tokens", "kept_s")),
 )
 
 # A decoder reports a turn's end within milliseconds of its router; see `Accounts.observed`.
@@ -50,6 +47,7 @@ class Accounts:
         cache: sums of what turns had computed, and why.
         recording: what a recorder gets of turns, while there is one.
         why: of each live history whose last turn was slow for a known reason, that reason.
+        unlogged: turns whose clients had all before their decoders have told of the end, and when.
     """
 
     _table: ConversationTable
@@ -66,8 +64,7 @@ class Accounts:
         self.cache = CacheAccount()
         self.recording = Recording()
         self.why: dict[str, str] = {}
-        # Turns whose routers saw them end before their decoders reported it, and when that was.
-        self._unlogged: dict[TurnKey, tuple[float, TurnStats]] = {}
+        self.unlogged: dict[TurnKey, tuple[float, TurnStats]] = {}
         observed = Observed(
             self._table, self._admission, self._registry, self._autoscaler, self._events,
             self._costs,
@@ -86,8 +83,6 @@ class Accounts:
     def render_metrics(self) -> bytes:
         self.look()
         return self.metrics.render()
-
-    # --- a conversation's life ---------------------------------------------------------------
 
     def bound(self, admitted: Admitted) -> None:
         if not admitted.newly_bound:
@@ -218,7 +213,6 @@ class Accounts:
             self.metrics.cold_prefill_tokens.inc(done.prefilled_tokens)
 
     def advanced(self, turn: TurnKey, stats: TurnStats, decoder_id: str) -> None:
-        """Note that a turn is complete."""
         self._admission.queue.served(turn.history_id, stats.computed_tokens)
         stats.why = why = why_slow(stats) if stats.began_s else None
         if why is None:
@@ -271,30 +265,26 @@ class Accounts:
             self._tenants.turn(stats.tenant, stats.outcome or "failed")
         self.metrics.observed(stats, ttfet_s)
 
-    def has_observed(self, turn: TurnKey) -> bool:
-        """Whether its client had all before its decoder has told of its end."""
-        return turn in self._unlogged
-
     def _log(self, turn: TurnKey | None, stats: TurnStats) -> None:
         """Write a turn's line, or have that wait for its decoder's report, which tells why."""
         history = None if turn is None else self._table.get(turn.history_id)
         if turn is not None and history is not None:
             if stats.outcome == "completed" and history.finished < turn.turn_id:
-                self._unlogged[turn] = time.monotonic(), stats
+                self.unlogged[turn] = time.monotonic(), stats
                 return
             if history.finished == turn.turn_id:
                 stats.why = self.why.get(history.id)
         lines.log_turn(turn, stats)
 
     def _log_observed(self, turn: TurnKey, why: str | None = None) -> None:
-        if turn in self._unlogged:
-            _, stats = self._unlogged.pop(turn)
+        if turn in self.unlogged:
+            _, stats = self.unlogged.pop(turn)
             stats.why = why
             lines.log_turn(turn, stats)
 
     def log_late(self, now_s: float) -> None:
         """Write the lines of turns whose decoders have not reported their ends in time."""
-        for turn, (since_s, _) in list(self._unlogged.items()):
+        for turn, (since_s, _) in list(self.unlogged.items()):
             if now_s - since_s < _LATE_S:
                 break  # So are those after it.
             self._log_observed(turn)
@@ -317,8 +307,6 @@ class Accounts:
             self._autoscaler.conversation_ended(
                 max(0.0, unix_s() - history.created_s), last.prompt_tokens + last.output_tokens
             )
-
-    # --- engines -----------------------------------------------------------------------------
 
     def charge(self, engine: EngineInfo, energy: EngineEnergy) -> None:
         """An engine says what its GPUs have used; conversations get their shares of it."""

@@ -28,11 +28,9 @@ def _text_tokens(registry: Registry) -> Samples:
 
 
 def _slots(read: Callable[[EngineInfo], int]) -> Callable[[Registry], Samples]:
-    def samples(registry: Registry) -> Samples:
-        engines = [one for one in registry.infos if one.sm_slots]
-        return [(one.id, one.role, read(one)) for one in engines] or None
-
-    return samples
+    return lambda registry: (
+        [(one.id, one.role, read(one)) for one in registry.infos if one.sm_slots] or None
+    )
 
 
 def _scheduler(

@@ -84,14 +84,18 @@ def log_to(path: Path, format_: Format) -> None:
     root.propagate = False
 
 
-def log_in_session(format_: Format) -> None:
-    """Log to this actor's application's file of Ray's session; without Ray, nowhere."""
+def log_in_session(format_: Format, model: str = "") -> None:
+    """Log to this actor's application's file of Ray's session; without Ray, nowhere.
+
+    With several models each has a file, which its ``model`` names.
+    """
     if not ray.is_initialized():
         return
     context = ray.get_runtime_context()
     # By `deployments.detached.actor_name` it is conserve:APPLICATION:...
     application = (context.get_actor_name() or "::").split(":")[1]
-    name = f"conserve_{re.sub(r'[^A-Za-z0-9_.-]', '_', application)}.log"
+    own = "_".join(filter(None, (application, model)))
+    name = f"conserve_{re.sub(r'[^A-Za-z0-9_.-]', '_', own)}.log"
     folder = os.path.join(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
     try:
         log_to(Path(folder, name), format_)

@@ -43,7 +43,6 @@ class Recovery:
 
     @property
     def age_s(self) -> float:
-        """How long ago the table started."""
         return time.monotonic() - self.started_s
 
     @property
@@ -119,7 +118,8 @@ class Membership:
         self.room.admit()
         return forget
 
-    def lost(self, engine_id: str, why: str) -> None:
+    def lost(self, engine_id: str, why: str | None = None) -> None:
+        """End what an engine runs that is gone; without ``why`` it has left by itself."""
         engine = self.registry.engines.get(engine_id)
         if engine is None:
             return
@@ -134,7 +134,7 @@ class Membership:
         if not engine.leaving:
             self.registry.leave(engine)
             logger.info("%s %s is leaving", engine.info.role, engine_id)
-        if not self.registry.has_routers and self.recovery.age_s > SILENCE_S:
+        if not self.registry.router_beats_s and self.recovery.age_s > SILENCE_S:
             # Routers belong to a new deployment, with a table of its own: no turn comes here.
             return False
         prefills = False
@@ -193,10 +193,7 @@ class Membership:
             self.room.admit()
 
     def left(self, engine_id: str) -> None:
-        engine = self.registry.engines.get(engine_id)
-        if engine is not None:
-            self.running.engine_lost(engine_id)
-            self.accounts.engine_gone(engine.info, len(self._remove(engine_id)))
+        self.lost(engine_id)
 
     def _remove(self, engine_id: str) -> list[str]:
         unbound = self.registry.remove(engine_id)

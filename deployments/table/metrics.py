@@ -45,11 +45,11 @@ class Described(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A counter, and what a turn's record adds to it."""
+    """A counter, and what a turn's record adds to it: by default, its field of that name."""
 
     name: str
     help: str
-    read: Callable[[TurnStats], float]
+    read: Callable[[TurnStats], float] | None = None
 
 
 HANDED_OFF = (
@@ -78,28 +78,18 @@ HANDED_OFF = (
     ),
 )  # fmt: skip
 COMPLETED = (
-    Counted(
-        "encoded_images", "Images that engines encoded for completed turns.",
-        attrgetter("encoded_images"),
-    ),
+    Counted("encoded_images", "Images that engines encoded for completed turns."),
     Counted(
         "node_images",
         "Images of completed turns that engines took from their node's memory, encoded.",
-        attrgetter("node_images"),
     ),
-    Counted(
-        "prompt_tokens", "Prompt tokens of completed turns, history included.",
-        attrgetter("prompt_tokens"),
-    ),
+    Counted("prompt_tokens", "Prompt tokens of completed turns, history included."),
     Counted(
         "decoder_cached_tokens",
         "Prompt tokens of completed turns found in the decoder's own prefix cache.",
-        attrgetter("decoder_cached_tokens"),
     ),
-    Counted(
-        "output_tokens", "Tokens generated in completed turns.", attrgetter("output_tokens"),
-    ),
-)  # fmt: skip
+    Counted("output_tokens", "Tokens generated in completed turns."),
+)
 
 
 class Metrics:
@@ -139,7 +129,7 @@ class Metrics:
             return Histogram(name, help, labels, buckets=buckets, registry=self._registry)
 
         self._completed, self._handed_off = (
-            [(counter(name, help), read) for name, help, read in rows]
+            [(counter(name, help), read or attrgetter(name)) for name, help, read in rows]
             for rows in (COMPLETED, HANDED_OFF)
         )
         self.cold_prefills = counter(
@@ -211,7 +201,6 @@ class Metrics:
         )
 
     def completed(self, stats: TurnStats) -> None:
-        """Count a turn that is complete."""
         for counted, read in self._completed:
             counted.inc(read(stats))
         for stage, took_s in stats.stages_s.items():
@@ -224,7 +213,6 @@ class Metrics:
             counted.inc(read(stats))
 
     def observed(self, stats: TurnStats, ttfet_s: float | None) -> None:
-        """Count how a client was served."""
         self.turns.labels(stats.outcome).inc()
         self.continued.inc(stats.continued)
         if stats.in_time is not None and stats.outcome != "cancelled":
@@ -319,11 +307,6 @@ def _memory(read: Callable[[Memory], Samples]) -> Callable[[Observed], Samples]:
 def _waiting(seen: Observed) -> Samples:
     counts = Counts(why for _, why in seen.admission.waiting(unix_s()))
     return [(why, counts[why]) for why in WHYS]
-
-
-def _pressures(seen: Observed) -> Samples:
-    window = seen.admission.window
-    return [] if window is None else asdict(window.pressure).items()
 
 
 def _needed(seen: Observed) -> Samples:
@@ -429,7 +412,8 @@ TABLE: tuple[Row[Observed], ...] = (
         "Pressures, from 0 to 1: of KV that is computed again (kv); and, which the window follows, "
         "of CPUs of the machine that environments run on (cpu), and of tools that take longer "
         "while many run (tools).",
-        ("of",), _pressures,
+        ("of",),
+        lambda seen: asdict(window.pressure).items() if (window := seen.admission.window) else (),
     ),
     Row(
         GAUGE, "conserve_tools_running",
@@ -474,8 +458,6 @@ TABLE: tuple[Row[Observed], ...] = (
     ),
 )  # fmt: skip
 
-
-# --- the application ------------------------------------------------------------------------------
 
 BUILD: tuple[Row[str], ...] = (
     Row(

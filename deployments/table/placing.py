@@ -87,7 +87,7 @@ class Placing:
         with self.gate.arriving(tenant):
             while (other := self.room.pending.get(history_id)) is not None:
                 await asyncio.wait([other.settled])
-        if self.registry.router_is_lost(asked.router_id):
+        if asked.router_id in self.registry.lost_routers:
             return refusals.UNAVAILABLE
         if over := self.gate.conversation_over(tenant, history_id, unix_s()):
             return self._over_limit(tenant, over)
@@ -127,8 +127,6 @@ class Placing:
         if first is None and explicit_id not in self.room.pending:
             return explicit_id
         return identity.further(explicit_id, next(self._numbers))
-
-    # --- those that are bound nowhere --------------------------------------------------------
 
     async def _place(
         self, pending: PendingTurn, asked: BeginTurn, prompt_tokens: int, opening: Opening

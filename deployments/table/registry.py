@@ -49,6 +49,8 @@ class Registry:
     Attributes:
         last_beat_s: when any engine or router was heard of.
         parked_before: what a predecessor knew of host memory, until there is an engine with some.
+        router_beats_s: when each router was heard of.
+        lost_routers: those that were lost, and not heard of since: their clients are gone.
     """
 
     def __init__(self, table: ConversationTable, now_s: float) -> None:
@@ -57,8 +59,8 @@ class Registry:
         self.last_beat_s = now_s
         self.parked_before: list[Parked] = []
         self._starting: dict[str, tuple[EngineStarting, float]] = {}
-        self._router_beats_s: dict[str, float] = {}
-        self._lost_routers: set[str] = set()
+        self.router_beats_s: dict[str, float] = {}
+        self.lost_routers: set[str] = set()
         # Routers that a decoder has lost, and not heard of since.
         self._suspects: set[str] = set()
 
@@ -158,8 +160,6 @@ class Registry:
         engines = (self.engines[id_].info for id_ in ids)
         return [CountingEngine(one.id, one.url, one.max_model_len) for one in engines]
 
-    # --- what decoders are told --------------------------------------------------------------
-
     def note_forgotten(self, decoder_id: str, history_id: str, incarnation: int) -> None:
         """Have a decoder told, with its next beat, to forget a history."""
         decoder = self.engines.get(decoder_id)
@@ -169,37 +169,29 @@ class Registry:
 
     # --- routers -----------------------------------------------------------------------------
 
-    @property
-    def has_routers(self) -> bool:
-        return bool(self._router_beats_s)
-
     def router_beat(self, router_id: str, now_s: float) -> None:
-        self.last_beat_s = self._router_beats_s[router_id] = now_s
-        self._lost_routers.discard(router_id)
+        self.last_beat_s = self.router_beats_s[router_id] = now_s
+        self.lost_routers.discard(router_id)
         self._suspects.discard(router_id)
 
     def remove_router(self, router_id: str) -> None:
-        del self._router_beats_s[router_id]
-        self._lost_routers.add(router_id)
+        del self.router_beats_s[router_id]
+        self.lost_routers.add(router_id)
         self._suspects.discard(router_id)
-
-    def router_is_lost(self, router_id: str) -> bool:
-        """Whether it was lost, and not heard of since: its client is gone."""
-        return router_id in self._lost_routers
 
     def router_is_silent(self, router_id: str, now_s: float) -> bool:
         """Return whether a router has missed beats. It is not lost for that yet."""
-        beat_s = self._router_beats_s.get(router_id)
+        beat_s = self.router_beats_s.get(router_id)
         return beat_s is None or now_s - beat_s > _MISSED_S
 
     def suspect(self, router_id: str) -> None:
         """Wait less long for a router whose connections have broken."""
-        if router_id in self._router_beats_s:
+        if router_id in self.router_beats_s:
             self._suspects.add(router_id)
 
     def silent_routers(self, now_s: float) -> list[str]:
         return [
             one
-            for one, beat_s in self._router_beats_s.items()
+            for one, beat_s in self.router_beats_s.items()
             if now_s - beat_s > (_SUSPECT_S if one in self._suspects else SILENCE_S)
         ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -53,7 +53,10 @@ class TenantGate:
     table: ConversationTable
     queue: Queue
     _arriving: Counter[str] = field(default_factory=Counter)
-    _pending: dict[str, set[PendingTurn]] = field(default_factory=dict)
+    # By tenant; None: there are no keys.
+    _pending: defaultdict[str | None, set[PendingTurn]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
 
     @contextlib.contextmanager
     def arriving(self, tenant: TurnTenant | None) -> Iterator[None]:
@@ -68,16 +71,10 @@ class TenantGate:
             self._arriving[tenant.name] -= 1
 
     def pends(self, pending: PendingTurn) -> None:
-        name = identity.tenant_of(pending.history_id)
-        if name is not None:
-            self._pending.setdefault(name, set()).add(pending)
+        self._pending[identity.tenant_of(pending.history_id)].add(pending)
 
     def settled(self, pending: PendingTurn) -> None:
-        name = identity.tenant_of(pending.history_id)
-        if name is not None:
-            self._pending.get(name, set()).discard(pending)
-
-    # --- what can be asked -------------------------------------------------------------------
+        self._pending[identity.tenant_of(pending.history_id)].discard(pending)
 
     def turn_over(self, tenant: TurnTenant | None) -> Over | None:
         """Return the limit that one more turn would break, whatever its conversation is."""
@@ -128,10 +125,8 @@ class TenantGate:
             return Over("held_tokens", allowed, _CONVERSATION_S)
         return None
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _unbound(self, name: str) -> list[PendingTurn]:
-        return [one for one in self._pending.get(name, ()) if not one.has_room]
+        return [one for one in self._pending[name] if not one.has_room]
 
     def _tokens(self, name: str) -> int:
         """Count the tokens that are held, and those that queued turns ask for."""
@@ -150,8 +145,6 @@ class Room:
     gate: TenantGate
     pending: dict[str, PendingTurn] = field(default_factory=dict)
 
-    # --- pending turns -----------------------------------------------------------------------
-
     @contextlib.contextmanager
     def placing(self, history_id: str, *, chat: bool) -> Iterator[PendingTurn]:
         """Keep a turn pending within the block; other turns of its history wait for its end."""
@@ -164,8 +157,6 @@ class Room:
             del self.pending[history_id]
             self.gate.settled(pending)
             pending.settled.set_result(None)
-
-    # --- room --------------------------------------------------------------------------------
 
     def admit(self, rested: str | None = None) -> None:
         for admitted in self.admission.admit(unix_s(), rested):

@@ -7,20 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from conserve import direct
 from conserve.clock import unix_s
 from conserve.conversations import ConversationTable
-from conserve.direct import (
-    LEASE_S,
-    Alone,
-    Began,
-    Digested,
-    Ended,
-    Happened,
-    Notice,
-    Rejoined,
-    Report,
-    Stored,
-)
 from conserve.histories.prefixes import mark
 from conserve.history import History
 from conserve.placement import Coming
@@ -182,7 +171,7 @@ class RunningTurns:
     def is_unsent(self, turn: TurnKey, digest: bytes, decoder_id: str) -> None:
         """Keep the place of an answer that has ended, until its router says that it was sent."""
         router_id = self.routers.get(turn)
-        if digest and router_id and not self.accounts.has_observed(turn):
+        if digest and router_id and turn not in self.accounts.unlogged:
             self.unsent[turn] = Unsent(digest, decoder_id, router_id)
             asyncio.get_running_loop().call_later(SILENCE_S, self.unsent.pop, turn, None)
 
@@ -262,7 +251,7 @@ logger = logging.getLogger("conserve.table")
 # How long to wait for decoders to say what they have done. To list or end conversations, or to
 # begin a turn beside another: as long as a decoder may begin turns. To move a conversation: as long
 # as a decoder may be silent.
-LOOK_S, MOVE_S = LEASE_S, SILENCE_S
+LOOK_S, MOVE_S = direct.LEASE_S, SILENCE_S
 
 
 @dataclass(eq=False)
@@ -281,7 +270,7 @@ class Listeners:
         self._notices = self.table.notices
         self._notices.tell = self._has_news
 
-    async def hear(self, decoder_id: str, registration: int, heard: int) -> Notice | None:
+    async def hear(self, decoder_id: str, registration: int, heard: int) -> direct.Notice | None:
         """Return what is new for a decoder, at once or within a beat; None: it has to register."""
         if not self._notices.is_current(decoder_id, registration):
             return None
@@ -319,7 +308,7 @@ class Listeners:
             self._waiting.difference_update(waiting)
         return not left
 
-    def report(self, decoder_id: str, registration: int, report: Report) -> bool | None:
+    def report(self, decoder_id: str, registration: int, report: direct.Report) -> bool | None:
         """Take a report; returns what `Table.report` does."""
         if not self._notices.is_current(decoder_id, registration):
             return None
@@ -338,17 +327,17 @@ class Listeners:
         for turn in self._begun.pop(decoder_id, set()):
             self.running.ends(turn, None)
 
-    def _happened(self, event: Happened, decoder_id: str) -> None:
+    def _happened(self, event: direct.Happened, decoder_id: str) -> None:
         turn = event.turn
-        if isinstance(event, Alone):
+        if isinstance(event, direct.Alone):
             self.running.is_alone(turn, event.digest)
-        elif isinstance(event, Stored):
+        elif isinstance(event, direct.Stored):
             self.running.stored(turn, event.tokens)
-        elif isinstance(event, Digested):
+        elif isinstance(event, direct.Digested):
             self.running.accounts.recording.note(turn, unix_s(), blocks=event.blocks)
-        elif isinstance(event, Rejoined):
+        elif isinstance(event, direct.Rejoined):
             self.running.rejoined(turn, event.router_id)
-        elif isinstance(event, Began):
+        elif isinstance(event, direct.Began):
             if self.table.began(turn, decoder_id, unix_s(), event.parks):
                 url = self.registry.engines[decoder_id].info.url
                 plan = TurnPlan(turn, decoder_id, url, later=True, parks=event.parks)
@@ -357,7 +346,7 @@ class Listeners:
         else:
             self._ended(event, decoder_id)
 
-    def _ended(self, event: Ended, decoder_id: str) -> None:
+    def _ended(self, event: direct.Ended, decoder_id: str) -> None:
         turn = event.turn
         self._begun[decoder_id].discard(turn)
         if not event.completed or event.stats is None:

@@ -71,7 +71,7 @@ class TableService(Table):
     def __init__(self, settings: Settings, queue_limit: int = QUEUE_LIMIT) -> None:
         # In microseconds: above all ids of turns and events that an earlier table gave.
         first_id = time.time_ns() // 1000
-        lines.log_in_session(settings.log.format)
+        lines.log_in_session(settings.log.format, settings.slug)
         self._events = EventLog(unix_s, first_id, told=lines.log_event)
         policies = room_policies(
             settings.queue_timeout_s,

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -187,7 +188,6 @@ def _last_turn(history: History, why: Mapping[str, str]) -> answers.Turn | None:
 
 
 def engine_view(known: Engine, table: ConversationTable) -> answers.Engine:
-    """Return one engine, what it holds and what it does."""
     engine, load = known.info, known.load
     decoder = table.decoders.get(engine.id)
     prefiller = table.prefillers.get(engine.id)
@@ -278,41 +278,27 @@ async def list_recent(
     """
     live = table.live()
     beginning = "" if tenant is None else identity.scoped(tenant, "")
-    newest: list[tuple[float, int, History]] = []
-    # The count makes entries differ, so that no two histories are compared.
-    count = itertools.count(0, -1)
+    newest: list[History] = []
     # The most recently used history of each conversation that has several.
     several: dict[str, History] = {}
-
-    def take(history: History) -> None:
-        entry = (history.last_used_s, next(count), history)
-        if len(newest) < limit:
-            heapq.heappush(newest, entry)
-        elif history.last_used_s > newest[0][0]:
-            heapq.heappushpop(newest, entry)
-
+    used_s = attrgetter("last_used_s")
     for part in _slices(live, _LOOKED_AT):
-        least_s = newest[0][0] if len(newest) == limit else float("-inf")
+        least_s = newest[-1].last_used_s if len(newest) == limit else float("-inf")
         for history in part:
             if history.last_used_s > least_s and history.id.startswith(beginning):
                 if table.has_several(history.id):
                     name = identity.conversation_of(history.id)
-                    other = several.setdefault(name, history)
-                    if history.last_used_s > other.last_used_s:
-                        several[name] = history
-                    continue
-                take(history)
-                if len(newest) == limit:
-                    least_s = newest[0][0]
+                    several[name] = max(several.get(name, history), history, key=used_s)
+                else:
+                    newest.append(history)
+        newest = sorted(newest, key=used_s, reverse=True)[:limit]
         await asyncio.sleep(0)
     for part in _slices(list(several.values()), _LOOKED_AT):
-        for history in part:
-            take(history)
+        newest = sorted([*newest, *part], key=used_s, reverse=True)[:limit]
         await asyncio.sleep(0)
-    newest.sort(reverse=True)
     parts = []
     # A conversation that got its second history meanwhile may be there twice.
-    names = dict.fromkeys(identity.conversation_of(one.id) for _, _, one in newest)
+    names = dict.fromkeys(identity.conversation_of(one.id) for one in newest)
     for shown in _slices([*names], _SHOWN):
         for name in shown:
             view = conversation_view(name, table, now_s, why)
@@ -326,9 +312,6 @@ async def list_recent(
 
 def _slices(whole: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
     return (whole[at : at + length] for at in range(0, len(whole), length))
-
-
-# --- for what runs conversations' tools -----------------------------------------------------------
 
 
 def standings(

@@ -91,11 +91,9 @@ def _message(item: Any, before: Message | None) -> Any:
         # The engine takes it for no message either; it is kept whole, so that it counts.
         return [item]
     content = _content(item.get("content"))
-    return (
-        _merged("content", content, before)
-        if role == "assistant"
-        else {"role": role, "content": content}
-    )
+    if role == "assistant":
+        return _merged("content", content, before)
+    return {"role": role, "content": content}
 
 
 def _merged(name: str, value: Any, before: Message | None) -> Message | None:

@@ -356,7 +356,7 @@ function fillEngine(element, engine, holds) {
   element.dataset.letter = engine.letter;
   if (engine.gone) element.dataset.gone = engine.gone;
   else delete element.dataset.gone;
-  setText(top.children[1], `${engine.role || "engine"} ${engine.id}`);
+  setText(top.children[1], `${engine.model ? `${engine.model}: ` : ""}${engine.role || "engine"} ${engine.id}`);
   setText(top.children[2], engineNow(engine));
   const hosts = engine.hosts ?? engine.role === "decoder";
   bar.hidden = foot.hidden = Boolean(engine.gone) || !hosts || !engine.capacity;

@@ -73,7 +73,7 @@ export function setEngines(state, listed, at) {
     const known = state.engines.get(one.id);
     if (known?.gone && known.at > at - 3) continue;
     engineOf(state, one.id, {
-      role: one.role, hosts: one.hosts, capacity: one.capacity_tokens, held: one.held_tokens,
+      role: one.role, model: one.model, hosts: one.hosts, capacity: one.capacity_tokens, held: one.held_tokens,
       conversations: one.conversations, load: one.load, queued: one.queued_tokens,
       leaving: one.leaving, tier: one.tier, gone: null,
     });
@@ -204,7 +204,7 @@ export function apply(state, event) {
     return;
   }
   const conversation = conversationOf(state, event.conversation, event.tenant, event.at);
-  const history = historyOf(state, conversation, event.history ?? null);
+  const history = historyOf(state, conversation, event.history ?? event.model ?? null);
   if (event.at >= conversation.last) conversation.last = event.at;
   history.since = event.at;
   handle(state, event, history, conversation);
@@ -406,7 +406,7 @@ const HANDLERS = {
 
   engine_ready(state, event) {
     engineOf(state, event.engine, {
-      role: event.role, capacity: event.capacity_tokens, gone: null, why: null, at: event.at,
+      role: event.role, model: event.model, capacity: event.capacity_tokens, gone: null, why: null, at: event.at,
     });
   },
 

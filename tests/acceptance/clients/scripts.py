@@ -103,6 +103,17 @@ SCRIPTS = {
     "bash": _calls("bash", "command"),
     "submit": _calls("bash", "command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     "claude-code": _calls("Bash", "command"),
+    "claude-code-helper": Script(
+        belongs='"name": "Bash"',
+        steps=(
+            Step(
+                "A helper has a look first.",
+                "Agent",
+                (("description", "look"), ("prompt", "Look."), ("subagent_type", "looker")),
+            ),
+            *_calls("Bash", "command").steps,
+        ),
+    ),
     "codex": _calls("exec_command", "cmd"),
     "aider": Script(
         belongs="*file listing* format",

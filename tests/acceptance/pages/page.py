@@ -60,7 +60,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """Where its text goes."""
+        """Name of the file that its text is written to; None: it is written to none."""
         return self.how.removeprefix("file: ") if self.how.startswith("file: ") else None
 
     @property

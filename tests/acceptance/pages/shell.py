@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 
 from conserve.embedded import model_path
 from conserve.launch import Launch, _adopt_orphans
@@ -45,6 +46,11 @@ _MAKE = f'#!/bin/bash\nexec {shutil.which("make")} -o .venv/.installed "$@"\n'
 
 
 class _Server(Launch):
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def interrupt(self) -> None:
         """Interrupt its shell and all that runs there, like Ctrl-C in a terminal."""
         assert self._process is not None
@@ -107,20 +113,36 @@ class Shell:
             self._serve(block, log)
             return
         with log.open("wb") as output:
-            status = subprocess.run(
+            process = subprocess.Popen(
                 self._command(block), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env=self._environment, timeout=_RUN_S, check=False,
-            ).returncode  # fmt: skip
+                env=self._environment,
+            )  # fmt: skip
+            deadline_s = time.monotonic() + _RUN_S
+            while (status := process.poll()) is None and time.monotonic() < deadline_s:
+                self._reap(but=process.pid)
+                time.sleep(0.2)
+            process.kill()
         said = log.read_text(errors="replace")
         _log.info("line %d:\n%s%s", block.line, block.text, said)
         assert status == 0, f"line {block.line} ended with {status}: {said[-_LAST_CHARACTERS:]}"
+
+    def _reap(self, but: int) -> None:
+        """Wait for what earlier blocks have left in the background, as their shell would.
+
+        Until then what has ended is there yet, to a block that waits for its end.
+        """
+        server = None if self._server is None else self._server.pid
+        for one in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess, ChildProcessError):
+                if one.pid not in (but, server) and one.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(one.pid, os.WNOHANG)
 
     def _serve(self, block: Block, log: Path) -> None:
         self.end()
         self._server = _Server([], log, self._environment, self._command(block))
         self._server.__enter__()
         port = re.search(r"\bport=(\d+)|$", block.text)[1] or 8000
-        url = f"http{'s' if 'tls' in block.text else ''}://127.0.0.1:{port}/ready"
+        url = f"http{'s' if 'tls' in block.text else ''}://127.0.0.1:{port}/health"
         deadline_s = time.monotonic() + START_S
         while not _answers(url):
             late = not self._server.running or time.monotonic() > deadline_s

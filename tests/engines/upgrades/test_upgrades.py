@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -119,7 +121,7 @@ def address_of_ray() -> str:
     raise AssertionError("no Ray runs")
 
 
-async def deploy(settings: dict[str, str], folder: Path) -> None:
+async def deploy(settings: Mapping[str, Any], folder: Path) -> None:
     """Deploy with these settings and the code in this folder, and wait until all of it runs."""
     environment = {
         **os.environ,

@@ -84,10 +84,11 @@ def test_a_files_adapters_come_and_go_and_those_of_settings_stay(
     given = [Adapter(name, "/b", DIGEST) for name in ("a", "b", "conserve-embedded")]
     keyfile.write(file, AdapterFile(1, given))
     assert adapters.all(0.5) == {"a": own}
-    # Neither another's name nor the model's is taken from them.
-    assert adapters.all(1.5) == {"a": own, "b": given[1]}
+    # Theirs is not taken from them.
+    known = {"a": own, "b": given[1], "conserve-embedded": given[2]}
+    assert adapters.all(1.5) == known
     file.write_text("{")
-    assert adapters.all(3.0) == {"a": own, "b": given[1]}
+    assert adapters.all(3.0) == known
     file.unlink()
     assert adapters.all(4.5) == {"a": own}
 

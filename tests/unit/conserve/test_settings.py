@@ -253,7 +253,7 @@ def test_adapters_are_settings_of_the_model_and_no_arguments_of_vllm() -> None:
     assert load(given("adapters_file=a.json")).adapts
     assert not load({}).adapts
     assert "is no name for an adapter" in refusal("adapters.a@b=/a")
-    assert "the model's own name" in refusal("adapters.m=/a served_model_name=m")
+    assert "is a name of the model" in refusal("adapters.m=/a served_model_name=m")
     assert "adapters cannot be set with" in refusal("adapters.a=/a engine_scheduler=lane")
 
 

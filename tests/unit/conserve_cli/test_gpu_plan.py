@@ -1,6 +1,9 @@
 """`conserve serve` on a machine with GPUs: what it says before anything starts."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -9,9 +12,11 @@ from conserve.settings import load
 from conserve_cli import launching
 from conserve_cli.serve import cli
 from deployments.gpu_plans import here
+from hetero.container import HostMemory
+from tests.checkout import ROOT
 from tests.nvml.standin import Machine
 from tests.unit.hetero.planned import written
-from tests.unit.hetero.shapes import QWEN3_8B
+from tests.unit.hetero.shapes import QWEN3_06B, QWEN3_8B
 
 
 @pytest.fixture
@@ -62,6 +67,52 @@ def test_two_cards_have_an_engine_each(machine: Machine, model: str) -> None:
     assert known in " ".join(text.split())
     assert "Host memory for KV:" in text
     assert "SM slots" not in text
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_the_plans_of_two_models_in_the_docs_are_what_is_printed(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int
+) -> None:
+    machine.keep_gpus(cards)
+    for gpu in machine.gpus:
+        gpu.be_an_h100()
+        gpu.memory_bytes = 81_559 << 20
+    (tmp_path / "Qwen").mkdir()
+    for name, config, size in (
+        ("Qwen3-8B", QWEN3_8B, 16_381_470_720), ("Qwen3-0.6B", QWEN3_06B, 1_503_300_328),
+    ):  # fmt: skip
+        folder = written(tmp_path / "Qwen" / name, config, size)
+        for file in ("model.safetensors", "tokenizer.json"):
+            (folder / file).touch()
+    monkeypatch.chdir(tmp_path)
+    memory = HostMemory(512 << 30, 480 << 30)
+    monkeypatch.setattr("deployments.gpu_plans.host_memory", lambda: memory)
+    page = (ROOT / "docs/guides/models.md").read_text()
+    file = re.search(r"gpus\.yaml -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert file is not None
+    (tmp_path / "models.yaml").write_text(file[1])
+    text = said("--config", "models.yaml")
+    shown = " ".join(text[text.index("2 models on") :].split())
+    assert shown in " ".join(page.split())
+
+
+def test_problems_of_several_models_name_theirs(machine: Machine) -> None:
+    models: dict[str, dict[str, Any]] = {"a": {"gpus": 2}, "b": {"engine": {"max_modle_len": 1}}}
+    for one in models.values():
+        one["model"] = "embedded"
+    lines = said(f"models={json.dumps(models)}", status=2).splitlines()
+    assert lines[0].startswith("gpus: 2 for a + 1 for b = 3 are asked for, and Ray has 2; ask for")
+    assert lines[1].startswith("models.b.engine.max_modle_len: vLLM has no such engine argument")
+    machine.fail_to_open(9)
+    (line,) = said('models={"a": {"model": "embedded", "gpus": 2}}', status=2).splitlines()
+    assert line.startswith("models.a.gpus: 2 are asked for, and this machine shows none")
+
+
+def test_a_plan_of_several_models_on_cpus_has_the_sum(machine: Machine) -> None:
+    models = {"a": {"model": "embedded", "prefillers": 0}, "b": {"model": "embedded"}}
+    text = words(f"models={json.dumps(models)}", "device=cpu")
+    assert "No GPU: 2 a decoders x (0.0 weights + 1.0 KV space) + 1 b prefillers x (" in text
+    assert "= 5.0 GiB on the CPU. Host memory for KV: 2 GiB a node" in text
 
 
 SLOTS = (

@@ -11,6 +11,7 @@ from conserve.settings import Settings, SettingsError, load
 from conserve_tools.routes import EnvironmentClient, EnvironmentPaths
 from deployments.router.addons import RouterPart
 from deployments.router.frontdoor import FrontDoor
+from tests.unit.deployments.stub_table import StubTable
 
 OF = "/v1/conversations/a%2Fb/environments"
 PATHS = (
@@ -37,7 +38,7 @@ class Manager(EnvironmentClient):
 
 
 def client(*parts: RouterPart) -> httpx.AsyncClient:
-    door = FrontDoor(Settings(), None, "router", parts)  # type: ignore[arg-type]
+    door = FrontDoor(Settings(), StubTable(), "router", parts)
     return httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://127.0.0.1:8000")
 
 

@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import uvicorn
 
+from conserve.models import Names
 from conserve.settings import Settings
 from deployments.router.media import MediaReader
 from deployments.router.request import ClientRequest, read_request
+from deployments.router.stored import StoredResponses
+from deployments.router.turn import TurnEndpoint
 
 
 def ask(
@@ -85,6 +88,10 @@ def told(sent: list[Any]) -> tuple[int, dict[str, str], bytes]:
     return sent[0]["status"], headers, b"".join(one.get("body", b"") for one in sent[1:])
 
 
+def a_reader(settings: Settings) -> MediaReader:
+    return MediaReader(settings, Names(settings, 0.0))
+
+
 def read_turn(
     path: str, *parts: Any, settings: Settings | None = None, stored: Any = None, **scope: Any
 ) -> ClientRequest:
@@ -93,7 +100,7 @@ def read_turn(
     Raises:
         ApiError: the router refuses it.
     """
-    media = MediaReader(settings or Settings())
+    media = a_reader(settings or Settings())
     return asyncio.run(read_request(scope_of(path=path, **scope), receiver(*parts), media, stored))
 
 
@@ -109,3 +116,10 @@ def listening(config: uvicorn.Config) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def turn_endpoint(settings: Settings, table: Any, upstream: Any, router: str) -> TurnEndpoint:
+    """Return a router's endpoint of turns of a single model."""
+    stored = StoredResponses(settings, table, upstream)
+    finish = getattr(table, "finish", None)
+    return TurnEndpoint(settings, table, upstream, router, stored, a_reader(settings), finish)  # type: ignore[arg-type]

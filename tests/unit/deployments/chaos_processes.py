@@ -29,10 +29,10 @@ from deployments.engine.reporter import LoadMeter, Reporter
 from deployments.engine.turns import EngineTurns
 from deployments.engine.vision.images import FailedImages
 from deployments.messages import Checked, EngineInfo
-from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
 from deployments.table.table import QUEUE_LIMIT, TableService
 from deployments.table_client import TableClient, TableUnavailable
+from tests.unit.deployments.asgi import turn_endpoint
 
 _CALL_S = 0.001
 # Until a request has come to an engine, and until that has understood it.
@@ -565,7 +565,7 @@ class Router(Process):
     def __post_init__(self) -> None:
         self.table = Caller(self.cluster, self)
         upstream: Any = Upstream(self.cluster)
-        self.turns = TurnEndpoint(self.cluster.settings, self.table, upstream, self.name)
+        self.turns = turn_endpoint(self.cluster.settings, self.table, upstream, self.name)
         self.start(self._beat())
 
     async def _beat(self) -> None:

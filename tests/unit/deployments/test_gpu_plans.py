@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conserve.settings import Settings, SettingsError, load
-from deployments.gpu_plans import planned_on_cpus
+from deployments.gpu_plans import counted, planned_on_cpus
 from hetero.cpu_plan import CpuPlan
 from tests.unit.hetero.planned import written
 from tests.unit.hetero.shapes import SMOLVLM_2B
@@ -70,3 +70,35 @@ def test_encoders_are_refused_for_a_model_that_reads_text_only(tmp_path: Path) -
     assert planned(tmp_path, SEES, encoders=1)[0].encoders.replicas == 1
     with pytest.raises(SettingsError, match="reads text only, so there is nothing to encode; set"):
         planned(tmp_path, READS, encoders=1)
+
+
+def test_several_models_are_planned_together_and_problems_name_theirs(tmp_path: Path) -> None:
+    folders = {name: str(written(tmp_path / name, READS)) for name in ("a", "b")}
+    few = {"decoders": 1, "prefillers": 0, "lmcache.size_gb": 0.1, "engine.max_model_len": 128}
+    models: dict[str, dict[str, Any]] = {name: {"model": path} for name, path in folders.items()}
+    settings, plan = planned_on_cpus(load({**few, "models": models}))
+    assert [own.engine["dtype"] for own in settings.each.values()] == ["bfloat16"] * 2
+    assert [term.split(" x ")[0] for term in plan.terms] == ["1 a decoders", "1 b decoders"]
+    models["b"]["encoders"] = 1
+    with pytest.raises(SettingsError, match=r"^models\.b\.encoders: b reads text only"):
+        planned_on_cpus(load({**few, "models": models}))
+    models = {"a": {"model": "embedded"}, "b": {"model": "embedded"}}
+    models["b"]["engine"] = {"block_size": 512}
+    with pytest.raises(SettingsError, match=r"^engine\.block_size: .*128 tokens for a, 512 tokens"):
+        planned_on_cpus(load({"models": models}))
+
+
+def test_gpus_of_several_models_are_counted_by_their_weights(tmp_path: Path) -> None:
+    large = READS | {"num_hidden_layers": 60}
+    models = {
+        "small": {"model": str(written(tmp_path / "small", READS))},
+        "large": {"model": str(written(tmp_path / "large", large))},
+    }
+    found = counted(load({"models": models}), 8).each
+    assert found["small"].decoders.replicas == 1
+    assert found["large"].decoders.replicas == 6
+    with pytest.raises(SettingsError, match=r"^models\.small\.decoders\.num_gpus: 2: a worker has"):
+        counted(
+            load({"models": {**models, "small": {**models["small"], "decoders": {"num_gpus": 2}}}}),
+            8,
+        )

@@ -83,6 +83,13 @@ def test_a_model_that_lacks_files(
     assert line.endswith("; download it anew")
 
 
+def test_each_models_files_are_checked(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    models = {"a": {}, "b": {"model": str(model)}, "c": {"profile": "none"}}
+    lines = refused(models=models)
+    assert [line.split(": ")[0] for line in lines] == ["models.c.profile", "models.b.model"]
+
+
 # --- Ports ----------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,13 @@ QWEN3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+QWEN3_06B: dict[str, Any] = QWEN3_8B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
 QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
     "hidden_size": 2048,
     "intermediate_size": 6144,

@@ -69,8 +69,9 @@ async def test_an_altered_vllm_is_refused_before_an_engine_starts(
     tier = SimpleNamespace(sm_slots=None)
     with pytest.raises(PatchError) as refused:
         await Server.__init__(
-            object.__new__(Server), {}, role="decoder", settings=settings, tier=tier, deployment=""
-        )
+            object.__new__(Server), {}, role="decoder", settings=settings, tier=tier, deployment="",
+            whole=settings,
+        )  # fmt: skip
     said = str(refused.value)
     assert said.startswith(f"patch {patch} is for vllm ==0.32.0, and vllm ")
     assert f"{name} (" in said

@@ -314,7 +314,7 @@ def noted_event(number: int, text: str, created: int, noted: bool) -> bytes:
 
 def endpoint_of(table: FakeTable, engines: FakeEngines, **settings: Any) -> TurnEndpoint:
     """Return a router's endpoint of turns between these."""
-    endpoint = TurnEndpoint(load(settings), table, engines, "router")  # type: ignore[arg-type]
+    endpoint = asgi.turn_endpoint(load(settings), table, engines, "router")
     endpoint.counters.append(TOKENIZER)
     return endpoint
 

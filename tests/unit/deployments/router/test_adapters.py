@@ -14,11 +14,10 @@ from conserve.errors import ApiError
 from conserve.settings import Settings, load
 from conserve.tenants import Caller, Limits
 from deployments.router import tokens
-from deployments.router.media import MediaReader
 from deployments.router.reading import Lifted
 from deployments.router.request import ClientRequest
 from tests.adapter_files import make_adapter
-from tests.unit.deployments.asgi import ask, read_turn
+from tests.unit.deployments.asgi import a_reader, ask, read_turn
 from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable
 
@@ -91,7 +90,7 @@ def test_tokens_are_the_models_own(settings: Settings) -> None:
     for path, body in bodies.items():
         judged, _ = tokens._JUDGED[path]
         raw = json.dumps({**body, "model": "a"}).encode()
-        assert json.loads(judged(None, MediaReader(settings), Lifted(raw)))["model"] == MODEL
+        assert json.loads(judged(None, a_reader(settings), Lifted(raw)))["model"] == MODEL
 
 
 def test_they_are_listed_as_models(settings: Settings) -> None:

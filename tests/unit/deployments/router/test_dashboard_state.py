@@ -89,6 +89,16 @@ def first_turn(decoder: str = "a", conversation: str = "c") -> list[tuple[Any, .
     ]  # fmt: skip
 
 
+def test_a_conversation_has_a_history_with_each_model(tmp_path: Path) -> None:
+    begun = [
+        event("place", 10 + at, decoder=decoder, tokens=4, new=True, model=model)
+        for at, (decoder, model) in enumerate((("a", "big"), ("b", "small")))
+    ]
+    found = told(tmp_path, *begun)["conversations"]["c"]
+    assert [one["homes"] for one in found["histories"]] == [[["a", 10, None]], [["b", 11, None]]]
+    assert found["moves"] == 0
+
+
 def test_a_turn_is_divided_at_its_prefill_and_its_first_token(tmp_path: Path) -> None:
     found = told(tmp_path, *first_turn())
     (history,) = found["conversations"]["c"]["histories"]

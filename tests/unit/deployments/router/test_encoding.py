@@ -17,10 +17,10 @@ from conserve.settings import Settings
 from conserve.turn import TurnStats
 from deployments.messages import Checked
 from deployments.router import prompt
-from deployments.router.media import MediaReader
 from deployments.router.prompt import Encoding
 from deployments.router.turn import TurnEndpoint
 from deployments.router.upstream import EngineUnreachable
+from tests.unit.deployments.asgi import a_reader
 from tests.unit.deployments.router.fakes import (
     FakeEngines,
     FakeTable,
@@ -168,7 +168,7 @@ def test_a_later_turn_goes_straight_and_by_an_encoder_if_it_brings_an_image() ->
 
 
 def test_of_what_a_node_has_no_second_copy_is_made() -> None:
-    reader = MediaReader(Settings(encoders={"replicas": 1}))  # type: ignore[arg-type]
+    reader = a_reader(Settings(encoders={"replicas": 1}))  # type: ignore[arg-type]
     lifted = Lifted(json.dumps(body(CHAT, 1, 2)).encode())
     own = reader.named(json.loads(lifted.raw), CHAT, lifted, None)
     assert reader.to_encode(own, CHAT, lifted) == {}

@@ -10,7 +10,6 @@ import pytest
 
 from conserve.settings import Settings
 from deployments.router import reading
-from deployments.router.turn import TurnEndpoint
 from tests.unit.deployments import asgi
 from tests.unit.deployments.router.fakes import a_door
 from tests.unit.deployments.stub_table import StubTable
@@ -38,7 +37,7 @@ def sent_by(app: Any, received: list[dict[str, Any]], **scope: Any) -> list[dict
 
 def post(table: StubTable, received: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Send a chat in these messages."""
-    endpoint = TurnEndpoint(Settings(), table, None, "router")  # type: ignore[arg-type]
+    endpoint = asgi.turn_endpoint(Settings(), table, None, "router")
     return sent_by(endpoint, received, path="/v1/chat/completions")
 
 

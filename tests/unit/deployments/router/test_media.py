@@ -24,6 +24,7 @@ from deployments.router.media import (
     fetched,
     is_public,
 )
+from tests.unit.deployments.asgi import a_reader
 from tests.unit.deployments.router.images import data_url, png
 
 HOST = "images.example"
@@ -52,7 +53,7 @@ def refusal(reader: MediaReader, body: dict[str, Any], salt: str | None = None) 
 
 @pytest.fixture
 def reader() -> MediaReader:
-    return MediaReader(Settings(allowed_media_domains=[HOST]))
+    return a_reader(Settings(allowed_media_domains=[HOST]))
 
 
 def test_an_image_has_one_name_by_every_api_and_every_encoding(reader: MediaReader) -> None:
@@ -82,7 +83,7 @@ def test_an_image_has_one_name_by_every_api_and_every_encoding(reader: MediaRead
 def test_limits_name_the_part_that_is_too_much() -> None:
     one = png()
     limits = MediaSettings(parts=2, bytes=2 * len(one), pixels=100)
-    reader = MediaReader(Settings(media=limits))
+    reader = a_reader(Settings(media=limits))
     assert len(named(reader, chat(*[data_url(one)] * 2))) == 2
     error = refusal(reader, chat(*[data_url(one)] * 3))
     assert error.param == "messages[0].content[2]"
@@ -118,7 +119,7 @@ def test_a_tenant_may_name_what_it_has_sent_and_nothing_else(reader: MediaReader
 
 
 def test_new_images_of_a_request_are_bounded_together() -> None:
-    reader = MediaReader(Settings(media=MediaSettings(pixels=64)))
+    reader = a_reader(Settings(media=MediaSettings(pixels=64)))
     images = [data_url(png(colour)) for colour in range(9)]
     with pytest.raises(ApiError, match="larger than 512 pixels") as refused:
         named(reader, chat(*images))

@@ -42,7 +42,7 @@ def engines_own() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(engines_own: dict[str, Any]) -> dict[str, Any]:
-    return document(engines_own, MODEL)
+    return document(engines_own, [MODEL])
 
 
 def request_schema(whole: dict[str, Any], path: str) -> dict[str, Any]:

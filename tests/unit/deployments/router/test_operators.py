@@ -204,7 +204,7 @@ class Listener:
             "headers": [(name.replace("_", "-").encode(), value.encode())
                         for name, value in {"host": "127.0.0.1", **headers}.items()],
         }  # fmt: skip
-        self._task = asyncio.ensure_future(door(scope, self._receive, self._send))
+        self.served = asyncio.ensure_future(door(scope, self._receive, self._send))
 
     async def _receive(self) -> Any:
         await self._gone.wait()
@@ -232,7 +232,7 @@ class Listener:
 
     async def leave(self) -> None:
         self._gone.set()
-        await asyncio.wait_for(self._task, 10)
+        await asyncio.wait_for(self.served, 10)
 
 
 async def test_events_are_told_in_order_with_their_numbers() -> None:

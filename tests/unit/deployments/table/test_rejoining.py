@@ -16,9 +16,8 @@ from conserve.tenants.limits import Limits
 from conserve.turn import TurnStats
 from conserve.wire import SILENCE_S
 from deployments.messages import TurnPlan
-from deployments.router.media import MediaReader
 from deployments.router.request import read_request
-from tests.unit.deployments.asgi import receiver, scope_of
+from tests.unit.deployments.asgi import a_reader, receiver, scope_of
 from tests.unit.deployments.table.drive import STATS, Drive
 from tests.unit.deployments.table.test_direct import FIRST, ROOT, a_table, told
 from tests.unit.deployments.table.virtual_time import in_virtual_time
@@ -165,7 +164,7 @@ def with_another_byte(body: str, rng: random.Random) -> str:
 @in_virtual_time
 async def test_a_thousand_requests_that_nearly_repeat_another_rejoin_no_answer() -> None:
     """Of another tenant, key, path or conversation; or with another byte in the body."""
-    rng, media, service = random.Random(53), MediaReader(Settings()), await a_table()
+    rng, media, service = random.Random(53), a_reader(Settings()), await a_table()
     turn = (await alone(service)).turn
 
     async def digest(asked: dict[str, Any]) -> bytes:
