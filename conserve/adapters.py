@@ -8,7 +8,6 @@ for it, so an engine needs only the adapter's folder.
 import hashlib
 import json
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -102,23 +101,28 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def engine_arguments(folders: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of an engine that takes adapters, those in ``folders`` at the start.
+def with_adapters(settings: "Settings") -> "Settings":
+    """Return the settings with what engines need that compute with adapters.
 
-    A folder that is not here is passed over: engines look at it by themselves.
+    Raises `AdapterError` if an adapter of now, or the file of all, is not usable.
     """
-    rank = _LEAST_RANK
+    if not settings.adapts:
+        return settings
+    folders, rank = folders_of(settings).values(), _LEAST_RANK
     for folder in folders:
-        if (Path(folder) / CONFIG).exists():
-            said = config_of(Path(folder))
-            rank = max(rank, said["r"], *(said.get("rank_pattern") or {}).values())
-    slots = min(max(_LEAST_SLOTS, len(folders)), _MOST_SLOTS)
-    return {
+        said = config_of(Path(folder))
+        rank = max(rank, said["r"], *(said.get("rank_pattern") or {}).values())
+    needed = {
         "enable_lora": True,
         "max_lora_rank": next((one for one in _RANKS if one >= rank), rank),
-        "max_loras": slots,
+        "max_loras": min(max(_LEAST_SLOTS, len(folders)), _MOST_SLOTS),
         "max_cpu_loras": KEPT,
     }
+    roles = {
+        name: own.model_copy(update={"engine": needed | settings.engine | own.engine})
+        for name, own in (("prefillers", settings.prefillers), ("decoders", settings.decoders))
+    }
+    return settings.model_copy(update=roles)
 
 
 class AdapterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from ray.serve import Application
 
 from autoscale.capacity.served import with_profile
 from autoscale.serve import serve_options
-from conserve import adapters
+from conserve.adapters import with_adapters
 from conserve.engines import engine_arguments, engine_environment, model_source
 from conserve.launch import ended, hold
 from conserve.settings import RoleSettings, Settings, SettingsError, load
@@ -144,7 +144,9 @@ def build(settings: Settings, nodes_timeout_s: float = 0.0) -> Application:
     ``nodes_timeout_s`` bounds the wait for nodes of each tier, and for GPUs. Raises `SettingsError`
     if they are missing, or the engines do not fit.
     """
-    settings = settings.with_each(settings.for_each(lambda own: _with_parsers(with_profile(own))))
+    settings = settings.with_each(
+        settings.for_each(lambda own: _with_parsers(with_adapters(with_profile(own))))
+    )
     settings.for_each(require_one_split)
     gpu = _on_gpu(settings)
     waiting = 0
@@ -304,8 +306,6 @@ def llm_arguments(
     own_arguments = settings.engine | own.engine
     if role != "encoder":
         engine |= traced_arguments(settings, own_arguments)
-        if settings.adapts:
-            engine |= adapters.engine_arguments(adapters.folders_of(settings).values())
     engine |= own_arguments
     engine["enable_prefix_caching"] = True
     if role != "encoder":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoscale.capacity.served import profile_off
+from conserve.adapters import with_adapters
 from conserve.settings import Settings, SettingsError
 from deployments.engine_arguments import require_one_split
 from deployments.model_files import ModelMissing, model_shape
@@ -37,6 +38,7 @@ def plan_on(
     Raises `SettingsError` if the engines do not fit, there are too few GPUs, or there is no such
     model on this machine although engines read it here (``model_is_here``).
     """
+    settings = settings.with_each(settings.for_each(with_adapters))
     settings.for_each(require_one_split)
     chosen = counted(settings, gpus_of(nodes))
     offered = [node.offer for node in nodes]

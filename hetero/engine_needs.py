@@ -108,8 +108,9 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card: Card | None) ->
     if tower is not None:
         # Each stage has the tower.
         weights, encode = weights + tower.weights_bytes, tower.encode_bytes
+    slots = adapter_bytes(shape, arguments) // pipeline
     return Needs(
-        weights_bytes=max(0, weights - offloaded),
+        weights_bytes=max(0, weights - offloaded) + slots,
         # An engine without a lane encodes between its steps.
         reserve_bytes=CONTEXT_BYTES + graphs + max(step + sampling, encode),
         beside_bytes=min(step + sampling, encode),
@@ -119,6 +120,21 @@ def needs(shape: ModelShape, arguments: Mapping[str, Any], card: Card | None) ->
         at_most=shape.windowed or shape.recurrent,
         tower=tower,
     )
+
+
+def adapter_bytes(shape: ModelShape, arguments: Mapping[str, Any]) -> int:
+    """Return the bytes of an engine's slots for adapters (LoRA), by an estimate from above.
+
+    A slot has both halves, of the largest rank, of an adapter of each layer, whose sizes are mostly
+    the hidden size and more.
+    """
+    if not arguments.get("enable_lora"):
+        return 0
+    # A quantised model has 4 bits for a weight at least; an adapter is never quantised.
+    weight_bytes = 0.5 if shape.quantised else shape.value_bytes
+    widths = 2 * shape.weights_bytes / weight_bytes / shape.hidden
+    rank = int(arguments.get("max_lora_rank") or 16)
+    return int(widths * rank * int(arguments.get("max_loras") or 1) * shape.value_bytes)
 
 
 def encoder_needs(shape: ModelShape, arguments: Mapping[str, Any]) -> Needs | None:

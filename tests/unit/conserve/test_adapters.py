@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from conserve.adapters import (
     Adapters,
     adapter_in,
     digest_of,
-    engine_arguments,
     of_model,
+    with_adapters,
 )
 from conserve.embedded import model_path
 from conserve.settings import load
@@ -63,14 +64,22 @@ def test_engines_are_told_all_of_an_adapter_by_its_models_name(path: str) -> Non
 
 
 def test_engines_get_the_rank_that_adapters_need(made: Path, tmp_path: Path) -> None:
-    assert engine_arguments([str(made), "/elsewhere"])["max_lora_rank"] == 16
+    def needed(*folders: Path, **given: Any) -> dict[str, Any]:
+        adapters = {f"a{number}": str(folder) for number, folder in enumerate(folders)}
+        own = with_adapters(load({"adapters": adapters, "encoders": 1, **given}))
+        # An encoder computes no text.
+        assert not own.encoders.engine
+        return own.decoders.engine
+
+    assert needed(made)["max_lora_rank"] == 16
     large = make_adapter(tmp_path / "large", model_path(), 1, rank=40)
-    found = engine_arguments([str(made), str(large)])
+    found = needed(made, large)
     assert (found["enable_lora"], found["max_lora_rank"]) == (True, 64)
+    assert needed(made, engine={"max_loras": 3})["max_loras"] == 3
     # A layer may have a rank of its own.
     config = json.loads((large / "adapter_config.json").read_text()) | {"rank_pattern": {"x": 65}}
     (large / "adapter_config.json").write_text(json.dumps(config))
-    found = engine_arguments([str(made), *[str(large)] * 6])
+    found = needed(made, *[large] * 6)
     assert (found["max_lora_rank"], found["max_loras"]) == (128, 7)
 
 

@@ -228,6 +228,15 @@ def test_a_step_without_graphs_and_with_fewer_sequences_takes_less() -> None:
     assert needs_of(plans[0]).reserve_bytes == GIB + STEP + 64 * 151_936 * 12
 
 
+def test_slots_of_adapters_are_counted_with_the_weights() -> None:
+    slots = {"engine.enable_lora": True, "engine.max_loras": 4, "engine.max_lora_rank": 32}
+    (with_slots,), (without,) = (laid_out(one, 1, H100)[1] for one in (slots, {}))
+    # The widths, in and out, of attention and gates of 36 layers, and of the last table.
+    widths = 36 * (4 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 12_288)) + 4096 + 151_936
+    taken = needs_of(with_slots).weights_bytes - needs_of(without).weights_bytes
+    assert 1.0 <= taken / (2 * 4 * 32 * widths) < 1.4
+
+
 def test_graphs_for_each_border_have_room_of_their_own() -> None:
     slots = {"tiers.x.sm_slots": 7, "decoders.tier": "x", "prefillers.tier": "x"}
     lane = {"engine_scheduler": "conversation_lane"}
