@@ -1,8 +1,10 @@
-"""Agents that use two models in one conversation, while engines die and one model is changed."""
+"""Agents that mix two models and two adapters, while engines die and one model is changed."""
 
 import asyncio
+import copy
 import json
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import httpx
 import psutil
 import pytest
 
+from conserve.embedded import model_path
 from conserve.launch import Launch
+from tests.adapter_files import make_adapter
 from tests.engines.applications import START_S, URL
 from tests.engines.client import prose
 from tests.engines.lone import LONE_PORT, lone_engine, wait_for_lone
@@ -44,7 +48,13 @@ SETTINGS: dict[str, Any] = {
         },
     },
 }
-NAMES = {"big": ("big", "claude-opus-4"), "small": ("small", "claude-haiku-4-5")}
+# Of the large model.
+ADAPTERS = ("sql", "poems")
+NAMES = {
+    "big": ("big", "claude-opus-4"),
+    "small": ("small", "claude-haiku-4-5"),
+    **{name: (name,) for name in ADAPTERS},
+}
 Messages = list[dict[str, str]]
 
 
@@ -70,7 +80,7 @@ class Traffic:
         messages: Messages = [{"role": "user", "content": f"{name} says: {prose(rng, 400)}"}]
         used: set[str] = set()
         while not self.ends and len(messages) < 20:
-            model = rng.choice([*SOURCES])
+            model = rng.choice([*NAMES])
             body = {"model": rng.choice(NAMES[model]), "messages": messages,
                     "max_tokens": TOKENS, "temperature": 0}  # fmt: skip
             answer = await client.post(
@@ -85,7 +95,7 @@ class Traffic:
             told = answer.json()
             text = told["choices"][0]["message"]["content"] or ""
             if model not in used:
-                # Only the other model has computed any of this.
+                # Only others have computed any of this.
                 self.found_across += told["usage"]["prompt_tokens_details"]["cached_tokens"]
             used.add(model)
             self.turns.append((model, [*messages], text))
@@ -105,8 +115,14 @@ class Traffic:
 
 @pytest.mark.full
 async def test_agents_mix_models_while_engines_die(machine_alone: None, tmp_path: Path) -> None:
+    adapters = {
+        name: make_adapter(tmp_path / name, model_path(), seed)
+        for seed, name in enumerate(ADAPTERS)
+    }
+    settings = copy.deepcopy(SETTINGS)
+    settings["models"]["big"]["adapters"] = {name: str(path) for name, path in adapters.items()}
     file = tmp_path / "settings.json"
-    file.write_text(json.dumps(SETTINGS))
+    file.write_text(json.dumps(settings))
     traffic = Traffic()
     with Launch([f"config={file}"], tmp_path / "serve.log") as application:
         application.wait_until_serving(URL, 1, 3, timeout_s=START_S)
@@ -114,7 +130,7 @@ async def test_agents_mix_models_while_engines_die(machine_alone: None, tmp_path
             for number in range(AGENTS):
                 agents.create_task(traffic.agent(f"agent-{number}"))
             try:
-                await changes(traffic)
+                await changes(traffic, settings)
             finally:
                 traffic.ends = True
         async with httpx.AsyncClient(timeout=60) as client:
@@ -128,19 +144,20 @@ async def test_agents_mix_models_while_engines_die(machine_alone: None, tmp_path
     assert traffic.problems == []
     assert traffic.found_across == 0
     assert (handoffs > 0, paused > 0) == (True, True)
-    for model, source in SOURCES.items():
-        await compared([one for one in traffic.turns if one[0] == model], source, tmp_path)
+    small = [one for one in traffic.turns if one[0] == "small"]
+    await compared(small, SOURCES["small"], tmp_path, {})
+    others = [one for one in traffic.turns if one[0] != "small"]
+    await compared(others, SOURCES["big"], tmp_path, adapters)
 
 
-async def changes(traffic: Traffic) -> None:
+async def changes(traffic: Traffic, settings: dict[str, Any]) -> None:
     """Kill an engine of the large model, and then deploy with another setting of the small one."""
     await traffic.until(2 * AGENTS)
     await asyncio.to_thread(kill_a_decoder)
     await traffic.until(2 * AGENTS)
-    models = SETTINGS["models"]
-    small = models["small"] | {"engine": {"max_num_seqs": 32}}
+    settings["models"]["small"]["engine"] = {"max_num_seqs": 32}
     traffic.replaced = "small"
-    await deploy({**SETTINGS, "models": models | {"small": small}}, ROOT)
+    await deploy(settings, ROOT)
     traffic.replaced = None
     await traffic.until(AGENTS)
 
@@ -152,16 +169,19 @@ def kill_a_decoder() -> None:
     kill(psutil.Process(victim["pid"]).children()[0].pid)
 
 
-async def compared(turns: list[tuple[str, Messages, str]], source: str, logs: Path) -> None:
-    """Check that a lone engine gives each turn the same answer."""
-    assert len(turns) > AGENTS
-    lone = lone_engine(logs / "lone.log", source)
+async def compared(
+    turns: list[tuple[str, Messages, str]], source: str, logs: Path, adapters: dict[str, Path]
+) -> None:
+    """Check that a lone engine, with the adapter, gives each turn the same answer."""
+    answered = Counter(model for model, _, _ in turns)
+    assert all(answered[model] > AGENTS / 4 for model in (*adapters, turns[0][0]))
+    lone = lone_engine(logs / "lone.log", source, adapters=adapters)
     try:
         wait_for_lone(lone, logs)
         async with httpx.AsyncClient(timeout=300) as client:
-            for _, messages, text in turns:
-                body = {"model": "conserve-embedded", "messages": messages, "max_tokens": TOKENS,
-                        "temperature": 0}  # fmt: skip
+            for model, messages, text in turns:
+                body = {"model": model if model in adapters else "conserve-embedded",
+                        "messages": messages, "max_tokens": TOKENS, "temperature": 0}  # fmt: skip
                 path = f"http://127.0.0.1:{LONE_PORT}/v1/chat/completions"
                 told = (await client.post(path, json=body)).json()
                 assert (told["choices"][0]["message"]["content"] or "") == text
