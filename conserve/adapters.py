@@ -41,9 +41,14 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
     @property
+    def id(self) -> str:
+        """What tells it from any other, wherever its folder is."""
+        return f"{self.name}@{self.digest}"
+
+    @property
     def model(self) -> str:
         """The model that engines are asked for, which says all of the adapter."""
-        return f"{self.name}@{self.digest}@{self.path}"
+        return f"{self.id}@{self.path}"
 
     def salt(self, salt: str | None) -> str:
         """Return the salt for KV that a turn with this adapter and another salt, or none, keeps."""

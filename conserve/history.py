@@ -62,6 +62,7 @@ class History(msgspec.Struct, gc=False):
         period: the table's period in which to look next whether it is idle.
         energy_j: estimated share of what its engines' GPUs have used; 0 if none report.
         root: the digest of its first prompt; None for completions.
+        adapter: its adapter's id; empty: it has none, or the table was lost since.
         base: in a table, what it begins with as others at its home do.
         state: in a table; see `State`.
     """
@@ -86,6 +87,7 @@ class History(msgspec.Struct, gc=False):
     period: int = 0
     energy_j: float = 0.0
     root: Digest | None = None
+    adapter: str = ""
     base: Prefix | None = None
     hints: Hints | None = None
     tool: str | None = None

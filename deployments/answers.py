@@ -82,7 +82,7 @@ class EngineLoad(Answer):
     step_s: Annotated[Positive | None, Meta(description="Mean of iterations without a prefill.")]
     prefill_tokens_per_s: Annotated[Positive | None, Meta(description="Speed of prefills.")]
     adapters: Annotated[
-        list[str] | UnsetType, Meta(description="Digests of the adapters that it has.")
+        list[str] | UnsetType, Meta(description="The adapters that it has, as NAME@DIGEST.")
     ] = UNSET
 
 
@@ -225,6 +225,7 @@ class History(Answer, kw_only=True):
     """One history of a conversation."""
 
     model: Annotated[str | UnsetType, Meta(description="Present where there are several.")] = UNSET
+    adapter: Annotated[str | UnsetType, Meta(description="Present if it has one.")] = UNSET
     phase: Phase
     turns: Count
     held_tokens: Count

@@ -221,7 +221,7 @@ class BeginTurn:
         encode_tokens: embeddings of its images that are not encoded yet, if it is counted.
         system_tokens: of its tools and leading system messages, if it is counted.
         digest: see `wire.DecoderTurn`; empty: it rejoins no answer.
-        adapter: the digest of its adapter; empty: it has none.
+        adapter: its adapter's id; empty: it has none.
     """
 
     router_id: str

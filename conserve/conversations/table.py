@@ -54,7 +54,7 @@ class ConversationTable(Turns):
         Args:
             prompt_tokens: None if not known: as many as the history holds.
             encode_tokens: embeddings of its images that are not encoded yet.
-            adapter: the digest of its adapter; empty: it has none.
+            adapter: its adapter's id; empty: it has none.
         """
         known, memory = self._by_id.get(history_id), self.memory
         if known is not None and memory is not None and known.home and not known.running:
@@ -135,6 +135,7 @@ class ConversationTable(Turns):
             known.asked_s = now_s if arrived_s is None else arrived_s
             known.root = opening.root
             known.hints = opening.hints
+            known.adapter = opening.adapter
             usage.began(now_s)
             self._ledger.add(known, usage)
             self._idleness.watch(known)

@@ -169,8 +169,8 @@ LEAST_SYSTEM_TOKENS = 64
 class Opening:
     """The prompt with which a history begins; ``chain`` is None for completions.
 
-    ``encode_tokens`` are embeddings of its images that are not encoded yet, and ``adapter`` is the
-    digest of its adapter.
+    ``encode_tokens`` are embeddings of its images that are not encoded yet, and ``adapter`` is its
+    adapter's id.
     """
 
     chain: Chain | None = None

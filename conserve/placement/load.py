@@ -46,7 +46,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
             not.
         steps: the iterations since its last report, alike ones together.
         overdue_loads: loads of KV that took too long, and for which LMCache's server was killed.
-        adapters: digests of the adapters that it has.
+        adapters: ids of the adapters that it has.
         adapter_loads_s: how long those took that it has loaded since its last report.
     """
 
@@ -260,7 +260,7 @@ class Loads:
         self._engines.pop(engine_id, None)
 
     def work(self, engine_id: str, now_s: float, adapter: str = "") -> Work:
-        """Return an engine's work; ``adapter`` is the digest of a turn's."""
+        """Return an engine's work; ``adapter`` is the id of a turn's."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return Work(self._prior)

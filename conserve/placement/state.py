@@ -92,7 +92,7 @@ class Shared:
             engine that counted it.
         away: decoders whose ``tokens`` are promised, and computed elsewhere.
         background: whether its turns wait for others'.
-        adapter: the digest of its adapter; empty: it has none.
+        adapter: its adapter's id; empty: it has none.
     """
 
     tokens: Mapping[str, int]

@@ -84,9 +84,7 @@ class EngineAdapters(Mapping[str, LoRARequest]):
         try:
             path = await asyncio.to_thread(self._copied, adapter)
             # vLLM takes two of one name for one.
-            lora = LoRARequest(
-                f"{adapter.name}@{adapter.digest}", self[model].lora_int_id, str(path)
-            )
+            lora = LoRARequest(adapter.id, self[model].lora_int_id, str(path))
             await self._client.add_lora(lora)
         except EngineDeadError:
             raise
@@ -115,6 +113,6 @@ class EngineAdapters(Mapping[str, LoRARequest]):
         return tuple(took_s)
 
     @property
-    def digests(self) -> tuple[str, ...]:
+    def ids(self) -> tuple[str, ...]:
         """Return those of the adapters that the engine has."""
-        return tuple(model.split("@")[1] for model in self._loaded)
+        return tuple(one.lora_name for one in self._loaded.values())

@@ -377,8 +377,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     def _load(self) -> EngineLoad:
         load = self._meter.load(time.monotonic())
         if self._adapters is not None:
-            took_s, digests = self._adapters.take_loads(), self._adapters.digests
-            load = msgspec.structs.replace(load, adapters=digests, adapter_loads_s=took_s)
+            load = msgspec.structs.replace(
+                load, adapters=self._adapters.ids, adapter_loads_s=self._adapters.take_loads()
+            )
         if (tokens := self._http.tokens) is None:
             return load
         kept, new = tokens.found_tokens, tokens.encoded_tokens

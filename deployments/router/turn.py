@@ -370,7 +370,7 @@ class Turn:
             0 if counted is None else counted.encode_tokens,
             system_tokens,
             b"" if self._sent is not None else self._digest,
-            "" if asked.adapter is None else asked.adapter.digest,
+            "" if asked.adapter is None else asked.adapter.id,
         )
 
     @property

@@ -155,6 +155,7 @@ def _history(
     hints = {} if history.hints is None else dataclasses.asdict(history.hints)
     hints.pop("parent", None)  # It is the conversation's.
     return answers.History(
+        adapter=history.adapter.partition("@")[0] or msgspec.UNSET,
         phase=_phase([history]),
         turns=history.turns,
         held_tokens=history.held_tokens,

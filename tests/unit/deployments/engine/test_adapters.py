@@ -75,7 +75,7 @@ async def test_an_adapter_is_loaded_once_by_its_first_turn(made: list[Adapter]) 
     # The engine keeps two.
     await adapters.loaded(a)
     await adapters.loaded(c)
-    assert adapters.digests == (made[0].digest, made[2].digest)
+    assert adapters.ids == (made[0].id, made[2].id)
     await adapters.loaded(b)
     assert len(client.added) == 4
 
