@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from conserve.tenants.keyfile import Followed
+from conserve.followed import Followed
 
 if TYPE_CHECKING:
     from conserve.settings import Settings
@@ -169,12 +169,11 @@ class Adapters:
 
     def __init__(self, settings: "Settings", now_s: float) -> None:
         self._fixed = {name: adapter_in(name, path) for name, path in settings.adapters.items()}
-        file = settings.adapters_file
-        self._file = None if file is None else Followed(Path(file), self._read, now_s)
+        self._file: Followed[dict[str, Adapter]] | None = None
+        if settings.adapters_file is not None:
+            file = Path(settings.adapters_file)
+            self._file = Followed((file,), lambda: read(file) | self._fixed, now_s)
 
     def all(self, now_s: float) -> dict[str, Adapter]:
         """Return those that there are now, by name."""
         return self._fixed if self._file is None else self._file.says(now_s)
-
-    def _read(self, path: Path) -> dict[str, Adapter]:
-        return read(path) | self._fixed

@@ -15,7 +15,6 @@ from conserve.identity import agentic_context
 # Times of more than a day are no hint.
 MOST_S = 86_400.0
 MOST_PRIORITY = 2**31 - 1
-MOST_OUTPUT_TOKENS = 2**31 - 1
 # A second of a background turn's wait, as a share of one of another's.
 BACKGROUND = 0.1
 
@@ -50,7 +49,6 @@ class Hints:
     first_token_s: float | None = None
     expected_resume_s: float | None = None
     last_step: bool | None = None
-    expected_output_tokens: int | None = None
     parent: str | None = None
 
     @property
@@ -134,7 +132,6 @@ def _if(value: Any, word: str, means: bool | int) -> bool | int | None:
 _PRIORITY = partial(_whole, least=-MOST_PRIORITY - 1, most=MOST_PRIORITY)
 # In vLLM the lowest goes first.
 _LOWEST_FIRST = partial(_PRIORITY, sign=-1)
-_LENGTH = partial(_whole, least=0, most=MOST_OUTPUT_TOKENS)
 _MILLISECONDS = partial(_seconds, unit_s=0.001)
 _FLEX, _CLOSES = partial(_if, word="flex", means=-1), partial(_if, word="close", means=True)
 
@@ -170,14 +167,6 @@ NAMES = (
     # The field expected_resume in it.
     Name("last_step", "vllm_xargs.agentic_context", "AgentInfer", _ends, in_body=True),
     Name("last_step", "agent_hint.expected_resume", "AgentInfer", _not, in_body=True),
-    Name(
-        "expected_output_tokens",
-        "X-ConServe-Expected-Output-Tokens",
-        "ConServe",
-        _LENGTH,
-        must_be=f"a whole number from 0 to {MOST_OUTPUT_TOKENS}",
-    ),
-    Name("expected_output_tokens", "nvext.agent_hints.osl", "Dynamo", _LENGTH, in_body=True),
 )
 
 _NONE = Hints()

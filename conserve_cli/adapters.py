@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from conserve.adapters import Adapter, AdapterError, AdapterFile, adapter_in, read
 from conserve.tenants import KeyFileError, keyfile
@@ -36,7 +34,6 @@ def add(
     """Add an adapter, or another one under its name, whose turns begin anew."""
     with _changed(file) as known:
         known[name] = adapter_in(name, str(path.expanduser().absolute()))
-    console.print(f"Added {name}.")
 
 
 @cli.command()
@@ -44,33 +41,19 @@ def remove(name: Name, file: File = _FILE) -> None:
     """Remove an adapter. Turns that run with it are finished, and new ones are refused."""
     with _changed(file) as known:
         if known.pop(name, None) is None:
-            raise AdapterError(f"no adapter is named {name!r}; `conserve adapters list` has them")
-    console.print(f"Removed {name}.")
-
-
-@cli.command(name="list")
-def list_(file: File = _FILE) -> None:
-    """Show the adapters of the file; those of an application's settings are not among them."""
-    table = Table(title=f"Adapters in {escape(str(file))}")
-    for column in ("name", "folder", "digest"):
-        table.add_column(column, overflow="fold")
-    with _refusals():
-        for one in read(file).values():
-            table.add_row(one.name, escape(one.path), one.digest[:16])
-    console.print(table)
+            raise AdapterError(
+                f"no adapter is named {name!r}; there are {', '.join(known) or 'none'}"
+            )
 
 
 @contextlib.contextmanager
 def _changed(file: Path) -> Iterator[dict[str, Adapter]]:
-    with _refusals(), keyfile.locked(file) as path:
-        known = read(path)
-        yield known
-        keyfile.write(path, AdapterFile(1, list(known.values())))
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+    """Yield the file's adapters, write what becomes of them, and say it."""
     try:
-        yield
+        with keyfile.locked(file) as path:
+            known = read(path)
+            yield known
+            keyfile.write(path, AdapterFile(1, list(known.values())))
     except (AdapterError, KeyFileError) as error:
         refuse(str(error), 1)
+    console.print(f"{file} has {', '.join(known) or 'no adapters'} now.", highlight=False)

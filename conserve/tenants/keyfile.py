@@ -17,13 +17,14 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
+from conserve.followed import Followed
 from conserve.tenants.limits import Limits
 
 # Tenants beyond those that are named are counted under this name in /metrics.
@@ -219,9 +220,6 @@ def _check_name(tenant: str) -> None:
 
 logger = logging.getLogger("ray.serve")
 
-# The file is looked at no more often.
-LOOK_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -236,47 +234,11 @@ class Caller:
     models: tuple[str, ...] = ()
 
 
-_T = TypeVar("_T")
-
-
-class Followed(Generic[_T]):
-    """A file that is looked at once a second. One that breaks leaves what the last good one said.
-
-    Args:
-        read: returns what a file says; raises ValueError if it is not usable.
-    """
-
-    def __init__(self, path: Path, read: Callable[[Path], _T], now_s: float) -> None:
-        self._path, self._read = path, read
-        self._looked_s = now_s
-        # Before the file is read, so that a change in between is noticed.
-        self._version = seen(path)
-        self._says = read(path)
-
-    def says(self, now_s: float) -> _T:
-        """Return what the file says, or said within the last second."""
-        if now_s - self._looked_s >= LOOK_S:
-            self._looked_s = now_s
-            version = seen(self._path)
-            if version != self._version:
-                self._version = version
-                self._follow()
-        return self._says
-
-    def _follow(self) -> None:
-        try:
-            self._says = self._read(self._path)
-        except ValueError as error:
-            logger.error("%s; those of before stay good", error)
-        else:
-            logger.info("%s has changed", self._path)
-
-
 class KeyRing:
     """Finds callers by their keys."""
 
     def __init__(self, path: Path, now_s: float) -> None:
-        self._file = Followed(path, _callers_in, now_s)
+        self._file = Followed((path,), lambda: _callers_in(path), now_s)
 
     def find(self, key: str, now_s: float) -> Caller | None:
         """Return the owner of a key; None if it is not valid (any more).
@@ -301,15 +263,6 @@ def _callers(file: KeyFile) -> dict[bytes, Caller]:
         for key in file.keys
         for tenant in [file.tenants[key.tenant]]
     }  # fmt: skip
-
-
-def seen(path: Path) -> tuple[int, int, int] | None:
-    """Return what tells a file from another that is put in its place; None: there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _warn_if_open(path: Path) -> None:

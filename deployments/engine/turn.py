@@ -134,7 +134,7 @@ class EngineTurn:
             stats.engine_wait_s, stats.engine_wait_for = told.waited_s, told.waited_for
         if told.kept_tokens is not None:
             stats.kept_tokens, stats.kept_s = told.kept_tokens, told.kept_s
-        # Each output of several choices has what all have said so far.
+        # Of several choices, the one that encoded.
         self.encoded = own = max(self.encoded, wire.encoded(output.ec_transfer_params))
         stats.encoded_tokens = own.tokens
         stats.encoded_images = self.before.encoded_images + own.images

@@ -3,21 +3,15 @@
 Connections keep the certificate that they began with.
 """
 
-import logging
 import ssl
 import time
 from pathlib import Path
 
+from conserve.followed import Followed
 from conserve.settings import Settings, SettingsError
-from conserve.tenants.keyfile import seen
-
-logger = logging.getLogger("ray.serve")
-
-# How often the files are looked at, by connections that begin.
-_LOOK_S = 2.0
 
 
-class CertificateError(Exception):
+class CertificateError(ValueError):
     """The certificate and its key are not usable; the message is one line that says why."""
 
 
@@ -29,34 +23,14 @@ class Certificate:
     """
 
     def __init__(self, files: tuple[str, str]) -> None:
-        self._files = files
-        self._seen = [*map(seen, map(Path, files))]
-        self.context = self._newest = read(files)
-        self._looked_s = time.monotonic()
+        paths = tuple(map(Path, files))
+        self._newest = Followed(paths, lambda: read(files), time.monotonic())
+        self.context = self._newest.says(time.monotonic())
         # OpenSSL calls it for clients that name no server, too.
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        now_s = time.monotonic()
-        if now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            self._look()
-        connection.context = self._newest
-
-    def _look(self) -> None:
-        found = [*map(seen, map(Path, self._files))]
-        if found == self._seen:
-            return
-        # A bad one is logged once, and read again only when the files change again.
-        self._seen = found
-        try:
-            self._newest = read(self._files)
-        except CertificateError as error:
-            logger.error("%s; the router goes on with the certificate that it has", error)
-        except Exception:
-            logger.exception("the certificate cannot be read; the router goes on with the old one")
-        else:
-            logger.info("the router has read its certificate again, from %s", self._files[0])
+        connection.context = self._newest.says(time.monotonic())
 
 
 def read(files: tuple[str, str]) -> ssl.SSLContext:

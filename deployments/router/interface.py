@@ -78,7 +78,6 @@ _HINTS: Json = {
     "priority": _whole(-hints.MOST_PRIORITY - 1, hints.MOST_PRIORITY),
     **dict.fromkeys(("deadline_s", "first_token_s", "expected_resume_s"), _WITHIN_A_DAY),
     "last_step": _one_of("true", "false"),
-    "expected_output_tokens": _whole(0, hints.MOST_OUTPUT_TOKENS),
 }
 _NAMES = "The conversation's id. The first that is not empty wins, of " + ", ".join(
     "body." * source.in_body + source.name for source in identity.SOURCES

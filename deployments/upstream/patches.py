@@ -11,11 +11,11 @@ from deployments.upstream.seams import seams
 FILES = (
     "kernel_scan", "captured_elsewhere", "last_adapter", "loose_forced_calls", "zeroed_kv",
     "spinning_wait", "named_shared_memory", "impatient_memory_check", "encoder_errors",
-    "unreachable_scheduler", "connector_race", "cut_calls", "last_choice", "media_names",
-    "message_fields", "message_prefill", "message_start", "prepared_twice", "prompt_lengths",
-    "copies_in_steps", "forgotten_worker", "hasty_client", "lost_server", "named_pool",
-    "polling_for_copies", "spinning_progress", "unfinished_copies", "outer_address", "replica_port",
-    "sigterm_exits", "unbounded_grammars", "uncallable_tools",
+    "unreachable_scheduler", "connector_race", "cut_calls", "media_names", "message_fields",
+    "message_prefill", "message_start", "prepared_twice", "prompt_lengths", "copies_in_steps",
+    "forgotten_worker", "hasty_client", "lost_server", "named_pool", "spinning_progress",
+    "unfinished_copies", "outer_address", "replica_port", "sigterm_exits", "unbounded_grammars",
+    "uncallable_tools",
 )  # fmt: skip
 
 _applied: set[str] = set()

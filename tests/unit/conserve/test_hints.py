@@ -69,11 +69,10 @@ def test_who_says_nothing_has_none() -> None:
             # It may be a text.
             for context in ({"expected_resume": False}, '{"expected_resume": false}')
         ),
-        ({}, {"nvext": {"agent_hints": {"osl": 1024}}}, Hints(expected_output_tokens=1024)),
         (
-            {"x-conserve-expected-output-tokens": "9", "x-conserve-priority": "1"},
-            {"nvext": {"agent_hints": {"osl": 1024, "priority": 2}}, "priority": 3},
-            Hints(priority=1, expected_output_tokens=9),
+            {"x-conserve-priority": "1"},
+            {"nvext": {"agent_hints": {"priority": 2}}, "priority": 3},
+            Hints(priority=1),
         ),
     ],
 )

@@ -21,13 +21,12 @@ def call(path: Path, *arguments: str) -> Result:
     return runner.invoke(cli, ["adapters", *arguments])
 
 
-def test_adapters_are_added_listed_replaced_and_removed(path: Path, tmp_path: Path) -> None:
+def test_adapters_are_added_replaced_and_removed(path: Path, tmp_path: Path) -> None:
     folders = [make_adapter(tmp_path / name, model_path(), ord(name)) for name in "xy"]
     for name, folder in (("a", folders[0]), ("b", folders[1]), ("a", folders[1])):
-        assert call(path, "add", name, str(folder)).exit_code == 0
+        said = call(path, "add", name, str(folder)).stdout
         assert read(path)[name] == adapter_in(name, str(folder))
-    shown = call(path, "list").stdout
-    assert all(one.digest[:16] in shown for one in read(path).values())
+    assert said.replace("\n", "").endswith("adapters.json has a, b now.")
     assert call(path, "remove", "a").exit_code == 0
     assert [*read(path)] == ["b"]
 

@@ -90,7 +90,7 @@ def test_a_file_that_breaks_leaves_the_last_good_keys_and_is_complained_of_once(
         path.write_text("{")
         assert ring.find(key, 1.0) is not None
         assert ring.find(key, 2.0) is not None
-        assert [record.message.endswith("stay good") for record in caplog.records] == [True]
+        assert [record.message.endswith("stays good") for record in caplog.records] == [True]
         path.unlink()
         assert ring.find(key, 3.0) is not None
         assert ring.find(key, 4.0) is not None

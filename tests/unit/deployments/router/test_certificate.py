@@ -18,9 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from conserve import launch
+from conserve import followed, launch
 from conserve.settings import Settings, SettingsError, load
-from deployments.router import certificate
 from deployments.router.certificate import CertificateError, require_certificate
 from deployments.router.router import server_config
 from tests.unit.deployments.asgi import listening
@@ -136,7 +135,7 @@ def served(
     request: pytest.FixtureRequest, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Application, int]]:
     """A router's server, on either of the event loops that Ray may run it on."""
-    monkeypatch.setattr(certificate, "_LOOK_S", 0.0)
+    monkeypatch.setattr(followed, "LOOK_S", 0.0)
     application = Application()
     config = server_config(application, files.settings)
     config.loop = request.param
