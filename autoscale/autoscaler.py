@@ -3,17 +3,22 @@
 Observations become needed replicas: first prompts by the profiled curve, and decoders' occupancy or
 ConServe's inequality (2). `scale` turns those into wanted replicas. Scaling up is immediate, and
 scaling down waits until the need has stayed low, and until some time after the last change.
+
+Models that share GPUs tell each other what they lack. One that has more engines than its least
+gives up those that only idle histories need, once these have been idle for as long as an engine
+takes to start: should they come back, that is what it costs. So it costs at most twice what it
+would with the future known (the break-even rule of ski rental, Karlin et al. 1988).
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autoscale.capacity.profile import PrefillCurve, Profile, load_profile
 from conserve.placement import Decoder, Prefiller
 from conserve.settings import RoleSettings, Settings
-from conserve.wire import Role
+from conserve.wire import NO_LACK, Lack, Role
 
 # Number of ended conversations whose lifetimes and footprints are averaged.
 _REMEMBERED = 200
@@ -147,6 +152,7 @@ class Scaling:
     changed_s: float | None = None
     low_since_s: float | None = None
     why: str = "start"
+    given: bool = False  # Whether it gives engines' GPUs to another model.
 
 
 def scale(limits: Limits, before: Scaling, needed: float | None, now_s: float) -> Scaling:
@@ -174,19 +180,44 @@ def scale(limits: Limits, before: Scaling, needed: float | None, now_s: float) -
     return replace(held, low_since_s=low_since_s, why=f"{needed:.2f} needed of {current}, waiting")
 
 
+# --- models that share GPUs ----------------------------------------------------------------------
+
+# An engine that Serve has room for has told the table of its start by then.
+_STARTS_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other models lack, of those that share GPUs, and what this one has in use.
+
+    Attributes:
+        used_tokens: KV of histories that were used within `Autoscaler.pays_after_s`.
+        leaving: this model's engines that are on their way out, by role.
+    """
+
+    lack: Lack
+    used_tokens: float
+    leaving: Mapping[Role, int]
+
+
 @dataclass(slots=True)
 class Wanted:
     """The last decision for a role, and the signal behind it; for `/metrics`."""
 
     scaling: Scaling
     need: Need | None = None
+    in_use: int = 0  # Of models that share GPUs: replicas for what is in use.
 
 
 class Autoscaler:
     """Decides how many replicas of each role to run; roles without ``limits`` stay as they are.
 
     Rates are averaged over ``window_s``. To scale prefillers it needs their ``curve``, whose times
-    a power cap multiplies by ``prefill_slowdown``.
+    a power cap multiplies by ``prefill_slowdown``. Each engine has ``gpus``.
+
+    Attributes:
+        pays_after_s: how long an engine took to start, once one has.
+        lacks: what this model has lacked for longer than engines take to tell that they start.
     """
 
     def __init__(
@@ -196,7 +227,12 @@ class Autoscaler:
         curve: PrefillCurve | None,
         window_s: float,
         prefill_slowdown: float = 1.0,
+        gpus: float = 1.0,
     ) -> None:
+        self.pays_after_s = 60.0
+        self.lacks = NO_LACK
+        self._gpus = gpus
+        self._lacking_since_s: float | None = None
         self._limits = limits
         self._load = PrefillLoad(curve, window_s, prefill_slowdown) if curve is not None else None
         self._flow = ConversationFlow(window_s)
@@ -229,40 +265,93 @@ class Autoscaler:
         prefillers: Iterable[Prefiller],
         waiting_tokens: float,
         now_s: float,
+        others: Others | None = None,
     ) -> list[Role]:
         """Update the numbers of replicas, and return the roles whose number has changed.
 
         Leaving engines count, too, and a prefiller that hosts conversations is in both lists.
         ``waiting_tokens`` are prompts of conversations for which no decoder has room.
         """
-        prefillers = list(prefillers)
+        decoders, prefillers = list(decoders), list(prefillers)
+        held = sum(one.held_tokens for one in decoders)
         needs: dict[Role, Need | None] = {
-            "decoder": self._decoders_needed(list(decoders), prefillers, waiting_tokens, now_s),
+            "decoder": self._decoders_needed(decoders, prefillers, held, waiting_tokens, now_s),
             "prefiller": self._prefillers_needed(prefillers, now_s),
         }
+        used = needs
+        if others is not None:
+            used = needs | {
+                "decoder": self._decoders_needed(
+                    decoders, prefillers, others.used_tokens, waiting_tokens, now_s
+                )
+            }
         changed: list[Role] = []
         for role, wanted in self.wanted.items():
             wanted.need = need = needs.get(role)
             limits = self._limits.get(role)
             if limits is None:
                 continue
-            after = scale(limits, wanted.scaling, None if need is None else need.replicas, now_s)
+            needed, in_use = (None if one is None else one.replicas for one in (need, used[role]))
+            if others is not None and needed is not None and in_use is not None:
+                wanted.in_use = math.ceil(in_use / limits.target)
+                # Idle histories keep engines, but get no more, and none that others lack.
+                kept = 0.0 if others.lack.gpus else limits.up_at * wanted.scaling.replicas
+                needed = max(in_use, min(needed, kept))
+                if others.lack.owed_gpus:
+                    # First the others get what they have in any case.
+                    limits = replace(limits, most=max(limits.least, wanted.scaling.replicas))
+            after = scale(limits, wanted.scaling, needed, now_s)
+            if others is not None and after.replicas == wanted.scaling.replicas:
+                after = self._give(role, after, others, now_s)
             if after.replicas != wanted.scaling.replicas:
                 changed.append(role)
             wanted.scaling = after
         return changed
 
+    def _give(self, role: Role, before: Scaling, others: Others, now_s: float) -> Scaling:
+        """Return the decision to keep fewer engines for what others lack, or the one before."""
+        limits = self._limits[role]
+        gpus, owed = others.lack
+        lacked = math.ceil((owed or gpus) / self._gpus) - others.leaving.get(role, 0)
+        enough = max(limits.least, 0 if owed else self.wanted[role].in_use)
+        replicas = max(enough, before.replicas - max(0, lacked))
+        is_new = before.changed_s is not None and now_s - before.changed_s < self.pays_after_s
+        if is_new or replicas >= before.replicas:
+            return before
+        why = f"{enough} would do of {before.replicas}, and another model lacks GPUs"
+        return Scaling(replicas, now_s, None, why, given=True)
+
+    def lack(self, there: Mapping[Role, int], starting: int, now_s: float) -> None:
+        """Update `lacks`; ``there`` are engines that stay, ``starting`` those not ready yet."""
+        missing = owed = -starting
+        for role, wanted in self.wanted.items():
+            limits, engines = self._limits.get(role), there.get(role, 0)
+            least = wanted.scaling.replicas if limits is None else limits.least
+            sought = wanted.scaling.replicas
+            if limits is not None:
+                sought = min(sought, max(least, wanted.in_use))
+            missing += max(0, sought - engines)
+            owed += max(0, least - engines)
+        if missing <= 0:
+            self._lacking_since_s = None
+        elif self._lacking_since_s is None:
+            self._lacking_since_s = now_s
+        self.lacks = NO_LACK
+        since_s = self._lacking_since_s
+        if since_s is not None and now_s - since_s >= _STARTS_WITHIN_S:
+            self.lacks = Lack(missing * self._gpus, max(0, owed) * self._gpus)
+
     def _decoders_needed(
         self,
         decoders: list[Decoder],
         prefillers: list[Prefiller],
+        held: float,
         waiting_tokens: float,
         now_s: float,
     ) -> Need | None:
         if not decoders:
             return None
         capacity = sum(one.capacity_tokens for one in decoders) / len(decoders)
-        held = sum(one.held_tokens for one in decoders)
         need = self._flow.need(Pool(capacity, held, waiting_tokens), now_s)
         hosting = {one.id for one in prefillers}
         own = sum(one.id not in hosting for one in decoders)
@@ -307,12 +396,12 @@ def make_autoscaler(settings: Settings) -> Autoscaler:
                 down_delay_s=settled_s,
                 cool_down_s=settled_s,
             )
+    gpus = max(settings.workers_of(own) * own.num_gpus for _, own in roles)
     if not settings.profile:
-        return Autoscaler(limits, start, None, chosen.window_s)
+        return Autoscaler(limits, start, None, chosen.window_s, gpus=gpus)
     profile = load_profile(settings.profile)
-    return Autoscaler(
-        limits, start, profile.prefill, chosen.window_s, _prefill_slowdown(settings, profile)
-    )
+    slowdown = _prefill_slowdown(settings, profile)
+    return Autoscaler(limits, start, profile.prefill, chosen.window_s, slowdown, gpus)
 
 
 def _prefill_slowdown(settings: Settings, profile: Profile) -> float:

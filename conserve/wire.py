@@ -82,6 +82,19 @@ class Encoded(NamedTuple):
 NOTHING_ENCODED = Encoded()
 
 
+class Lack(NamedTuple):
+    """GPUs of engines that are wanted, and for which there is no room.
+
+    ``owed_gpus`` are of those that a model has in any case.
+    """
+
+    gpus: float = 0.0
+    owed_gpus: float = 0.0
+
+
+NO_LACK = Lack()
+
+
 class DecoderTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn, for its decoder.
 

@@ -13,7 +13,7 @@ from conserve.holdings import Parked
 from conserve.recognition import Chain, Digest
 from conserve.tenants.limits import Limits
 from conserve.turn import Reason, TurnKey
-from conserve.wire import Role, StartPhase
+from conserve.wire import NO_LACK, Lack, Role, StartPhase
 from deployments.answers import CacheCheck
 
 # Ray's name for a resource that the head node alone has.
@@ -155,11 +155,13 @@ class RouterHeard:
         encoders: those that it may send images to.
         counters: engines that can count a prompt, the likeliest to compute it first.
         can_serve: whether an engine can take turns; None: a new table does not know that yet.
+        lack: the GPUs that this model lacks, where models share them.
     """
 
     encoders: list[Encoder]
     counters: list[CountingEngine]
     can_serve: bool | None
+    lack: Lack = NO_LACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from conserve.pausing import ToolReport
 from conserve.placement.load import EngineLoad
 from conserve.settings import Settings
 from conserve.turn import TurnKey, TurnStats
-from conserve.wire import SILENCE_S
+from conserve.wire import SILENCE_S, Lack
 from deployments import answers, messages
 from deployments.detached import USUAL, ActorClient, Patience, asks, listed
 from hetero.energy import EngineEnergy
@@ -70,9 +70,12 @@ class Table(Protocol):
         """End a conversation's histories; returns whether there were any."""
 
     async def router_beat(
-        self, router_id: str, timeouts: messages.Timeouts | None = None
+        self, router_id: str, timeouts: messages.Timeouts | None = None, others: Lack | None = None
     ) -> messages.RouterHeard:
-        """Note that a router lives, and take its timeouts, if any; returns what it has to know."""
+        """Note that a router lives, and take its timeouts, if any; returns what it has to know.
+
+        ``others`` is what other models lack, where they share GPUs.
+        """
 
     async def engine_lost(self, engine_id: str, why: str) -> None:
         """Remove an engine that a router cannot reach."""

@@ -84,6 +84,12 @@ class Turns:
     def live(self) -> list[History]:
         return list(self._by_id.values())
 
+    def used_tokens(self, since_s: float) -> int:
+        """Return what decoders hold of histories that run, or were used since then."""
+        bound = (one for one in self._by_id.values() if one.home is not None)
+        used = (one for one in bound if one.running or one.last_used_s >= since_s)
+        return sum(one.held_tokens for one in used)
+
     @property
     def conversations(self) -> int:
         return self._live.conversations

@@ -153,6 +153,12 @@ class Settings(Strict):
     autoscaling: AutoscalingSettings = Field(
         default_factory=AutoscalingSettings, description="How roles with `max_replicas` scale."
     )
+    share_gpus: bool = Field(
+        default=False,
+        description="Whether an engine of a model with `max_replicas` ends early, for another "
+        "model that lacks GPUs: once what it holds was not used for as long as an engine takes to "
+        "start.",
+    )
     drain_timeout_s: float = Field(
         default=300.0,
         ge=0,
@@ -320,6 +326,9 @@ class Settings(Strict):
         if self.default_model not in (None, *self.each):
             names = ", ".join(self.each)
             raise ValueError(f"default_model: {self.default_model!r} is not served; give {names}")
+        scale = (role.max_replicas for own in self.each.values() for _, role in own.roles)
+        if self.share_gpus and not (len(self.each) > 1 and any(scale)):
+            raise ValueError("share_gpus: for several models; give some of them max_replicas")
         for check in () if self.models else CHECKS:
             if problems := [*check(self)]:
                 raise ValueError("\n".join(problems))

@@ -18,6 +18,7 @@ OWN = (
 )  # fmt: skip
 # What only one model can have.
 _ALONE = ("model", "served_model_name", "aliases", "adapters", "adapters_file", "gpus")
+_OF_ALL = {"models", "default_model", "share_gpus"}
 # A hub's names have a slash; a URL has the name, and so have logs.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 
@@ -64,7 +65,7 @@ def each_of(whole: "Settings") -> dict[str, "Settings"]:
         for name in _ALONE
         if name in whole.model_fields_set
     ]
-    common = whole.model_dump(exclude_unset=True, exclude={"models", "default_model"})
+    common = whole.model_dump(exclude_unset=True, exclude=_OF_ALL)
     found: dict[str, Settings] = {}
     for name, own in whole.models.items():
         if not _NAME.fullmatch(name):
@@ -86,7 +87,8 @@ def each_of(whole: "Settings") -> dict[str, "Settings"]:
     problems += [*_names_meet(found), *_same_deployment(found)]
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
-    return {name: own.model_copy(update={"models": whole.models}) for name, own in found.items()}
+    of_all = {"models": whole.models, "share_gpus": whole.share_gpus}
+    return {name: own.model_copy(update=of_all) for name, own in found.items()}
 
 
 def _names_meet(each: dict[str, "Settings"]) -> Iterator[str]:

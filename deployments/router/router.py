@@ -13,7 +13,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from conserve.settings import Settings, SettingsError, load
-from conserve.wire import BEAT_S
+from conserve.wire import BEAT_S, NO_LACK, Lack
 from deployments.event_loop import switch_threads_sooner
 from deployments.messages import HEAD_NODE, Timeouts
 from deployments.node.node import NodeClient
@@ -154,6 +154,7 @@ class Router:
             NodeClient(context.app_name, settings).prepare()
         self._door = FrontDoor(settings, table, self._id, self._addons)
         loop = asyncio.get_running_loop()
+        self._lacks: dict[str, Lack] = {}
         self._beating = [loop.create_task(self._beat(one)) for one in self._tables]
         application = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
         listener = Listener(application, settings.host, settings.port, deployment)
@@ -227,7 +228,9 @@ class Router:
                     part.beat()
                 # A router that ends may be of an earlier deployment.
                 timeouts = None if self._door.draining else self._timeouts
-                heard = await self._tables[model].router_beat(self._id, timeouts)
+                others = others_lack(self._lacks, model) if self._settings.share_gpus else None
+                heard = await self._tables[model].router_beat(self._id, timeouts, others)
+                self._lacks[model] = heard.lack
                 self._door.turns[model].hear(heard)
                 self._door.probes.heard(heard.can_serve, model)
             except TableUnavailable as error:
@@ -235,6 +238,12 @@ class Router:
             except Exception:
                 logger.exception("router: a beat failed")
             await asyncio.sleep(BEAT_S)
+
+
+def others_lack(lacks: Mapping[str, Lack], model: str) -> Lack:
+    """Return what all models but one lack together."""
+    others = [lack for name, lack in lacks.items() if name != model]
+    return Lack(*map(sum, zip(NO_LACK, *others, strict=True)))
 
 
 def changed_timeouts(given: Any, settings: Settings) -> Timeouts:

@@ -157,11 +157,14 @@ class Membership:
     def _replaced(self, role: Role) -> bool:
         """Return whether a role's engines that leave are too many: others will come for them.
 
-        Then conversations move at once. Engines that are not needed any more keep theirs a while.
+        Then conversations move at once, and also if another model waits for their GPUs. Engines
+        that are not needed any more keep theirs a while.
         """
         wanted = self.autoscaler.wanted.get(role)
         living, leaving = self.registry.living_and_leaving(role)
-        return wanted is not None and living - leaving < wanted.scaling.replicas
+        if wanted is None:
+            return False
+        return wanted.scaling.given or living - leaving < wanted.scaling.replicas
 
     def drain(self, engine_id: str) -> int | Refusal | None:
         """Give an engine nothing new, and have its conversations move once they are idle.

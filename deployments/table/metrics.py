@@ -438,6 +438,10 @@ TABLE: tuple[Row[Observed], ...] = (
         lambda seen: [(role, seen.autoscaler.replicas(role)) for role in seen.autoscaler.wanted],
     ),
     Row(
+        GAUGE, "conserve_lacked_gpus", "Of engines that find no room, where models share GPUs.",
+        (), lambda seen: seen.autoscaler.lacks.gpus,
+    ),
+    Row(
         GAUGE, "conserve_needed_replicas",
         "Engines that, fully used, would just be enough, by the signal that decides.",
         ("role", "signal"), _needed,

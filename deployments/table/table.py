@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 import ray
 
-from autoscale.autoscaler import make_autoscaler
+from autoscale.autoscaler import Others, make_autoscaler
 from autoscale.capacity.served import engine_costs
 from conserve import identity
 from conserve.admission import Admission
@@ -32,7 +32,7 @@ from conserve.policies import room_policies
 from conserve.recording import BLOCK_TOKENS
 from conserve.settings import Settings
 from conserve.turn import TurnKey, TurnStats
-from conserve.wire import BEAT_S, SILENCE_S, TURN_SILENCE_S
+from conserve.wire import BEAT_S, NO_LACK, SILENCE_S, TURN_SILENCE_S, Lack
 from deployments import answers, messages
 from deployments.messages import SchedulerLoad
 from deployments.table import lines, refusals
@@ -141,6 +141,8 @@ class TableService(Table):
         # 0: nothing is decided. A predecessor's engines are still to say how many were wanted.
         self._decided_s = 0.0
         self._housekeeping: asyncio.Task[None] | None = None
+        # What other models lacked when it was told, where they share GPUs.
+        self._shares, self._others, self._others_told_s = settings.share_gpus, NO_LACK, started_s
         # The machine on which tools run, as it was described last.
         self._host = messages.HostPressure()
         self._host_told_s = started_s
@@ -276,9 +278,11 @@ class TableService(Table):
     # --- what can be asked -------------------------------------------------------------------
 
     async def router_beat(
-        self, router_id: str, timeouts: messages.Timeouts | None = None
+        self, router_id: str, timeouts: messages.Timeouts | None = None, others: Lack | None = None
     ) -> messages.RouterHeard:
         self._ensure_housekeeping()
+        if others is not None:
+            self._others, self._others_told_s = others, time.monotonic()
         if timeouts is not None and timeouts != self._timeouts:
             self._timeouts = timeouts
             self._admission.queue.timeout_s = timeouts.queue_timeout_s
@@ -287,7 +291,7 @@ class TableService(Table):
         self._registry.router_beat(router_id, time.monotonic())
         can_serve = True if self._table.decoders else False if self._recovery.is_over else None
         encoders, counters = self._registry.encoders(), self._registry.counters()
-        return messages.RouterHeard(encoders, counters, can_serve)
+        return messages.RouterHeard(encoders, counters, can_serve, self._autoscaler.lacks)
 
     async def health(self) -> answers.Alive:
         await self._recovery.not_ready()
@@ -410,13 +414,26 @@ class TableService(Table):
     def _scale(self, now_s: float) -> None:
         table = self._table
         waiting_tokens = self._admission.queue.tokens
+        others = self._sharing(now_s) if self._shares else None
         changed = self._autoscaler.decide(
-            table.decoders.values(), table.prefillers.values(), waiting_tokens, now_s
+            table.decoders.values(), table.prefillers.values(), waiting_tokens, now_s, others
         )
         self._decided_s = unix_s()
         for role in changed:
             scaling = self._autoscaler.wanted[role].scaling
             logger.info("%ss: %d wanted (%s)", role, scaling.replicas, scaling.why)
+
+    def _sharing(self, now_s: float) -> Others:
+        """Note what this model lacks, and return what others do."""
+        registry, autoscaler = self._registry, self._autoscaler
+        counts = {role: registry.living_and_leaving(role) for role in autoscaler.wanted}
+        there = {role: living - leaving for role, (living, leaving) in counts.items()}
+        autoscaler.lack(there, sum(registry.starting(now_s).values()), now_s)
+        lack = self._others if now_s - self._others_told_s <= SILENCE_S else NO_LACK
+        autoscaler.pays_after_s = registry.start_s or autoscaler.pays_after_s
+        used_tokens = self._table.used_tokens(unix_s() - autoscaler.pays_after_s)
+        leaving = {role: leaving for role, (_, leaving) in counts.items()}
+        return Others(lack, used_tokens, leaving)
 
     async def _router_lost(self, router_id: str) -> None:
         self._registry.remove_router(router_id)

@@ -29,7 +29,7 @@ COUNTED = (
     "_pressure", "_events",
     "_decodes", "_running", "_kinds", "_begun", "_cut", "_preempted", "_parts", "_blocks", "_slots",
     "_sms", "_pauses", "_restores", "_prefetch", "_refused", "_integrated", "_images",
-    "_info", "_up", "_fairness",
+    "_info", "_up", "_fairness", "_gpus",
 )  # fmt: skip
 
 

@@ -1,9 +1,14 @@
 """The table's actor as engines come and go: who may leave when, and how many are wanted."""
 
+import time
 from typing import Any
 
 from autoscale.autoscaler import Scaling, Wanted
-from deployments.messages import Heard
+from conserve.settings import load
+from conserve.turn import TurnStats
+from conserve.wire import NO_LACK, Lack
+from deployments.messages import EngineStarting, Heard
+from deployments.router.router import others_lack
 from hetero.energy import EngineEnergy, GpuReading
 from tests.unit.deployments.table.drive import Drive, engine
 
@@ -177,3 +182,38 @@ async def test_first_prompts_make_more_prefillers_wanted() -> None:
     # 0.6 s each: 1.2 prefillers for what comes, as much again to work the queue off.
     assert service._autoscaler.replicas("prefiller") == 4
     assert service._autoscaler.replicas("decoder") == 1
+
+
+async def test_a_model_that_is_idle_gives_an_engine_to_one_that_lacks_it() -> None:
+    """Told by a router's beats; what it holds moves at once, though it would have time."""
+    scales = {"model": "embedded", "decoders": {"replicas": 1, "max_replicas": 2}, "prefillers": 0}
+    settings = load({"share_gpus": True, "models": {"idle": scales, "busy": scales}})
+    idle, busy = (Drive(settings.each[name]) for name in ("idle", "busy"))
+    now_s = time.monotonic()
+    for name in ("d1", "d2"):
+        await idle.engine_starting(EngineStarting(name, "starting engines"))
+        await idle.register(engine(name, wanted_replicas=2))
+        await idle.ends(await idle.turn(f"on {name}", 700), TurnStats(700, 10, 0, 0))
+    await busy.register(engine("b1"))
+    await busy.turn("c", 900)
+    for after_s in (0, 1, 31):
+        busy._scale(now_s + after_s)
+    assert await busy.says("conserve_lacked_gpus 1.0")
+    lacks = {name: (await table.router_beat("r")).lack for name, table in
+             (("idle", idle), ("busy", busy))}  # fmt: skip
+    assert others_lack(lacks, "busy") == NO_LACK
+    others = others_lack(lacks, "idle")
+    assert others == Lack(1.0)
+    # What was used lately is kept: a start has taken no time here.
+    idle._registry.start_s = 50.0
+    await idle.router_beat("r", None, others)
+    idle._scale(now_s + 100)
+    assert idle._autoscaler.replicas("decoder") == 2
+    idle._registry.start_s = 1e-9
+    idle._scale(now_s + 100)
+    assert idle._autoscaler.replicas("decoder") == 1
+    assert not await idle.leave("d1", False)
+    assert (await idle.turn("on d1", ends=True)).decoder_id == "d2"
+    # A router that is not heard of says nothing any more.
+    idle._others_told_s -= 20
+    assert idle._sharing(time.monotonic()).lack == NO_LACK
