@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,10 @@ import typer
 from rich.markup import escape
 
 from autoscale.capacity.profile import ProfileError, load_profile
+from conserve.settings import SettingsError
 from conserve_cli.output import console, refuse
 from conserve_lab.cli.output import can_draw, make_folder, progress_bar, show_notes
+from conserve_lab.cli.sharing import show_models, simulate_models
 from conserve_lab.cli.workload_options import (
     ArrivalPattern,
     KnownWorkload,
@@ -107,6 +110,21 @@ def simulate(
         ),
     ] = 256,
     slo_multiple: SloMultiple = 5.0,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of settings with `models`: simulates these together, without and with "
+            "`share_gpus`. Each has a `profile`, and `decoders` that scale to `max_replicas`."
+        ),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="With --models: how many GPUs there are.")] = 4,
+    phase: Annotated[
+        float,
+        typer.Option(help="With --models: seconds after which another one gets the conversations."),
+    ] = 600.0,
+    start: Annotated[
+        float, typer.Option(help="With --models: seconds that an engine takes to start.")
+    ] = 60.0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for reports and pictures; without: neither.")
     ] = None,
@@ -122,10 +140,20 @@ def simulate(
         refuse(f"--slo-multiple is {slo_multiple:g}; give a number above 0")
     if min(block_tokens, handoff_chunk_tokens) < 1:
         refuse("--block-tokens and --handoff-chunk-tokens are numbers from 1")
+    if min(phase, start) <= 0:
+        refuse("--phase and --start are seconds, above 0")
     try:
         found = load_profile(profile)
         selection = Selection.of(locals())
         show_notes(selection.workload())
+        if models is not None:
+            if system or out or len(rate or []) > 1:
+                refuse("--models goes with one --rate, and without --system and --out")
+            chosen = replace(selection, rate_per_s=(rate or [1.0])[0]).workload()
+            with _progress(2 * conversations) as show:
+                outcomes = simulate_models(models, chosen, gpus, phase, start, show)
+            show_models(outcomes, console)
+            return
         names, rates = system or ["conserve"], rate or [1.0]
         wanted = out is not None or len(names) * len(rates) > 1
         sampled = wanted and conversations <= _MOST_SAMPLED
@@ -149,7 +177,7 @@ def simulate(
                 keep_samples=sampled,
                 on_conversation=show,
             )
-    except (ProfileError, SimulationError, WorkloadError) as error:
+    except (ProfileError, SettingsError, SimulationError, WorkloadError) as error:
         refuse(str(error))
     _hand_out(reports, out, sampled)
     if wanted and not sampled:

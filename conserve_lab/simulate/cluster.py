@@ -73,23 +73,25 @@ class Cluster(Clients):
         self._homes = dict(self.decoders)
         if self.table.loads is not None:
             self._homes |= self.prefillers
-        for name, engine in self._homes.items():
-            self.table.add_decoder(name, engine.costs.capacity_tokens)
-        for name in self.prefillers:
-            self.table.add_prefiller(name)
-        if self.table.loads is not None:
-            for name, engine in self._homes.items():
-                # Engines of one role are taken to be of one kind.
-                handoff = engine.costs.handoff
-                tried = [(tokens, handoff(tokens)) for tokens in _TRIED_TOKENS]
-                self.table.loads.joined(name, name.split("-")[0], tried)
-        self._tells = False
-        self._noise = random.Random(_NOISE_SEED)
         self._kv_costs = SpaceTimeCosts()
         for name, engine in self._homes.items():
-            self._kv_costs.add(name, engine.costs.capacity_tokens, 0.0)
+            self._hosts(name, engine, 0.0)
+        for name in self.prefillers:
+            self.table.add_prefiller(name)
+        self._tells = False
+        self._noise = random.Random(_NOISE_SEED)
         self._handoffs = self._handoff_tokens = 0
         self._later_prefills = self._cold_prefill_tokens = 0
+
+    def _hosts(self, name: str, engine: SimulatedEngine, now_s: float) -> None:
+        """Add an engine where conversations may live."""
+        self._homes[name] = engine
+        self.table.add_decoder(name, engine.costs.capacity_tokens)
+        self._kv_costs.add(name, engine.costs.capacity_tokens, now_s)
+        if self.table.loads is not None:
+            # Engines of one role are taken to be of one kind.
+            tried = [(tokens, engine.costs.handoff(tokens)) for tokens in _TRIED_TOKENS]
+            self.table.loads.joined(name, name.split("-")[0], tried)
 
     def figures(self, kv_bytes_per_token: float) -> ServerFigures:
         tokens = self._handoff_tokens + self._loaded_tokens

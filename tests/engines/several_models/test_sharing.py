@@ -1,6 +1,7 @@
 """Two models on a machine with room for three engines: the one that is busy has two of them."""
 
 import asyncio
+import functools
 import json
 import random
 import sys
@@ -87,12 +88,13 @@ async def test_an_idle_models_engine_goes_to_the_one_that_queues(
             stop = asyncio.Event()
             working = asyncio.create_task(work(teams[busy], busy, rng, stop))
 
-            def busy_has_two(busy: str = busy) -> bool:
+            def has_two(busy: str, working: asyncio.Task[None]) -> bool:
                 for model in least:
                     least[model] = min(least[model], serving(model))
                 return working.done() or serving(busy) == 2
 
-            await eventually(f"{busy} has two engines", busy_has_two, START_S)
+            look = functools.partial(has_two, busy, working)
+            await eventually(f"{busy} has two engines", look, START_S)
             assert not working.done()
             assert serving(idle) == 1
             stop.set()

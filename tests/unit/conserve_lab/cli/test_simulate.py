@@ -27,6 +27,9 @@ def _simulate(*arguments: str, columns: int = 200) -> tuple[int, str]:
         (("--prefillers", "0", "--system", "per_turn"), "per_turn sends later turns to prefillers"),
         (("--decoder-cap", "250"), "has no cap of 250 W"),
         (("--system", "pausing", "--host-tokens", "9"), "--host-tokens is parking's"),
+        (("--models", "no.yaml"), "config: no.yaml cannot be read"),
+        (("--models", "no.yaml", "--system", "elastic"), "--models goes with one --rate"),
+        (("--models", "no.yaml", "--phase", "0"), "--phase and --start are seconds"),
     ],
 )
 def test_what_cannot_be_simulated_is_said_in_one_line(
@@ -36,6 +39,22 @@ def test_what_cannot_be_simulated_is_said_in_one_line(
     assert status == 2
     assert said in output
     assert len(output.strip().splitlines()) == 1
+
+
+def test_several_models_are_simulated_without_and_with_shared_gpus(tmp_path: Path) -> None:
+    scales = "model: Qwen/Qwen3-0.6B, decoders: {replicas: 1, max_replicas: 2}"
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models:\n  a: {{{scales}, profile: {PROFILE}}}\n  b: {{{scales}}}\n")
+    given = ("--models", str(file), "--conversations", "40", "--phase", "15", "--gpus", "3")
+    status, output = _simulate(*given)
+    assert (status, "models.b.profile: engines are simulated by one" in output) == (2, True)
+    file.write_text(file.read_text().replace("b: {", f"b: {{profile: {PROFILE}, "))
+    status, output = _simulate(*given)
+    assert status == 0
+    rows = [
+        line.split()[:2] for line in output.splitlines() if line.strip().startswith(("no", "yes"))
+    ]
+    assert rows == [["no", "a"], ["no", "b"], ["yes", "a"], ["yes", "b"]]
 
 
 @pytest.fixture

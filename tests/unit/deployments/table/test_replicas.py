@@ -205,12 +205,12 @@ async def test_a_model_that_is_idle_gives_an_engine_to_one_that_lacks_it() -> No
     others = others_lack(lacks, "idle")
     assert others == Lack(1.0)
     # What was used lately is kept: a start has taken no time here.
-    idle._registry.start_s = 50.0
+    idle._registry.start_s = 5.0
     await idle.router_beat("r", None, others)
-    idle._scale(now_s + 100)
+    idle._scale(now_s + 10)
     assert idle._autoscaler.replicas("decoder") == 2
     idle._registry.start_s = 1e-9
-    idle._scale(now_s + 100)
+    idle._scale(now_s + 10)
     assert idle._autoscaler.replicas("decoder") == 1
     assert not await idle.leave("d1", False)
     assert (await idle.turn("on d1", ends=True)).decoder_id == "d2"
