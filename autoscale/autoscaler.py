@@ -4,10 +4,9 @@ Observations become needed replicas: first prompts by the profiled curve, and de
 ConServe's inequality (2). `scale` turns those into wanted replicas. Scaling up is immediate, and
 scaling down waits until the need has stayed low, and until some time after the last change.
 
-Models that share GPUs tell each other what they lack. One that has more engines than its least
-gives up those that only idle histories need, once these have been idle for as long as an engine
-takes to start: should they come back, that is what it costs. So it costs at most twice what it
-would with the future known (the break-even rule of ski rental, Karlin et al. 1988).
+Of models that share GPUs, one with more engines than its least gives up those that only idle
+histories need, once these have been idle for as long as an engine takes to start: the break-even
+rule of ski rental (Karlin et al. 1988), which costs at most twice what foresight would.
 """
 
 import math
@@ -188,16 +187,11 @@ _STARTS_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What other models lack, of those that share GPUs, and what this one has in use.
-
-    Attributes:
-        used_tokens: KV of histories that were used within `Autoscaler.pays_after_s`.
-        leaving: this model's engines that are on their way out, by role.
-    """
+    """The lack of other models that share GPUs, and what this one has in use."""
 
     lack: Lack
-    used_tokens: float
-    leaving: Mapping[Role, int]
+    used_tokens: float  # KV of histories that were used within `Autoscaler.pays_after_s`.
+    leaving: Mapping[Role, int]  # This model's engines that are on their way out.
 
 
 @dataclass(slots=True)

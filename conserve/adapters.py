@@ -42,7 +42,7 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def id(self) -> str:
-        """What tells it from any other, wherever its folder is."""
+        """A name for it and no other, wherever its folder is."""
         return f"{self.name}@{self.digest}"
 
     @property

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Followed(Generic[_T]):
-    """What files say. Where they are not usable any more, what they said last stays good.
+    """The content of files. Where they are not usable any more, what they said last stays good.
 
     Args:
         read: reads them; raises ValueError or OSError, now too, if they are not usable.

@@ -67,7 +67,7 @@ def show_models(found: dict[tuple[str, str], Outcome], console: Console) -> None
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("share_gpus", "model"):
         table.add_column(column, no_wrap=True)
-    for column in ("ended", "failed", "first TTFT p50", "p95", "TTFET p50", "p95",
+    for column in ("ended", "failed", "TTFT p50", "p95", "TTFET p50", "p95",
                    "GPU hours", "engines", "starts"):  # fmt: skip
         table.add_column(column, justify="right")
     for (shares, name), one in found.items():
