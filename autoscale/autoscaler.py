@@ -211,7 +211,8 @@ class Autoscaler:
 
     Attributes:
         pays_after_s: how long an engine took to start, once one has.
-        lacks: what this model has lacked for longer than engines take to tell that they start.
+        lacks: what this model has lacked for longer than engines take to tell that they start; None
+            until `lack` is called.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Autoscaler:
         gpus: float = 1.0,
     ) -> None:
         self.pays_after_s = 60.0
-        self.lacks = NO_LACK
+        self.lacks: Lack | None = None
         self._gpus = gpus
         self._lacking_since_s: float | None = None
         self._limits = limits

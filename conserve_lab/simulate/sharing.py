@@ -70,7 +70,7 @@ def simulate_sharing(
         now_s += 1.0
         for cluster in clusters.values():
             cluster.advance(now_s)
-        lacks = {name: cluster.autoscaler.lacks for name, cluster in clusters.items()}
+        lacks = {name: cluster.autoscaler.lacks or NO_LACK for name, cluster in clusters.items()}
         for name, cluster in clusters.items():
             free = gpus - sum(one.engines for one in clusters.values())
             others = (lack for other, lack in lacks.items() if other != name)

@@ -439,7 +439,7 @@ TABLE: tuple[Row[Observed], ...] = (
     ),
     Row(
         GAUGE, "conserve_lacked_gpus", "Of engines that find no room, where models share GPUs.",
-        (), lambda seen: seen.autoscaler.lacks.gpus,
+        (), lambda seen: seen.autoscaler.lacks and seen.autoscaler.lacks.gpus,
     ),
     Row(
         GAUGE, "conserve_needed_replicas",

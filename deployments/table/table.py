@@ -291,7 +291,9 @@ class TableService(Table):
         self._registry.router_beat(router_id, time.monotonic())
         can_serve = True if self._table.decoders else False if self._recovery.is_over else None
         encoders, counters = self._registry.encoders(), self._registry.counters()
-        return messages.RouterHeard(encoders, counters, can_serve, self._autoscaler.lacks)
+        return messages.RouterHeard(
+            encoders, counters, can_serve, self._autoscaler.lacks or NO_LACK
+        )
 
     async def health(self) -> answers.Alive:
         await self._recovery.not_ready()

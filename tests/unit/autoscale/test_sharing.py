@@ -109,7 +109,7 @@ def test_a_model_lacks_what_does_not_start_in_time() -> None:
     autoscaler = model(3)
     assert decided(autoscaler, NO_LACK, 20_000.0, now_s=0.0, held=(20_000,)) == 3
 
-    def lacks(there: int, starting: int, now_s: float) -> Lack:
+    def lacks(there: int, starting: int, now_s: float) -> Lack | None:
         autoscaler.lack({"decoder": there}, starting, now_s)
         return autoscaler.lacks
 
