@@ -289,9 +289,8 @@ class Autoscaler:
             needed, in_use = (None if one is None else one.replicas for one in (need, used[role]))
             if others is not None and needed is not None and in_use is not None:
                 wanted.in_use = math.ceil(in_use / limits.target)
-                # Idle histories keep engines, but get no more, and none that others lack.
-                kept = 0.0 if others.lack.gpus else limits.up_at * wanted.scaling.replicas
-                needed = max(in_use, min(needed, kept))
+                # Idle histories keep engines, but get no more.
+                needed = max(in_use, min(needed, limits.up_at * wanted.scaling.replicas))
                 if others.lack.owed_gpus:
                     # First the others get what they have in any case.
                     limits = replace(limits, most=max(limits.least, wanted.scaling.replicas))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoscale.autoscaler import Autoscaler, Limits, Others
+from autoscale.autoscaler import Autoscaler, Limits, Others, make_autoscaler
 from conserve.placement import Decoder
 from conserve.settings import SettingsError, load
 from conserve.wire import NO_LACK, Lack
@@ -120,6 +120,15 @@ def test_a_model_lacks_what_does_not_start_in_time() -> None:
     assert lacks(1, 2, 33.0) == NO_LACK
     # From then on time counts anew.
     assert lacks(1, 0, 40.0) == NO_LACK
+
+
+def test_an_engine_has_the_gpus_of_its_workers() -> None:
+    decoders = {"replicas": 2, "engine": {"tensor_parallel_size": 2}}
+    one = make_autoscaler(load({"decoders": decoders, "prefillers": 0}))
+    one.lack({"decoder": 1}, 0, 0.0)
+    one.lack({"decoder": 1}, 0, 60.0)
+    # Decoders do not scale here, so what is missing is owed.
+    assert one.lacks == Lack(2.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Engines on GPUs: how many, and what of a GPU each gets. Figures are worked out by hand."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,11 @@ def test_slots_of_adapters_are_counted_with_the_weights() -> None:
     (with_slots,), (without,) = (laid_out(one, 1, H100)[1] for one in (slots, {}))
     # The widths, in and out, of attention and gates of 36 layers, and of the last table.
     widths = 36 * (4 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 12_288)) + 4096 + 151_936
+    # Of a quantised model's weights it is not seen how many there are.
+    small = replace(SHAPE, quantised=True, weights_bytes=SHAPE.weights_bytes // 4)
+    (quantised,) = laid_out(slots, 1, H100, small)[1]
+    taken = needs_of(quantised).weights_bytes - small.weights_bytes
+    assert 1.0 <= taken / (2 * 4 * 32 * widths) < 1.4
     taken = needs_of(with_slots).weights_bytes - needs_of(without).weights_bytes
     assert 1.0 <= taken / (2 * 4 * 32 * widths) < 1.4
 

@@ -3,7 +3,10 @@
 import time
 from typing import Any
 
+import pytest
+
 from autoscale.autoscaler import Scaling, Wanted
+from conserve.clock import unix_s
 from conserve.settings import load
 from conserve.turn import TurnStats
 from conserve.wire import NO_LACK, Lack
@@ -204,7 +207,9 @@ async def test_a_model_that_is_idle_gives_an_engine_to_one_that_lacks_it() -> No
     assert others_lack(lacks, "busy") == NO_LACK
     others = others_lack(lacks, "idle")
     assert others == Lack(1.0)
-    # What was used lately is kept: a start has taken no time here.
+    # What was used lately is kept, and a turn that runs counts as used.
+    assert idle._table.used_tokens(unix_s() + 60) == 0
+    assert busy._table.used_tokens(unix_s() + 60) == 900
     idle._registry.start_s = 5.0
     await idle.router_beat("r", None, others)
     idle._scale(now_s + 10)
@@ -214,6 +219,12 @@ async def test_a_model_that_is_idle_gives_an_engine_to_one_that_lacks_it() -> No
     assert idle._autoscaler.replicas("decoder") == 1
     assert not await idle.leave("d1", False)
     assert (await idle.turn("on d1", ends=True)).decoder_id == "d2"
+    # A start takes from an engine's first word on.
+    for word in ("starting engines", "warming up"):
+        await idle.engine_starting(EngineStarting("d3", word))
+        idle._registry._began_s["d3"] -= 30
+    await idle.register(engine("d3"))
+    assert idle._registry.start_s == pytest.approx(60, abs=5)
     # A router that is not heard of says nothing any more.
     idle._others_told_s -= 20
     assert idle._sharing(time.monotonic()).lack == NO_LACK
