@@ -123,11 +123,7 @@ def with_adapters(settings: "Settings") -> "Settings":
         "max_loras": min(max(_LEAST_SLOTS, len(folders)), _MOST_SLOTS),
         "max_cpu_loras": KEPT,
     }
-    roles = {
-        name: own.model_copy(update={"engine": needed | settings.engine | own.engine})
-        for name, own in (("prefillers", settings.prefillers), ("decoders", settings.decoders))
-    }
-    return settings.model_copy(update=roles)
+    return settings.model_copy(update={"engine": needed | settings.engine})
 
 
 class AdapterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

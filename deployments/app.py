@@ -304,7 +304,10 @@ def llm_arguments(
     # Routers fetch, and engines nothing. For vLLM an empty list is no limit; this is no domain.
     engine["allowed_media_domains"] = [_NO_DOMAIN]
     own_arguments = settings.engine | own.engine
-    if role != "encoder":
+    if role == "encoder":
+        # It computes no text.
+        own_arguments.pop("enable_lora", None)
+    else:
         engine |= traced_arguments(settings, own_arguments)
     engine |= own_arguments
     engine["enable_prefix_caching"] = True

@@ -26,8 +26,8 @@ KV_SETTINGS, FILE_TIMES = "conserve.kv_settings", "conserve.file_times"
 _WITHOUT_EFFECT = {
     "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs",
     "max_num_batched_tokens", "mm_processor_cache_gb", "disable_log_stats", "tool_call_parser",
-    "reasoning_parser", "enable_auto_tool_choice", "structured_outputs_config", "max_loras",
-    "max_cpu_loras", "max_lora_rank",
+    "reasoning_parser", "enable_auto_tool_choice", "structured_outputs_config", "enable_lora",
+    "max_loras", "max_cpu_loras", "max_lora_rank",
 }  # fmt: skip
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"}
 # A large file is read at `_PLACES` places.

@@ -19,6 +19,7 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms.cpu import CpuPlatform
 
+from conserve.adapters import with_adapters
 from conserve.settings import Settings, SettingsError, load
 from deployments import app as building
 from deployments.app import (
@@ -58,10 +59,14 @@ def test_engines_store_where_something_is_parked_or_read(
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_an_encoder_has_no_kv_to_hand_over(gpu: bool) -> None:
-    """Nor does it schedule conversations."""
-    settings = load({"encoders": 1, "engine_scheduler": "conversation_lane"})
-    engine = llm_arguments("encoder", settings, settings.encoders, gpu)["engine_kwargs"]
-    assert not {"kv_transfer_config", "scheduler_cls", "worker_cls"} & engine.keys()
+    """Nor does it schedule conversations, or take adapters."""
+    for given in ({"engine_scheduler": "conversation_lane"}, {"adapters_file": "a.json"}):
+        settings = with_adapters(load({"encoders": 1, **given}))
+        engine = llm_arguments("encoder", settings, settings.encoders, gpu)["engine_kwargs"]
+        assert not {"kv_transfer_config", "scheduler_cls", "enable_lora"} & engine.keys()
+        assert "worker_cls" not in engine
+    decoder = llm_arguments("decoder", settings, settings.decoders, gpu)["engine_kwargs"]
+    assert decoder["enable_lora"]
 
 
 def _config(gpu: bool = True, **arguments: Any) -> Any:
