@@ -34,8 +34,7 @@ _NONE = "none"
 def add(
     tenant: Annotated[str, typer.Argument(help="The key's tenant, which is created if it is new.")],
     admin: Annotated[
-        bool,
-        typer.Option("--admin", help="It may see and end all tenants' conversations."),
+        bool, typer.Option("--admin", help="It may see and end all tenants' conversations.")
     ] = False,
     background: Annotated[
         bool, typer.Option("--background", help="Its turns wait for those of other keys.")

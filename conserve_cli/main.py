@@ -91,10 +91,7 @@ class LazyGroup(TyperGroup):
 
 
 cli = typer.Typer(
-    cls=LazyGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 
 

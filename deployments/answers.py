@@ -43,8 +43,7 @@ class Health(Alive, kw_only=True):
 
     status: Literal["ok", "unavailable"]
     models: Annotated[
-        dict[str, Literal["ok", "unavailable"]] | UnsetType,
-        Meta(description="Of each of several."),
+        dict[str, Literal["ok", "unavailable"]] | UnsetType, Meta(description="Of each of several.")
     ] = UNSET
 
 

@@ -286,7 +286,7 @@ def _tell(settings: Settings, name: str, plan: EnginePlan) -> Settings:
     arguments = arguments_of(settings, own)
     whole = float(arguments.get("gpu_memory_utilization", UTILISATION))
     told = own.engine | {
-        "gpu_memory_utilization": max(1 / PARTS, floor_part(whole * plan.num_gpus)),
+        "gpu_memory_utilization": max(1 / PARTS, floor_part(whole * plan.num_gpus))
     }
     if plan.role != "encoder":
         told["kv_cache_memory_bytes"] = plan.kv_bytes

@@ -71,10 +71,7 @@ class GpuPlan:
 
 
 def plan(
-    settings: Settings,
-    nodes: Sequence[GpuNode],
-    shape: ModelShape | None,
-    why_unknown: str = "",
+    settings: Settings, nodes: Sequence[GpuNode], shape: ModelShape | None, why_unknown: str = ""
 ) -> tuple[Settings, GpuPlan]:
     """Return a model's settings with all GPU and host memory chosen, and the plan.
 

@@ -274,11 +274,7 @@ class Turns:
         return True
 
     def abandon(
-        self,
-        turn: TurnKey,
-        decoder_id: str | None,
-        stats: TurnStats | None,
-        now_s: float,
+        self, turn: TurnKey, decoder_id: str | None, stats: TurnStats | None, now_s: float
     ) -> History | None:
         """End a turn that did not complete: it was refused, or failed, or its client left.
 

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field, replace
 from conserve.hints import BACKGROUND
 from conserve.placement.load import FirstPrompts, Loads, Work, wait_s
 from conserve.placement.policy import PlacementPolicy
-from conserve.placement.state import (
-    NOTHING_SHARED,
-    Coming,
-    Decoder,
-    Placement,
-    Prefiller,
-    Shared,
-)
+from conserve.placement.state import NOTHING_SHARED, Coming, Decoder, Placement, Prefiller, Shared
 
 # A home counts as at most this busy.
 _BUSIEST = 0.95

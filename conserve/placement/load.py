@@ -240,12 +240,7 @@ class Loads:
         self.done(history.home, history.id)
 
     def computed(
-        self,
-        engine_id: str,
-        tokens: int,
-        cached_tokens: int,
-        now_s: float,
-        encoded_tokens: int = 0,
+        self, engine_id: str, tokens: int, cached_tokens: int, now_s: float, encoded_tokens: int = 0
     ) -> None:
         engine = self._of(engine_id)
         seconds = engine.prefills(tokens, cached_tokens, now_s)

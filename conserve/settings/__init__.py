@@ -4,12 +4,7 @@ The same fields are given on the command line (``serve run conserve.app decoders
 ``args`` of a Serve config file. An unknown field or a bad value is refused with its name.
 """
 
-from conserve.settings.application import (
-    EMBEDDED_MODEL,
-    EMBEDDED_MODELS,
-    Settings,
-    SettingsError,
-)
+from conserve.settings.application import EMBEDDED_MODEL, EMBEDDED_MODELS, Settings, SettingsError
 from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,

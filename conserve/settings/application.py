@@ -10,10 +10,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from conserve.adapters import check_name
 from conserve.placement import POLICIES, PlacementPolicy, PolicyName
 from conserve.settings.checks import CHECKS
-from conserve.settings.engine_arguments import (
-    without_expandable_segments,
-    without_reserved,
-)
+from conserve.settings.engine_arguments import without_expandable_segments, without_reserved
 from conserve.settings.groups import (
     CPU_TIER,
     GPU_TIER,
@@ -133,8 +130,7 @@ class Settings(Strict):
         "do not scale.",
     )
     tiers: dict[str, TierSettings] = Field(
-        default_factory=dict,
-        description="Kinds of nodes by name, which roles' `tier` refers to.",
+        default_factory=dict, description="Kinds of nodes by name, which roles' `tier` refers to."
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -218,8 +214,7 @@ class Settings(Strict):
         "addresses and without following redirects. None: media come in `data:` URLs only.",
     )
     media: MediaSettings = Field(
-        default_factory=MediaSettings,
-        description="Limits of a request's images, audio and video.",
+        default_factory=MediaSettings, description="Limits of a request's images, audio and video."
     )
     placement: str = Field(
         default="elastic",

@@ -5,11 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from conserve.addons import INSIDE, TOOLS, addon, missing
 from conserve.loopback import is_loopback
-from conserve.settings.engine_arguments import (
-    NOT_BESIDE_A_LANE,
-    disagreements,
-    encoders_disagree,
-)
+from conserve.settings.engine_arguments import NOT_BESIDE_A_LANE, disagreements, encoders_disagree
 from conserve.settings.groups import EnvironmentSettings, RoleSettings
 
 if TYPE_CHECKING:

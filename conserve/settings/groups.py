@@ -122,9 +122,7 @@ class TierSettings(Strict):
         description="The tier's nodes have this accelerator type, by Ray's name (`A40`, `H100`).",
     )
     resource: str | None = Field(
-        default=None,
-        pattern=NAME,
-        description="The tier's nodes offer this Ray custom resource.",
+        default=None, pattern=NAME, description="The tier's nodes offer this Ray custom resource."
     )
     labels: dict[str, str] = Field(
         default_factory=dict, description="The tier's nodes have these Ray labels."

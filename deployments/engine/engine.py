@@ -137,8 +137,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]  # Ray ships no types for i
     async def _configure(self, config: LLMConfig, server: Address) -> None:
         """Complete the engine's arguments by what its node and its model have."""
         _tell_connector(
-            config,
-            {"lmcache.mp.host": f"tcp://{server.host}", "lmcache.mp.port": server.port},
+            config, {"lmcache.mp.host": f"tcp://{server.host}", "lmcache.mp.port": server.port}
         )
         settings, encodes_only = self._settings, self._role == "encoder"
         if await asyncio.to_thread(_sees, config):

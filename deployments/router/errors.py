@@ -24,10 +24,7 @@ from deployments.answers import Answer
 RawHeaders = list[tuple[bytes, bytes]]
 
 TABLE_RESTARTING = ApiError(
-    503,
-    "the conversation table is being restarted; try again",
-    "unavailable",
-    retry_after_s=2,
+    503, "the conversation table is being restarted; try again", "unavailable", retry_after_s=2
 )
 
 ENDING = ApiError(

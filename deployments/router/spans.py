@@ -90,11 +90,7 @@ class TurnSpan:
         _W3C.inject(self.headers, self._context)
 
     def end(
-        self,
-        turn: TurnKey | None,
-        stats: TurnStats,
-        phases: Sequence[Phase] = (),
-        model: str = "",
+        self, turn: TurnKey | None, stats: TurnStats, phases: Sequence[Phase] = (), model: str = ""
     ) -> None:
         """End the turn's span, with those of its phases; ``model`` is empty if it was not read."""
         if not self._span.is_recording():

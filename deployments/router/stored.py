@@ -73,9 +73,7 @@ class StoredResponses:
         limit = most_bytes(self.settings)
         if lifted.size > limit:
             raise ApiError(
-                413,
-                f"the body and its history are longer than {limit} bytes",
-                "body_too_long",
+                413, f"the body and its history are longer than {limit} bytes", "body_too_long"
             )
         assert conversation_id is not None
         return identity.conversation_of(conversation_id)

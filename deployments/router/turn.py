@@ -25,18 +25,8 @@ from conserve.turn import Outcome, TurnStats
 from deployments.event_loop import in_background
 from deployments.messages import BeginTurn, CountingEngine, RouterHeard, TurnPlan
 from deployments.router.access import tenant_of
-from deployments.router.answer import (
-    AnsweredWithError,
-    RelayedAnswer,
-    StreamBroken,
-)
-from deployments.router.errors import (
-    TABLE_RESTARTING,
-    RawHeaders,
-    hold_back,
-    refuse,
-    request_id_of,
-)
+from deployments.router.answer import AnsweredWithError, RelayedAnswer, StreamBroken
+from deployments.router.errors import TABLE_RESTARTING, RawHeaders, hold_back, refuse, request_id_of
 from deployments.router.media import MediaReader
 from deployments.router.phases import Phase, Phases
 from deployments.router.prompt import (

@@ -93,11 +93,7 @@ class TableService(Table):
         }  # fmt: skip
         self._timeouts = messages.Timeouts(settings.queue_timeout_s, settings.idle_timeout_s)
         self._admission = Admission(
-            self._table,
-            queue_limit,
-            settings.queue_timeout_s,
-            policies.order,
-            policies.window,
+            self._table, queue_limit, settings.queue_timeout_s, policies.order, policies.window
         )
         self._autoscaler = make_autoscaler(settings)
         started_s = time.monotonic()
