@@ -12,7 +12,6 @@ and no lease holds. (``cuDevSmResourceSplit``, which takes sizes, needs CUDA 13.
 """
 
 import bisect
-from typing import NamedTuple
 
 SM_SLOTS = 10
 
@@ -75,26 +74,3 @@ class SmSlots:
     def within(self, sms: int) -> int:
         """Return the largest slot that has no more SMs than these."""
         return bisect.bisect_right(self.sizes, sms) - 1
-
-
-class Sides(NamedTuple):
-    """Decoding's units and SMs at one border, and the rest, which prefill has."""
-
-    decode: range
-    prefill: range
-    decode_sms: int
-
-
-def sides(split: SmSplit, units: range) -> tuple[Sides, ...]:
-    """Return the sides for each border, by decoding's size, the smallest first; the last has all.
-
-    Slot ``k`` has at least ``k`` tenths of the lease in whole units; equal slots are one.
-    """
-    total_sms = split.sms_of(units)
-    found: list[Sides] = []
-    for slot in range(1, SM_SLOTS + 1):
-        decode = split.lowest(units, -(-total_sms * slot // SM_SLOTS))
-        if not found or decode != found[-1].decode:
-            prefill = range(decode.stop, units.stop)
-            found.append(Sides(decode, prefill, split.sms_of(decode)))
-    return tuple(found)

@@ -238,21 +238,6 @@ class Profile(_Strict):
         known = ", ".join(f"{power.cap_w:g}" for power in self.power)
         raise ProfileError(f"profile {self.name} has no cap of {cap_w:g} W, only {known} W")
 
-    def with_power(self, power: CappedPower) -> Self:
-        """Return the profile with a lower cap than its highest one, in place of what it had of it.
-
-        Raises `ProfileError` if the profile has no power, or the cap is not lower.
-        """
-        highest = self.power_at(None)
-        if power.cap_w >= highest.cap_w:
-            raise ProfileError(
-                f"profile {self.name} was measured under {highest.cap_w:g} W, and "
-                f"{power.cap_w:g} W are set now; set a lower cap to add it"
-            )
-        others = [one for one in self.power if one.cap_w != power.cap_w]
-        caps = sorted([*others, power], key=lambda one: one.cap_w, reverse=True)
-        return self.model_copy(update={"power": tuple(caps)})
-
     def off_on(self, dtype: str) -> str:
         """Return in words that its times are not those of a CPU for this dtype; empty: alike."""
         of = self.hardware.get("cpu_dtype", "bfloat16")  # Older ones are of such CPUs.
@@ -298,15 +283,6 @@ def load_profile(source: Path | str) -> Profile:
         raise ProfileError(
             f"profile {path} is not valid: {f'{field}: ' if field else ''}{said}"
         ) from None
-
-
-def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile as JSON; raises `ProfileError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(profile.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        raise ProfileError(f"profile {path} cannot be written: {error.strerror}") from None
 
 
 def _numbers(profile: Profile) -> list[str]:

@@ -12,8 +12,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Protocol
 
-from hetero import green_contexts
-from hetero.green_contexts import GreenContexts, SmsUnavailable
+from conserve_inside.sm_slots import green_contexts
+from conserve_inside.sm_slots.green_contexts import GreenContexts, SmsUnavailable
 from hetero.sm_units import SM_SLOTS, SmSlots
 
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

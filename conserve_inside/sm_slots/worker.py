@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from conserve_inside.lane.worker import LaneWorking
 from conserve_inside.scratch import locking_kernel
 from conserve_inside.sm_slots import pairs
+from conserve_inside.sm_slots.green_contexts import SmsUnavailable
 from conserve_inside.sm_slots.lease import lease_slots, said_of, told
 from conserve_inside.sm_slots.means import means_of, mps_runs, prepare
 from deployments.engine.gpu_worker import GpuWorker
@@ -27,7 +28,6 @@ from deployments.upstream import captured_elsewhere
 from deployments.upstream.patch import require
 from deployments.upstream.seams import require_seams
 from hetero.gpus import UnknownGpu
-from hetero.green_contexts import SmsUnavailable
 from hetero.sm_slots import NoFreeSms, SmLease
 from hetero.sm_units import SmSlots, sm_granularity
 

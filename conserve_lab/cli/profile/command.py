@@ -29,7 +29,6 @@ from autoscale.capacity.profile import (
     Quality,
     StageCurves,
     load_profile,
-    save_profile,
 )
 from autoscale.capacity.served import engine_versions
 from conserve.embedded import model_path
@@ -209,7 +208,7 @@ def profile(
         try:
             known = load_profile(out)
             capped = asyncio.run(_measure_cap(url, known, repetitions, largest_batch, tokens, seed))
-            save_profile(known.with_power(capped), out)
+            save_profile(with_power(known, capped), out)
         except (MeasureError, ProfileError, fit.FitError) as error:
             refuse(str(error))
         except NoDraw as error:
@@ -420,7 +419,7 @@ async def _measure_cap(
     known.require_serves(application.model, engine_versions())
     meter = DrawMeter(url)
     # Refuse before anything is measured.
-    known.with_power(known.power_at(None).model_copy(update={"cap_w": await meter.limit_w()}))
+    with_power(known, known.power_at(None).model_copy(update={"cap_w": await meter.limit_w()}))
     longest = known.prefill.longest_tokens or _LONGEST_TOKENS
     grid = make_grid(longest, application.decoder.capacity_tokens, largest_batch)
     async with Probe(application, *probing) as probe:
@@ -581,3 +580,28 @@ def _show_cap(known: Profile, points: dict[str, list[Any]], capped: CappedPower)
 def _draws(power: CappedPower) -> str:
     draws = {"idle": power.idle_w, "prefill": power.prefill_w, "decode": power.decode_w}
     return ", ".join(f"{phase} {watts:.0f} W" for phase, watts in draws.items())
+
+
+def with_power(profile: Profile, power: CappedPower) -> Profile:
+    """Return the profile with a lower cap than its highest one, in place of what it had of it.
+
+    Raises `ProfileError` if the profile has no power, or the cap is not lower.
+    """
+    highest = profile.power_at(None)
+    if power.cap_w >= highest.cap_w:
+        raise ProfileError(
+            f"profile {profile.name} was measured under {highest.cap_w:g} W, and "
+            f"{power.cap_w:g} W are set now; set a lower cap to add it"
+        )
+    others = [one for one in profile.power if one.cap_w != power.cap_w]
+    caps = sorted([*others, power], key=lambda one: one.cap_w, reverse=True)
+    return profile.model_copy(update={"power": tuple(caps)})
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON; raises `ProfileError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(profile.model_dump_json(indent=2) + "\n")
+    except OSError as error:
+        raise ProfileError(f"profile {path} cannot be written: {error.strerror}") from None

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from conserve_inside.sm_slots.green_contexts import GreenContexts
 from conserve_inside.sm_slots.pairs import SlotPairs
-from hetero.green_contexts import GreenContexts
 from hetero.sm_units import SmSlots, sides, sm_granularity
 
 # Many for each SM, each of one warp: every SM that may gets some.

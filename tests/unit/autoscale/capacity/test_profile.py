@@ -10,7 +10,6 @@ from autoscale.capacity.profile import (
     Profile,
     ProfileError,
     load_profile,
-    save_profile,
 )
 from conserve.engines import engine_arguments
 from conserve_lab.capacity.fit import (
@@ -164,11 +163,6 @@ def test_a_broken_profile_is_one_clear_line(
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert str(path) in str(refused.value)
-
-
-def test_what_is_saved_is_what_is_read(a40: Profile, tmp_path: Path) -> None:
-    save_profile(a40, tmp_path / "deep" / "copy.json")
-    assert load_profile(tmp_path / "deep" / "copy.json") == a40
 
 
 def test_no_profile_of_that_name_says_which_there_are() -> None:

@@ -18,16 +18,15 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from conserve_inside.sm_slots import green_contexts, pairs
 from conserve_inside.sm_slots import lease as leasing
-from conserve_inside.sm_slots import pairs
+from conserve_inside.sm_slots.green_contexts import GreenContexts
 from conserve_inside.sm_slots.lease import SLOT_WORKER, lease_of, tell_worker
 from conserve_inside.sm_slots.means import MpsPercentage, NoSms
 from conserve_inside.sm_slots.pairs import SlotPairs, slot_pairs
 from conserve_inside.sm_slots.worker import SlotWorker
 from deployments.engine.gpu_worker import EXTENSION
-from hetero import green_contexts
 from hetero.gpus import UnknownGpu
-from hetero.green_contexts import GreenContexts
 from hetero.sm_slots import NoFreeSms, SmLease, SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
 from tests.unit.hetero.cuda_standin import Driver

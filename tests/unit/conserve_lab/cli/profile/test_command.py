@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autoscale.capacity.profile import CappedPower, Profile, load_profile, save_profile
+from autoscale.capacity.profile import CappedPower, Profile, load_profile
 from conserve import wire
 from conserve_lab.capacity import fit
 from conserve_lab.capacity.fit import DecodePoint, MixedPoint, PrefillPoint
 from conserve_lab.cli.profile import command as module
 from conserve_lab.cli.profile import measure
-from conserve_lab.cli.profile.command import _median, cli, make_grid
+from conserve_lab.cli.profile.command import _median, cli, make_grid, save_profile
 from conserve_lab.cli.profile.measure import (
     Application,
     MeasuredEngine,
@@ -360,6 +360,7 @@ def _add_cap(profile: Profile, out: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     monkeypatch.setattr(module, "_drawn", drawn)
     monkeypatch.setattr(module.DrawMeter, "limit_w", limit)
     save_profile(profile, out)
+    assert load_profile(out) == profile
     arguments = ["http://a", "--add-cap", "--repeats", "1", "--out", str(out)]
     done = CliRunner(env={"COLUMNS": "100"}).invoke(cli, arguments)
     return done.exit_code, done.output

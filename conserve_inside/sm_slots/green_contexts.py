@@ -4,8 +4,8 @@ The driver splits the GPU as `hetero.sm_units` says, so contexts of different un
 across processes. Contexts share the primary context's memory. They are made once and live as long
 as their process, since making one takes milliseconds and memory.
 
-Needs driver 570. ``python -m hetero.green_contexts`` tests for it in a process of its own, since an
-MPS percentage, the alternative, has to be set before a process looks at its GPU.
+Needs driver 570. ``python -m conserve_inside.sm_slots.green_contexts`` tests for it in a process of
+its own, since an MPS percentage, the alternative, has to be set before a process looks at its GPU.
 """
 
 import importlib

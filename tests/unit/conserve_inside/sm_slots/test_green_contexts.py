@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from hetero import green_contexts
-from hetero.green_contexts import GreenContexts, SmsUnavailable, load_driver, probe, why_not
+from conserve_inside.sm_slots import green_contexts
+from conserve_inside.sm_slots.green_contexts import (
+    GreenContexts,
+    SmsUnavailable,
+    load_driver,
+    probe,
+    why_not,
+)
 from hetero.sm_slots import SmSlotLedger
 from hetero.sm_units import SmSlots, sm_granularity
 from tests.unit.hetero.cuda_standin import CUresult, Driver
