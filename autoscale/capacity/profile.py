@@ -210,16 +210,6 @@ class Profile(_Strict):
     points: dict[str, list[dict[str, float]]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _published_numbers_have_sources(self) -> Self:
-        if self.origin == "published":
-            # A group's source serves each number in it; an empty one serves none.
-            given = {path for path, text in self.sources.items() if text.strip()}
-            for path in _numbers(self):
-                if not any(path == one or path.startswith(f"{one}.") for one in given):
-                    raise ValueError(f"sources: {path} is a published number without a source")
-        return self
-
-    @model_validator(mode="after")
     def _caps_descend(self) -> Self:
         caps = [power.cap_w for power in self.power]
         if caps != sorted(set(caps), reverse=True):
@@ -283,23 +273,3 @@ def load_profile(source: Path | str) -> Profile:
         raise ProfileError(
             f"profile {path} is not valid: {f'{field}: ' if field else ''}{said}"
         ) from None
-
-
-def _numbers(profile: Profile) -> list[str]:
-    found = ["kv_capacity_tokens"]
-    for curve in ("prefill", "decode", "interference", "handoff", "overhead"):
-        found += [
-            f"{curve}.{name}"
-            for name, value in getattr(profile, curve).model_dump().items()
-            # Zero means that the overhead is not known.
-            if type(value) in (int, float) and (value or curve != "overhead")
-        ]
-    if profile.encoding is not None:
-        found.append("encoding.per_token_s")
-    if profile.stages is not None:
-        found += ["stages.sms", "stages.output_tokens"]
-        found += [f"stages.sizes.{name}" for name in StageSize.model_fields]
-    found += [f"max_batched_tokens.{role}" for role in profile.max_batched_tokens]
-    for power in profile.power:
-        found += [f"power.{power.cap_w:g}.{name}" for name in power.model_dump() if name != "cap_w"]
-    return found
