@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from conserve.wire import SILENCE_S
-from hetero.gpus import UnknownGpu
 from hetero.green_contexts import SmsUnavailable
+from hetero.nvml import UnknownGpu
 from hetero.sm_slots import NoFreeSms, SmLease
 
 SLOT_WORKER = "conserve_inside.sm_slots.worker.SlotWorker"
